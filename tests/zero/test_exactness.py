@@ -1,0 +1,87 @@
+"""Stages 0 to 3, unquantized, against plain single-process training on the concatenated batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.zero.models import as_vector, groups_of, new_model, relative_error, train_plain
+from tests.zero.training import full_values, train, train_and_collect, zero_optimizer
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "untied": {"model": {"is_tied": False}},
+    "accumulation": {"num_micro": 3},
+    "no_sync": {"num_micro": 3, "uses_no_sync": True},
+    "accumulation steps": {"num_micro": 3, "settings": {"gradient_accumulation_steps": 3}},
+    "clipping": {"max_norm": 0.5},
+    "frozen and unused": {"model": {"has_frozen": True, "has_unused": True}},
+    "everything": {
+        "model": {"has_frozen": True, "has_unused": True},
+        "num_micro": 2,
+        "max_norm": 0.3,
+        "settings": {"reduce_bucket_size": 1, "allgather_bucket_size": 3000, "overlap_comm": False},
+    },
+}
+
+
+def _oracle(case: dict[str, Any], dtype: torch.dtype, world_size: int, steps: int) -> tuple[dict[str, Any], list[float]]:
+    model = new_model(dtype, **case.get("model", {}))
+    loop = {key: case[key] for key in ("num_micro", "max_norm") if key in case}
+    norms = train_plain(
+        model, torch.optim.AdamW(groups_of(model), lr=1e-2), world_size=world_size, steps=steps, **loop
+    )
+    return dict(model.named_parameters()), norms
+
+
+def _check_equals_single_process(
+    rank: int, stage: int, name: str, dtype: torch.dtype, world_size: int, ranks_per_node: int
+) -> None:
+    case, steps = CASES[name], 20
+    expected, expected_norms = _oracle(case, dtype, world_size, steps)
+    model = new_model(dtype, **case.get("model", {}))
+    loop = {key: case[key] for key in ("num_micro", "max_norm", "uses_no_sync") if key in case}
+    with zero_optimizer(model, stage=stage, ranks_per_node=ranks_per_node, **case.get("settings", {})) as optimizer:
+        norms = train(model, optimizer, rank, steps=steps, **loop)
+        got = full_values(model)
+    assert got.keys() == expected.keys()
+    assert norms == pytest.approx(expected_norms, rel=1e-9 if dtype == torch.float64 else 1e-3)
+    if dtype == torch.float64:
+        for key, value in got.items():
+            torch.testing.assert_close(value, expected[key].detach(), rtol=0, atol=1e-10, msg=lambda m, k=key: f"{k}: {m}")
+    else:
+        assert relative_error(as_vector(got.values()), as_vector(expected.values())) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(1, 1), (2, 2), (3, 3), (4, 2)])
+def test_equals_single_process(stage: int, name: str, dtype: torch.dtype, world_size: int, ranks_per_node: int) -> None:
+    run_ranks(world_size, _check_equals_single_process, stage, name, dtype, world_size, ranks_per_node)
+
+
+def _check_stages_agree(rank: int, ranks_per_node: int, dtype: torch.dtype, case: dict[str, Any], close: bool) -> None:  # noqa: FBT001
+    runs = {
+        stage: train_and_collect(rank, stage=stage, ranks_per_node=ranks_per_node, dtype=dtype, steps=5, **case)
+        for stage in (1, 2, 3)
+    }
+    for name, value in runs[2].items():
+        assert torch.equal(value, runs[3][name]), name
+        assert close or torch.equal(value, runs[1][name]), name
+    assert relative_error(as_vector(runs[1].values()), as_vector(runs[2].values())) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
+def test_stages_agree_bitwise_with_one_micro_batch(ranks_per_node: int, dtype: torch.dtype) -> None:
+    case = {"loop": {"max_norm": 0.5}}
+    run_ranks(4, _check_stages_agree, ranks_per_node, dtype, case, False)  # noqa: FBT003
+
+
+def test_stages_2_and_3_agree_bitwise_with_accumulation() -> None:
+    case = {"loop": {"num_micro": 3}, "gradient_accumulation_steps": 3}
+    run_ranks(4, _check_stages_agree, 2, torch.float32, case, True)  # noqa: FBT003

@@ -1,0 +1,82 @@
+"""Buckets, slots, shards and pieces; units. Pure arithmetic, checked against brute force."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.zero.models import new_model
+from zero.layout import BucketLayout
+from zero.units import find_units
+
+SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=6)
+
+
+@given(shapes=SHAPES, world_size=st.integers(1, 7), align=st.sampled_from([1, 4, 256]))
+def test_every_element_of_every_parameter_is_in_one_piece(
+    shapes: list[tuple[int, ...]], world_size: int, align: int
+) -> None:
+    layout = BucketLayout.of([str(i) for i in range(len(shapes))], shapes, world_size, align)
+    owners: dict[int, int] = {}
+    for shard in range(world_size):
+        for piece in layout.pieces(shard):
+            assert piece.start % align == 0
+            assert piece.stop % align == 0
+            assert shard * layout.shard_numel <= piece.start < piece.stop <= (shard + 1) * layout.shard_numel
+            for element in range(piece.start, piece.stop):
+                assert element not in owners
+                owners[element] = piece.slot
+    for index, slot in enumerate(layout.slots):
+        assert slot.numel == prod(shapes[index])
+        assert slot.offset % align == 0
+        assert all(owners[e] == index for e in range(slot.offset, slot.offset + slot.numel))
+
+
+@given(shapes=SHAPES, world_size=st.integers(1, 7))
+def test_gaps_and_slots_cover_the_bucket_once(shapes: list[tuple[int, ...]], world_size: int) -> None:
+    layout = BucketLayout.of([str(i) for i in range(len(shapes))], shapes, world_size, 8)
+    covered = [0] * layout.numel
+    for start, stop in [*layout.gaps, *((s.offset, s.offset + s.numel) for s in layout.slots)]:
+        for element in range(start, stop):
+            covered[element] += 1
+    assert covered == [1] * layout.numel
+
+
+@given(shard_runs=st.integers(0, 9), world_size=st.integers(1, 5), max_numel=st.integers(1, 12000))
+def test_chunks_cover_the_shard_within_the_cap(shard_runs: int, world_size: int, max_numel: int) -> None:
+    layout = BucketLayout.of(["w"], [(shard_runs * world_size * 256,)], world_size)
+    chunks = layout.chunks(max_numel)
+    assert [e for a, b in chunks for e in range(a, b)] == list(range(layout.shard_numel))
+    for start, stop in chunks:
+        assert (stop - start) * world_size <= max(max_numel, 256 * world_size)
+
+
+def test_units_are_layers_and_the_other_children() -> None:
+    units = {u.name: [name for name, _ in u.parameters] for u in find_units(new_model())}
+    assert list(units) == ["", "wte", "blocks.0", "blocks.1", "blocks.2", "shared", "norm"]
+    assert units[""] == ["position"]
+    assert units["wte"] == ["wte.weight"]  # the tied head belongs to its first owner
+    assert units["blocks.1"] == [
+        "blocks.1.norm.weight",
+        "blocks.1.norm.bias",
+        "blocks.1.mlp.0.weight",
+        "blocks.1.mlp.0.bias",
+        "blocks.1.mlp.2.weight",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (nn.Linear(2, 2), [""]),
+        (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), ["0", "2"]),
+        (nn.ModuleDict({"stack": nn.Sequential(new_model().blocks[0], new_model().blocks[1])}), ["stack.0", "stack.1"]),
+    ],
+    ids=["one layer", "leaves", "sequential of blocks"],
+)
+def test_units_of_small_models(model: nn.Module, names: list[str]) -> None:
+    assert [unit.name for unit in find_units(model)] == names

@@ -1,0 +1,49 @@
+"""What must not change the result, bit for bit, with quantization on: bucket sizes, overlap, stage; and repetition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from tests.zero.training import assert_same_bits, train_and_collect
+
+ZEROPP: dict[str, Any] = {"quantized_weights": True, "quantized_gradients": True, "ranks_per_node": 2}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "again": {},
+    "tiny buckets": {"reduce_bucket_size": 1, "allgather_bucket_size": 1},
+    "odd buckets": {"reduce_bucket_size": 1500, "allgather_bucket_size": 2777},
+    "no overlap": {"overlap_comm": False},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "hpZ": {"hpz_partition_size": 2},
+    "hpZ, tiny buckets, no overlap": {"hpz_partition_size": 2, "allgather_bucket_size": 1, "overlap_comm": False},
+}
+
+
+def _check_same_bits(rank: int, variant: dict[str, Any], dtype: torch.dtype) -> None:
+    base = ZEROPP | {"stage": 3, "dtype": dtype, "steps": 4}
+    assert_same_bits(train_and_collect(rank, **base), train_and_collect(rank, **base | variant))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_same_bits(name: str, dtype: torch.dtype) -> None:
+    run_ranks(4, _check_same_bits, VARIANTS[name], dtype)
+
+
+def _check_ranks_agree(rank: int, options: dict[str, Any]) -> None:
+    values = train_and_collect(rank, steps=1, dtype=torch.bfloat16, **options)
+    mine = torch.cat([value.flatten().view(torch.uint8) for value in values.values()])
+    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, mine)
+    assert all(torch.equal(other, mine) for other in of_ranks)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("options", [{"ranks_per_node": 2}, ZEROPP], ids=["plain", "ZeRO++"])
+def test_ranks_hold_the_same_bits(stage: int, options: dict[str, Any]) -> None:
+    run_ranks(4, _check_ranks_agree, options | {"stage": stage})

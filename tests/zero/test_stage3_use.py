@@ -1,0 +1,238 @@
+"""Stage 3 as users use models: odd orders of forward and backward, inference, and touching what is not there."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.ranks import run_ranks
+from tests.zero.models import batch, loss_of, new_model
+from tests.zero.training import full_values, zero_optimizer
+from zcomm import StateError
+from zero import GatheredParameters, register_external_parameter
+
+Loop = Callable[[nn.Module, int, int], Tensor]
+
+
+def _two_forwards(model: nn.Module, step: int, rank: int) -> Tensor:
+    first = loss_of(model, *batch(step, 0, rank))
+    second = loss_of(model, *batch(step, 1, rank))
+    return first + second
+
+
+def _inference_between(model: nn.Module, step: int, rank: int) -> Tensor:
+    loss = loss_of(model, *batch(step, 0, rank))
+    model.eval()
+    with torch.no_grad():
+        loss_of(model, *batch(step, 5, rank))
+    model.train()
+    return loss + loss_of(model, *batch(step, 1, rank))
+
+
+def _submodule_directly(model: nn.Module, step: int, rank: int) -> Tensor:
+    x = model.wte(batch(step, 0, rank)[0])
+    return model.blocks[0].mlp[0](x).float().square().mean() + loss_of(model, *batch(step, 1, rank))
+
+
+def _checkpointed(model: nn.Module, step: int, rank: int) -> Tensor:
+    tokens, targets = batch(step, 0, rank)
+    blocks = [block.forward for block in model.blocks]
+    for block, forward in zip(model.blocks, blocks, strict=True):
+        block.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=False)
+    try:
+        return loss_of(model, tokens, targets)
+    finally:
+        for block in model.blocks:
+            del block.forward
+
+
+LOOPS = {
+    "several forwards before a backward": _two_forwards,
+    "inference between": _inference_between,
+    "a submodule called directly": _submodule_directly,
+    "activation checkpointing": _checkpointed,
+}
+
+
+def _run(rank: int, stage: int, loop: Loop) -> dict[str, Tensor]:
+    model = new_model()
+    with zero_optimizer(model, stage=stage) as optimizer:
+        for step in range(3):
+            loop(model, step, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_values(model)
+
+
+def _check_equals_stage_2(rank: int, name: str) -> None:
+    expected, got = _run(rank, 2, LOOPS[name]), _run(rank, 3, LOOPS[name])
+    for key, value in got.items():
+        assert torch.equal(value, expected[key]), key
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_equals_stage_2(name: str) -> None:
+    run_ranks(2, _check_equals_stage_2, name)
+
+
+def _check_released_parameter(rank: int) -> None:  # noqa: ARG001
+    model = new_model()
+    weight = model.blocks[1].mlp[0].weight
+    with zero_optimizer(model, stage=3):
+        assert weight.shape == (53, 24)
+        assert weight.numel() == 53 * 24
+        assert isinstance(weight, nn.Parameter)
+        assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in new_model().parameters())
+        for use in (lambda: weight + 1, weight.detach, weight.clone, lambda: weight.data, lambda: copy.deepcopy(weight)):
+            with pytest.raises(StateError, match=r"blocks\.1\.mlp\.0\.weight.*GatheredParameters.*register_external"):
+                use()
+        with GatheredParameters(weight):
+            assert torch.equal(weight, new_model().blocks[1].mlp[0].weight)
+        with pytest.raises(StateError):
+            weight.sum()
+
+
+def test_released_parameter_is_a_named_error() -> None:
+    run_ranks(2, _check_released_parameter)
+
+
+class Borrowing(nn.Module):
+    """Uses its child's weight without calling the child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(5, 5)
+        self.own = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.own(x), self.child.weight)
+
+
+def _check_external_parameter(rank: int) -> None:
+    torch.manual_seed(0)
+    plain = Borrowing()
+    model = copy.deepcopy(plain)
+    x = torch.randn(3, 5)
+    plain(x).sum().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3) as optimizer:
+        with pytest.raises(StateError, match=r"child\.weight"):
+            model(x)
+        register_external_parameter(model, model.child.weight)
+        model(x).sum().backward()
+        optimizer.step()
+        values = full_values(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(values[name], param.detach())
+
+
+def test_external_parameter_raises_until_registered() -> None:
+    run_ranks(2, _check_external_parameter)
+
+
+def _check_modifier_rank(rank: int) -> None:
+    for stage in (0, 1, 2, 3):
+        for dtype in (torch.float32, torch.bfloat16):
+            model = new_model(dtype)
+            bias = model.shared.bias
+            with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.0), stage=stage) as optimizer:
+                with GatheredParameters(bias, modifier_rank=1), torch.no_grad():
+                    bias.fill_(rank + 2.0)
+                loss_of(model, *batch(0, 0, rank)).backward()
+                optimizer.step()  # publishes the masters: they must have taken the values over
+                assert torch.equal(full_values(model)["shared.bias"], torch.full_like(full_values(model)["shared.bias"], 3))
+
+
+def test_modifier_rank_wins_on_every_rank() -> None:
+    run_ranks(2, _check_modifier_rank)
+
+
+def _check_broken_forward(rank: int) -> None:
+    model = new_model()
+    with zero_optimizer(model, stage=3) as optimizer:
+        for broken in (lambda: model(torch.tensor([[10**6]])), lambda: _raise_in_backward(model, rank)):
+            with pytest.raises((IndexError, ZeroDivisionError)):
+                broken()
+        loss_of(model, *batch(0, 0, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        got = full_values(model)
+    expected = _run_once(rank)
+    for key, value in got.items():
+        assert torch.equal(value, expected[key]), key
+
+
+def _raise_in_backward(model: nn.Module, rank: int) -> None:
+    loss = loss_of(model, *batch(3, 0, rank))
+    hidden = model.wte(batch(3, 0, rank)[0])
+    hidden.register_hook(lambda g: 1 / 0)
+    (loss + model.blocks[0](hidden).sum()).backward()
+
+
+def _run_once(rank: int) -> dict[str, Tensor]:
+    model = new_model()
+    with zero_optimizer(model, stage=3) as optimizer:
+        loss_of(model, *batch(0, 0, rank)).backward()
+        optimizer.step()
+        return full_values(model)
+
+
+def test_recovers_from_an_exception_in_forward_and_backward() -> None:
+    run_ranks(2, _check_broken_forward)
+
+
+def test_nothing_reads_freed_or_reused_memory() -> None:
+    """In a process of its own, with released buffers poisoned: it must end well, not by a signal or with NaN."""
+    script = """
+        import torch
+        from tests.zero.models import batch, loss_of, new_model
+        from zero import ZeroOptimizer
+        losses = []
+        for stage in (2, 3):
+            model = new_model()
+            optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, lr=1e-2)
+            for step in range(4):
+                both = loss_of(model, *batch(step, 0, 0)) + loss_of(model, *batch(step, 1, 0))
+                both.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(both.item())
+        assert losses[:4] == losses[4:], losses
+    """
+    env = os.environ | {"ZERO_DEBUG": "1"}
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def _check_state_dict(rank: int) -> None:
+    for stage in (0, 1, 2, 3):
+        model, plain = new_model(seed=1), new_model(seed=1)
+        with zero_optimizer(model, stage=stage) as optimizer:
+            saved = model.state_dict()
+            if stage == 3 and rank != 0:
+                assert saved == {}
+            else:
+                assert saved.keys() == plain.state_dict().keys()
+                assert all(torch.equal(saved[k], v) for k, v in plain.state_dict().items())
+            other = new_model(seed=2)
+            model.load_state_dict(other.state_dict())
+            for param in model.parameters():
+                param.grad = None
+            optimizer.step()
+            assert all(torch.equal(v, dict(other.named_parameters())[k]) for k, v in full_values(model).items())
+
+
+def test_state_dict_of_the_model_is_whole_and_loads() -> None:
+    run_ranks(2, _check_state_dict)

@@ -1,0 +1,157 @@
+"""One bucket: its parameters, the memory that rests on this rank, and the states its full parameters go through.
+
+    stage   full buffer          shard                    master (float32)                  gradients at rest
+    0       always               = full                   = full, or a float32 copy         full buffer
+    1, 2    always               own rows of full         = shard, or a float32 copy        full buffer | shard
+    3       from the pool        the only thing kept      = shard, or a float32 copy        shard
+
+    SHARDED --issue a gather--> GATHERING --wait--> FULL --release--> SHARDED          (below stage 3: always FULL)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from zcomm import StateError, Topology
+from zero.layout import BucketLayout, Piece
+from zero.released import ReducedGradient, hide, placeholder, show
+from zero.stages import Stage
+
+__all__ = ["Bucket", "BucketState", "ShardInfo"]
+
+
+class BucketState(Enum):
+    """Where the full parameters are."""
+
+    SHARDED = "sharded"  # nowhere: parameters are released
+    GATHERING = "gathering"  # a buffer is being filled
+    FULL = "full"  # parameters are views of the buffer
+
+
+TRANSITIONS = {
+    BucketState.SHARDED: {BucketState.GATHERING},
+    BucketState.GATHERING: {BucketState.FULL},
+    BucketState.FULL: {BucketState.SHARDED},
+}
+
+
+@dataclass(slots=True)
+class ShardInfo:
+    """The one attribute set on a managed parameter, ``param.zero_shard``."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    bucket: Bucket
+    slot: int
+    is_saving: Callable[[], bool]
+    owner: object
+    """The ZeroOptimizer's :class:`zero.runtime.Runtime`."""
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of optimizer states and master weights: at least float32."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+class Bucket:
+    """Parameters of one unit that share dtype and requires_grad, laid flat."""
+
+    def __init__(self, index: int, name: str, layout: BucketLayout, params: list[nn.Parameter]) -> None:
+        self.index = index
+        self.name = name
+        self.layout = layout
+        self.params = params
+        self.dtype = params[0].dtype
+        self.device = params[0].device
+        self.is_trainable = params[0].requires_grad
+        self.state = BucketState.SHARDED
+        self.full: Tensor | None = None
+        self.shard = torch.empty(0)
+        self.master = torch.empty(0)
+        self.empties = [placeholder(p.shape, p.dtype, p.device) for p in params]
+        self.grad_stand_ins = [
+            ReducedGradient.of(slot.name, p.shape, p.dtype, p.device)
+            for slot, p in zip(layout.slots, params, strict=True)
+        ]
+        # Who needs the full parameters now: running forwards, a running backward, somebody who holds a view.
+        self.forward_depth = 0
+        self.is_held_by_backward = False
+        self.is_pinned = False
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether anybody needs the full parameters now."""
+        return self.forward_depth > 0 or self.is_held_by_backward or self.is_pinned
+
+    def flatten(self) -> Tensor:
+        """A new flat buffer with the parameters' values and zeros between them."""
+        full = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
+        for param, view in zip(self.params, self.views(full), strict=True):
+            view.copy_(param.detach())
+        return full
+
+    def views(self, full: Tensor) -> list[Tensor]:
+        """``full`` as one view for each parameter."""
+        return [full[s.offset : s.offset + s.numel].view(s.shape) for s in self.layout.slots]
+
+    def settle(self, full: Tensor, stage: Stage, topology: Topology, *, keeps_exact_master: bool) -> None:
+        """Take what this rank keeps of the initial values ``full``, by the table above."""
+        row = topology.shard_index("local")
+        numel = self.layout.shard_numel
+        own = full[row * numel : (row + 1) * numel]
+        if stage.shards_parameters:
+            self.shard = own.clone()
+            self._move(BucketState.GATHERING)
+            self.full = full
+            self.expose()
+            self.release()
+        else:
+            self.shard = own if stage.shards_states else full
+            self.state = BucketState.GATHERING
+            self.full = full
+            self.expose()
+        if not self.is_trainable or (self.shard.dtype == master_dtype(self.dtype) and not keeps_exact_master):
+            self.master = self.shard
+        else:
+            self.master = self.shard.to(master_dtype(self.dtype), copy=True)
+
+    def _move(self, to: BucketState) -> None:
+        if to not in TRANSITIONS[self.state]:
+            raise StateError(f"bucket {self.name!r} cannot go from {self.state.value} to {to.value}")
+        self.state = to
+
+    def begin_gather(self, full: Tensor) -> None:
+        """``full`` is being filled."""
+        self._move(BucketState.GATHERING)
+        self.full = full
+
+    def expose(self) -> None:
+        """The buffer is filled: parameters become views of it."""
+        self._move(BucketState.FULL)
+        assert self.full is not None, f"bucket {self.name!r} is full without a buffer"
+        for param, view in zip(self.params, self.views(self.full), strict=True):
+            show(param, view)
+
+    def release(self) -> Tensor:
+        """Parameters let go of the buffer, which is returned."""
+        self._move(BucketState.SHARDED)
+        for param, empty in zip(self.params, self.empties, strict=True):
+            hide(param, empty)
+        full, self.full = self.full, None
+        assert full is not None, f"bucket {self.name!r} was full without a buffer"
+        return full
+
+    def master_pieces(self, stage: Stage, shard_index: int) -> list[tuple[Piece, Tensor]]:
+        """The parameters this rank updates, as leaf views of the master weights."""
+        if not stage.shards_states:
+            slots = self.layout.slots
+            return [(Piece(i, s.offset, s.end), self.master[s.offset : s.end]) for i, s in enumerate(slots) if s.numel]
+        base = shard_index * self.layout.shard_numel
+        pieces = self.layout.pieces(shard_index)
+        return [(piece, self.master[piece.start - base : piece.stop - base]) for piece in pieces]

@@ -1,0 +1,53 @@
+"""The global gradient norm over shards: summed in float64, rounded once, the same bits on every rank and stage 1 to 3."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from zcomm import ConfigError, StateError, control
+from zero.bucket import Bucket
+from zero.runtime import Runtime
+
+__all__ = ["clip_grad_norm_"]
+
+
+def clip_grad_norm_(runtime: Runtime, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+    """See :meth:`zero.ZeroOptimizer.clip_grad_norm_`."""
+    if norm_type not in (2.0, math.inf):
+        raise ConfigError(f"norm_type must be 2 or inf: norm_type={norm_type}")
+    if not max_norm >= 0:
+        raise ConfigError(f"max_norm must be at least 0: max_norm={max_norm}")
+    runtime.reducer.flush()
+    parts = [part for bucket in runtime.buckets for part in _own_parts(runtime, bucket)]
+    if norm_type == math.inf:
+        largest = [part.abs().amax().to(torch.float64) for part in parts]  # amax, unlike max(), keeps a NaN
+        mine = torch.stack(largest).amax() if largest else torch.zeros((), dtype=torch.float64)
+    else:
+        squares = [torch.linalg.vector_norm(part, dtype=torch.float64).item() ** 2 for part in parts]
+        mine = torch.tensor(sum(squares), dtype=torch.float64)
+    by_rank = control.gather_float64(mine.reshape(1).cpu(), runtime.topology).flatten()
+    total = by_rank.amax().item() if norm_type == math.inf else math.sqrt(sum(by_rank.tolist()))
+    if error_if_nonfinite and not math.isfinite(total):
+        raise StateError(f"the global gradient norm is {total}; pass error_if_nonfinite=False to go on")
+    dtype = torch.float64 if any(g.dtype == torch.float64 for g in runtime.reducer.all) else torch.float32
+    norm = torch.tensor(total, dtype=dtype)
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grads in runtime.reducer.all:
+        result = runtime.reducer.results(grads)
+        if result is not None:
+            result.mul_(coefficient.to(result.dtype))
+    return norm
+
+
+def _own_parts(runtime: Runtime, bucket: Bucket) -> list[Tensor]:
+    """This rank's shard of the gradient, parameter by parameter."""
+    grads = runtime.reducer.by_bucket.get(bucket.index)
+    result = None if grads is None else runtime.reducer.results(grads)
+    if result is None:
+        return []
+    row = runtime.topology.shard_index("local")
+    base = row * bucket.layout.shard_numel if runtime.stage.shards_states else 0
+    return [result[p.start - base : p.stop - base] for p in bucket.layout.pieces(row)]

@@ -1,0 +1,287 @@
+"""Gradients: out of autograd into a bucket's buffer, averaged over the ranks, summed over micro-batches.
+
+    autograd's .grad --copy or add--> full buffer --reduce-scatter (mean)--> shard += mean           stages 2, 3
+                                       (stage 1: the shard is the buffer's own rows;  stage 0: then all-gathered in place)
+
+Invariants:
+    G1  Buckets are reduced in one fixed order on every rank, whatever the order in which their gradients arrive, so
+        exchanges match even where ranks use different parameters. At the end of a backward the ranks agree on which
+        parameters anybody used; a bucket that nobody used is not exchanged.
+    G2  ``.grad`` of a parameter is set exactly while this optimizer holds a gradient for it. If a user clears it (for
+        example by ``model.zero_grad()``), the gradient held is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zcomm import LayoutError, StateError, Topology, Work, all_gather_single, control, reduce_scatter_single
+from zero.bucket import Bucket, master_dtype
+from zero.pool import BufferPool
+from zero.settings import Effective, ZeroSettings
+
+__all__ = ["BucketGrads", "Reducer"]
+
+MAX_IN_FLIGHT = 2
+"""Reductions under way at once; each holds a full gradient buffer."""
+WIRE_NAMES = {torch.float32: "none", torch.float64: "none", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(slots=True)
+class BucketGrads:
+    """The gradients of one bucket."""
+
+    bucket: Bucket
+    dtype: torch.dtype
+    result: Tensor | None = None
+    """The reduced sum at rest: the shard, or at stage 0 the full buffer."""
+    full: Tensor | None = None
+    """Local gradients that are not reduced yet; permanent at stages 0 and 1."""
+    carry: Tensor | None = None
+    """Stages 0 and 1: an earlier sum of this step, moved out of the way of the next local gradients."""
+    written: list[bool] = field(default_factory=list)
+    """Slots of ``full`` that hold a local gradient."""
+    used: list[bool] = field(default_factory=list)
+    """Parameters that have had a gradient since zero_grad, on any rank once agreed."""
+    num_arrived: int = 0
+    """Gradients that came in the running backward."""
+    has_result: bool = False
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A reduction under way."""
+
+    grads: BucketGrads
+    works: list[Work]
+    source: Tensor
+    output: Tensor
+
+
+class Reducer:
+    """Collects and reduces the gradients of all trainable buckets."""
+
+    def __init__(
+        self, buckets: list[Bucket], topology: Topology, settings: ZeroSettings, effective: Effective, pool: BufferPool
+    ) -> None:
+        self._topology, self._settings, self._effective, self._pool = topology, settings, effective, pool
+        self._stage = effective.stage
+        self.all = [self._new(bucket) for bucket in buckets if bucket.is_trainable]
+        self.by_bucket = {grads.bucket.index: grads for grads in self.all}
+        self._order = list(reversed(self.all))  # G1: about the order of backward
+        self._cursor = 0
+        self._in_flight: list[InFlight] = []
+        self.reduces_now = True
+
+    def _new(self, bucket: Bucket) -> BucketGrads:
+        dtype = self._settings.gradient_dtype or master_dtype(bucket.dtype)
+        grads = BucketGrads(bucket, dtype)
+        grads.written, grads.used = [False] * len(bucket.params), [False] * len(bucket.params)
+        shard_numel = bucket.layout.shard_numel
+        if self._stage.shards_gradients:
+            grads.result = torch.zeros(shard_numel, dtype=dtype, device=bucket.device)
+        else:
+            grads.full = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.device)
+            grads.result = self._own_rows(grads, grads.full) if self._stage.shards_states else grads.full
+        return grads
+
+    def _own_rows(self, grads: BucketGrads, full: Tensor) -> Tensor:
+        numel = grads.bucket.layout.shard_numel
+        row = self._topology.shard_index("local")
+        return full[row * numel : (row + 1) * numel]
+
+    def begin_backward(self, *, reduces_now: bool) -> None:
+        """A backward starts; ``reduces_now`` is False inside an accumulation window of stages 0 and 1 and ``no_sync``."""
+        self._drop_what_users_cleared()
+        self._cursor, self.reduces_now = 0, reduces_now
+        with torch._C.DisableTorchFunctionSubclass():
+            for grads in self.all:
+                grads.num_arrived = 0
+                for param in grads.bucket.params:
+                    param.grad = None  # autograd must not add to a stand-in
+
+    def arrive(self, grads: BucketGrads, slot: int) -> None:
+        """Autograd has set ``.grad`` of parameter number ``slot``: take it over, and reduce what is complete."""
+        param, at = grads.bucket.params[slot], grads.bucket.layout.slots[slot]
+        grad = param.grad
+        if grad is None:
+            return
+        if grad.layout is not torch.strided:
+            raise LayoutError(f"gradients must be dense: the gradient of {at.name!r} is {grad.layout}; use sparse=False")
+        full = self._writable(grads)
+        view = full[at.offset : at.offset + at.numel].view(at.shape)
+        if grads.written[slot]:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+        param.grad = None
+        grads.written[slot] = grads.used[slot] = True
+        grads.num_arrived += 1
+        if self.reduces_now:
+            self._issue_complete()
+
+    def _writable(self, grads: BucketGrads) -> Tensor:
+        if self._stage.shards_gradients:
+            if grads.full is None:
+                grads.full = self._pool.take(grads.bucket.layout.numel, grads.dtype)
+            return grads.full
+        self._finish([flight for flight in self._in_flight if flight.grads is grads])
+        if grads.has_result and not any(grads.written):
+            assert grads.result is not None, "a result without a tensor"
+            grads.carry, grads.has_result = grads.result.clone(), False
+        assert grads.full is not None, "stages 0 and 1 keep the full gradient buffer"
+        return grads.full
+
+    def _issue_complete(self) -> None:
+        while self._cursor < len(self._order):
+            grads = self._order[self._cursor]
+            if grads.num_arrived < len(grads.bucket.params):
+                return
+            self._cursor += 1
+            self._issue(grads)
+
+    def end_backward(self) -> None:
+        """Reduce what is left (G1), wait for all of it, and show in ``.grad`` that there are gradients (G2)."""
+        if self.reduces_now:
+            self._agree_and_issue_rest()
+        self._finish(list(self._in_flight))
+        self.show_grads()
+
+    def _agree_and_issue_rest(self) -> None:
+        """Bring all ranks to the same exchanges (G1), by one agreement on what each has used, issued and not issued."""
+        issued = set(map(id, self._order[: self._cursor]))
+        used = [int(bit) for grads in self.all for bit in grads.used]
+        pending = [int(any(grads.written)) for grads in self._order]
+        late = [bit if id(grads) in issued else 0 for grads, bit in zip(self._order, pending, strict=True)]
+        agreed = used + pending + late + [self._cursor]
+        if self._topology.world_size > 1:
+            agreed = control.agree_max(torch.tensor(agreed, dtype=torch.int64), self._topology).tolist()
+        bits = iter(agreed)
+        for grads in self.all:
+            grads.used = [bool(next(bits)) for _ in grads.used]
+        pending, late = [next(bits) for _ in pending], [next(bits) for _ in late]
+        furthest = next(bits)
+        for index in range(self._cursor, len(self._order)):
+            if index < furthest or pending[index]:  # a rank whose gradients did not come catches up with the others
+                self._issue(self._order[index])
+        for index in range(furthest):
+            if late[index]:  # a gradient came, on some rank, after its bucket was reduced
+                self._issue(self._order[index])
+        self._cursor = len(self._order)
+
+    def flush(self) -> None:
+        """Reduce local gradients that ``no_sync`` or an unfinished accumulation window left. Same on every rank."""
+        self._drop_what_users_cleared()
+        if not self.reduces_now:
+            self._cursor, self.reduces_now = 0, True
+            self.end_backward()
+
+    def _issue(self, grads: BucketGrads) -> None:
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._finish(self._in_flight[:1])
+        layout, full = grads.bucket.layout, self._writable(grads)
+        for slot, is_written in zip(layout.slots, grads.written, strict=True):
+            if not is_written:
+                full[slot.offset : slot.offset + slot.numel].zero_()
+        for start, stop in layout.gaps:
+            full[start:stop].zero_()
+        output = grads.result
+        if not self._stage.shards_states:
+            output = self._own_rows(grads, full)
+        elif grads.has_result:  # stages 2 and 3: add to it when it has come
+            output = self._pool.take(layout.shard_numel, grads.dtype)
+        assert output is not None, "a reduction without a place for its result"
+        works = self._reduce_scatter(grads, full, output)
+        grads.written = [False] * len(grads.written)
+        if self._stage.shards_gradients:
+            grads.full = None
+        self._in_flight.append(InFlight(grads, works, full, output))
+
+    def _reduce_scatter(self, grads: BucketGrads, full: Tensor, output: Tensor) -> list[Work]:
+        wire = self._effective.gradient_formats
+        if wire is None:
+            narrow = "none" if grads.dtype == grads.bucket.dtype else WIRE_NAMES[grads.bucket.dtype]
+            wire = (narrow, narrow)
+        rows, works = full.view(self._topology.world_size, -1), []
+        chunks = grads.bucket.layout.chunks(self._settings.reduce_bucket_size)
+        for start, stop in chunks:
+            work = reduce_scatter_single(
+                output[start:stop],
+                full if len(chunks) == 1 else rows[:, start:stop],
+                "avg",
+                group=self._topology,
+                format=wire,
+                numbering="local",
+                async_op=self._settings.overlap_comm,
+            )
+            if work is not None:
+                works.append(work)
+        return works
+
+    def _finish(self, flights: list[InFlight]) -> None:
+        for flight in flights:
+            for work in flight.works:
+                work.wait()
+            self._in_flight.remove(flight)
+            grads = flight.grads
+            assert grads.result is not None, "a reduction without a place for its result"
+            if not self._stage.shards_states:
+                all_gather_single(flight.source, flight.output, self._topology, numbering="local")
+            if self._stage.shards_gradients:
+                self._pool.give(flight.source)
+                if flight.output is not grads.result:
+                    grads.result.add_(flight.output)
+                    self._pool.give(flight.output)
+            if grads.carry is not None:
+                grads.result.add_(grads.carry)
+                grads.carry = None
+            grads.has_result = True
+
+    def _drop_what_users_cleared(self) -> None:
+        """G2: every gradient this optimizer holds was cleared by somebody else."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shown = [p.grad is not None for g in self.all for p, used in zip(g.bucket.params, g.used, strict=True) if used]
+        if shown and not any(shown):
+            self.zero()
+
+    def show_grads(self) -> None:
+        """Set ``.grad`` of every used parameter: the averaged gradient at stage 0, a stand-in elsewhere."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for grads in self.all:
+                bucket = grads.bucket
+                views = bucket.views(grads.full) if grads.full is not None and not self._stage.shards_states else None
+                for i, (param, used) in enumerate(zip(bucket.params, grads.used, strict=True)):
+                    if not used:
+                        continue
+                    if views is not None and param.dtype != grads.dtype:
+                        param.grad_dtype = grads.dtype  # type: ignore[attr-defined]
+                    param.grad = bucket.grad_stand_ins[i] if views is None else views[i]
+
+    def zero(self) -> None:
+        """Forget every gradient. Frees what only this step needed."""
+        self._finish(list(self._in_flight))
+        with torch._C.DisableTorchFunctionSubclass():
+            for grads in self.all:
+                grads.has_result, grads.carry, grads.num_arrived = False, None, 0
+                grads.written, grads.used = [False] * len(grads.written), [False] * len(grads.used)
+                if self._stage.shards_gradients and grads.full is not None:
+                    self._pool.give(grads.full)
+                    grads.full = None
+                for param in grads.bucket.params:
+                    param.grad = None
+        self.reduces_now = True
+
+    def results(self, grads: BucketGrads) -> Tensor | None:
+        """The reduced gradient at rest, or None if no parameter of the bucket was used on any rank."""
+        if any(grads.used) and not grads.has_result:
+            raise StateError(f"gradients of bucket {grads.bucket.name!r} were used before they were reduced")
+        return grads.result if any(grads.used) else None
+
+    @property
+    def unreduced_nbytes(self) -> int:
+        """Bytes of full gradient buffers that ``no_sync`` keeps at stages 2 and 3."""
+        held = [g.full for g in self.all if self._stage.shards_gradients and g.full is not None]
+        return sum(full.numel() * full.element_size() for full in held)

@@ -1,0 +1,206 @@
+"""When parameters are needed: module and autograd hooks, each a thin call into the gatherer or the reducer.
+
+    forward of a module:   acquire its buckets ... release those that nobody else needs
+    backward:              a gradient reaches a unit's output -> acquire;  all gradients of its inputs are done -> release
+    a parameter's gradient: copied into its bucket by autograd's post-accumulate hook
+
+Autograd saves views of a bucket's buffer, which is gone before backward: inside the model's forward they are saved as
+(bucket, offset, size, stride) instead, and looked up again, gathering if needed, when backward asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from zero.bucket import Bucket
+from zero.gather import Gatherer
+from zero.grads import Reducer
+from zero.units import Unit
+
+__all__ = ["Hooks"]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedView:
+    """What autograd keeps instead of a view of a bucket's buffer."""
+
+    bucket: Bucket
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class Hooks:
+    """The hooks on one model. ``shards_parameters``: stage 3; otherwise only gradients are hooked."""
+
+    def __init__(
+        self, gatherer: Gatherer, reducer: Reducer, should_reduce: Callable[[], bool], *, shards_parameters: bool
+    ) -> None:
+        self._gatherer, self._reducer, self._should_reduce = gatherer, reducer, should_reduce
+        self._shards_parameters = shards_parameters
+        self._buckets_of: dict[nn.Module, list[Bucket]] = {}
+        self._unit_modules: set[nn.Module] = set()
+        self._depth = 0
+        self._context: AbstractContextManager[Any] | None = None
+        self._is_in_backward = False
+        self._handles: list[Any] = []
+
+    def install(self, model: nn.Module, units: list[Unit], buckets_of_unit: list[list[Bucket]]) -> None:
+        """Hook ``model``; ``buckets_of_unit[i]`` are the buckets of ``units[i]``."""
+        for grads in self._reducer.all:
+            for slot, param in enumerate(grads.bucket.params):
+                self._hook_gradient(param, grads.bucket.index, slot)
+        if not self._shards_parameters:
+            return
+        for unit, buckets in zip(units, buckets_of_unit, strict=True):
+            self._buckets_of[unit.module] = list(buckets)
+            self._unit_modules.add(unit.module)
+        owner = {param: bucket for buckets in buckets_of_unit for bucket in buckets for param in bucket.params}
+        for module in model.modules():
+            known = self._buckets_of.setdefault(module, [])
+            direct = [owner[p] for p in module._parameters.values() if p is not None and p in owner]
+            known.extend(b for b in dict.fromkeys(direct) if b not in known)
+        self._buckets_of = {m: buckets for m, buckets in self._buckets_of.items() if buckets or m is model}
+        for module in self._buckets_of:
+            self._hook_module(module)
+
+    def declare_use(self, module: nn.Module, bucket: Bucket) -> None:
+        """``module``'s forward also uses ``bucket``."""
+        if not self._shards_parameters:
+            return
+        if module not in self._buckets_of:
+            self._buckets_of[module] = []
+            self._hook_module(module)
+        if bucket not in self._buckets_of[module]:
+            self._buckets_of[module].append(bucket)
+
+    def remove(self) -> None:
+        """Take every hook off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def recover(self) -> None:
+        """Outside any backward: a backward that is still marked as running was broken off by an exception."""
+        if self._is_in_backward and torch._C._current_graph_task_id() == -1:
+            self._is_in_backward = False
+            self._reducer.zero()
+            self._gatherer.release_all()
+
+    def _hook_gradient(self, param: nn.Parameter, bucket: int, slot: int) -> None:
+        grads = self._reducer.by_bucket[bucket]
+
+        def before(grad: Tensor) -> None:  # noqa: ARG001
+            self._begin_backward()
+
+        def after(param: Tensor) -> None:  # noqa: ARG001
+            self._reducer.arrive(grads, slot)
+            if grads.num_arrived == len(grads.written):
+                self._end_of_use_in_backward([grads.bucket])
+
+        self._handles += [param.register_hook(before), param.register_post_accumulate_grad_hook(after)]
+
+    def _hook_module(self, module: nn.Module) -> None:
+        self._handles += [
+            module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            module.register_forward_hook(self._after_forward, always_call=True),
+        ]
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._depth == 0:
+            self.recover()
+            self._enter_outermost()
+        self._depth += 1
+        is_training = torch.is_grad_enabled() and module.training
+        for bucket in self._buckets_of[module]:
+            bucket.forward_depth += 1
+            bucket.is_held_by_backward |= self._is_in_backward  # recomputation under activation checkpointing
+            self._gatherer.acquire(bucket, prefetch=is_training)
+        if module in self._unit_modules and torch.is_grad_enabled():
+            inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+            if inputs:
+                buckets = self._buckets_of[module]
+                register_multi_grad_hook(inputs, lambda _: self._end_of_use_in_backward(buckets))
+
+    def _enter_outermost(self) -> None:
+        for bucket in self._gatherer.by_storage.copy().values():
+            if bucket.is_pinned:
+                bucket.is_pinned = False
+                self._gatherer.release_if_unneeded(bucket)
+        if torch.is_grad_enabled() and not self._is_in_backward:
+            self._context = saved_tensors_hooks(self._pack, self._unpack)
+            self._context.__enter__()
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
+        buckets = self._buckets_of[module]
+        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        for tensor in outputs:
+            aliased = self._bucket_under(tensor)
+            if aliased is not None:  # a parameter, or a view of one, leaves the module
+                aliased.is_pinned = True
+            if module in self._unit_modules and tensor.requires_grad and torch.is_grad_enabled():
+                tensor.register_hook(lambda _: self._start_of_use_in_backward(buckets))
+        for bucket in buckets:
+            bucket.forward_depth = max(bucket.forward_depth - 1, 0)
+            self._gatherer.release_if_unneeded(bucket)
+        self._depth = max(self._depth - 1, 0)
+        if self._depth == 0 and self._context is not None:
+            context, self._context = self._context, None
+            context.__exit__(None, None, None)
+
+    def _bucket_under(self, tensor: Tensor) -> Bucket | None:
+        if tensor.layout is not torch.strided or getattr(type(tensor), "is_released", False):
+            return None
+        return self._gatherer.by_storage.get(tensor.untyped_storage().data_ptr())
+
+    def _pack(self, tensor: Tensor) -> Tensor | SavedView:
+        bucket = self._bucket_under(tensor)
+        if bucket is None:
+            return tensor
+        return SavedView(bucket, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def _unpack(self, saved: Tensor | SavedView) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        bucket = saved.bucket
+        if torch._C._current_graph_task_id() != -1:
+            self._begin_backward()
+            bucket.is_held_by_backward = True
+        else:
+            bucket.is_pinned = True
+        self._gatherer.acquire(bucket)
+        assert bucket.full is not None, f"bucket {bucket.name!r} is full without a buffer"
+        return bucket.full.as_strided(saved.size, saved.stride, saved.offset)
+
+    def _begin_backward(self) -> None:
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            Variable._execution_engine.queue_callback(self._end_backward)
+            self._reducer.begin_backward(reduces_now=self._should_reduce())
+
+    def _start_of_use_in_backward(self, buckets: list[Bucket]) -> None:
+        self._begin_backward()
+        for bucket in buckets:
+            bucket.is_held_by_backward = True
+            self._gatherer.acquire(bucket, prefetch=True)
+
+    def _end_of_use_in_backward(self, buckets: list[Bucket]) -> None:
+        for bucket in buckets:
+            bucket.is_held_by_backward = False
+            self._gatherer.release_if_unneeded(bucket)
+
+    def _end_backward(self) -> None:
+        self._is_in_backward = False
+        self._reducer.end_backward()
+        for bucket in self._gatherer.by_storage.copy().values():
+            bucket.is_held_by_backward = False
+            self._gatherer.release_if_unneeded(bucket)

@@ -1,0 +1,110 @@
+"""How parameters lie in a bucket, and how a bucket is divided into shards: pure arithmetic, no tensors, no ranks.
+
+A bucket is one flat buffer. Every parameter starts on a multiple of ``align`` elements and every shard is a whole
+number of ``align``-element runs, so a quantization block never straddles two parameters or two shards:
+
+    | weight ............. pad | bias ..... pad | pad to world_size * align |
+    | shard 0        | shard 1        | shard 2        | shard 3            |
+
+Invariants:
+    L1  A parameter's offset within its block grid depends on nothing but the parameter: its codes are the same at
+        every stage, world size and bucket size.
+    L2  A piece (a parameter's intersection with a shard) starts and ends on multiples of ``align``; the pad elements
+        it may hold are zero in parameters and gradients alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+__all__ = ["ALIGN", "BucketLayout", "Piece", "Slot"]
+
+ALIGN = 256
+"""Elements; the largest default block of any wire format, and a multiple of all of them."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``value``."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies in its bucket: elements ``[offset, offset + numel)``, then zeros up to ``end``."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    end: int
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the parameter, padding excluded."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of slot number ``slot`` that lies in one shard, in elements counted from the start of the bucket."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The slots of one bucket and its division into ``world_size`` equal shards."""
+
+    slots: tuple[Slot, ...]
+    world_size: int
+    align: int
+
+    @classmethod
+    def of(
+        cls, names: Sequence[str], shapes: Sequence[tuple[int, ...]], world_size: int, align: int = ALIGN
+    ) -> BucketLayout:
+        """Lay parameters one after the other, each on a multiple of ``align`` elements."""
+        slots, offset = [], 0
+        for name, shape in zip(names, shapes, strict=True):
+            end = offset + round_up(prod(shape), align)
+            slots.append(Slot(name, tuple(shape), offset, end))
+            offset = end
+        return cls(tuple(slots), world_size, align)
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """Elements of every shard."""
+        used = self.slots[-1].end if self.slots else 0
+        return round_up(used, self.world_size * self.align) // self.world_size
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole bucket, padding included."""
+        return self.shard_numel * self.world_size
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The runs of padding, ``(start, stop)``: no parameter ever writes them."""
+        starts = [slot.offset + slot.numel for slot in self.slots]
+        stops = [slot.end for slot in self.slots[:-1]] + [self.numel]
+        return tuple((a, b) for a, b in zip(starts, stops, strict=True) if a < b)
+
+    def pieces(self, shard: int) -> Iterator[Piece]:
+        """The parameters that shard number ``shard`` holds a part of, in order."""
+        low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
+        for index, slot in enumerate(self.slots):
+            start, stop = max(slot.offset, low), min(slot.end, high)
+            if start < stop and start < slot.offset + slot.numel:
+                yield Piece(index, start, stop)
+
+    def chunks(self, max_numel: int) -> list[tuple[int, int]]:
+        """Column ranges of the shards such that one exchange carries at most ``max_numel`` elements of the bucket.
+
+        At least one ``align`` run of every shard is carried, however small ``max_numel`` is.
+        """
+        width = max(max_numel // (self.world_size * self.align), 1) * self.align
+        return [(a, min(a + width, self.shard_numel)) for a in range(0, self.shard_numel, width)]

@@ -1,0 +1,147 @@
+"""The inner optimizer on this rank's part: which of the user's parameters it sees as what.
+
+Every parameter that this rank's shards intersect becomes one flat leaf tensor, a view of the bucket's master weights.
+Elementwise optimizers cannot tell the difference; :func:`check_elementwise` refuses the others by trying.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zcomm import ConfigError, StateError
+from zero.bucket import Bucket
+from zero.settings import nearest_setting
+from zero.stages import Stage
+
+__all__ = ["MasterPiece", "build_inner", "build_pieces", "check_elementwise"]
+
+
+@dataclass(frozen=True, slots=True)
+class MasterPiece:
+    """What this rank updates of one parameter."""
+
+    param: nn.Parameter
+    bucket: Bucket
+    slot: int
+    start: int
+    """First element, counted from the start of the bucket's master."""
+    master: Tensor
+
+
+def build_pieces(buckets: list[Bucket], stage: Stage, shard_index: int) -> list[MasterPiece]:
+    """The pieces of all trainable buckets, in order."""
+    pieces = []
+    for bucket in buckets:
+        if bucket.is_trainable:
+            base = shard_index * bucket.layout.shard_numel if stage.shards_states else 0
+            for piece, master in bucket.master_pieces(stage, shard_index):
+                pieces.append(MasterPiece(bucket.params[piece.slot], bucket, piece.slot, piece.start - base, master))
+    return pieces
+
+
+def as_groups(model: nn.Module, optimizer: type[Optimizer] | Optimizer) -> list[dict[str, Any]]:
+    """The user's parameter groups, checked against the model."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    trainable = {p: name for name, p in named.items() if p.requires_grad}
+    if not trainable:
+        raise ConfigError(
+            f"the model must have a parameter with requires_grad=True: {type(model).__name__} has {len(set(named.values()))} "
+            "parameters, none of them trainable"
+        )
+    if isinstance(optimizer, type):
+        return [{"params": list(trainable)}]
+    if optimizer.state:
+        raise StateError(
+            f"{type(optimizer).__name__} has state for {len(optimizer.state)} parameters already: construct ZeroOptimizer "
+            "before the first step, or restore with ZeroOptimizer.load_state_dict"
+        )
+    known, grouped = set(named.values()), set()
+    for index, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if param not in known:
+                raise ConfigError(
+                    "every parameter of the optimizer must be in the model: parameter group "
+                    f"{index}, position {position}, shape {tuple(param.shape)} is not"
+                )
+            grouped.add(param)
+    missing = [name for param, name in trainable.items() if param not in grouped]
+    if missing:
+        raise ConfigError(
+            f"every trainable parameter must be in a parameter group: {len(missing)} are in none, first {missing[:3]}; add "
+            "them to a group or call requires_grad_(False) on them"
+        )
+    return optimizer.param_groups
+
+
+def build_inner(
+    optimizer: type[Optimizer] | Optimizer,
+    groups: list[dict[str, Any]],
+    pieces: list[MasterPiece],
+    options: Mapping[str, Any],
+) -> Optimizer:
+    """The user's optimizer over master pieces instead of parameters; group settings are kept."""
+    masters: dict[nn.Parameter, list[Tensor]] = {}
+    for piece in pieces:
+        masters.setdefault(piece.param, []).append(piece.master)
+    replaced = [[m for p in group["params"] for m in masters.get(p, [])] for group in groups]
+    if not isinstance(optimizer, type):
+        if options:
+            raise ConfigError(
+                f"options of the optimizer go to the instance that was passed: {type(optimizer).__name__} and "
+                + ", ".join(f"{key}={value!r}{nearest_setting(key)}" for key, value in options.items())
+            )
+        for group, params in zip(optimizer.param_groups, replaced, strict=True):
+            group["params"] = params
+        return optimizer
+    try:
+        return optimizer([{"params": params} for params in replaced], **options)
+    except TypeError as error:
+        hints = [f"{key!r}{nearest_setting(key)}" for key in options]
+        raise ConfigError(f"{optimizer.__name__} was not built with the options {', '.join(hints)}: {error}") from error
+
+
+def check_elementwise(optimizer: Optimizer, device: torch.device) -> None:
+    """Refuse an optimizer whose update of an element depends on other elements, or on the tensor's shape.
+
+    Tried on 64 made-up elements: updating them as one tensor and as two halves must give the same values.
+    """
+    name = type(optimizer).__name__
+    try:
+        whole = _try_steps(optimizer, device, parts=1)
+        halves = _try_steps(optimizer, device, parts=2)
+    except Exception as error:
+        raise ConfigError(
+            f"{name} cannot update flat shards: a step on a 1-D tensor raised {type(error).__name__}: {error}"
+        ) from error
+    if not torch.allclose(whole, halves, rtol=1e-5, atol=1e-7):
+        raise ConfigError(
+            f"{name} is not elementwise: updating 64 elements as one tensor and as two halves differs by up to "
+            f"{(whole - halves).abs().max().item():.3g}. ZeRO updates shards of tensors, so use an elementwise optimizer "
+            "(Adam, AdamW, SGD, Adagrad, RMSprop, Lion, ...)"
+        )
+
+
+def _try_steps(optimizer: Optimizer, device: torch.device, *, parts: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(64, generator=generator).to(device) * torch.linspace(0.1, 3, 64, device=device)
+    params = [part.clone() for part in values.chunk(parts)]
+    trial: Optimizer = object.__new__(type(optimizer))
+    trial.__dict__.update(optimizer.__dict__)
+    trial.state = defaultdict(dict)
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    if not torch.is_tensor(settings.get("lr")) and not settings.get("lr", 1):
+        settings["lr"] = 0.1  # a schedule may start at 0, where every optimizer looks elementwise
+    trial.param_groups = [{**settings, "params": params}]
+    for _ in range(2):
+        grad = torch.randn(64, generator=generator).to(device)
+        for param, part in zip(params, grad.chunk(parts), strict=True):
+            param.grad = part.clone()
+        trial.step()
+    return torch.cat(params)

@@ -1,0 +1,95 @@
+"""Bytes of model states on this rank: measured from the storages that are allocated, and by the formula beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero.runtime import Runtime
+from zero.stages import model_state_nbytes
+
+__all__ = ["MemoryReport", "measure"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Allocated bytes on this rank by kind."""
+
+    parameters: int
+    """What forward reads: full parameters, or the shard at stage 3."""
+    gradients: int
+    """At rest: full below stage 2, the shard from there."""
+    states: int
+    """Optimizer states and float32 masters."""
+    buffers: dict[str, int]
+    """Named buffers beyond the formula: the pool of full buffers, and the secondary partition."""
+    unreduced_gradients: int
+    """Of the pool's bytes, those that hold full local gradients of ``no_sync`` at stages 2 and 3."""
+    formula: float
+    """Parameters, gradients and states as :func:`zero.model_state_nbytes` has them."""
+
+    @property
+    def model_states(self) -> int:
+        """Parameters, gradients and states: what the formula predicts."""
+        return self.parameters + self.gradients + self.states
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.model_states + sum(self.buffers.values())
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Every kind with its bytes."""
+        own = {"parameters": self.parameters, "gradients": self.gradients, "states": self.states}
+        return own | self.buffers
+
+
+def _nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    """Bytes of the storages under ``tensors``, each counted once."""
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen and storage.nbytes():
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
+    """Measure what ``runtime`` and the inner ``optimizer`` hold."""
+    seen: set[int] = set()
+    buckets, stage = runtime.buckets, runtime.stage
+    parameters = _nbytes([b.shard for b in buckets], seen)
+    masters = _nbytes([b.master for b in buckets], seen)
+    states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    grads = [g.result for g in runtime.reducer.all if g.result is not None]
+    moments = _nbytes(states, seen)
+    trainable = [b for b in buckets if b.is_trainable]
+    numel = sum(slot.numel for b in trainable for slot in b.layout.slots)
+    formula = 0.0
+    if numel:
+        b = trainable[0]
+        formula = model_state_nbytes(
+            numel,
+            stage.number,
+            runtime.topology.world_size,
+            gradient_nbytes=runtime.reducer.all[0].dtype.itemsize,
+            param_nbytes=b.dtype.itemsize,
+            state_nbytes=8 + (4 if b.dtype not in (torch.float32, torch.float64) else 0),
+        )
+    return MemoryReport(
+        parameters=parameters,
+        gradients=_nbytes(grads, seen),
+        states=masters + moments,
+        buffers={
+            "pool": runtime.pool.nbytes,
+            "secondary partition": runtime.gatherer.secondary_nbytes,
+        },
+        unreduced_gradients=runtime.reducer.unreduced_nbytes,
+        formula=formula,
+    )

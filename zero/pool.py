@@ -1,0 +1,47 @@
+"""Reused flat buffers for what lives for a moment: gathered parameters and unreduced gradients.
+
+Resizing storages costs three times the fill itself, so buffers are kept and handed out again. With ``ZERO_DEBUG=1`` a
+buffer is filled with NaN when it comes back: whoever still reads it finds out.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+__all__ = ["BufferPool"]
+
+
+class BufferPool:
+    """Buffers by dtype; the smallest that fits, at most twice as large as asked for, is handed out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[torch.dtype, list[Tensor]] = {}
+        self._owned: dict[int, Tensor] = {}
+        self.poisons = os.environ.get("ZERO_DEBUG", "0") not in ("", "0")
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat buffer of ``numel`` elements; its contents are undefined."""
+        free = self._free.setdefault(dtype, [])
+        fitting = [i for i, buffer in enumerate(free) if numel <= buffer.numel() <= 2 * numel]
+        if fitting:
+            buffer = free.pop(min(fitting, key=lambda i: free[i].numel()))
+        else:
+            buffer = torch.empty(numel, dtype=dtype, device=self._device)
+            self._owned[buffer.untyped_storage().data_ptr()] = buffer
+        return buffer[:numel]
+
+    def give(self, buffer: Tensor) -> None:
+        """Take back what :meth:`take` handed out."""
+        whole = self._owned[buffer.untyped_storage().data_ptr()]
+        if self.poisons:
+            whole.fill_(float("nan"))
+        self._free[whole.dtype].append(whole)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every buffer, free or handed out."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._owned.values())

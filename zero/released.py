@@ -1,0 +1,141 @@
+"""Stand-ins for memory that this rank does not hold: any use of them is an error that names the parameter.
+
+A released parameter keeps its identity, logical shape, dtype and autograd hooks, but its class becomes a subclass whose
+``__torch_function__`` refuses every use of its values, and its memory is one NaN: what slips past Python cannot yield a
+plausible number. A gathered parameter has its own class back, so access costs nothing then. The ``.grad`` of a
+parameter whose gradient is sharded is a :class:`ReducedGradient` in the same way, so that
+``torch.nn.utils.clip_grad_norm_`` raises instead of clipping by the norm of nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zcomm import StateError
+
+__all__ = ["ReducedGradient", "hide", "placeholder", "show"]
+
+METADATA = frozenset(
+    "shape dtype device layout ndim grad grad_fn grad_dtype requires_grad is_leaf is_cuda is_cpu is_meta is_sparse is_nested "
+    "is_quantized is_mkldnn is_complex is_floating_point is_inference numel nelement size dim __len__ element_size "
+    "requires_grad_ register_hook register_post_accumulate_grad_hook _backward_hooks names output_nr itemsize "
+    "is_sparse_csr retains_grad __hash__ _is_view is_neg is_conj".split()
+)
+"""What may be asked of a released parameter: nothing that depends on its values or its storage."""
+SETTABLE = frozenset({"grad", "requires_grad", "grad_dtype", "_backward_hooks"})
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of ``shape`` whose memory is one NaN."""
+    return torch.full((1,), float("nan"), dtype=dtype, device=device).expand(tuple(shape))
+
+
+def _requested(func: Callable[..., Any]) -> tuple[str, bool]:
+    """The name of what is asked for, and whether it is written."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        return str(getattr(func, "__self__", func).__name__), name != "__get__"
+    return name, False
+
+
+def _is_metadata(func: Callable[..., Any]) -> bool:
+    name, is_written = _requested(func)
+    return name in (SETTABLE if is_written else METADATA)
+
+
+def _refuse_values(
+    cls: type, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+) -> Any:
+    if _is_metadata(func):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    released = next((a for a in _flatten((args, kwargs)) if getattr(type(a), "is_released", False)), None)
+    info = getattr(released, "zero_shard", None)
+    if _requested(func)[0] == "detach" and info is not None and info.is_saving():
+        return torch.empty(info.shape, dtype=info.dtype, device="meta")  # replaced by the state-dict hook
+    name = repr(info.name) if info is not None else "a parameter"
+    raise StateError(
+        f"{name} is released (stage 3 holds a shard of it on each rank) and was used by {_requested(func)[0]} outside "
+        "the forward of its own module. Remedies: read or change it inside zero.GatheredParameters([param]), or declare "
+        "the use with zero.register_external_parameter(module, param) for the module that uses it"
+    )
+
+
+def _flatten(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in _flatten(item)]
+    return [value]
+
+
+def _describe(self: nn.Parameter) -> str:
+    info = self.zero_shard  # type: ignore[attr-defined]
+    return f"<released parameter {info.name!r}, shape {tuple(info.shape)}, {info.dtype}>"
+
+
+@cache
+def _released_class(cls: type) -> type:
+    return type(
+        cls.__name__,
+        (cls,),
+        {
+            "__torch_function__": classmethod(_refuse_values),
+            "__repr__": _describe,
+            "__module__": cls.__module__,
+            "is_released": True,
+            "gathered_class": cls,
+        },
+    )
+
+
+def hide(param: nn.Parameter, empty: Tensor) -> None:
+    """Let ``param`` hold nothing but its shape; ``empty`` is its :func:`placeholder`."""
+    param.data = empty
+    param.__class__ = _released_class(type(param))
+
+
+def show(param: nn.Parameter, data: Tensor) -> None:
+    """Give ``param`` its own class back, with values."""
+    cls = type(param)
+    if getattr(cls, "is_released", False):
+        param.__class__ = cls.gathered_class  # type: ignore[attr-defined]
+    param.data = data
+
+
+class ReducedGradient(Tensor):
+    """The ``.grad`` of a parameter whose gradient rests sharded over the ranks: there is one, but not here."""
+
+    zero_name: str
+
+    @classmethod
+    def of(cls, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> ReducedGradient:
+        """The stand-in for the gradient of parameter ``name``."""
+        grad = placeholder(shape, dtype, device).as_subclass(cls)
+        grad.zero_name = name
+        return grad
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Allow questions about shape and dtype, refuse everything else."""
+        if _is_metadata(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        grad = next((a for a in _flatten((args, kwargs)) if isinstance(a, ReducedGradient)), None)
+        raise StateError(
+            f"the gradient of {getattr(grad, 'zero_name', 'a parameter')!r} is sharded over the ranks, so "
+            f"{_requested(func)[0]} on param.grad cannot see it. Use optimizer.clip_grad_norm_(max_norm) instead of "
+            "torch.nn.utils.clip_grad_norm_, optimizer.zero_grad() to clear gradients, or stage 0, where param.grad "
+            "is the whole averaged gradient"
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """Name the parameter; there are no values to show."""
+        return f"<sharded gradient of {self.zero_name!r}>"

@@ -1,0 +1,225 @@
+"""One model under ZeRO: its buckets, and the parts that move them.
+
+    model --find_units--> units --by dtype, trainable--> buckets --settle--> shards and masters
+    Hooks -> Gatherer (full parameters: when, from where)      Hooks -> Reducer (gradients: when, to where)
+
+Called by :class:`zero.ZeroOptimizer`, which adds the optimizer, and by :mod:`zero.access`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from zcomm import LayoutError, StateError, Topology, control
+from zero.bucket import Bucket, ShardInfo
+from zero.gather import Gatherer, issue_gather
+from zero.grads import Reducer
+from zero.hooks import Hooks
+from zero.layout import BucketLayout
+from zero.pool import BufferPool
+from zero.settings import ZeroSettings, resolve
+from zero.units import Unit, find_units
+
+__all__ = ["Runtime"]
+
+
+class Runtime:
+    """Owns the buckets of ``model`` and everything that communicates for them."""
+
+    def __init__(self, model: nn.Module, settings: ZeroSettings, topology: Topology) -> None:
+        self.model, self.settings, self.topology = model, settings, topology
+        self.effective = resolve(settings, topology)
+        self.stage = self.effective.stage
+        device = _check_model(model)
+        units = find_units(model)
+        buckets_of_unit = _cut_into_buckets(units, topology.world_size, self.effective.align)
+        self.buckets = [bucket for buckets in buckets_of_unit for bucket in buckets]
+        _check_ranks_agree(self.buckets, settings, topology)
+        # Gathers and reductions each have process groups of their own: their orders need not match one another.
+        self._reduce_topology = topology.clone()
+        self.pool = BufferPool(device)
+        self.is_saving = False
+        self._settle()
+        self.gatherer = Gatherer(self.buckets, topology, settings, self.effective, self.pool)
+        self.reducer = Reducer(self.buckets, self._reduce_topology, settings, self.effective, self.pool)
+        self.hooks = Hooks(
+            self.gatherer, self.reducer, self._should_reduce, shards_parameters=self.stage.shards_parameters
+        )
+        self._attach()
+        self.hooks.install(model, units, buckets_of_unit)
+        self._syncs = True
+        self._num_backwards = 0
+
+    def _settle(self) -> None:
+        """Every rank starts from rank 0's values, and keeps what its stage says."""
+        for buffer in self.model.buffers():
+            control.broadcast_(buffer, 0, self.topology)
+        exact = self.effective.weight_format != "none" and not self.stage.shards_parameters
+        for bucket in self.buckets:
+            full = bucket.flatten()
+            control.broadcast_(full, 0, self.topology)
+            bucket.settle(full, self.stage, self.topology, keeps_exact_master=exact)
+        if exact:
+            self.publish(self.buckets)
+
+    def _attach(self) -> None:
+        for bucket in self.buckets:
+            for index, (param, slot) in enumerate(zip(bucket.params, bucket.layout.slots, strict=True)):
+                shape = torch.Size(slot.shape)
+                param.zero_shard = ShardInfo(  # type: ignore[attr-defined]
+                    slot.name, shape, bucket.dtype, bucket, index, lambda: self.is_saving, self
+                )
+
+    def _should_reduce(self) -> bool:
+        self._num_backwards += 1
+        if not self._syncs:
+            return False
+        is_boundary = self._num_backwards % self.settings.gradient_accumulation_steps == 0
+        return is_boundary or self.stage.reduces_every_micro_batch
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside keep their gradients on this rank."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def step_ended(self) -> None:
+        """Masters have new values: publish them and start the next step's bookkeeping."""
+        self._num_backwards = 0
+        self.gatherer.release_all()
+        self.gatherer.trace.restart()
+        self.publish([bucket for bucket in self.buckets if bucket.is_trainable])
+
+    def publish(self, buckets: list[Bucket]) -> None:
+        """Bring what the forward reads in line with the masters."""
+        works = []
+        for bucket in buckets:
+            if bucket.master is not bucket.shard:
+                bucket.shard.copy_(bucket.master)
+            if self.stage.shards_states and not self.stage.shards_parameters:
+                assert bucket.full is not None, "below stage 3 parameters are always full"
+                works += issue_gather(bucket, bucket.full, self.topology, self.settings, self.effective)
+        for work in works:
+            work.wait()
+        self.gatherer_changed()
+
+    def gatherer_changed(self) -> None:
+        """Replicas of parameters are out of date."""
+        if hasattr(self, "gatherer"):
+            self.gatherer.parameters_changed()
+
+    @contextmanager
+    def gathered(self, buckets: list[Bucket], modifier_rank: int | None = None) -> Iterator[None]:
+        """Hold ``buckets`` full; with ``modifier_rank``, keep that rank's values afterwards, on every rank."""
+        for bucket in buckets:
+            bucket.forward_depth += 1
+            self.gatherer.acquire(bucket)
+        try:
+            yield
+        finally:
+            if modifier_rank is not None:
+                self._take_values(buckets, modifier_rank)
+            for bucket in buckets:
+                bucket.forward_depth -= 1
+                self.gatherer.release_if_unneeded(bucket)
+
+    def _take_values(self, buckets: list[Bucket], rank: int) -> None:
+        row = self.topology.shard_index("local")
+        for bucket in buckets:
+            assert bucket.full is not None, "values can only be taken from full parameters"
+            control.broadcast_(bucket.full, rank, self.topology)
+            numel = bucket.layout.shard_numel
+            if self.stage.shards_parameters:
+                bucket.shard.copy_(bucket.full[row * numel : (row + 1) * numel])
+            if bucket.master is not bucket.shard:
+                bucket.master.copy_(bucket.shard)
+        self.publish(buckets)
+
+    def check_model_unchanged(self) -> None:
+        """Raise if a parameter was added, replaced or unfrozen after construction."""
+        managed = {param for bucket in self.buckets for param in bucket.params}
+        for name, param in self.model.named_parameters():
+            if param not in managed:
+                raise StateError(
+                    f"parameter {name!r} was added or replaced after ZeroOptimizer was constructed and would never be "
+                    "updated: construct ZeroOptimizer after the model is complete"
+                )
+            info: ShardInfo = param.zero_shard  # type: ignore[attr-defined]
+            if param.requires_grad and not info.bucket.is_trainable:
+                raise StateError(
+                    f"parameter {name!r} was frozen when ZeroOptimizer was constructed and requires grad now: construct "
+                    "ZeroOptimizer after unfreezing"
+                )
+
+    def close(self) -> None:
+        """Take the hooks off; parameters stay as they are."""
+        self.hooks.remove()
+        self._reduce_topology.close()
+
+
+def _check_model(model: nn.Module) -> torch.device:
+    named = list(model.named_parameters())
+    if not named:
+        raise LayoutError(f"the model must have parameters: {type(model).__name__} has none")
+    devices = {param.device: name for name, param in named}
+    if len(devices) > 1:
+        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise LayoutError(f"all parameters must be on one device: {where}")
+    device = named[0][1].device
+    if device.type == "meta":
+        raise LayoutError(f"parameters must have values: {named[0][0]!r} is on meta; call model.to_empty(device=...) first")
+    for name, param in named:
+        if hasattr(param, "zero_shard"):
+            raise StateError(f"parameter {name!r} is managed by another ZeroOptimizer already")
+        if param.requires_grad and not param.is_floating_point():
+            raise LayoutError(f"trainable parameters must be real floating point: {name!r} is {param.dtype}")
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise LayoutError(f"gradients must be dense: module {name!r} was built with sparse=True; use sparse=False")
+    return device
+
+
+def _cut_into_buckets(units: list[Unit], world_size: int, align: int) -> list[list[Bucket]]:
+    buckets_of_unit, index = [], 0
+    for unit in units:
+        kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+        for name, param in unit.parameters:
+            kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param))
+        buckets = []
+        for named in kinds.values():
+            names, params = [name for name, _ in named], [param for _, param in named]
+            layout = BucketLayout.of(names, [tuple(p.shape) for p in params], world_size, align)
+            buckets.append(Bucket(index, unit.name or names[0], layout, params))
+            index += 1
+        buckets_of_unit.append(buckets)
+    return buckets_of_unit
+
+
+def _check_ranks_agree(buckets: list[Bucket], settings: ZeroSettings, topology: Topology) -> None:
+    """Same model and settings everywhere, or the same error everywhere, before anything else is exchanged."""
+    if topology.world_size == 1:
+        return
+    facts = [repr(settings), *(f"{b.layout} {b.dtype} {b.is_trainable}" for b in buckets)]
+    mine = torch.tensor([float(len(buckets)), *_digests(facts)], dtype=torch.float64)
+    of_ranks = control.gather_float64(mine, topology)
+    for column, what in enumerate(("number of buckets", "settings", "model")):
+        values = of_ranks[:, column].tolist()
+        if len(set(values)) > 1:
+            raise LayoutError(
+                f"the {what} given to ZeroOptimizer must be the same on every rank: by rank {[int(v) for v in values]} "
+                f"({'count' if column == 0 else 'checksums'}); this rank: "
+                + (repr(settings) if column == 1 else f"{sum(b.layout.numel for b in buckets)} padded elements")
+            )
+
+
+def _digests(facts: list[str]) -> list[float]:
+    """Checksums of the settings and of the model, exact in float64."""
+    return [float(zlib.crc32(facts[0].encode())), float(zlib.crc32("\n".join(facts[1:]).encode()))]

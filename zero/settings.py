@@ -1,0 +1,147 @@
+"""What a user may ask of ZeroOptimizer, and what of it takes effect on a given model and topology."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from zcomm import ConfigError, Topology, TopologyError, get_format
+from zero.layout import ALIGN
+from zero.stages import Stage, get_stage
+
+__all__ = ["Effective", "ZeroSettings", "resolve", "split_options"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroSettings:
+    """The switches of ZeroOptimizer, named as in DeepSpeed's ``zero_optimization`` where it has them."""
+
+    stage: int = 1
+    """0: nothing sharded; 1: optimizer states; 2: and gradients; 3: and parameters."""
+    quantized_weights: bool = False
+    """qwZ: weights travel as INT8 blocks of 256. Stages 1, 2, 3."""
+    quantized_gradients: bool = False
+    """qgZ: gradients travel as INT4 blocks of 128 on both hops. Stages 1, 2, 3."""
+    hpz_partition_size: int = 1
+    """hpZ: ranks per node, so that gathers after a step's first stay inside the node; 1 is off. Stage 3."""
+    weight_format: str | None = None
+    """Wire format of weights; overrides ``quantized_weights``."""
+    gradient_format: str | tuple[str, str] | None = None
+    """Wire format of gradients, or one for the intra-node and one for the inter-node hop; overrides
+    ``quantized_gradients``. Default: the parameters' dtype."""
+    gradient_dtype: torch.dtype | None = None
+    """dtype gradients accumulate in; default float32 (float64 for float64 parameters)."""
+    reduce_bucket_size: int = 500_000_000
+    """Elements that one gradient exchange carries at most."""
+    allgather_bucket_size: int = 500_000_000
+    """Elements that one weight exchange carries at most."""
+    overlap_comm: bool = True
+    """Exchange while the computation goes on. The bits are the same either way."""
+    gradient_accumulation_steps: int = 1
+    """Backwards per step. Stages 0 and 1 reduce at the last; without it, at each (``no_sync()`` defers too)."""
+
+    def __post_init__(self) -> None:
+        """Refuse what can never be meant."""
+        get_stage(self.stage)
+        for name in ("hpz_partition_size", "reduce_bucket_size", "allgather_bucket_size", "gradient_accumulation_steps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1: {name}={value!r}")
+        for name in ("quantized_weights", "quantized_gradients", "overlap_comm"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False: {name}={getattr(self, name)!r}")
+        allowed = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        if self.gradient_dtype not in allowed:
+            raise ConfigError(f"gradient_dtype must be a floating dtype: gradient_dtype={self.gradient_dtype!r}")
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[ZeroSettings, dict[str, Any]]:
+    """Divide keyword arguments into our settings and the optimizer's own."""
+    names = {field.name for field in fields(ZeroSettings)}
+    ours = {key: value for key, value in options.items() if key in names}
+    return ZeroSettings(**ours), {key: value for key, value in options.items() if key not in names}
+
+
+def nearest_setting(name: str) -> str:
+    """`` (did you mean 'x'?)`` for a name close to a setting's, else nothing."""
+    close = difflib.get_close_matches(name, [field.name for field in fields(ZeroSettings)], n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effective:
+    """What is done, after the model and the topology have had their say. ``str()`` of it is printed once."""
+
+    stage: Stage
+    weight_format: str
+    gradient_formats: tuple[str, str] | None
+    """Intra-node and inter-node; None: the dtype of each bucket's parameters."""
+    has_secondary: bool
+    """Gathers after a step's first stay inside the node (hpZ)."""
+    align: int
+    """Elements that parameters and shards are aligned to."""
+    topology: str
+    inactive: tuple[str, ...] = ()
+    """What was asked for and has no effect, with the reason."""
+
+    def __str__(self) -> str:
+        grads = "parameter dtype" if self.gradient_formats is None else " -> ".join(self.gradient_formats)
+        text = (
+            f"ZeRO stage {self.stage.number} on {self.topology}: weights as {self.weight_format}, gradients as {grads}, "
+            f"secondary partition (hpZ) {'on' if self.has_secondary else 'off'}"
+        )
+        return "; ".join([text, *(f"inactive: {reason}" for reason in self.inactive)])
+
+
+def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
+    """Decide what of ``settings`` takes effect. The same on every rank."""
+    stage, inactive = get_stage(settings.stage), []
+    weights = settings.weight_format or ("int8" if settings.quantized_weights else "none")
+    gradients = _gradient_formats(settings)
+    if not stage.shards_states and (weights != "none" or gradients is not None):
+        inactive.append("quantized weights and gradients (stage 0 has no sharded exchange; use stage 1, 2 or 3)")
+        weights, gradients = "none", None
+    has_secondary = _secondary(settings, topology, stage, inactive)
+    align = ALIGN
+    for name in (weights, *(gradients or ())):
+        block = get_format(name).block
+        if block > ALIGN and block % ALIGN:
+            raise ConfigError(f"block must divide or be a multiple of {ALIGN}: format={name}, block={block}")
+        align = max(align, block)
+    return Effective(
+        stage=stage,
+        weight_format=weights,
+        gradient_formats=gradients,
+        has_secondary=has_secondary,
+        align=align,
+        topology=f"{topology.num_nodes} x {topology.ranks_per_node} ranks",
+        inactive=tuple(inactive),
+    )
+
+
+def _gradient_formats(settings: ZeroSettings) -> tuple[str, str] | None:
+    chosen = settings.gradient_format or ("int4" if settings.quantized_gradients else None)
+    return (chosen, chosen) if isinstance(chosen, str) else chosen
+
+
+def _secondary(settings: ZeroSettings, topology: Topology, stage: Stage, inactive: list[str]) -> bool:
+    size = settings.hpz_partition_size
+    if size == 1:
+        return False
+    if size != topology.ranks_per_node:
+        raise TopologyError(
+            "hpz_partition_size must be 1 or the number of ranks per node: "
+            f"hpz_partition_size={size}, ranks_per_node={topology.ranks_per_node}, world_size={topology.world_size} "
+            "(pass ranks_per_node= to let one machine stand in for several nodes)"
+        )
+    if not stage.shards_parameters:
+        inactive.append(f"hpz_partition_size={size} (parameters are whole on every rank below stage 3)")
+        return False
+    if topology.num_nodes == 1:
+        inactive.append(f"hpz_partition_size={size} (one node: the primary partition is already inside it)")
+        return False
+    return True

@@ -1,0 +1,69 @@
+"""Which parameters are gathered and released together: the model cut into units, module by module.
+
+A unit is a module that is used as a whole: each layer of a ``ModuleList`` (or of a ``Sequential`` of composite layers),
+and every other child of the modules above them. The parameters that such an upper module holds itself are a unit of
+their own. The cut depends on the model's structure alone, never on a stage, a bucket size or a world size.
+
+    GPT                          units:  wte | wpe | blocks.0 | blocks.1 | ... | ln_f
+      wte, wpe, ln_f, lm_head            (lm_head, tied to wte, is served by wte's unit)
+      blocks: ModuleList
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+__all__ = ["Unit", "find_units"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters that are gathered together, and the module whose forward needs them."""
+
+    name: str
+    module: nn.Module
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+
+
+def find_units(model: nn.Module) -> list[Unit]:
+    """Cut ``model`` into units. Each parameter is in one unit; a tied one belongs to its first owner."""
+    seen: set[nn.Parameter] = set()
+    return [unit for unit in _visit("", model, seen, is_root=True) if unit.parameters]
+
+
+def _visit(name: str, module: nn.Module, seen: set[nn.Parameter], *, is_root: bool) -> Iterator[Unit]:
+    children = [(child_name, child) for child_name, child in module.named_children() if _has_parameters(child)]
+    if not children or not (is_root or _is_divisible(module)):
+        yield Unit(name, module, _take(name, module.named_parameters(), seen))
+        return
+    yield Unit(name, module, _take(name, module.named_parameters(recurse=False), seen))
+    for child_name, child in children:
+        yield from _visit(f"{name}.{child_name}".lstrip("."), child, seen, is_root=False)
+
+
+def _take(
+    prefix: str, named: Iterator[tuple[str, nn.Parameter]], seen: set[nn.Parameter]
+) -> tuple[tuple[str, nn.Parameter], ...]:
+    taken = [(f"{prefix}.{name}".lstrip("."), param) for name, param in named if param not in seen]
+    seen.update(param for _, param in taken)
+    return tuple(taken)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _is_divisible(module: nn.Module) -> bool:
+    """Whether somewhere in ``module`` there is a list of layers."""
+    return any(_is_list_of_layers(descendant) for descendant in module.modules())
+
+
+def _is_list_of_layers(module: nn.Module) -> bool:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return _has_parameters(module)
+    if isinstance(module, nn.Sequential):  # an MLP written as a Sequential of leaves stays whole
+        return any(_has_parameters(child) and any(True for _ in child.children()) for child in module)
+    return False
