@@ -1,0 +1,118 @@
+"""Run functions on several ranks: one process a rank, gloo on this machine, the processes kept between tests.
+
+Starting a rank costs seconds (it imports torch); running a check on live ranks costs milliseconds. A rank that fails,
+dies or is late costs its pool, which is killed and built anew for the next test.
+"""
+
+from __future__ import annotations
+
+import atexit
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from zcomm import Topology
+
+TIMEOUT_S = 50
+
+_POOLS: dict[int, Pool] = {}
+
+
+class Pool:
+    """``world_size`` live processes in one gloo group."""
+
+    def __init__(self, world_size: int) -> None:
+        context = mp.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(world_size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, store, there), daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def close(self, *, kill: bool = False) -> None:
+        """Let the ranks end by themselves, or kill them."""
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            if kill:
+                process.kill()
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
+
+
+def run_ranks(world_size: int, fn: Callable[..., None], *args: object) -> None:
+    """Call ``fn(rank, *args)`` on ranks 0..world_size-1 and raise AssertionError with every failed rank's traceback."""
+    if world_size not in _POOLS:
+        _POOLS[world_size] = Pool(world_size)
+    pool = _POOLS[world_size]
+    failures = []
+    for rank, pipe in enumerate(pool.pipes):
+        try:
+            pipe.send((fn, args))
+        except OSError:
+            failures.append(f"rank {rank}: its process is gone")
+    for rank, pipe in enumerate(pool.pipes):
+        try:
+            if not pipe.poll(TIMEOUT_S if not failures else 5):
+                failures.append(f"rank {rank}: no answer in time")
+            elif (text := pipe.recv()) is not None:
+                failures.append(f"rank {rank}:\n{text}")
+        except (EOFError, OSError):
+            failures.append(f"rank {rank}: died with exit code {pool.processes[rank].exitcode}")
+    if failures:
+        _POOLS.pop(world_size).close(kill=True)  # a failed rank may have left the others inside a collective
+        raise AssertionError("\n".join(failures))
+
+
+@atexit.register
+def close_pools() -> None:
+    """End all ranks; each destroys its process group."""
+    while _POOLS:
+        _POOLS.popitem()[1].close()
+
+
+@cache
+def topology(ranks_per_node: int) -> Topology:
+    """On a rank: the topology of this pool with so many ranks a node, made once."""
+    return Topology(ranks_per_node=ranks_per_node)
+
+
+def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+    while (call := _receive(pipe)) is not None:
+        fn, args = call
+        torch.manual_seed(rank)
+        try:
+            fn(rank, *args)
+            pipe.send(None)
+        except BaseException:
+            pipe.send(traceback.format_exc())
+    dist.destroy_process_group()
+
+
+def _receive(pipe: Connection) -> tuple[Callable[..., None], tuple[object, ...]] | None:
+    try:
+        return pipe.recv()  # type: ignore[no-any-return]
+    except EOFError:  # the test process is gone
+        return None

@@ -1,0 +1,47 @@
+"""Quantized, hierarchical collectives for PyTorch: torch.distributed's names with a ``format=``."""
+
+from zcomm import control, volume
+from zcomm.all_gather import all_gather_single
+from zcomm.all_reduce import all_reduce
+from zcomm.all_to_all import all_to_all_single
+from zcomm.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    FormatError,
+    LayoutError,
+    MessageError,
+    StateError,
+    TopologyError,
+    ZcommError,
+)
+from zcomm.formats import FORMATS, Format, get_format
+from zcomm.reduce_scatter import reduce_scatter_single
+from zcomm.secondary import SecondaryPartition
+from zcomm.topology import Topology
+from zcomm.traffic import Traffic, traffic
+from zcomm.work import Work
+
+__all__ = [
+    "FORMATS",
+    "BackendUnavailableError",
+    "ConfigError",
+    "Format",
+    "FormatError",
+    "LayoutError",
+    "MessageError",
+    "SecondaryPartition",
+    "StateError",
+    "Topology",
+    "TopologyError",
+    "Traffic",
+    "Work",
+    "ZcommError",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all_single",
+    "control",
+    "get_format",
+    "reduce_scatter_single",
+    "traffic",
+    "volume",
+]

@@ -1,0 +1,97 @@
+"""All-to-all in any wire format: part i of the input goes to rank i.
+
+    two hops    inside the node to the local rank of the destination, then between nodes: each pair of nodes exchanges one
+                message per local rank instead of one per pair of ranks
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zcomm import backend, kernels
+from zcomm.backend import Sent
+from zcomm.errors import LayoutError
+from zcomm.formats import codec_for
+from zcomm.message import layout_of
+from zcomm.route import Group, Route, WireFormat, check_flat, find_route
+from zcomm.work import Steps, Work, run
+
+__all__ = ["all_to_all_single"]
+
+OPERATION = "all_to_all"
+
+
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,  # noqa: A002
+    group: Group = None,
+    *,
+    format: WireFormat = "none",  # noqa: A002
+    async_op: bool = False,
+) -> Work | None:
+    """Send part i of ``input`` to rank i; part j of ``output`` comes from rank j.
+
+    Args:
+        output: floating point, [world_size * n] contiguous.
+        input: floating point, [world_size * n] contiguous, equal parts. The same n on every rank.
+        group: a ProcessGroup (default: all ranks) for one hop, or a :class:`zcomm.Topology` for two.
+        format: a wire format; with a Topology also a pair, (inside the node, between nodes).
+        async_op: return a Work at once.
+
+    Returns:
+        A Work if ``async_op``, else None.
+
+    Raises:
+        LayoutError, FormatError: Sizes, dtypes or formats do not fit. Raised before any communication.
+
+    Cost for each rank: one message to every other rank; with two hops num_nodes messages to every other rank of the node
+    and ranks_per_node messages to one rank of every other node.
+    """
+    route = find_route(group, format, "intra")
+    check_flat("input", input)
+    check_flat("output", output)
+    if input.numel() % route.world_size or output.numel() != input.numel() or output.device != input.device:
+        raise LayoutError(
+            "input and output must be equally long, divide over the ranks and be on one device: "
+            f"input numel={input.numel()} on {input.device}, output numel={output.numel()} on {output.device}, "
+            f"world_size={route.world_size}"
+        )
+    for _, hop_format in route.hops:
+        codec_for(hop_format, input.dtype)
+    steps = _one_hop(output, input, route) if len(route.hops) == 1 else _two_hops(output, input, route)
+    return run(steps, async_op=async_op, queue=route.queue, device=output.device)
+
+
+def _one_hop(output: Tensor, source: Tensor, route: Route) -> Steps:
+    hop, wire = route.hops[0]
+    numel = source.numel() // route.world_size
+    layout = layout_of(OPERATION, wire, source.dtype, 1, numel)
+    sent = Sent(OPERATION, str(wire), numel)
+    if source.dtype == output.dtype == layout.codec.dtype:
+        yield backend.all_to_all(output, source, hop, sent)
+        return
+    messages, received = layout.new(hop.size, source.device), layout.new(hop.size, source.device)
+    kernels.quantize(source, layout, messages, numel, 0)
+    yield backend.all_to_all(received, messages, hop, sent)
+    kernels.decode(received, layout, output, numel, 0)
+
+
+def _two_hops(output: Tensor, source: Tensor, route: Route) -> Steps:
+    (intra, wire), (inter, wire_between) = route.hops
+    nodes, locals_, numel = route.num_nodes, route.ranks_per_node, source.numel() // route.world_size
+    layout = layout_of(OPERATION, wire, source.dtype, 1, numel)
+    messages = layout.new(route.world_size, source.device)
+    kernels.quantize(source, layout, messages, numel, 0)
+    messages = messages.view(nodes, locals_, -1).transpose(0, 1).contiguous()  # to [local rank, node]
+    received = layout.new(route.world_size, source.device)
+    yield backend.all_to_all(received, messages, intra, Sent(OPERATION, str(wire), nodes * numel))
+    messages = received.view(locals_, nodes, -1).transpose(0, 1).contiguous()  # [to node, from local rank]
+    if wire != wire_between:
+        values = output.new_empty(source.numel())
+        kernels.decode(messages.view(route.world_size, -1), layout, values, numel, 0)
+        layout = layout_of(OPERATION, wire_between, source.dtype, 1, numel)
+        messages = layout.new(route.world_size, source.device)
+        kernels.quantize(values, layout, messages, numel, 0)
+    received = layout.new(route.world_size, source.device)
+    yield backend.all_to_all(received, messages, inter, Sent(OPERATION, str(wire_between), locals_ * numel))
+    kernels.decode(received, layout, output, numel, 0)  # [from node, from local rank]: rank order

@@ -1,0 +1,44 @@
+"""Small exchanges by which ranks agree: maxima of flags, float64 partial sums, initial values. Always synchronous."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zcomm import backend
+from zcomm.backend import Sent
+from zcomm.errors import TopologyError
+from zcomm.topology import Topology
+
+__all__ = ["agree_max", "broadcast_", "gather_float64"]
+
+
+def agree_max(values: Tensor, topology: Topology) -> Tensor:
+    """The elementwise maximum of int64 ``values`` over all ranks, on the CPU, the same on every rank."""
+    agreed = values.to(backend.control_device(topology.world.group), torch.int64, copy=True)
+    backend.max_(agreed, topology.world)
+    return agreed.cpu()
+
+
+def gather_float64(values: Tensor, topology: Topology) -> Tensor:
+    """Every rank's float64 ``values`` [n] as [world_size, n], in rank order, on the CPU."""
+    mine = values.to(backend.control_device(topology.world.group), torch.float64).contiguous()
+    of_ranks = mine.new_empty((topology.world_size, mine.numel()))
+    work = backend.all_gather(of_ranks, mine, topology.world, Sent("control", "none", mine.numel()))
+    if work is not None:
+        work.wait()
+    return of_ranks.cpu()
+
+
+def broadcast_(tensor: Tensor, src: int, topology: Topology) -> None:
+    """Overwrite ``tensor``, of any dtype and shape, with rank ``src``'s.
+
+    Raises:
+        TopologyError: ``src`` is not a rank of ``topology``.
+    """
+    if not 0 <= src < topology.world_size:
+        raise TopologyError(f"src must be a rank: src={src}, world_size={topology.world_size}")
+    values = tensor.detach().contiguous()
+    backend.broadcast_(values, src, topology.world)
+    if values.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(values)

@@ -1,0 +1,43 @@
+"""Every environment variable of zcomm and zero: name, default, meaning. Read once."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import NamedTuple
+
+from zcomm.errors import ConfigError
+
+__all__ = ["VARIABLES", "Variable", "is_set", "value"]
+
+
+class Variable(NamedTuple):
+    """One environment variable."""
+
+    default: str
+    choices: tuple[str, ...]
+    meaning: str
+
+
+SWITCH = ("0", "1")
+VARIABLES = {
+    "ZCOMM_CHECK": Variable("0", SWITCH, "1: messages carry a checksum, verified when they are decoded"),
+    "ZCOMM_KERNELS": Variable("auto", ("auto", "native", "reference"), "kernels of CPU tensors; auto: native if built"),
+    "ZCOMM_ISA": Variable("", ("", "avx512", "avx2", "baseline"), "highest instruction set of the native kernels"),
+    "ZERO_DEBUG": Variable("0", SWITCH, "1: buffers that zero gives back are filled with NaN"),
+}
+
+
+@cache
+def value(name: str) -> str:
+    """The setting of variable ``name``; ConfigError if it is not one of the choices."""
+    variable = VARIABLES[name]
+    setting = os.environ.get(name) or variable.default
+    if setting not in variable.choices:
+        raise ConfigError(f"{name} must be one of {', '.join(c for c in variable.choices if c)}: {name}={setting}")
+    return setting
+
+
+def is_set(name: str) -> bool:
+    """Whether the switch ``name`` is on."""
+    return value(name) == "1"

@@ -1,0 +1,120 @@
+"""What every collective checks and decides before it communicates: the way over the ranks, formats, sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zcomm.backend import Hop
+from zcomm.errors import FormatError, LayoutError, TopologyError
+from zcomm.formats import Format, get_format
+from zcomm.topology import Numbering, Topology, hop_of_group
+from zcomm.work import WorkQueue
+
+__all__ = ["Group", "Route", "WireFormat", "check_flat", "divisor_of", "find_route", "rows_of"]
+
+Group = dist.ProcessGroup | Topology | None
+WireFormat = str | Format | tuple[str | Format, str | Format]
+
+
+@dataclass(frozen=True)
+class Route:
+    """The hops of one collective, in the order they happen, each with its format."""
+
+    hops: tuple[tuple[Hop, Format], ...]
+    num_nodes: int
+    ranks_per_node: int
+    local_rank: int
+    queue: WorkQueue | None
+    """For routes of two hops."""
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.num_nodes * self.ranks_per_node
+
+    def strides(self, numbering: Numbering, row: int) -> tuple[int, int]:
+        """Elements from shard (n, l) to (n, l + 1), and to (n + 1, l), if shards are ``row`` elements apart."""
+        return (row, row * self.ranks_per_node) if numbering == "rank" else (row * self.num_nodes, row)
+
+
+def find_route(group: Group, format: WireFormat, first: Literal["intra", "inter"]) -> Route:  # noqa: A002
+    """The hops over ``group``; with two, ``first`` says which comes first, and formats are in that order."""
+    pair = (get_format(format), get_format(format)) if isinstance(format, (str, Format)) else _pair(format)
+    if not isinstance(group, Topology):
+        if not isinstance(format, (str, Format)):
+            raise FormatError(f"a pair of formats needs a Topology as group: format={format!r}, group={group!r}")
+        hop = hop_of_group(group)
+        return Route(((hop, pair[0]),), 1, hop.size, hop.rank, None)
+    t = group
+    if t.has_two_hops:
+        hops = (t.intra, t.inter) if first == "intra" else (t.inter, t.intra)
+        return Route(tuple(zip(hops, pair, strict=True)), t.num_nodes, t.ranks_per_node, t.local_rank, t.queue)
+    is_intra = t.num_nodes == 1
+    chosen = pair[0] if is_intra == (first == "intra") else pair[1]
+    return Route(((t.world, chosen),), t.num_nodes, t.ranks_per_node, t.local_rank, None)
+
+
+def _pair(formats: Any) -> tuple[Format, Format]:
+    if not isinstance(formats, tuple) or len(formats) != 2:
+        raise FormatError(f"format must be one format, or a pair in the order of the hops: format={formats!r}")
+    return get_format(formats[0]), get_format(formats[1])
+
+
+def check_flat(name: str, tensor: Tensor) -> None:
+    """``tensor`` can be sent as it lies: dense, floating point, with memory, without gradient."""
+    problem = None
+    if tensor.layout is not torch.strided:
+        problem = f"dense, got layout={tensor.layout}"
+    elif not tensor.is_floating_point():
+        problem = f"real floating point, got dtype={tensor.dtype}"
+    elif tensor.device.type == "meta":
+        problem = "on a device with memory, got device=meta"
+    elif tensor.requires_grad:
+        problem = "without requires_grad (collectives are not differentiated): pass tensor.detach()"
+    elif tensor.ndim != 1 or not tensor.is_contiguous():
+        problem = f"flat and contiguous, got shape={tuple(tensor.shape)}, stride={tensor.stride()}"
+    if problem is not None:
+        raise LayoutError(f"{name} must be {problem}")
+
+
+def rows_of(name: str, tensor: Tensor, world_size: int) -> Tensor:
+    """``tensor`` as [world_size, n]: flat and contiguous, or 2-D with contiguous rows."""
+    if tensor.ndim == 2 and tensor.shape[0] == world_size and (tensor.stride(1) == 1 or tensor.shape[1] <= 1):
+        check_flat(name, tensor[0])
+        return tensor
+    check_flat(name, tensor)
+    if tensor.numel() % world_size:
+        raise LayoutError(f"{name} must divide over the ranks: numel={tensor.numel()}, world_size={world_size}")
+    return tensor.view(world_size, -1)
+
+
+def check_shard(shard_name: str, shard: Tensor, rows_name: str, rows: Tensor) -> None:
+    """``shard`` is as long as a row of ``rows``, on the same device."""
+    check_flat(shard_name, shard)
+    if shard.numel() != rows.shape[1]:
+        raise LayoutError(
+            f"{rows_name} must have world_size times as many elements as {shard_name}: {rows_name} {rows.numel()}, "
+            f"{shard_name} {shard.numel()}, world_size={rows.shape[0]}"
+        )
+    if shard.device != rows.device:
+        raise LayoutError(f"{shard_name} and {rows_name} must be on one device: {shard.device}, {rows.device}")
+
+
+def divisor_of(op: Any, world_size: int) -> int:
+    """What a sum is divided by: 1 for SUM, the world size for AVG."""
+    if op in ("sum", dist.ReduceOp.SUM):
+        return 1
+    if op in ("avg", dist.ReduceOp.AVG):
+        return world_size
+    raise LayoutError(f"op must be 'sum' or 'avg': op={op!r}")
+
+
+def check_numbering(numbering: str) -> None:
+    """``numbering`` is known."""
+    if numbering not in ("rank", "local"):
+        raise TopologyError(f"numbering must be 'rank' or 'local': numbering={numbering!r}")

@@ -1,0 +1,90 @@
+"""hpZ of "ZeRO++" (arXiv:2306.10209): a second partition of a flat buffer, over the ranks of one node.
+
+    fill(full)       local rank l keeps elements [l * s, (l + 1) * s),  s = ceil(numel / ranks_per_node)
+    gather(output)   an all-gather inside the node: not a byte leaves it
+    invalidate()     the values have changed elsewhere; fill again before the next gather
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zcomm import backend
+from zcomm.backend import Sent
+from zcomm.errors import LayoutError, StateError
+from zcomm.route import check_flat
+from zcomm.topology import Topology
+from zcomm.work import Steps, Work, run
+
+__all__ = ["SecondaryPartition"]
+
+OPERATION = "secondary_gather"
+
+
+class SecondaryPartition:
+    """This rank's part of a node's copy of a flat buffer.
+
+    Args:
+        topology: Nodes and ranks; gathers run over this rank's node.
+        numel: Elements of the full buffer, any number.
+        dtype: Its dtype, floating point.
+        device: Where the part is kept.
+    """
+
+    def __init__(
+        self, topology: Topology, numel: int, dtype: torch.dtype, *, device: torch.device | str = "cpu"
+    ) -> None:
+        if numel < 0:
+            raise LayoutError(f"numel must not be negative: numel={numel}")
+        self._topology, self.numel = topology, numel
+        shard_numel = -(-numel // topology.ranks_per_node)
+        self._shard = torch.zeros(shard_numel, dtype=dtype, device=device)
+        self.is_valid = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on this rank."""
+        return self._shard.numel() * self._shard.element_size()
+
+    def fill(self, full: Tensor) -> None:
+        """Keep this rank's part of ``full`` [numel]. No communication."""
+        self._check("full", full)
+        start = self._topology.local_rank * self._shard.numel()
+        part = full[start : start + self._shard.numel()]
+        self._shard[: part.numel()].copy_(part)
+        self.is_valid = True
+
+    def gather(self, output: Tensor, *, async_op: bool = False) -> Work | None:
+        """Rebuild the full buffer in ``output`` [numel] from the ranks of the node. Collective inside the node.
+
+        Raises:
+            StateError: Nothing was filled in since the last :meth:`invalidate`.
+            LayoutError: ``output`` does not fit. Both are raised before any communication.
+
+        Cost for each rank: sends its part to every other rank of the node, 0 bytes between nodes.
+        """
+        self._check("output", output)
+        if not self.is_valid:
+            raise StateError("the secondary partition is not valid: call fill(full) after the values changed")
+        queue = self._topology.queue if self._topology.has_two_hops else None
+        return run(self._steps(output), async_op=async_op, queue=queue, device=output.device)
+
+    def _steps(self, output: Tensor) -> Steps:
+        is_exact = self.numel == self._shard.numel() * self._topology.ranks_per_node
+        full = output if is_exact else self._shard.new_empty(self._shard.numel() * self._topology.ranks_per_node)
+        yield backend.all_gather(full, self._shard, self._topology.intra, Sent(OPERATION, "none", self._shard.numel()))
+        if not is_exact:
+            output.copy_(full[: self.numel])
+
+    def invalidate(self) -> None:
+        """The values have changed: what is held is worthless."""
+        self.is_valid = False
+
+    def _check(self, name: str, full: Tensor) -> None:
+        check_flat(name, full)
+        if full.numel() != self.numel or full.dtype != self._shard.dtype or full.device != self._shard.device:
+            raise LayoutError(
+                f"{name} must fit the secondary partition: numel={full.numel()}, dtype={full.dtype}, device={full.device}; "
+                f"expected {self.numel}, {self._shard.dtype}, {self._shard.device}"
+            )

@@ -1,0 +1,190 @@
+"""Which ranks share a node: one value from which every process group comes.
+
+    world_size = num_nodes x ranks_per_node;  rank = node_rank * ranks_per_node + local_rank
+
+    numbering of shards   "rank":   rank (n, l) owns shard n * L + l, as in torch
+                          "local":  rank (n, l) owns shard l * N + n; a node's secondary shard is then contiguous
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zcomm import backend
+from zcomm.backend import Hop
+from zcomm.errors import TopologyError
+from zcomm.work import WorkQueue
+
+__all__ = ["Numbering", "Topology", "hop_of_group"]
+
+Numbering = Literal["rank", "local"]
+
+
+class Topology:
+    """Nodes x ranks per node, and the process groups between them.
+
+    Args:
+        ranks_per_node: So many consecutive ranks of ``group`` form a node; one machine can stand in for several.
+        group: The ranks; default: all of torch.distributed, or this process alone if that is not initialised.
+
+    Raises:
+        TopologyError: ``ranks_per_node`` does not divide the number of ranks. Raised before any communication.
+
+    Collective: every rank of ``group`` constructs it, in the same order relative to other topologies.
+    """
+
+    def __init__(self, *, ranks_per_node: int, group: dist.ProcessGroup | None = None) -> None:
+        self._parent = group
+        self.world_size, self.rank = _size_and_rank(group)
+        if isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int) or ranks_per_node < 1:
+            raise TopologyError(f"ranks_per_node must be an integer of at least 1: ranks_per_node={ranks_per_node!r}")
+        if self.world_size % ranks_per_node:
+            raise TopologyError(
+                "the world size must be a multiple of ranks_per_node: "
+                f"world_size={self.world_size}, ranks_per_node={ranks_per_node}"
+            )
+        self.ranks_per_node = ranks_per_node
+        self.num_nodes = self.world_size // ranks_per_node
+        self.node_rank, self.local_rank = divmod(self.rank, ranks_per_node)
+        self.queue = WorkQueue()
+        self._groups: list[dist.ProcessGroup] = []
+        self._make_hops()
+
+    def _make_hops(self) -> None:
+        per_node, nodes = self.ranks_per_node, range(self.num_nodes)
+        everyone = list(range(self.world_size))
+        self.world = self._hop([everyone], per_node - 1, self.world_size - per_node)
+        """All ranks."""
+        if self.num_nodes == 1 or per_node == 1:
+            alone = Hop(None, 1, 0, 0, 0)
+            self.intra, self.inter = (self.world, alone) if self.num_nodes == 1 else (alone, self.world)
+            return
+        self.intra = self._hop([everyone[n * per_node : (n + 1) * per_node] for n in nodes], per_node - 1, 0)
+        """The ranks of this node."""
+        self.inter = self._hop([everyone[local::per_node] for local in range(per_node)], 0, self.num_nodes - 1)
+        """The ranks of equal local rank, one a node."""
+
+    def _hop(self, parts: list[list[int]], num_intra_peers: int, num_inter_peers: int) -> Hop:
+        hop = Hop(None, 1, 0, 0, 0)
+        if len(parts[0]) == 1:
+            return hop
+        for ranks in parts:
+            is_member = self.rank in ranks
+            if is_member or self._parent is None or dist.get_world_size(self._parent) == dist.get_world_size():
+                group = backend.new_group([_global_rank(self._parent, rank) for rank in ranks], self._parent)
+                if is_member:
+                    self._groups.append(group)
+                    hop = Hop(group, len(ranks), ranks.index(self.rank), num_intra_peers, num_inter_peers)
+        return hop
+
+    @classmethod
+    def from_env(cls, group: dist.ProcessGroup | None = None) -> Topology:
+        """Nodes as torchrun made them (``LOCAL_WORLD_SIZE`` ranks each); without torchrun, one node.
+
+        Raises:
+            TopologyError: torch.distributed is not initialised although ``WORLD_SIZE`` is more than 1; or, on every rank,
+                nodes with different numbers of ranks.
+        """
+        if not dist.is_initialized():
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise TopologyError(
+                    f"torch.distributed is not initialised: WORLD_SIZE={os.environ['WORLD_SIZE']}; call "
+                    "torch.distributed.init_process_group() first"
+                )
+            return cls.single()
+        _, rank = _size_and_rank(group)
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        node = int(os.environ.get("GROUP_RANK", _global_rank(group, rank) // per_node))
+        nodes = backend.gather_ints(node, group)
+        return cls(ranks_per_node=_equal_runs(nodes), group=group)
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> Topology:
+        """Nodes and ranks of a 2-D DeviceMesh [nodes, ranks per node] whose ranks ascend.
+
+        Raises:
+            TopologyError: The mesh is not 2-D, or its ranks are not all ranks of torch.distributed in order.
+        """
+        ranks = mesh.mesh
+        if ranks.ndim != 2:
+            raise TopologyError(f"the mesh must be 2-D [nodes, ranks per node]: shape={tuple(ranks.shape)}")
+        if ranks.flatten().tolist() != list(range(dist.get_world_size())):
+            raise TopologyError(
+                f"the mesh must hold all ranks in ascending order: {ranks.tolist()}, world_size={dist.get_world_size()}"
+            )
+        return cls(ranks_per_node=ranks.shape[1])
+
+    @classmethod
+    def single(cls) -> Topology:
+        """A world of this process alone; it needs no torch.distributed."""
+        topology = object.__new__(cls)
+        topology._parent, topology._groups, topology.queue = None, [], WorkQueue()
+        topology.world_size = topology.num_nodes = topology.ranks_per_node = 1
+        topology.rank = topology.node_rank = topology.local_rank = 0
+        topology._make_hops()
+        return topology
+
+    def clone(self) -> Topology:
+        """The same nodes with process groups of their own, so that the order of collectives is independent. Collective."""
+        if self.world_size == 1:
+            return Topology.single()
+        return Topology(ranks_per_node=self.ranks_per_node, group=self._parent)
+
+    def shard_index(self, numbering: Numbering) -> int:
+        """The shard that this rank owns."""
+        return self.rank if numbering == "rank" else self.local_rank * self.num_nodes + self.node_rank
+
+    @property
+    def has_two_hops(self) -> bool:
+        """Whether there are several nodes of several ranks."""
+        return self.num_nodes > 1 and self.ranks_per_node > 1
+
+    def close(self) -> None:
+        """Finish what is queued and free the process groups."""
+        self.queue.close()
+        for group in self._groups:
+            backend.destroy_group(group)
+        self._groups.clear()
+
+    def __repr__(self) -> str:
+        return f"Topology(nodes={self.num_nodes}, ranks_per_node={self.ranks_per_node}, rank={self.rank})"
+
+
+def _size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    if not dist.is_initialized():
+        return 1, 0
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise TopologyError(f"this process, global rank {dist.get_rank()}, is not in the group")
+    return dist.get_world_size(group), rank
+
+
+def _global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
+    return rank if group is None else dist.get_global_rank(group, rank)
+
+
+def _equal_runs(nodes: list[int]) -> int:
+    """Ranks per node, from the node of each rank."""
+    per_node = nodes.count(nodes[0])
+    expected = [node for start in range(0, len(nodes), per_node) for node in [nodes[start]] * per_node]
+    if nodes != expected or len(set(nodes)) * per_node != len(nodes):
+        raise TopologyError(
+            f"every node must have the same number of consecutive ranks: node of each rank {nodes}; start as many processes "
+            "on every machine, or pass ranks_per_node= or a group"
+        )
+    return per_node
+
+
+def hop_of_group(group: dist.ProcessGroup | None) -> Hop:
+    """One hop over all ranks of ``group``; who shares this rank's node is taken from ``LOCAL_WORLD_SIZE``."""
+    size, rank = _size_and_rank(group)
+    if size == 1:
+        return Hop(None, 1, 0, 0, 0)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    node = dist.get_rank() // per_node
+    intra = sum(_global_rank(group, peer) // per_node == node for peer in range(size)) - 1
+    return Hop(group if group is not None else dist.group.WORLD, size, rank, intra, size - 1 - intra)
