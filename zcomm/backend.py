@@ -120,9 +120,8 @@ def _started(work: Any) -> dist.Work:
 
 
 def new_group(ranks: list[int], parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A process group of global ``ranks`` with ``parent``'s backend. Collective over all ranks, or over a sub-group parent."""
-    is_whole = parent is None or dist.get_world_size(parent) == dist.get_world_size()
-    group = dist.new_group(ranks, backend=dist.get_backend(parent), use_local_synchronization=not is_whole)
+    """A process group of global ``ranks`` with ``parent``'s backend. Collective over ``ranks``, in the same order on each."""
+    group = dist.new_group(ranks, backend=dist.get_backend(parent), use_local_synchronization=True)
     assert group is not None, "torch.distributed created no group"
     return group  # type: ignore[return-value]
 

@@ -73,12 +73,10 @@ class Topology:
         if len(parts[0]) == 1:
             return hop
         for ranks in parts:
-            is_member = self.rank in ranks
-            if is_member or self._parent is None or dist.get_world_size(self._parent) == dist.get_world_size():
+            if self.rank in ranks:
                 group = backend.new_group([_global_rank(self._parent, rank) for rank in ranks], self._parent)
-                if is_member:
-                    self._groups.append(group)
-                    hop = Hop(group, len(ranks), ranks.index(self.rank), num_intra_peers, num_inter_peers)
+                self._groups.append(group)
+                hop = Hop(group, len(ranks), ranks.index(self.rank), num_intra_peers, num_inter_peers)
         return hop
 
     @classmethod

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zcomm import StateError, Topology
 from zero.layout import BucketLayout, Piece
-from zero.released import ReducedGradient, hide, placeholder, show
+from zero.released import hide, placeholder, show
 from zero.stages import Stage
 
 __all__ = ["Bucket", "BucketState", "ShardInfo"]
@@ -75,10 +75,6 @@ class Bucket:
         self.shard = torch.empty(0)
         self.master = torch.empty(0)
         self.empties = [placeholder(p.shape, p.dtype, p.device) for p in params]
-        self.grad_stand_ins = [
-            ReducedGradient.of(slot.name, p.shape, p.dtype, p.device)
-            for slot, p in zip(layout.slots, params, strict=True)
-        ]
         # Who needs the full parameters now: running forwards, a running backward, somebody who holds a view.
         self.forward_depth = 0
         self.is_held_by_backward = False

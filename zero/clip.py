@@ -45,9 +45,8 @@ def clip_grad_norm_(runtime: Runtime, max_norm: float, norm_type: float, *, erro
 def _own_parts(runtime: Runtime, bucket: Bucket) -> list[Tensor]:
     """This rank's shard of the gradient, parameter by parameter."""
     grads = runtime.reducer.by_bucket.get(bucket.index)
-    result = None if grads is None else runtime.reducer.results(grads)
-    if result is None:
+    if grads is None or runtime.reducer.results(grads) is None or grads.result is None:
         return []
     row = runtime.topology.shard_index("local")
-    base = row * bucket.layout.shard_numel if runtime.stage.shards_states else 0
-    return [result[p.start - base : p.stop - base] for p in bucket.layout.pieces(row)]
+    base = row * bucket.layout.shard_numel
+    return [grads.result[p.start - base : p.stop - base] for p in bucket.layout.pieces(row)]

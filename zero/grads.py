@@ -1,7 +1,7 @@
 """Gradients: out of autograd into a bucket's buffer, averaged over the ranks, summed over micro-batches.
 
     autograd's .grad --copy or add--> full buffer --reduce-scatter (mean)--> shard += mean           stages 2, 3
-                                       (stage 1: the shard is the buffer's own rows;  stage 0: then all-gathered in place)
+                                       (stage 1: the shard is the buffer's own rows;  stage 0: gathered from there in place)
 
 Invariants:
     G1  Buckets are reduced in one fixed order on every rank, whatever the order in which their gradients arrive, so
@@ -21,6 +21,7 @@ from torch import Tensor
 from zcomm import LayoutError, StateError, Topology, Work, all_gather_single, control, reduce_scatter_single
 from zero.bucket import Bucket, master_dtype
 from zero.pool import BufferPool
+from zero.released import ReducedGradient
 from zero.settings import Effective, ZeroSettings
 
 __all__ = ["BucketGrads", "Reducer"]
@@ -37,18 +38,22 @@ class BucketGrads:
     bucket: Bucket
     dtype: torch.dtype
     result: Tensor | None = None
-    """The reduced sum at rest: the shard, or at stage 0 the full buffer."""
+    """This rank's shard of the reduced sum; below stage 2 the buffer's own rows."""
     full: Tensor | None = None
     """Local gradients that are not reduced yet; permanent at stages 0 and 1."""
     carry: Tensor | None = None
     """Stages 0 and 1: an earlier sum of this step, moved out of the way of the next local gradients."""
     written: list[bool] = field(default_factory=list)
     """Slots of ``full`` that hold a local gradient."""
+    stand_ins: list[ReducedGradient] = field(default_factory=list)
+    """What ``.grad`` shows from stage 1 on."""
     used: list[bool] = field(default_factory=list)
     """Parameters that have had a gradient since zero_grad, on any rank once agreed."""
     num_arrived: int = 0
     """Gradients that came in the running backward."""
     has_result: bool = False
+    is_gathered: bool = True
+    """Stage 0: the other ranks' shards are in ``full`` too."""
 
 
 @dataclass(slots=True)
@@ -65,9 +70,16 @@ class Reducer:
     """Collects and reduces the gradients of all trainable buckets."""
 
     def __init__(
-        self, buckets: list[Bucket], topology: Topology, settings: ZeroSettings, effective: Effective, pool: BufferPool
+        self,
+        buckets: list[Bucket],
+        topologies: tuple[Topology, Topology],
+        settings: ZeroSettings,
+        effective: Effective,
+        pool: BufferPool,
     ) -> None:
-        self._topology, self._settings, self._effective, self._pool = topology, settings, effective, pool
+        # Reductions may be ahead on some ranks when the others agree on what is left: two sets of process groups.
+        self._topology, self._agreeing = topologies
+        self._settings, self._effective, self._pool = settings, effective, pool
         self._stage = effective.stage
         self.all = [self._new(bucket) for bucket in buckets if bucket.is_trainable]
         self.by_bucket = {grads.bucket.index: grads for grads in self.all}
@@ -80,12 +92,16 @@ class Reducer:
         dtype = self._settings.gradient_dtype or master_dtype(bucket.dtype)
         grads = BucketGrads(bucket, dtype)
         grads.written, grads.used = [False] * len(bucket.params), [False] * len(bucket.params)
+        for slot, param in zip(bucket.layout.slots, bucket.params, strict=True):
+            if param.dtype != dtype:
+                param.grad_dtype = dtype  # autograd, too, sums a parameter's several uses in it
+            grads.stand_ins.append(ReducedGradient.of(slot.name, param.shape, dtype, param.device))
         shard_numel = bucket.layout.shard_numel
         if self._stage.shards_gradients:
             grads.result = torch.zeros(shard_numel, dtype=dtype, device=bucket.device)
         else:
             grads.full = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.device)
-            grads.result = self._own_rows(grads, grads.full) if self._stage.shards_states else grads.full
+            grads.result = self._own_rows(grads, grads.full)
         return grads
 
     def _own_rows(self, grads: BucketGrads, full: Tensor) -> Tensor:
@@ -148,6 +164,7 @@ class Reducer:
         if self.reduces_now:
             self._agree_and_issue_rest()
         self._finish(list(self._in_flight))
+        self._gather_results()
         self.show_grads()
 
     def _agree_and_issue_rest(self) -> None:
@@ -158,7 +175,7 @@ class Reducer:
         late = [bit if id(grads) in issued else 0 for grads, bit in zip(self._order, pending, strict=True)]
         agreed = used + pending + late + [self._cursor]
         if self._topology.world_size > 1:
-            agreed = control.agree_max(torch.tensor(agreed, dtype=torch.int64), self._topology).tolist()
+            agreed = control.agree_max(torch.tensor(agreed, dtype=torch.int64), self._agreeing).tolist()
         bits = iter(agreed)
         for grads in self.all:
             grads.used = [bool(next(bits)) for _ in grads.used]
@@ -189,9 +206,7 @@ class Reducer:
         for start, stop in layout.gaps:
             full[start:stop].zero_()
         output = grads.result
-        if not self._stage.shards_states:
-            output = self._own_rows(grads, full)
-        elif grads.has_result:  # stages 2 and 3: add to it when it has come
+        if grads.has_result:  # stages 2 and 3: add to it when it has come
             output = self._pool.take(layout.shard_numel, grads.dtype)
         assert output is not None, "a reduction without a place for its result"
         works = self._reduce_scatter(grads, full, output)
@@ -228,8 +243,6 @@ class Reducer:
             self._in_flight.remove(flight)
             grads = flight.grads
             assert grads.result is not None, "a reduction without a place for its result"
-            if not self._stage.shards_states:
-                all_gather_single(flight.source, flight.output, self._topology, numbering="local")
             if self._stage.shards_gradients:
                 self._pool.give(flight.source)
                 if flight.output is not grads.result:
@@ -238,7 +251,16 @@ class Reducer:
             if grads.carry is not None:
                 grads.result.add_(grads.carry)
                 grads.carry = None
-            grads.has_result = True
+            grads.has_result, grads.is_gathered = True, False
+
+    def _gather_results(self) -> None:
+        """Stage 0: every rank gets the whole averaged gradient. After all reductions, so in the same order everywhere."""
+        for grads in self._order:
+            if grads.has_result and not grads.is_gathered and not self._stage.shards_states:
+                assert grads.full is not None, "stage 0 keeps the full gradient buffer"
+                assert grads.result is not None, "a reduction without a place for its result"
+                all_gather_single(grads.full, grads.result, self._topology, numbering="local")
+                grads.is_gathered = True
 
     def _drop_what_users_cleared(self) -> None:
         """G2: every gradient this optimizer holds was cleared by somebody else."""
@@ -256,9 +278,7 @@ class Reducer:
                 for i, (param, used) in enumerate(zip(bucket.params, grads.used, strict=True)):
                     if not used:
                         continue
-                    if views is not None and param.dtype != grads.dtype:
-                        param.grad_dtype = grads.dtype  # type: ignore[attr-defined]
-                    param.grad = bucket.grad_stand_ins[i] if views is None else views[i]
+                    param.grad = grads.stand_ins[i] if views is None else views[i]
 
     def zero(self) -> None:
         """Forget every gradient. Frees what only this step needed."""
@@ -275,10 +295,12 @@ class Reducer:
         self.reduces_now = True
 
     def results(self, grads: BucketGrads) -> Tensor | None:
-        """The reduced gradient at rest, or None if no parameter of the bucket was used on any rank."""
-        if any(grads.used) and not grads.has_result:
+        """The reduced gradient at rest: the shard, at stage 0 the whole. None if no rank used any of the bucket."""
+        if not any(grads.used):
+            return None
+        if not grads.has_result:
             raise StateError(f"gradients of bucket {grads.bucket.name!r} were used before they were reduced")
-        return grads.result if any(grads.used) else None
+        return grads.result if self._stage.shards_states else grads.full
 
     @property
     def unreduced_nbytes(self) -> int:

@@ -23,7 +23,7 @@ from zcomm import ConfigError, LayoutError, StateError, Topology
 from zero.clip import clip_grad_norm_
 from zero.masters import as_groups, build_inner, build_pieces, check_elementwise
 from zero.memory import MemoryReport, measure
-from zero.runtime import Runtime
+from zero.runtime import Runtime, check_model
 from zero.settings import Effective, split_options
 from zero.state_dict import install_state_dict_hooks
 
@@ -70,11 +70,10 @@ class ZeroOptimizer(Optimizer):
             raise ConfigError(f"optimizer must be a torch.optim.Optimizer class or instance: got {optimizer!r}")
         settings, optimizer_options = split_options(options)
         groups = as_groups(model, optimizer)
-        if isinstance(optimizer, type):  # a wrong option or optimizer is refused before the model is touched
-            trial = build_inner(optimizer, [{"params": []}], [], optimizer_options)
-            check_elementwise(trial, next(model.parameters()).device)
-        else:
-            check_elementwise(optimizer, next(model.parameters()).device)
+        device = check_model(model)
+        # A wrong option or optimizer is refused before the model is touched.
+        is_class = isinstance(optimizer, type)
+        check_elementwise(build_inner(optimizer, [{"params": []}], [], optimizer_options) if is_class else optimizer, device)
         self._runtime = Runtime(model, settings, _choose_topology(topology, ranks_per_node, group))
         shard_index = self._runtime.topology.shard_index("local")
         self._pieces = build_pieces(self._runtime.buckets, self._runtime.stage, shard_index)

@@ -25,7 +25,7 @@ from zero.pool import BufferPool
 from zero.settings import ZeroSettings, resolve
 from zero.units import Unit, find_units
 
-__all__ = ["Runtime"]
+__all__ = ["Runtime", "check_model"]
 
 
 class Runtime:
@@ -35,7 +35,7 @@ class Runtime:
         self.model, self.settings, self.topology = model, settings, topology
         self.effective = resolve(settings, topology)
         self.stage = self.effective.stage
-        device = _check_model(model)
+        device = check_model(model)
         units = find_units(model)
         buckets_of_unit = _cut_into_buckets(units, topology.world_size, self.effective.align)
         self.buckets = [bucket for buckets in buckets_of_unit for bucket in buckets]
@@ -46,7 +46,8 @@ class Runtime:
         self.is_saving = False
         self._settle()
         self.gatherer = Gatherer(self.buckets, topology, settings, self.effective, self.pool)
-        self.reducer = Reducer(self.buckets, self._reduce_topology, settings, self.effective, self.pool)
+        topologies = (self._reduce_topology, topology)
+        self.reducer = Reducer(self.buckets, topologies, settings, self.effective, self.pool)
         self.hooks = Hooks(
             self.gatherer, self.reducer, self._should_reduce, shards_parameters=self.stage.shards_parameters
         )
@@ -165,10 +166,9 @@ class Runtime:
         self._reduce_topology.close()
 
 
-def _check_model(model: nn.Module) -> torch.device:
+def check_model(model: nn.Module) -> torch.device:
+    """The device of ``model``'s parameters; an error for models that cannot be sharded."""
     named = list(model.named_parameters())
-    if not named:
-        raise LayoutError(f"the model must have parameters: {type(model).__name__} has none")
     devices = {param.device: name for name, param in named}
     if len(devices) > 1:
         where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())

@@ -235,7 +235,7 @@ def test_bad_configuration_is_refused() -> None:
     _refused(ConfigError, "Adafactor is not elementwise", lambda: ZeroOptimizer(new_model(), torch.optim.Adafactor))
     frozen = new_model().requires_grad_(False)
     _refused(ConfigError, "none of them trainable", lambda: ZeroOptimizer(frozen, adamw))
-    _refused(LayoutError, "has none", lambda: ZeroOptimizer(nn.ReLU(), adamw(new_model().parameters())))
+    _refused(ConfigError, "ReLU has 0 parameters", lambda: ZeroOptimizer(nn.ReLU(), adamw(new_model().parameters())))
 
 
 def test_bad_models_are_refused() -> None:

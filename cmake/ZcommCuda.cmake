@@ -1,0 +1,25 @@
+# Resolves ZCOMM_CUDA (AUTO | ON | OFF) to ZCOMM_CUDA_ENABLED and enables the CUDA language. Include before any target
+# is created: a target takes its CUDA_ARCHITECTURES from CMAKE_CUDA_ARCHITECTURES at the moment it is added.
+# ZCOMM_CUDA_SOURCES lists the .cu files, relative to cpp/; while it is empty there is nothing to compile for CUDA.
+set(ZCOMM_CUDA_SOURCES)
+
+set(ZCOMM_CUDA_ENABLED FALSE)
+if(NOT ZCOMM_CUDA MATCHES "^(AUTO|ON|OFF)$")
+  message(FATAL_ERROR "ZCOMM_CUDA must be AUTO, ON or OFF: ZCOMM_CUDA=${ZCOMM_CUDA}")
+endif()
+if(ZCOMM_CUDA STREQUAL "ON" AND NOT ZCOMM_CUDA_SOURCES)
+  message(FATAL_ERROR "ZCOMM_CUDA=ON, but this version has no CUDA sources (use ZCOMM_CUDA=AUTO or OFF).")
+endif()
+if(ZCOMM_CUDA_SOURCES AND NOT ZCOMM_CUDA STREQUAL "OFF")
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+      set(CMAKE_CUDA_ARCHITECTURES 80 90)
+    endif()
+    enable_language(CUDA)
+    set(ZCOMM_CUDA_ENABLED TRUE)
+  elseif(ZCOMM_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "ZCOMM_CUDA=ON, but CMake found no CUDA compiler (set CUDACXX or ZCOMM_CUDA=OFF).")
+  endif()
+endif()

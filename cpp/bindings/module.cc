@@ -1,0 +1,168 @@
+// zcomm._native: argument conversion, GIL release, nothing else. Tensors cross as addresses (int), so one binary serves
+// every torch version and a call costs no DLPack handshake. The contracts stand in the headers.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "zcomm/check.h"
+#include "zcomm/decode.h"
+#include "zcomm/isa.h"
+#include "zcomm/quantize.h"
+#include "zcomm/reduce.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using zcomm::Codec;
+using zcomm::DType;
+using zcomm::MessageLayout;
+
+// Python ints arrive signed, so that a negative one is named instead of wrapping around.
+std::size_t Size(const char* name, std::int64_t value) {
+  ZCOMM_CHECK(value >= 0, name, " must not be negative: ", name, "=", value);
+  return static_cast<std::size_t>(value);
+}
+
+MessageLayout Layout(int codec, std::int64_t block, std::int64_t num_segments, std::int64_t segment_numel) {
+  ZCOMM_CHECK(codec >= 0 && codec < static_cast<int>(zcomm::kNumCodecs), "unknown codec id: codec=", codec);
+  return zcomm::MakeMessageLayout(static_cast<Codec>(codec), Size("block", block), Size("num_segments", num_segments),
+                                  Size("segment_numel", segment_numel));
+}
+
+template <class Rows>
+Rows MakeRows(int dtype, std::uintptr_t pointer, std::int64_t message_stride, std::int64_t segment_stride) {
+  ZCOMM_CHECK(dtype >= 0 && dtype < static_cast<int>(zcomm::kNumDTypes), "unknown dtype id: dtype=", dtype);
+  return {static_cast<DType>(dtype), reinterpret_cast<void*>(pointer), Size("message_stride", message_stride),
+          Size("segment_stride", segment_stride)};
+}
+
+template <class Messages>
+Messages MakeMessages(std::uintptr_t pointer, std::int64_t stride_nbytes, std::int64_t count, std::uint32_t hash) {
+  return {reinterpret_cast<std::uint8_t*>(pointer), Size("stride_bytes", stride_nbytes), Size("num_messages", count),
+          hash};
+}
+
+template <bool kRef>
+void Quantize(int codec, std::int64_t block, std::int64_t num_messages, std::int64_t num_segments,
+              std::int64_t segment_numel, int x_dtype, std::uintptr_t x_ptr, std::int64_t message_stride,
+              std::int64_t segment_stride, std::uintptr_t out_ptr, std::int64_t out_stride_bytes,
+              std::uint32_t layout_hash, std::int64_t num_threads) {
+  const MessageLayout layout = Layout(codec, block, num_segments, segment_numel);
+  const auto input = MakeRows<zcomm::ConstRows>(x_dtype, x_ptr, message_stride, segment_stride);
+  const auto output = MakeMessages<zcomm::MutableMessages>(out_ptr, out_stride_bytes, num_messages, layout_hash);
+  if constexpr (kRef) {
+    zcomm::QuantizeRef(layout, input, output);
+  } else {
+    zcomm::Quantize(layout, input, output, Size("num_threads", num_threads));
+  }
+}
+
+template <bool kRef>
+void Decode(int codec, std::int64_t block, std::int64_t num_messages, std::int64_t num_segments,
+            std::int64_t segment_numel, std::uintptr_t in_ptr, std::int64_t in_stride_bytes, std::uint32_t layout_hash,
+            int out_dtype, std::uintptr_t out_ptr, std::int64_t message_stride, std::int64_t segment_stride,
+            std::int64_t num_threads) {
+  const MessageLayout layout = Layout(codec, block, num_segments, segment_numel);
+  const auto input = MakeMessages<zcomm::ConstMessages>(in_ptr, in_stride_bytes, num_messages, layout_hash);
+  const auto output = MakeRows<zcomm::MutableRows>(out_dtype, out_ptr, message_stride, segment_stride);
+  if constexpr (kRef) {
+    zcomm::DecodeRef(layout, input, output);
+  } else {
+    zcomm::Decode(layout, input, output, Size("num_threads", num_threads));
+  }
+}
+
+template <bool kRef>
+void DecodeSum(int codec, std::int64_t block, std::int64_t num_messages, std::int64_t num_segments,
+               std::int64_t segment_numel, std::uintptr_t in_ptr, std::int64_t in_stride_bytes,
+               std::uint32_t layout_hash, int out_dtype, std::uintptr_t out_ptr, std::int64_t segment_stride,
+               float divisor, std::int64_t num_threads) {
+  const MessageLayout layout = Layout(codec, block, num_segments, segment_numel);
+  const auto input = MakeMessages<zcomm::ConstMessages>(in_ptr, in_stride_bytes, num_messages, layout_hash);
+  const auto output = MakeRows<zcomm::MutableRows>(out_dtype, out_ptr, 0, segment_stride);
+  if constexpr (kRef) {
+    zcomm::DecodeSumRef(layout, input, output, divisor);
+  } else {
+    zcomm::DecodeSum(layout, input, output, divisor, Size("num_threads", num_threads));
+  }
+}
+
+template <bool kRef>
+void DecodeSumRequantize(int codec, std::int64_t block, std::int64_t num_messages, std::int64_t num_segments,
+                         std::int64_t segment_numel, std::uintptr_t in_ptr, std::int64_t in_stride_bytes,
+                         std::uint32_t layout_hash, int out_codec, std::int64_t out_block, std::uintptr_t out_ptr,
+                         std::int64_t out_stride_bytes, std::uint32_t out_layout_hash, std::int64_t num_threads) {
+  const MessageLayout layout = Layout(codec, block, num_segments, segment_numel);
+  const auto input = MakeMessages<zcomm::ConstMessages>(in_ptr, in_stride_bytes, num_messages, layout_hash);
+  const MessageLayout out_layout = Layout(out_codec, out_block, 1, segment_numel);
+  const auto output = MakeMessages<zcomm::MutableMessages>(out_ptr, out_stride_bytes, num_segments, out_layout_hash);
+  if constexpr (kRef) {
+    zcomm::DecodeSumRequantizeRef(layout, input, out_layout, output);
+  } else {
+    zcomm::DecodeSumRequantize(layout, input, out_layout, output, Size("num_threads", num_threads));
+  }
+}
+
+template <bool kRef>
+void DefineOperations(nb::module_& m) {
+  const std::string suffix = kRef ? "_ref" : "";
+  const auto release = nb::call_guard<nb::gil_scoped_release>();
+  m.def(("quantize" + suffix).c_str(), &Quantize<kRef>, release, "codec"_a, "block"_a, "num_messages"_a,
+        "num_segments"_a, "segment_numel"_a, "x_dtype"_a, "x_ptr"_a, "message_stride"_a, "segment_stride"_a,
+        "out_ptr"_a, "out_stride_bytes"_a, "layout_hash"_a, "num_threads"_a);
+  m.def(("decode" + suffix).c_str(), &Decode<kRef>, release, "codec"_a, "block"_a, "num_messages"_a, "num_segments"_a,
+        "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a, "layout_hash"_a, "out_dtype"_a, "out_ptr"_a,
+        "message_stride"_a, "segment_stride"_a, "num_threads"_a);
+  m.def(("decode_sum" + suffix).c_str(), &DecodeSum<kRef>, release, "codec"_a, "block"_a, "num_messages"_a,
+        "num_segments"_a, "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a, "layout_hash"_a, "out_dtype"_a,
+        "out_ptr"_a, "segment_stride"_a, "divisor"_a, "num_threads"_a);
+  m.def(("decode_sum_requantize" + suffix).c_str(), &DecodeSumRequantize<kRef>, release, "codec"_a, "block"_a,
+        "num_messages"_a, "num_segments"_a, "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a, "layout_hash"_a,
+        "out_codec"_a, "out_block"_a, "out_ptr"_a, "out_stride_bytes"_a, "out_layout_hash"_a, "num_threads"_a);
+}
+
+nb::dict BuildInfo() {
+  std::vector<std::string> levels;
+#ifdef ZCOMM_X86
+  levels = {zcomm::IsaName(zcomm::Isa::kAvx512), zcomm::IsaName(zcomm::Isa::kAvx2)};
+#endif
+  levels.emplace_back(zcomm::IsaName(zcomm::Isa::kBaseline));
+#ifdef __clang__
+  const std::string compiler = "clang " __clang_version__;
+#else
+  const std::string compiler = "gcc " __VERSION__;
+#endif
+  nb::dict info;
+  info["version"] = ZCOMM_VERSION;
+  info["compiler"] = compiler;
+  info["isa_levels"] = levels;
+#ifdef ZCOMM_HAS_CUDA
+  info["cuda"] = true;
+#else
+  info["cuda"] = false;
+#endif
+  return info;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "Native CPU kernels of zcomm's wire formats; see _native.pyi.";
+  DefineOperations<false>(m);
+  DefineOperations<true>(m);
+  m.def(
+      "message_nbytes",
+      [](int codec, std::int64_t block, std::int64_t num_segments, std::int64_t segment_numel) {
+        return Layout(codec, block, num_segments, segment_numel).nbytes;
+      },
+      "codec"_a, "block"_a, "num_segments"_a, "segment_numel"_a);
+  m.def("isa", [] { return std::string(zcomm::IsaName(zcomm::ActiveIsa())); });
+  m.def("build_info", &BuildInfo);
+}

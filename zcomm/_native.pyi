@@ -1,0 +1,165 @@
+"""Native CPU kernels of the wire formats (C++). The contracts stand in ``cpp/include/zcomm/*.h``.
+
+Codec ids: 0 float32, 1 bfloat16, 2 float16 (the message is a plain array), 3 int8, 4 int4 (scales, codes, trailer).
+dtype ids: 0 float32, 1 bfloat16, 2 float16. Addresses (``*_ptr``) are ints. Strides of arrays count elements, strides
+of messages bytes. The calls release the GIL, may run at the same time, and raise ValueError on bad arguments and on a
+message whose trailer does not carry ``layout_hash``. Each operation has an ``_ref`` twin with the same bits: scalar,
+single-threaded, the oracle of the tests.
+"""
+
+from typing import TypedDict
+
+class BuildInfo(TypedDict):
+    """What the binary was built from."""
+
+    version: str
+    compiler: str
+    isa_levels: list[str]
+    cuda: bool
+
+def quantize(
+    codec: int,
+    block: int,
+    num_messages: int,
+    num_segments: int,
+    segment_numel: int,
+    x_dtype: int,
+    x_ptr: int,
+    message_stride: int,
+    segment_stride: int,
+    out_ptr: int,
+    out_stride_bytes: int,
+    layout_hash: int,
+    num_threads: int,
+) -> None:
+    """Write messages from rows: message i, segment s from x[i * message_stride + s * segment_stride + ...]."""
+
+def quantize_ref(
+    codec: int,
+    block: int,
+    num_messages: int,
+    num_segments: int,
+    segment_numel: int,
+    x_dtype: int,
+    x_ptr: int,
+    message_stride: int,
+    segment_stride: int,
+    out_ptr: int,
+    out_stride_bytes: int,
+    layout_hash: int,
+    num_threads: int,
+) -> None:
+    """Oracle of quantize."""
+
+def decode(
+    codec: int,
+    block: int,
+    num_messages: int,
+    num_segments: int,
+    segment_numel: int,
+    in_ptr: int,
+    in_stride_bytes: int,
+    layout_hash: int,
+    out_dtype: int,
+    out_ptr: int,
+    message_stride: int,
+    segment_stride: int,
+    num_threads: int,
+) -> None:
+    """Decode messages into rows, clamped to the finite range of the output dtype (block codecs)."""
+
+def decode_ref(
+    codec: int,
+    block: int,
+    num_messages: int,
+    num_segments: int,
+    segment_numel: int,
+    in_ptr: int,
+    in_stride_bytes: int,
+    layout_hash: int,
+    out_dtype: int,
+    out_ptr: int,
+    message_stride: int,
+    segment_stride: int,
+    num_threads: int,
+) -> None:
+    """Oracle of decode."""
+
+def decode_sum(
+    codec: int,
+    block: int,
+    num_messages: int,
+    num_segments: int,
+    segment_numel: int,
+    in_ptr: int,
+    in_stride_bytes: int,
+    layout_hash: int,
+    out_dtype: int,
+    out_ptr: int,
+    segment_stride: int,
+    divisor: float,
+    num_threads: int,
+) -> None:
+    """out[s * segment_stride + e] = (d_0 + d_1 + ...) / divisor, in message order, in float32."""
+
+def decode_sum_ref(
+    codec: int,
+    block: int,
+    num_messages: int,
+    num_segments: int,
+    segment_numel: int,
+    in_ptr: int,
+    in_stride_bytes: int,
+    layout_hash: int,
+    out_dtype: int,
+    out_ptr: int,
+    segment_stride: int,
+    divisor: float,
+    num_threads: int,
+) -> None:
+    """Oracle of decode_sum."""
+
+def decode_sum_requantize(
+    codec: int,
+    block: int,
+    num_messages: int,
+    num_segments: int,
+    segment_numel: int,
+    in_ptr: int,
+    in_stride_bytes: int,
+    layout_hash: int,
+    out_codec: int,
+    out_block: int,
+    out_ptr: int,
+    out_stride_bytes: int,
+    out_layout_hash: int,
+    num_threads: int,
+) -> None:
+    """Sum the messages; segment s of the sum becomes message s, of one segment."""
+
+def decode_sum_requantize_ref(
+    codec: int,
+    block: int,
+    num_messages: int,
+    num_segments: int,
+    segment_numel: int,
+    in_ptr: int,
+    in_stride_bytes: int,
+    layout_hash: int,
+    out_codec: int,
+    out_block: int,
+    out_ptr: int,
+    out_stride_bytes: int,
+    out_layout_hash: int,
+    num_threads: int,
+) -> None:
+    """Oracle of decode_sum_requantize."""
+
+def message_nbytes(codec: int, block: int, num_segments: int, segment_numel: int) -> int:
+    """Bytes of one message."""
+
+def isa() -> str:
+    """The level the kernels run at: avx512, avx2, baseline or neon; the environment's ZCOMM_ISA caps it."""
+
+def build_info() -> BuildInfo:
+    """Version, compiler, ISA levels in the binary, and whether it has CUDA code."""
