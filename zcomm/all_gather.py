@@ -26,10 +26,10 @@ OPERATION = "all_gather"
 
 def all_gather_single(
     output: Tensor,
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     group: Group = None,
     *,
-    format: WireFormat = "none",  # noqa: A002
+    format: WireFormat = "none",
     numbering: Numbering = "rank",
     async_op: bool = False,
 ) -> Work | None:
@@ -78,11 +78,11 @@ def gather_steps(rows: Tensor, shard: Tensor, route: Route, numbering: Numbering
     return _two_hops_recoded(rows, shard, route, numbering)
 
 
-def _goes_in_place(rows: Tensor, shard: Tensor, format: Format) -> bool:  # noqa: A002
+def _goes_in_place(rows: Tensor, shard: Tensor, format: Format) -> bool:
     return rows.is_contiguous() and shard.dtype == rows.dtype == codec_for(format, rows.dtype).dtype
 
 
-def _sent(layout: MessageLayout, format: Format) -> Sent:  # noqa: A002
+def _sent(layout: MessageLayout, format: Format) -> Sent:
     return Sent(OPERATION, str(format), layout.numel)
 
 

@@ -20,7 +20,7 @@ def all_reduce(
     op: Any = "sum",
     group: Group = None,
     *,
-    format: WireFormat = "none",  # noqa: A002
+    format: WireFormat = "none",
     gather_format: WireFormat | None = None,
     async_op: bool = False,
 ) -> Work | None:

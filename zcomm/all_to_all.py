@@ -1,7 +1,7 @@
 """All-to-all in any wire format: part i of the input goes to rank i.
 
-    two hops    inside the node to the local rank of the destination, then between nodes: each pair of nodes exchanges one
-                message per local rank instead of one per pair of ranks
+two hops    inside the node to the local rank of the destination, then between nodes: each pair of nodes exchanges one
+            message per local rank instead of one per pair of ranks
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ OPERATION = "all_to_all"
 
 def all_to_all_single(
     output: Tensor,
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     group: Group = None,
     *,
-    format: WireFormat = "none",  # noqa: A002
+    format: WireFormat = "none",
     async_op: bool = False,
 ) -> Work | None:
     """Send part i of ``input`` to rank i; part j of ``output`` comes from rank j.

@@ -80,21 +80,21 @@ _BLOCKS = {"none": 0, "bf16": 0, "fp16": 0, "int8": 256, "int4": 128}
 FORMATS = {name: Format(name, block) for name, block in _BLOCKS.items()}
 
 
-def get_format(format: str | Format, *, block: int | None = None) -> Format:  # noqa: A002
+def get_format(format: str | Format, *, block: int | None = None) -> Format:
     """The format called ``format``, with another ``block`` if one is given.
 
     Raises:
         FormatError: There is no such format (the nearest name is given), or it does not take that block.
     """
     if isinstance(format, str):
-        format = FORMATS.get(format) or Format(format)  # noqa: A001  (an unknown name raises)
+        format = FORMATS.get(format) or Format(format)
     if not isinstance(format, Format):
         raise FormatError(f"format must be a name or a zcomm.Format: got {format!r}")
     return format if block is None else Format(format.name, block)
 
 
 @cache
-def codec_for(format: Format, dtype: torch.dtype) -> Codec:  # noqa: A002
+def codec_for(format: Format, dtype: torch.dtype) -> Codec:
     """The codec that ``format`` means for tensors of ``dtype``."""
     if dtype not in CODEC_OF_DTYPE:
         known = ", ".join(str(d).removeprefix("torch.") for d in CODEC_OF_DTYPE)

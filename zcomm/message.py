@@ -85,7 +85,7 @@ class MessageLayout:
 
 @lru_cache(maxsize=4096)
 def layout_of(
-    operation: str, format: Format, dtype: torch.dtype, num_segments: int, segment_numel: int  # noqa: A002
+    operation: str, format: Format, dtype: torch.dtype, num_segments: int, segment_numel: int
 ) -> MessageLayout:
     """The layout of ``operation``'s messages for tensors of ``dtype``."""
     return MessageLayout(operation, codec_for(format, dtype), format.block, num_segments, segment_numel)

@@ -56,7 +56,11 @@ def _encode(values: Tensor, layout: MessageLayout) -> Tensor:
     trailer = torch.tensor([layout.hash, 0], dtype=torch.uint32).view(torch.uint8).to(values.device)
     gap = layout.nbytes - layout.codes_offset - packed.shape[1] - trailer.numel()
     return torch.cat(
-        [pad(scales, (0, layout.codes_offset - scales.shape[1])), pad(packed, (0, gap)), trailer.expand(num_messages, -1)],
+        [
+            pad(scales, (0, layout.codes_offset - scales.shape[1])),
+            pad(packed, (0, gap)),
+            trailer.expand(num_messages, -1),
+        ],
         dim=1,
     )
 

@@ -30,11 +30,11 @@ OPERATION = "reduce_scatter"
 
 def reduce_scatter_single(
     output: Tensor,
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     op: Any = "sum",
     *,
     group: Group = None,
-    format: WireFormat = "none",  # noqa: A002
+    format: WireFormat = "none",
     numbering: Numbering = "rank",
     async_op: bool = False,
 ) -> Work | None:

@@ -42,7 +42,7 @@ class Route:
         return (row, row * self.ranks_per_node) if numbering == "rank" else (row * self.num_nodes, row)
 
 
-def find_route(group: Group, format: WireFormat, first: Literal["intra", "inter"]) -> Route:  # noqa: A002
+def find_route(group: Group, format: WireFormat, first: Literal["intra", "inter"]) -> Route:
     """The hops over ``group``; with two, ``first`` says which comes first, and formats are in that order."""
     pair = (get_format(format), get_format(format)) if isinstance(format, (str, Format)) else _pair(format)
     if not isinstance(group, Topology):

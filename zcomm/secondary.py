@@ -1,8 +1,8 @@
 """hpZ of "ZeRO++" (arXiv:2306.10209): a second partition of a flat buffer, over the ranks of one node.
 
-    fill(full)       local rank l keeps elements [l * s, (l + 1) * s),  s = ceil(numel / ranks_per_node)
-    gather(output)   an all-gather inside the node: not a byte leaves it
-    invalidate()     the values have changed elsewhere; fill again before the next gather
+fill(full)       local rank l keeps elements [l * s, (l + 1) * s),  s = ceil(numel / ranks_per_node)
+gather(output)   an all-gather inside the node: not a byte leaves it
+invalidate()     the values have changed elsewhere; fill again before the next gather
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Which ranks share a node: one value from which every process group comes.
 
-    world_size = num_nodes x ranks_per_node;  rank = node_rank * ranks_per_node + local_rank
+world_size = num_nodes x ranks_per_node;  rank = node_rank * ranks_per_node + local_rank
 
-    numbering of shards   "rank":   rank (n, l) owns shard n * L + l, as in torch
-                          "local":  rank (n, l) owns shard l * N + n; a node's secondary shard is then contiguous
+numbering of shards   "rank":   rank (n, l) owns shard n * L + l, as in torch
+                      "local":  rank (n, l) owns shard l * N + n; a node's secondary shard is then contiguous
 """
 
 from __future__ import annotations

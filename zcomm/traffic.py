@@ -54,15 +54,15 @@ class Traffic:
         )
         return sum(chosen)
 
-    def calls(self, *, operation: str | None = None, format: str | None = None, link: str | None = None) -> int:  # noqa: A002
+    def calls(self, *, operation: str | None = None, format: str | None = None, link: str | None = None) -> int:
         """Messages sent; None counts all."""
         return self._total(0, (operation, format, link))
 
-    def elements(self, *, operation: str | None = None, format: str | None = None, link: str | None = None) -> int:  # noqa: A002
+    def elements(self, *, operation: str | None = None, format: str | None = None, link: str | None = None) -> int:
         """Tensor elements sent."""
         return self._total(1, (operation, format, link))
 
-    def bytes(self, *, operation: str | None = None, format: str | None = None, link: str | None = None) -> int:  # noqa: A002
+    def bytes(self, *, operation: str | None = None, format: str | None = None, link: str | None = None) -> int:
         """Bytes sent."""
         return self._total(2, (operation, format, link))
 
@@ -76,7 +76,9 @@ class Traffic:
     def table(self) -> str:
         """One line a key, and the total."""
         lines = [f"{'operation':<16}{'format':<10}{'link':<8}{'messages':>10}{'elements':>16}{'bytes':>16}"]
-        lines += [f"{k.operation:<16}{k.format:<10}{k.link:<8}{c.calls:>10}{c.elements:>16}{c.bytes:>16}" for k, c in self]
+        lines += [
+            f"{k.operation:<16}{k.format:<10}{k.link:<8}{c.calls:>10}{c.elements:>16}{c.bytes:>16}" for k, c in self
+        ]
         lines.append(f"{'total':<34}{self.calls():>10}{self.elements():>16}{self.bytes():>16}")
         return "\n".join(lines)
 

@@ -43,7 +43,9 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
         for owner, buckets in by_owner.items():
             world_size = owner.topology.world_size
             if modifier_rank is not None and not 0 <= modifier_rank < world_size:
-                raise TopologyError(f"modifier_rank must be a rank: modifier_rank={modifier_rank}, world_size={world_size}")
+                raise TopologyError(
+                    f"modifier_rank must be a rank: modifier_rank={modifier_rank}, world_size={world_size}"
+                )
             buckets.sort(key=lambda bucket: bucket.index)  # the same order of collectives on every rank
             stack.enter_context(owner.gathered(buckets, modifier_rank))
         yield

@@ -1,11 +1,11 @@
 """One bucket: its parameters, the memory that rests on this rank, and the states its full parameters go through.
 
-    stage   full buffer          shard                    master (float32)                  gradients at rest
-    0       always               = full                   = full, or a float32 copy         full buffer
-    1, 2    always               own rows of full         = shard, or a float32 copy        full buffer | shard
-    3       from the pool        the only thing kept      = shard, or a float32 copy        shard
+stage   full buffer          shard                    master (float32)                  gradients at rest
+0       always               = full                   = full, or a float32 copy         full buffer
+1, 2    always               own rows of full         = shard, or a float32 copy        full buffer | shard
+3       from the pool        the only thing kept      = shard, or a float32 copy        shard
 
-    SHARDED --issue a gather--> GATHERING --wait--> FULL --release--> SHARDED          (below stage 3: always FULL)
+SHARDED --issue a gather--> GATHERING --wait--> FULL --release--> SHARDED          (below stage 3: always FULL)
 """
 
 from __future__ import annotations

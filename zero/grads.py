@@ -126,7 +126,9 @@ class Reducer:
         if grad is None:
             return
         if grad.layout is not torch.strided:
-            raise LayoutError(f"gradients must be dense: the gradient of {at.name!r} is {grad.layout}; use sparse=False")
+            raise LayoutError(
+                f"gradients must be dense: the gradient of {at.name!r} is {grad.layout}; use sparse=False"
+            )
         full = self._writable(grads)
         view = full[at.offset : at.offset + at.numel].view(at.shape)
         if grads.written[slot]:
@@ -265,7 +267,9 @@ class Reducer:
     def _drop_what_users_cleared(self) -> None:
         """G2: every gradient this optimizer holds was cleared by somebody else."""
         with torch._C.DisableTorchFunctionSubclass():
-            shown = [p.grad is not None for g in self.all for p, used in zip(g.bucket.params, g.used, strict=True) if used]
+            shown = [
+                p.grad is not None for g in self.all for p, used in zip(g.bucket.params, g.used, strict=True) if used
+            ]
         if shown and not any(shown):
             self.zero()
 

@@ -67,7 +67,9 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
     parameters = _nbytes([b.shard for b in buckets], seen)
     masters = _nbytes([b.master for b in buckets], seen)
     states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-    grads = [t for g in runtime.reducer.all for t in (g.result, None if stage.shards_gradients else g.full) if t is not None]
+    grads = [
+        t for g in runtime.reducer.all for t in (g.result, None if stage.shards_gradients else g.full) if t is not None
+    ]
     moments = _nbytes(states, seen)
     trainable = [b for b in buckets if b.is_trainable]
     numel = sum(slot.numel for b in trainable for slot in b.layout.slots)

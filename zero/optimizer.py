@@ -1,10 +1,10 @@
 """ZeroOptimizer: ZeRO stages 0 to 3 and ZeRO++ behind the interface of a torch optimizer.
 
-    optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=3, lr=3e-4)
-    loss = model(x)            parameters are gathered and released by hooks (stage 3)
-    loss.backward()            gradients are averaged over the ranks on the way (all stages)
-    optimizer.step()           this rank's shard is updated; stages 1 and 2 gather the new parameters
-    optimizer.zero_grad()
+optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=3, lr=3e-4)
+loss = model(x)            parameters are gathered and released by hooks (stage 3)
+loss.backward()            gradients are averaged over the ranks on the way (all stages)
+optimizer.step()           this rank's shard is updated; stages 1 and 2 gather the new parameters
+optimizer.zero_grad()
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class ZeroOptimizer(Optimizer):
         device = check_model(model)
         # A wrong option or optimizer is refused before the model is touched.
         is_class = isinstance(optimizer, type)
-        check_elementwise(build_inner(optimizer, [{"params": []}], [], optimizer_options) if is_class else optimizer, device)
+        check_elementwise(
+            build_inner(optimizer, [{"params": []}], [], optimizer_options) if is_class else optimizer, device
+        )
         self._runtime = Runtime(model, settings, _choose_topology(topology, ranks_per_node, group))
         shard_index = self._runtime.topology.shard_index("local")
         self._pieces = build_pieces(self._runtime.buckets, self._runtime.stage, shard_index)
@@ -166,7 +168,7 @@ class ZeroOptimizer(Optimizer):
                     result = widened.setdefault(id(result), result.to(piece.master.dtype))
                 piece.master.grad = result[piece.start : piece.start + piece.master.numel()]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002  (torch's signature)
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001  (torch's signature)
         """Forget all gradients; ``param.grad`` becomes None, whatever ``set_to_none`` says."""
         self._runtime.hooks.recover()
         self._runtime.reducer.zero()
@@ -205,7 +207,9 @@ class ZeroOptimizer(Optimizer):
             LayoutError: The shards were saved with another world size, on another rank or from another model.
         """
         saved, mine = state_dict["layout"], self._layout()
-        wrong = [f"{key}: saved {saved.get(key)!r}, here {value!r}" for key, value in mine.items() if saved.get(key) != value]
+        wrong = [
+            f"{key}: saved {saved.get(key)!r}, here {value!r}" for key, value in mine.items() if saved.get(key) != value
+        ]
         if wrong:
             raise LayoutError("a shard fits only the layout it was saved from: " + "; ".join(wrong)[:600])
         buckets = [bucket for bucket in self._runtime.buckets if bucket.is_trainable]

@@ -21,10 +21,47 @@ from zcomm import StateError
 __all__ = ["ReducedGradient", "hide", "placeholder", "show"]
 
 METADATA = frozenset(
-    "shape dtype device layout ndim grad grad_fn grad_dtype requires_grad is_leaf is_cuda is_cpu is_meta is_sparse is_nested "
-    "is_quantized is_mkldnn is_complex is_floating_point is_inference numel nelement size dim __len__ element_size "
-    "requires_grad_ register_hook register_post_accumulate_grad_hook _backward_hooks names output_nr itemsize "
-    "is_sparse_csr retains_grad __hash__ _is_view is_neg is_conj".split()
+    [
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "grad",
+        "grad_fn",
+        "grad_dtype",
+        "requires_grad",
+        "is_leaf",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_nested",
+        "is_quantized",
+        "is_mkldnn",
+        "is_complex",
+        "is_floating_point",
+        "is_inference",
+        "numel",
+        "nelement",
+        "size",
+        "dim",
+        "__len__",
+        "element_size",
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "_backward_hooks",
+        "names",
+        "output_nr",
+        "itemsize",
+        "is_sparse_csr",
+        "retains_grad",
+        "__hash__",
+        "_is_view",
+        "is_neg",
+        "is_conj",
+    ]
 )
 """What may be asked of a released parameter: nothing that depends on its values or its storage."""
 SETTABLE = frozenset({"grad", "requires_grad", "grad_dtype", "_backward_hooks"})

@@ -175,7 +175,9 @@ def check_model(model: nn.Module) -> torch.device:
         raise LayoutError(f"all parameters must be on one device: {where}")
     device = named[0][1].device
     if device.type == "meta":
-        raise LayoutError(f"parameters must have values: {named[0][0]!r} is on meta; call model.to_empty(device=...) first")
+        raise LayoutError(
+            f"parameters must have values: {named[0][0]!r} is on meta; call model.to_empty(device=...) first"
+        )
     for name, param in named:
         if hasattr(param, "zero_shard"):
             raise StateError(f"parameter {name!r} is managed by another ZeroOptimizer already")

@@ -47,7 +47,12 @@ class ZeroSettings:
     def __post_init__(self) -> None:
         """Refuse what can never be meant."""
         get_stage(self.stage)
-        for name in ("hpz_partition_size", "reduce_bucket_size", "allgather_bucket_size", "gradient_accumulation_steps"):
+        for name in (
+            "hpz_partition_size",
+            "reduce_bucket_size",
+            "allgather_bucket_size",
+            "gradient_accumulation_steps",
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1: {name}={value!r}")

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 
 #include "zcomm/thread_pool.h"
@@ -27,6 +28,8 @@ void ParallelOverRows(std::size_t num_rows, std::size_t row_numel, std::size_t u
       body(row, first * unit_numel, std::min(row_numel, (first + count) * unit_numel));
       unit += count;
     }
+    // Non-temporal stores are not ordered with the lock by which another thread learns of them; this orders them.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
   });
 }
 

@@ -28,12 +28,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _oracle(case: dict[str, Any], dtype: torch.dtype, world_size: int, steps: int) -> tuple[dict[str, Any], list[float]]:
+def _oracle(
+    case: dict[str, Any], dtype: torch.dtype, world_size: int, steps: int
+) -> tuple[dict[str, Any], list[float]]:
     model = new_model(dtype, **case.get("model", {}))
     loop = {key: case[key] for key in ("num_micro", "max_norm") if key in case}
-    norms = train_plain(
-        model, torch.optim.AdamW(groups_of(model), lr=1e-2), world_size=world_size, steps=steps, **loop
-    )
+    norms = train_plain(model, torch.optim.AdamW(groups_of(model), lr=1e-2), world_size=world_size, steps=steps, **loop)
     return dict(model.named_parameters()), norms
 
 
@@ -51,7 +51,9 @@ def _check_equals_single_process(
     assert norms == pytest.approx(expected_norms, rel=1e-9 if dtype == torch.float64 else 1e-3)
     if dtype == torch.float64:
         for key, value in got.items():
-            torch.testing.assert_close(value, expected[key].detach(), rtol=0, atol=1e-10, msg=lambda m, k=key: f"{k}: {m}")
+            torch.testing.assert_close(
+                value, expected[key].detach(), rtol=0, atol=1e-10, msg=lambda m, k=key: f"{k}: {m}"
+            )
     else:
         assert relative_error(as_vector(got.values()), as_vector(expected.values())) < 1e-5
 
@@ -79,9 +81,9 @@ def _check_stages_agree(rank: int, ranks_per_node: int, dtype: torch.dtype, case
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
 def test_stages_agree_bitwise_with_one_micro_batch(ranks_per_node: int, dtype: torch.dtype) -> None:
     case = {"loop": {"max_norm": 0.5}}
-    run_ranks(4, _check_stages_agree, ranks_per_node, dtype, case, False)  # noqa: FBT003
+    run_ranks(4, _check_stages_agree, ranks_per_node, dtype, case, False)
 
 
 def test_stages_2_and_3_agree_bitwise_with_accumulation() -> None:
     case = {"loop": {"num_micro": 3}, "gradient_accumulation_steps": 3}
-    run_ranks(4, _check_stages_agree, 2, torch.float32, case, True)  # noqa: FBT003
+    run_ranks(4, _check_stages_agree, 2, torch.float32, case, True)

@@ -105,7 +105,9 @@ def _check_torch_clip(rank: int, stage: int) -> None:
             for other in range(2):
                 (loss_of(expected, *batch(0, 0, other)) / 2).backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            assert norm.item() == pytest.approx(torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.1).item(), rel=1e-5)
+            assert norm.item() == pytest.approx(
+                torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.1).item(), rel=1e-5
+            )
             for param, other in zip(model.parameters(), expected.parameters(), strict=True):
                 torch.testing.assert_close(param.grad, other.grad, rtol=1e-4, atol=1e-7)
         else:
@@ -227,9 +229,15 @@ def test_bad_configuration_is_refused() -> None:
     """In a world of one, without torch.distributed: nothing is communicated before the error."""
     adamw = torch.optim.AdamW
     _refused(ConfigError, "stage=4", lambda: ZeroOptimizer(new_model(), adamw, stage=4))
-    _refused(ConfigError, "did you mean 'quantized_weights'", lambda: ZeroOptimizer(new_model(), adamw, quantised_weights=True))
+    _refused(
+        ConfigError,
+        "did you mean 'quantized_weights'",
+        lambda: ZeroOptimizer(new_model(), adamw, quantised_weights=True),
+    )
     _refused(ConfigError, "reduce_bucket_size=0", lambda: ZeroOptimizer(new_model(), adamw, reduce_bucket_size=0))
-    _refused(TopologyError, "hpz_partition_size=3", lambda: ZeroOptimizer(new_model(), adamw, stage=3, hpz_partition_size=3))
+    _refused(
+        TopologyError, "hpz_partition_size=3", lambda: ZeroOptimizer(new_model(), adamw, stage=3, hpz_partition_size=3)
+    )
     _refused(ConfigError, "LBFGS cannot update flat shards", lambda: ZeroOptimizer(new_model(), torch.optim.LBFGS))
     _refused(ConfigError, "Lamb is not elementwise", lambda: ZeroOptimizer(new_model(), Lamb, lr=0.1))
     _refused(ConfigError, "Adafactor is not elementwise", lambda: ZeroOptimizer(new_model(), torch.optim.Adafactor))

@@ -85,7 +85,7 @@ def test_equals_stage_2(name: str) -> None:
     run_ranks(2, _check_equals_stage_2, name)
 
 
-def _check_released_parameter(rank: int) -> None:  # noqa: ARG001
+def _check_released_parameter(rank: int) -> None:
     model = new_model()
     weight = model.blocks[1].mlp[0].weight
     with zero_optimizer(model, stage=3):
@@ -93,7 +93,13 @@ def _check_released_parameter(rank: int) -> None:  # noqa: ARG001
         assert weight.numel() == 53 * 24
         assert isinstance(weight, nn.Parameter)
         assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in new_model().parameters())
-        for use in (lambda: weight + 1, weight.detach, weight.clone, lambda: weight.data, lambda: copy.deepcopy(weight)):
+        for use in (
+            lambda: weight + 1,
+            weight.detach,
+            weight.clone,
+            lambda: weight.data,
+            lambda: copy.deepcopy(weight),
+        ):
             with pytest.raises(StateError, match=r"blocks\.1\.mlp\.0\.weight.*GatheredParameters.*register_external"):
                 use()
         with GatheredParameters(weight):
@@ -150,7 +156,9 @@ def _check_modifier_rank(rank: int) -> None:
                     bias.fill_(rank + 2.0)
                 loss_of(model, *batch(0, 0, rank)).backward()
                 optimizer.step()  # publishes the masters: they must have taken the values over
-                assert torch.equal(full_values(model)["shared.bias"], torch.full_like(full_values(model)["shared.bias"], 3))
+                assert torch.equal(
+                    full_values(model)["shared.bias"], torch.full_like(full_values(model)["shared.bias"], 3)
+                )
 
 
 def test_modifier_rank_wins_on_every_rank() -> None:

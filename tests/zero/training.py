@@ -14,7 +14,9 @@ from zero import GatheredParameters, ZeroOptimizer
 
 
 @contextmanager
-def zero_optimizer(model: nn.Module, optimizer: Any = None, *, ranks_per_node: int | None = None, **options: Any) -> Any:
+def zero_optimizer(
+    model: nn.Module, optimizer: Any = None, *, ranks_per_node: int | None = None, **options: Any
+) -> Any:
     """A ZeroOptimizer on this rank's cached topology, closed afterwards. Default: AdamW with two parameter groups."""
     if optimizer is None:
         optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
