@@ -2,8 +2,8 @@
 
     tokens [batch, seq] -> embedding + position -> blocks (attention, MLP; pre-norm) -> norm -> logits [batch, seq, 256]
 
-The width of every tensor follows from three numbers, named as in Megatron's scripts: ``num_layers``, ``hidden_size`` and
-``num_attention_heads``.
+The width of every tensor follows from three numbers, named as in Megatron's scripts: ``num_layers``, ``hidden_size``
+and ``num_attention_heads``.
 """
 
 from __future__ import annotations

@@ -53,7 +53,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks-per-node", type=int, help="default: torchrun's; on one machine, half of the ranks")
     parser.add_argument("--nproc-per-node", type=int, default=4, help="ranks, when not started by torchrun")
     parser.add_argument("--compare", action="store_true", help="also train plain ZeRO-3, and show both")
-    parser.add_argument("--output", type=Path, default=Path("runs/train_gpt"), help="folder for metrics.jsonl, loss.png")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/train_gpt"), help="folder for metrics.jsonl, loss.png"
+    )
     parser.add_argument("--sample-bytes", type=int, default=160)
     return parser.parse_args()
 

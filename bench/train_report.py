@@ -73,7 +73,9 @@ def print_table(results: Sequence[RunResult]) -> None:
     ]
     if len(results) == 1 and results[0].num_nodes > 1:
         plain = 3.0 if results[0].param_nbytes == 2 else 6.0
-        rows.append((f"  plain ZeRO-3 in its dtype ({plain:.1f} M, formula)", [f"{results[0].inter_units / plain:.3f} of it"]))
+        rows.append(
+            (f"  plain ZeRO-3 in its dtype ({plain:.1f} M, formula)", [f"{results[0].inter_units / plain:.3f} of it"])
+        )
     width = max(len(label) for label, _ in rows) + 2
     print(" " * width + "".join(f"{name:>20}" for name in names))
     for label, cells in rows:
@@ -81,7 +83,9 @@ def print_table(results: Sequence[RunResult]) -> None:
     if len(results) == 2:
         first, second = results
         print(f"held-out loss of {first.name} minus {second.name}: {first.held_out_after - second.held_out_after:+.4f}")
-        print(f"inter-node bytes of {first.name}: {first.inter_nbytes / max(second.inter_nbytes, 1):.3f} of {second.name}")
+        print(
+            f"inter-node bytes of {first.name}: {first.inter_nbytes / max(second.inter_nbytes, 1):.3f} of {second.name}"
+        )
     for result in results:
         print(f"\n{result.name} continues a held-out text:\n{result.continuation}")
 

@@ -21,7 +21,7 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
     """Hold ``params`` whole inside the block; collective, the same parameters on every rank.
 
     Args:
-        params: One parameter or several, of one or more models. Parameters that no ZeroOptimizer manages are whole anyway.
+        params: One parameter or several, of one or more models. Those that no ZeroOptimizer manages are whole anyway.
         modifier_rank: None: changes made inside are lost. A rank: its values are taken over by every rank, and by the
             float32 masters, when the block ends.
 

@@ -1,4 +1,4 @@
-"""The global gradient norm over shards: summed in float64, rounded once, the same bits on every rank and stage 1 to 3."""
+"""The global gradient norm over shards: summed in float64, rounded once, the same bits on every rank."""
 
 from __future__ import annotations
 

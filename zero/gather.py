@@ -48,7 +48,7 @@ class Trace:
         self._current: list[int] = []
 
     def follow(self, index: int) -> int | None:
-        """Note that bucket ``index`` is gathered; return the one that came next last time, if the order still agrees."""
+        """Note that bucket ``index`` is gathered; return the one that followed last time, if the order still agrees."""
         self._current.append(index)
         at = len(self._current)
         if at < len(self._recorded) and self._recorded[at - 1] == index:

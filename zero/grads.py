@@ -1,7 +1,7 @@
 """Gradients: out of autograd into a bucket's buffer, averaged over the ranks, summed over micro-batches.
 
     autograd's .grad --copy or add--> full buffer --reduce-scatter (mean)--> shard += mean           stages 2, 3
-                                       (stage 1: the shard is the buffer's own rows;  stage 0: gathered from there in place)
+                                       (below stage 2 the shard is the buffer's own rows; stage 0 gathers them)
 
 Invariants:
     G1  Buckets are reduced in one fixed order on every rank, whatever the order in which their gradients arrive, so
@@ -110,7 +110,7 @@ class Reducer:
         return full[row * numel : (row + 1) * numel]
 
     def begin_backward(self, *, reduces_now: bool) -> None:
-        """A backward starts; ``reduces_now`` is False inside an accumulation window of stages 0 and 1 and ``no_sync``."""
+        """A backward starts; ``reduces_now`` is False within ``no_sync`` and accumulation windows."""
         self._drop_what_users_cleared()
         self._cursor, self.reduces_now = 0, reduces_now
         with torch._C.DisableTorchFunctionSubclass():
@@ -256,7 +256,7 @@ class Reducer:
             grads.has_result, grads.is_gathered = True, False
 
     def _gather_results(self) -> None:
-        """Stage 0: every rank gets the whole averaged gradient. After all reductions, so in the same order everywhere."""
+        """Stage 0: every rank gets the whole averaged gradient. After all reductions: in one order on all ranks."""
         for grads in self._order:
             if grads.has_result and not grads.is_gathered and not self._stage.shards_states:
                 assert grads.full is not None, "stage 0 keeps the full gradient buffer"

@@ -1,7 +1,7 @@
 """When parameters are needed: module and autograd hooks, each a thin call into the gatherer or the reducer.
 
     forward of a module:   acquire its buckets ... release those that nobody else needs
-    backward:              a gradient reaches a unit's output -> acquire;  all gradients of its inputs are done -> release
+    backward:              a gradient reaches a unit's output -> acquire;  its inputs' gradients are done -> release
     a parameter's gradient: copied into its bucket by autograd's post-accumulate hook
 
 Autograd saves views of a bucket's buffer, which is gone before backward: inside the model's forward they are saved as
@@ -107,7 +107,7 @@ class Hooks:
             if grads.num_arrived == len(grads.written):
                 self._end_of_use_in_backward([grads.bucket])
 
-        self._handles += [param.register_hook(before), param.register_post_accumulate_grad_hook(after)]
+        self._handles += [param.register_hook(before), param.register_post_accumulate_grad_hook(after)]  # type: ignore[no-untyped-call]
 
     def _hook_module(self, module: nn.Module) -> None:
         self._handles += [
@@ -148,7 +148,7 @@ class Hooks:
             if aliased is not None:  # a parameter, or a view of one, leaves the module
                 aliased.is_pinned = True
             if module in self._unit_modules and tensor.requires_grad and torch.is_grad_enabled():
-                tensor.register_hook(lambda _: self._start_of_use_in_backward(buckets))
+                tensor.register_hook(lambda _: self._start_of_use_in_backward(buckets))  # type: ignore[no-untyped-call]
         for bucket in buckets:
             bucket.forward_depth = max(bucket.forward_depth - 1, 0)
             self._gatherer.release_if_unneeded(bucket)
@@ -166,7 +166,7 @@ class Hooks:
         bucket = self._bucket_under(tensor)
         if bucket is None:
             return tensor
-        return SavedView(bucket, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return SavedView(bucket, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def _unpack(self, saved: Tensor | SavedView) -> Tensor:
         if isinstance(saved, Tensor):

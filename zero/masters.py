@@ -52,15 +52,15 @@ def as_groups(model: nn.Module, optimizer: type[Optimizer] | Optimizer) -> list[
     trainable = {p: name for name, p in named.items() if p.requires_grad}
     if not trainable:
         raise ConfigError(
-            f"the model must have a parameter with requires_grad=True: {type(model).__name__} has {len(set(named.values()))} "
-            "parameters, none of them trainable"
+            f"the model must have a parameter with requires_grad=True: {type(model).__name__} has "
+            f"{len(set(named.values()))} parameters, none of them trainable"
         )
     if isinstance(optimizer, type):
         return [{"params": list(trainable)}]
     if optimizer.state:
         raise StateError(
-            f"{type(optimizer).__name__} has state for {len(optimizer.state)} parameters already: construct ZeroOptimizer "
-            "before the first step, or restore with ZeroOptimizer.load_state_dict"
+            f"{type(optimizer).__name__} has state for {len(optimizer.state)} parameters already: construct "
+            "ZeroOptimizer before the first step, or restore with ZeroOptimizer.load_state_dict"
         )
     known, grouped = set(named.values()), set()
     for index, group in enumerate(optimizer.param_groups):
@@ -74,8 +74,8 @@ def as_groups(model: nn.Module, optimizer: type[Optimizer] | Optimizer) -> list[
     missing = [name for param, name in trainable.items() if param not in grouped]
     if missing:
         raise ConfigError(
-            f"every trainable parameter must be in a parameter group: {len(missing)} are in none, first {missing[:3]}; add "
-            "them to a group or call requires_grad_(False) on them"
+            f"every trainable parameter must be in a parameter group: {len(missing)} are in none, first {missing[:3]}; "
+            "add them to a group or call requires_grad_(False) on them"
         )
     return optimizer.param_groups
 
@@ -123,8 +123,8 @@ def check_elementwise(optimizer: Optimizer, device: torch.device) -> None:
     if not torch.allclose(whole, halves, rtol=1e-5, atol=1e-7):
         raise ConfigError(
             f"{name} is not elementwise: updating 64 elements as one tensor and as two halves differs by up to "
-            f"{(whole - halves).abs().max().item():.3g}. ZeRO updates shards of tensors, so use an elementwise optimizer "
-            "(Adam, AdamW, SGD, Adagrad, RMSprop, Lion, ...)"
+            f"{(whole - halves).abs().max().item():.3g}. ZeRO updates shards of tensors, so use an elementwise "
+            "optimizer (Adam, AdamW, SGD, Adagrad, RMSprop, Lion, ...)"
         )
 
 

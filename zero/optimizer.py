@@ -36,8 +36,8 @@ class ZeroOptimizer(Optimizer):
     """An elementwise torch optimizer whose states, gradients and parameters are sharded over the ranks.
 
     Args:
-        model: On its device and in its dtype: float32, or bf16 (then float32 master weights are kept). Rank 0's values are
-            taken over by every rank.
+        model: On its device and in its dtype: float32, or bf16 (then float32 master weights are kept). Rank 0's values
+            are taken over by every rank.
         optimizer: A class, built here over the model's trainable parameters with ``options``; or an instance without
             state, whose parameter groups and settings are kept.
         topology: Which ranks share a node. Default: torchrun's environment.
@@ -52,8 +52,8 @@ class ZeroOptimizer(Optimizer):
         TopologyError: Ranks that do not divide into nodes, or ``hpz_partition_size`` that does not fit them.
 
     ``param_groups`` hold this rank's float32 master weights, so schedulers and manual changes of ``lr`` work as ever.
-    Cost for each rank and step, P elements over N ranks: 2P(N-1)/N elements sent at stages 0, 1, 2; 3P(N-1)/N at stage 3;
-    one small agreement per reduced backward. Source: arXiv:1910.02054, arXiv:2306.10209.
+    Cost for each rank and step, P elements over N ranks: 2P(N-1)/N elements sent at stages 0, 1, 2; 3P(N-1)/N at
+    stage 3; one small agreement per reduced backward. Source: arXiv:1910.02054, arXiv:2306.10209.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class ZeroOptimizer(Optimizer):
         groups = as_groups(model, optimizer)
         device = check_model(model)
         # A wrong option or optimizer is refused before the model is touched.
-        is_class = isinstance(optimizer, type)
-        check_elementwise(
-            build_inner(optimizer, [{"params": []}], [], optimizer_options) if is_class else optimizer, device
-        )
+        if isinstance(optimizer, type):
+            check_elementwise(build_inner(optimizer, [{"params": []}], [], optimizer_options), device)
+        else:
+            check_elementwise(optimizer, device)
         self._runtime = Runtime(model, settings, _choose_topology(topology, ranks_per_node, group))
         shard_index = self._runtime.topology.shard_index("local")
         self._pieces = build_pieces(self._runtime.buckets, self._runtime.stage, shard_index)
@@ -137,7 +137,7 @@ class ZeroOptimizer(Optimizer):
         return clip_grad_norm_(self._runtime, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's shard with the averaged gradients, and publish the new parameters. Collective."""
         loss = None
         if closure is not None:
@@ -201,7 +201,7 @@ class ZeroOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave on the same rank of the same layout, and publish the parameters. Collective.
+        """Restore what :meth:`state_dict` gave on this rank of the same layout, and publish the parameters. Collective.
 
         Raises:
             LayoutError: The shards were saved with another world size, on another rank or from another model.

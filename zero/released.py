@@ -21,47 +21,14 @@ from zcomm import StateError
 __all__ = ["ReducedGradient", "hide", "placeholder", "show"]
 
 METADATA = frozenset(
-    [
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "grad",
-        "grad_fn",
-        "grad_dtype",
-        "requires_grad",
-        "is_leaf",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-        "is_sparse",
-        "is_nested",
-        "is_quantized",
-        "is_mkldnn",
-        "is_complex",
-        "is_floating_point",
-        "is_inference",
-        "numel",
-        "nelement",
-        "size",
-        "dim",
-        "__len__",
-        "element_size",
-        "requires_grad_",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "_backward_hooks",
-        "names",
-        "output_nr",
-        "itemsize",
-        "is_sparse_csr",
-        "retains_grad",
-        "__hash__",
-        "_is_view",
-        "is_neg",
-        "is_conj",
-    ]
+    {
+        *("shape", "dtype", "device", "layout", "ndim", "names", "itemsize", "output_nr"),
+        *("grad", "grad_fn", "grad_dtype", "requires_grad", "retains_grad", "is_leaf", "_backward_hooks"),
+        *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_nested", "is_quantized", "is_mkldnn"),
+        *("is_complex", "is_floating_point", "is_inference", "is_neg", "is_conj", "_is_view", "__hash__", "__len__"),
+        *("numel", "nelement", "size", "dim", "element_size"),
+        *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
+    }
 )
 """What may be asked of a released parameter: nothing that depends on its values or its storage."""
 SETTABLE = frozenset({"grad", "requires_grad", "grad_dtype", "_backward_hooks"})
@@ -86,7 +53,11 @@ def _is_metadata(func: Callable[..., Any]) -> bool:
 
 
 def _refuse_values(
-    cls: type, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    cls: type,  # noqa: ARG001
+    func: Callable[..., Any],
+    types: Sequence[type],  # noqa: ARG001
+    args: Sequence[Any] = (),
+    kwargs: Any = None,
 ) -> Any:
     if _is_metadata(func):
         with torch._C.DisableTorchFunctionSubclass():
@@ -98,8 +69,8 @@ def _refuse_values(
     name = repr(info.name) if info is not None else "a parameter"
     raise StateError(
         f"{name} is released (stage 3 holds a shard of it on each rank) and was used by {_requested(func)[0]} outside "
-        "the forward of its own module. Remedies: read or change it inside zero.GatheredParameters([param]), or declare "
-        "the use with zero.register_external_parameter(module, param) for the module that uses it"
+        "the forward of its own module. Remedies: read or change it inside zero.GatheredParameters([param]), or "
+        "declare the use with zero.register_external_parameter(module, param) for the module that uses it"
     )
 
 
@@ -173,6 +144,6 @@ class ReducedGradient(Tensor):
             "is the whole averaged gradient"
         )
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name the parameter; there are no values to show."""
         return f"<sharded gradient of {self.zero_name!r}>"

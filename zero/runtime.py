@@ -156,8 +156,8 @@ class Runtime:
             info: ShardInfo = param.zero_shard  # type: ignore[attr-defined]
             if param.requires_grad and not info.bucket.is_trainable:
                 raise StateError(
-                    f"parameter {name!r} was frozen when ZeroOptimizer was constructed and requires grad now: construct "
-                    "ZeroOptimizer after unfreezing"
+                    f"parameter {name!r} was frozen when ZeroOptimizer was constructed and requires grad now: "
+                    "construct ZeroOptimizer after unfreezing"
                 )
 
     def close(self) -> None:

@@ -96,8 +96,8 @@ class Effective:
     def __str__(self) -> str:
         grads = "parameter dtype" if self.gradient_formats is None else " -> ".join(self.gradient_formats)
         text = (
-            f"ZeRO stage {self.stage.number} on {self.topology}: weights as {self.weight_format}, gradients as {grads}, "
-            f"secondary partition (hpZ) {'on' if self.has_secondary else 'off'}"
+            f"ZeRO stage {self.stage.number} on {self.topology}: weights as {self.weight_format}, gradients as "
+            f"{grads}, secondary partition (hpZ) {'on' if self.has_secondary else 'off'}"
         )
         return "; ".join([text, *(f"inactive: {reason}" for reason in self.inactive)])
 

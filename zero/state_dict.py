@@ -34,10 +34,10 @@ def install_state_dict_hooks(runtime: Runtime) -> None:
     def after_load(*_: Any) -> None:
         loading.close()
 
-    model.register_state_dict_pre_hook(before_save)
-    model.register_state_dict_post_hook(after_save)
-    model.register_load_state_dict_pre_hook(before_load)
-    model.register_load_state_dict_post_hook(after_load)
+    model.register_state_dict_pre_hook(before_save)  # type: ignore[no-untyped-call]
+    model.register_state_dict_post_hook(after_save)  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
 
 
 def _fill(runtime: Runtime, state_dict: dict[str, Any], prefix: str) -> None:

@@ -77,8 +77,9 @@ inline std::int32_t AbsMaxBits(const T* x, std::size_t numel) {
 inline void ComputeScales(const std::int32_t* __restrict absmax, std::size_t count, float qmax,
                           std::uint16_t* __restrict scales, float* __restrict inverses) {
   for (std::size_t i = 0; i < count; ++i) {
-    // Rounded up to bf16; never past 0x7F7F, as absmax / qmax <= max / 7.
-    const std::int32_t bits = (Bits(FromBits(absmax[i]) / qmax) + 0xFFFF) & ~0xFFFF;
+    // Rounded up to bf16; never past 0x7F7F, as absmax / qmax <= max / 7. Unsigned: the bits of a NaN may carry over.
+    const auto quotient = static_cast<std::uint32_t>(Bits(FromBits(absmax[i]) / qmax));
+    const auto bits = static_cast<std::int32_t>((quotient + 0xFFFFU) & 0xFFFF0000U);
     const float inverse = 1.0F / FromBits(bits);
     const std::int32_t scale = absmax[i] >= kInfinityBits ? kNanScale : bits >> 16;
     scales[i] = static_cast<std::uint16_t>(absmax[i] < kTinyBits ? 0 : scale);

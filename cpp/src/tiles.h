@@ -7,8 +7,9 @@
 
 namespace zcomm {
 
-// Outputs of at least this many bytes bypass the caches.
-inline constexpr std::size_t kStreamNbytes = std::size_t{8} << 20;
+// Outputs of at least this many bytes bypass the caches: measured with a last-level cache of 32 MiB, a reader that comes
+// right after the decode is served faster from there up to about that size.
+inline constexpr std::size_t kStreamNbytes = std::size_t{32} << 20;
 
 // Address of an element of an array of `dtype`.
 inline const void* ElementAt(const void* data, DType dtype, std::size_t index) {

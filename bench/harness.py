@@ -1,0 +1,148 @@
+"""What every benchmark shares: interleaved timing, and rows in the grammar of nccl-tests.
+
+    # zcomm bench 0.1.0  torch 2.13.0  ...          context, one line a fact
+    #   op    size(B)    p50(us)    #wrong          units in the header
+      decode     4096       12.3         0          one row a case, correctness in the row
+
+A row that is wrong shows no times, and :meth:`Report.finish` then ends the process with status 1. With ``--json`` the
+same rows are JSON lines on standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Column", "Report", "Timing", "interleave"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one case, in seconds, in the order they were taken."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def p50(self) -> float:
+        """The median."""
+        return statistics.median(self.seconds)
+
+    @property
+    def p99(self) -> float:
+        """The 99th percentile; of fewer than 100 times the largest."""
+        return sorted(self.seconds)[min(len(self.seconds) - 1, int(0.99 * len(self.seconds)))]
+
+
+def interleave(
+    cases: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int = 1,
+    ending: Callable[[], object] | None = None,
+) -> dict[str, Timing]:
+    """Time each case once a round, in turn, so that a slow moment of the machine falls on all of them.
+
+    ``ending`` runs inside the timed span after each case (a device's synchronize).
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(warmup + rounds):
+        for name, call in cases.items():
+            start = time.perf_counter()
+            call()
+            if ending is not None:
+                ending()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: Timing(tuple(times[warmup:])) for name, times in seconds.items()}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: the row's key, the header with the unit, a format, and whether it is withheld from a wrong row."""
+
+    key: str
+    header: str
+    spec: str = ""
+    is_measurement: bool = False
+
+    def width(self) -> int:
+        """Characters of the column, separator not counted."""
+        return max(len(self.header), 8)
+
+
+class Report:
+    """Prints context, header and rows; remembers whether any row was wrong."""
+
+    def __init__(self, columns: Sequence[Column], *, as_json: bool = False) -> None:
+        """A report of ``columns`` with a last column ``#wrong``; no output yet."""
+        self._columns = [*columns, Column("num_wrong", "#wrong")]
+        self._as_json = as_json
+        self._total_wrong = 0
+
+    def start(self, name: str, **settings: object) -> None:
+        """Print what ran, with what, and where; then the header."""
+        self.note(f"zcomm bench {version('zcomm-zero')}  {name}  torch {torch.__version__}  " + _pairs(settings))
+        self.note(_machine())
+        if not self._as_json:
+            print("#" + " ".join(column.header.rjust(column.width()) for column in self._columns))
+
+    def note(self, text: str) -> None:
+        """Print a line of context."""
+        print(json.dumps({"context": text}) if self._as_json else f"# {text}", flush=True)
+
+    def row(self, values: Mapping[str, Any], *, num_wrong: int) -> None:
+        """Print one case; of a wrong one no measurements."""
+        self._total_wrong += num_wrong
+        shown = {
+            column.key: values[column.key] for column in self._columns[:-1] if not (num_wrong and column.is_measurement)
+        }
+        shown["num_wrong"] = num_wrong
+        if self._as_json:
+            print(json.dumps(shown), flush=True)
+            return
+        cells = [
+            (format(shown[column.key], column.spec) if column.key in shown else "-").rjust(column.width())
+            for column in self._columns
+        ]
+        print(" " + " ".join(cells), flush=True)
+
+    def finish(self) -> int:
+        """Print the verdict; the process's exit status."""
+        self.note(f"wrong results : {self._total_wrong} {'FAILED' if self._total_wrong else 'OK'}")
+        return 1 if self._total_wrong else 0
+
+
+def _pairs(settings: Mapping[str, object]) -> str:
+    return "  ".join(f"{name} {value}" for name, value in settings.items())
+
+
+def _machine() -> str:
+    gpus = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%MZ")
+    cpu = f"{_cpu_name()}, {torch.get_num_threads()} threads"
+    return f"cpu: {cpu}   gpu: {', '.join(gpus) or 'none'}   commit {_commit()}   {now}"
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or "unknown"

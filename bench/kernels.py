@@ -1,0 +1,190 @@
+"""Rates of the native CPU kernels, beside a memory copy of the same bytes and beside plain torch operations.
+
+    python bench/kernels.py [--size-mib 256] [--threads N] [--json] [--compile]
+
+All rates are GB/s of bytes read plus bytes written, medians over rounds that interleave the contenders. ``torch`` is
+the fastest form on whole arrays, named under ``form``; ``chunked`` the same operations cut by hand into chunks that
+stay in the cache (see torch_forms.py). ``#wrong`` counts the bytes or elements in which the native result differs from
+any of them, over the whole array. The sums decode 4 messages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from harness import Column, Report, interleave
+from torch import Tensor
+from torch_forms import CODECS, CodecSpec, TorchForms
+
+from zcomm import _native
+
+COLUMNS = [
+    Column("op", "                   op"),
+    Column("codec", "codec"),
+    Column("dtype", "   dtype"),
+    Column("nbytes", "    bytes(B)"),
+    Column("p50_us", "  p50(us)", ".1f", is_measurement=True),
+    Column("p99_us", "  p99(us)", ".1f", is_measurement=True),
+    Column("native_gbps", "native(GB/s)", ".2f", is_measurement=True),
+    Column("copy_gbps", "copy(GB/s)", ".2f", is_measurement=True),
+    Column("torch_gbps", "torch(GB/s)", ".2f", is_measurement=True),
+    Column("form", "    form", is_measurement=True),
+    Column("chunked_gbps", "chunked(GB/s)", ".2f", is_measurement=True),
+    Column("over_copy", "/copy", ".2f", is_measurement=True),
+    Column("over_torch", "/torch", ".1f", is_measurement=True),
+    Column("over_chunked", "/chunked", ".1f", is_measurement=True),
+]
+DTYPES = {torch.float32: (0, "float32"), torch.bfloat16: (1, "bfloat16"), torch.float16: (2, "float16")}
+NUM_SUMMED = 4
+LAYOUT_HASH = 1
+NUMEL_MULTIPLE = 256  # torch's forms want whole blocks
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: the native call, torch's forms of it, the bytes both move, and the count of differences."""
+
+    op: str
+    nbytes: int
+    native: Callable[[], None]
+    forms: dict[str, Callable[[], object]]
+    count_wrong: Callable[[], int]
+
+
+class Arrays:
+    """The operands of one codec and dtype, [numel] elements a message."""
+
+    def __init__(self, spec: CodecSpec, dtype: torch.dtype, numel: int, num_threads: int) -> None:
+        """Random data, ``NUM_SUMMED`` messages of it, and room for every result."""
+        generator = torch.Generator().manual_seed(0)
+        self.spec, self.numel, self.num_threads = spec, numel, num_threads
+        self.dtype_number = DTYPES[dtype][0]
+        self.x = torch.randn(numel, generator=generator).to(dtype)
+        self.nbytes = _native.message_nbytes(spec.number, spec.block, 1, numel)
+        self.messages = torch.zeros(NUM_SUMMED, self.nbytes, dtype=torch.uint8)
+        for message in self.messages:
+            self.quantize(message)
+        self.message = torch.zeros(self.nbytes, dtype=torch.uint8)
+        self.out = torch.zeros(numel, dtype=dtype)
+
+    def quantize(self, message: Tensor) -> None:
+        """Native, ``x`` to ``message``."""
+        _native.quantize(
+            self.spec.number, self.spec.block, 1, 1, self.numel, self.dtype_number, self.x.data_ptr(), self.numel,
+            self.numel, message.data_ptr(), self.nbytes, LAYOUT_HASH, self.num_threads,
+        )  # fmt: skip
+
+    def decode(self) -> None:
+        """Native, the first message to ``out``."""
+        _native.decode(
+            self.spec.number, self.spec.block, 1, 1, self.numel, self.messages.data_ptr(), self.nbytes, LAYOUT_HASH,
+            self.dtype_number, self.out.data_ptr(), self.numel, self.numel, self.num_threads,
+        )  # fmt: skip
+
+    def decode_sum(self) -> None:
+        """Native, the mean of all messages to ``out``."""
+        _native.decode_sum(
+            self.spec.number, self.spec.block, NUM_SUMMED, 1, self.numel, self.messages.data_ptr(), self.nbytes,
+            LAYOUT_HASH, self.dtype_number, self.out.data_ptr(), self.numel, NUM_SUMMED, self.num_threads,
+        )  # fmt: skip
+
+    def decode_sum_requantize(self) -> None:
+        """Native, the sum of all messages to ``message``."""
+        _native.decode_sum_requantize(
+            self.spec.number, self.spec.block, NUM_SUMMED, 1, self.numel, self.messages.data_ptr(), self.nbytes,
+            LAYOUT_HASH, self.spec.number, self.spec.block, self.message.data_ptr(), self.nbytes, LAYOUT_HASH,
+            self.num_threads,
+        )  # fmt: skip
+
+
+def make_cases(arrays: Arrays, *, compiled: bool) -> Iterator[Case]:
+    """The four operations on one codec and dtype; the last only from float32, as its input and output are messages."""
+    forms = TorchForms(arrays.spec, arrays.numel, arrays.out.dtype, compiled=compiled)
+    x_nbytes = arrays.x.nbytes
+
+    def differing_message() -> int:
+        return forms.count_differing_bytes(arrays.message)
+
+    def differing_elements() -> int:
+        return int((arrays.out != forms.out.view(-1)).sum())
+
+    yield Case(
+        "quantize", x_nbytes + arrays.nbytes, lambda: arrays.quantize(arrays.message), forms.quantize(arrays.x),
+        differing_message,
+    )  # fmt: skip
+    yield Case(
+        "decode", x_nbytes + arrays.nbytes, arrays.decode, forms.decode(arrays.messages[:1], divisor=1),
+        differing_elements,
+    )  # fmt: skip
+    yield Case(
+        "decode_sum", x_nbytes + NUM_SUMMED * arrays.nbytes, arrays.decode_sum,
+        forms.decode(arrays.messages, divisor=NUM_SUMMED), differing_elements,
+    )  # fmt: skip
+    if arrays.out.dtype == torch.float32:
+        yield Case(
+            "decode_sum_requantize", (NUM_SUMMED + 1) * arrays.nbytes, arrays.decode_sum_requantize,
+            forms.requantize(arrays.messages), differing_message,
+        )  # fmt: skip
+
+
+def run_case(case: Case, *, rounds: int) -> tuple[dict[str, object], int]:
+    """Check every form against the native result, then time all of them and the copy in turn."""
+    case.native()
+    num_wrong = 0
+    for form in case.forms.values():
+        form()
+        num_wrong = max(num_wrong, case.count_wrong())
+    source = torch.zeros(case.nbytes // 2, dtype=torch.uint8)
+    target = torch.zeros(case.nbytes // 2, dtype=torch.uint8)
+    calls = {"native": case.native, "copy": lambda: target.copy_(source), **case.forms}
+    times = interleave(calls, rounds=rounds)
+    gbps = {name: case.nbytes / timing.p50 / 1e9 for name, timing in times.items()}
+    best = max(set(case.forms) - {"chunked"}, key=lambda name: gbps[name])
+    return {
+        "op": case.op,
+        "nbytes": case.nbytes,
+        "p50_us": times["native"].p50 * 1e6,
+        "p99_us": times["native"].p99 * 1e6,
+        "native_gbps": gbps["native"],
+        "copy_gbps": gbps["copy"],
+        "torch_gbps": gbps[best],
+        "form": best,
+        "chunked_gbps": gbps["chunked"],
+        "over_copy": gbps["native"] / gbps["copy"],
+        "over_torch": gbps["native"] / gbps[best],
+        "over_chunked": gbps["native"] / gbps["chunked"],
+    }, num_wrong
+
+
+def main() -> int:
+    """Run all rows; 1 when a result is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size-mib", type=float, default=256.0, help="float32 bytes of the array (default 256)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every contender")
+    parser.add_argument("--rounds", type=int, default=7, help="times each contender is timed (default 7)")
+    parser.add_argument("--compile", action="store_true", help="let torch.compile compete too")
+    parser.add_argument("--json", action="store_true", help="rows as JSON lines")
+    options = parser.parse_args()
+    if options.threads < 1 or options.size_mib <= 0 or options.rounds < 1:
+        parser.error("--threads, --size-mib and --rounds must be positive")
+    torch.set_num_threads(options.threads)
+    numel = int(options.size_mib * 2**20) // 4 // NUMEL_MULTIPLE * NUMEL_MULTIPLE
+    if numel == 0:
+        parser.error(f"--size-mib must give at least {NUMEL_MULTIPLE} elements")
+    report = Report(COLUMNS, as_json=options.json)
+    report.start("kernels", isa=_native.isa(), threads=options.threads, numel=numel, rounds=options.rounds)
+    for spec in CODECS:
+        for dtype, (_, dtype_name) in DTYPES.items():
+            arrays = Arrays(spec, dtype, numel, options.threads)
+            for case in make_cases(arrays, compiled=options.compile):
+                values, num_wrong = run_case(case, rounds=options.rounds)
+                report.row({**values, "codec": spec.name, "dtype": dtype_name}, num_wrong=num_wrong)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""The block codecs in plain torch operations, as fast as we know how to write them: the native kernels' competition.
+
+Forms of each operation:
+
+    eager      expressions on whole arrays, temporaries allocated by torch
+    out        the same operations into arrays that are kept from call to call
+    compiled   ``eager`` through torch.compile (on request)
+    chunked    ``out`` cut by hand into chunks that stay in the cache
+
+Scales and codes have the bits of the wire format for finite data with blocks above 2^-100; the forms leave out what
+NaN, infinity and tiny blocks would need. Arrays are [rows, block], one row a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["CODECS", "CodecSpec", "TorchForms"]
+
+LARGEST = torch.finfo(torch.float32).max
+CHUNK_NUMEL = 65536  # a thread; float32 256 KiB: with its temporaries inside a second-level cache
+
+
+@dataclass(frozen=True)
+class CodecSpec:
+    """A block codec: its name, number, default block and largest code."""
+
+    name: str
+    number: int
+    block: int
+    qmax: int
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a block's codes."""
+        return self.block if self.name == "int8" else self.block // 2
+
+
+CODECS = (CodecSpec("int8", 3, 256, 127), CodecSpec("int4", 4, 128, 7))
+Forms = dict[str, Callable[[], None]]
+Part = tuple[Tensor, Tensor]  # scales bfloat16 [rows, 1], packed codes uint8 [rows, row_nbytes]
+
+
+def pack(codes: Tensor, spec: CodecSpec) -> Tensor:
+    """Int8 codes to bytes; int4: the even element of a pair in the low nibble."""
+    if spec.name == "int8":
+        return codes.view(torch.uint8)
+    pairs = codes.view(torch.int16)  # low byte: the even element
+    return ((pairs & 0x0F) | ((pairs >> 4) & 0xF0)).to(torch.uint8)
+
+
+def unpack(packed: Tensor, spec: CodecSpec) -> Tensor:
+    """Bytes to int8 codes."""
+    codes = packed.view(torch.int8)
+    if spec.name == "int8":
+        return codes
+    return torch.stack([(codes << 4) >> 4, codes >> 4], dim=-1).flatten(-2)
+
+
+def scales_of(values: Tensor, spec: CodecSpec) -> Tensor:
+    """Scales in float32, rounded up to bfloat16."""
+    absmax = torch.linalg.vector_norm(values, torch.inf, dim=1, keepdim=True)
+    return (((absmax / spec.qmax).view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+
+
+def encode(values: Tensor, spec: CodecSpec) -> Part:
+    """Values of any dtype to scales and packed codes."""
+    values = values.float()
+    scales = scales_of(values, spec)
+    return scales.bfloat16(), pack((values * (1 / scales)).round().to(torch.int8), spec)
+
+
+def decode_sum(parts: list[Part], spec: CodecSpec, divisor: int) -> Tensor:
+    """Sum of the decoded parts over ``divisor``, in float32."""
+    terms = ((unpack(packed, spec) * scales.float()).clamp(-LARGEST, LARGEST) for scales, packed in parts)
+    total = next(terms)
+    for term in terms:
+        total = total + term
+    return total if divisor == 1 else total / divisor
+
+
+class TorchForms:
+    """All forms of all operations on one codec and dtype; results land in ``part`` and ``out``."""
+
+    def __init__(self, spec: CodecSpec, numel: int, dtype: torch.dtype, *, compiled: bool) -> None:
+        """Room for the results and buffers of ``numel`` elements of ``dtype``, a multiple of the block."""
+        rows = numel // spec.block
+        self.spec = spec
+        self.compiled = compiled
+        self.part: Part = (torch.zeros(rows, 1, dtype=torch.bfloat16), torch.zeros(rows, spec.row_nbytes).byte())
+        self.out = torch.zeros(rows, spec.block, dtype=dtype)
+        self.chunk_rows = CHUNK_NUMEL * torch.get_num_threads() // spec.block
+        self._values = torch.zeros(rows, spec.block)
+        self._terms = torch.zeros(rows, spec.block)
+        self._codes = torch.zeros(rows, spec.block, dtype=torch.int8)
+        self._pairs = torch.zeros(2, rows, spec.block // 2, dtype=torch.int16)
+
+    def quantize(self, x: Tensor) -> Forms:
+        """Forms of ``x`` to ``part``."""
+        blocks = x.view(-1, self.spec.block)
+
+        def whole(encoder: Callable[[Tensor, CodecSpec], Part]) -> None:
+            self.part = encoder(blocks, self.spec)
+
+        return self._forms(whole, encode, lambda rows: self._encode_rows(blocks[rows], rows))
+
+    def decode(self, messages: Tensor, divisor: int) -> Forms:
+        """Forms of the sum of ``messages`` uint8 [count, nbytes] over ``divisor``, to ``out``."""
+        parts = [self.split(message) for message in messages]
+        dtype = self.out.dtype
+
+        def whole(decoder: Callable[[list[Part]], Tensor]) -> None:
+            self.out = decoder(parts)
+
+        def decoder(parts: list[Part]) -> Tensor:
+            return decode_sum(parts, self.spec, divisor).to(dtype)
+
+        return self._forms(whole, decoder, lambda rows: self._sum_rows(parts, rows, self.out[rows], divisor))
+
+    def requantize(self, messages: Tensor) -> Forms:
+        """Forms of the sum of ``messages``, quantized again to ``part``."""
+        parts = [self.split(message) for message in messages]
+
+        def whole(recoder: Callable[[list[Part]], Part]) -> None:
+            self.part = recoder(parts)
+
+        def recoder(parts: list[Part]) -> Part:
+            return encode(decode_sum(parts, self.spec, 1), self.spec)
+
+        def recode_rows(rows: slice) -> None:
+            values = self._values[: rows.stop - rows.start]
+            self._sum_rows(parts, rows, values, divisor=1)
+            self._encode_rows(values, rows)
+
+        return self._forms(whole, recoder, recode_rows)
+
+    def _forms(
+        self, whole: Callable[..., None], function: Callable[..., Any], on_rows: Callable[[slice], None]
+    ) -> Forms:
+        """The table of forms: ``whole(function)`` and its compiled twin, ``on_rows`` at once and chunk by chunk."""
+        num_rows = len(self.out)
+
+        def chunked() -> None:
+            for begin in range(0, num_rows, self.chunk_rows):
+                on_rows(slice(begin, min(begin + self.chunk_rows, num_rows)))
+
+        forms = {"eager": lambda: whole(function), "out": lambda: on_rows(slice(0, num_rows)), "chunked": chunked}
+        if self.compiled:
+            compiled = torch.compile(function)
+            forms["compiled"] = lambda: whole(compiled)
+        return forms
+
+    def split(self, message: Tensor) -> Part:
+        """A message's scales and packed codes, as views."""
+        scales, packed = self.part
+        offset = -(-scales.nbytes // 16) * 16
+        codes = message[offset : offset + packed.nbytes]
+        return message[: scales.nbytes].view(torch.bfloat16).view(-1, 1), codes.view_as(packed)
+
+    def count_differing_bytes(self, message: Tensor) -> int:
+        """Bytes of codes, and scales, in which ``message`` differs from ``part``."""
+        scales, packed = self.split(message)
+        differing_scales = (scales.view(torch.int16) != self.part[0].view(torch.int16)).sum()
+        return int(differing_scales + (packed != self.part[1]).sum())
+
+    def _encode_rows(self, values: Tensor, rows: slice) -> None:
+        count = len(values)
+        if values.dtype != torch.float32:
+            values = self._values[:count].copy_(values)
+        scales = scales_of(values, self.spec)
+        self.part[0][rows] = scales
+        scaled = torch.mul(values, 1 / scales, out=self._terms[:count]).round_()
+        if self.spec.name == "int8":
+            self.part[1].view(torch.int8)[rows].copy_(scaled)
+            return
+        pairs = self._codes[:count].copy_(scaled).view(torch.int16)
+        high = torch.bitwise_right_shift(pairs, 4, out=self._pairs[0, :count]).bitwise_and_(0xF0)
+        low = torch.bitwise_and(pairs, 0x0F, out=self._pairs[1, :count])
+        self.part[1][rows].copy_(high.bitwise_or_(low))
+
+    def _decode_rows(self, part: Part, rows: slice, values: Tensor) -> None:
+        scales, packed = part
+        codes = packed[rows].view(torch.int8)
+        if self.spec.name == "int8":
+            values.copy_(codes)
+        else:
+            pairs = values.view(len(values), -1, 2)
+            pairs[..., 0].copy_((codes << 4).bitwise_right_shift_(4))
+            pairs[..., 1].copy_(codes >> 4)
+        values.mul_(scales[rows]).clamp_(-LARGEST, LARGEST)
+
+    def _sum_rows(self, parts: list[Part], rows: slice, out: Tensor, divisor: int) -> None:
+        total = out if out.dtype == torch.float32 else self._values[: len(out)]
+        self._decode_rows(parts[0], rows, total)
+        for part in parts[1:]:
+            terms = self._terms[: len(out)]
+            self._decode_rows(part, rows, terms)
+            total.add_(terms)
+        if divisor != 1:
+            total.div_(divisor)
+        if total is not out:
+            out.copy_(total)

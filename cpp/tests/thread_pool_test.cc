@@ -1,0 +1,88 @@
+#include "zcomm/thread_pool.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <stdexcept>
+#include <thread>
+
+#include "test_util.h"
+
+namespace zcomm {
+namespace {
+
+void CheckEveryIndexOnce(std::size_t count, std::size_t grain, std::size_t num_threads) {
+  std::vector<std::atomic<int>> visits(count);
+  ParallelFor(count, grain, num_threads, [&](std::size_t begin, std::size_t end) {
+    EXPECT(begin < end && end <= count, "%zu..%zu", begin, end);
+    EXPECT(end == count || end - begin >= grain, "range %zu..%zu is shorter than %zu", begin, end, grain);
+    for (std::size_t i = begin; i < end; ++i) ++visits[i];
+  });
+  for (std::size_t i = 0; i < count; ++i) EXPECT(visits[i] == 1, "index %zu of %zu", i, count);
+}
+
+void CheckRanges() {
+  for (const std::size_t count : {0, 1, 2, 7, 100, 1001}) {
+    for (const std::size_t grain : {0, 1, 3, 50, 2000}) {
+      for (const std::size_t threads : {1, 2, 5}) CheckEveryIndexOnce(count, grain, threads);
+    }
+  }
+}
+
+void CheckOneThreadIsTheCaller() {
+  const auto caller = std::this_thread::get_id();
+  ParallelFor(100, 1, 1, [&](std::size_t begin, std::size_t end) {
+    EXPECT(std::this_thread::get_id() == caller && begin == 0 && end == 100, "inline");
+  });
+}
+
+void CheckException() {
+  std::atomic<int> calls{0};
+  const std::string text = MessageOfThrow([&] {
+    ParallelFor(64, 1, 4, [&](std::size_t begin, std::size_t /*end*/) {
+      ++calls;
+      if (begin == 0) throw std::invalid_argument("from the body");
+    });
+  });
+  EXPECT(text == "from the body" && calls > 1, "%s, %d calls", text.c_str(), calls.load());
+}
+
+void CheckNestedAndConcurrentCalls() {
+  std::atomic<std::size_t> sum{0};
+  const auto call = [&] {
+    for (int repeat = 0; repeat < 50; ++repeat) {
+      ParallelFor(8, 1, 3, [&](std::size_t begin, std::size_t end) {
+        ParallelFor(end - begin, 1, 2, [&](std::size_t b, std::size_t e) { sum += e - b; });
+      });
+    }
+  };
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 4; ++i) callers.emplace_back(call);
+  for (std::thread& caller : callers) caller.join();
+  EXPECT(sum == 4 * 50 * 8, "%zu", sum.load());
+}
+
+// The child has none of the parent's workers.
+void CheckAfterFork() {
+  const pid_t child = fork();
+  if (child == 0) {
+    CheckEveryIndexOnce(1000, 1, 3);
+    _exit(0);
+  }
+  int status = 0;
+  EXPECT(waitpid(child, &status, 0) == child && status == 0, "status %d", status);
+}
+
+}  // namespace
+}  // namespace zcomm
+
+int main() {
+  zcomm::CheckRanges();
+  zcomm::CheckOneThreadIsTheCaller();
+  zcomm::CheckException();
+  zcomm::CheckNestedAndConcurrentCalls();
+  zcomm::CheckAfterFork();
+  std::puts("ok");
+  return 0;
+}
