@@ -25,6 +25,8 @@ class GPTConfig:
     hidden_size: int = 256
     num_attention_heads: int = 4
     seq_length: int = 128
+    matmul_dtype: torch.dtype | None = None
+    """Matrix products are computed in this dtype; None: in the parameters' own."""
 
     def __post_init__(self) -> None:
         """Refuse a head width that is not a whole number."""
@@ -36,27 +38,42 @@ class GPTConfig:
             raise ValueError(msg)
 
 
+class Linear(nn.Linear):
+    """A linear layer that may compute in a wider dtype than its parameters have: see :func:`choose_matmul_dtype`."""
+
+    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype | None, *, bias: bool = True) -> None:
+        """Create the parameters; ``dtype`` is that of the product, None for the parameters' own."""
+        super().__init__(in_features, out_features, bias=bias)
+        self.matmul_dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        dtype = self.matmul_dtype or x.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return F.linear(x.to(dtype), self.weight.to(dtype), bias).to(x.dtype)
+
+
 class Block(nn.Module):
     """Causal self-attention and an MLP four times as wide, each behind a LayerNorm and a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         """Create the layers of one block."""
         super().__init__()
-        width = config.hidden_size
+        width, self.matmul_dtype = config.hidden_size, config.matmul_dtype
         self.num_attention_heads = config.num_attention_heads
         self.attention_norm = nn.LayerNorm(width)
-        self.query_key_value = nn.Linear(width, 3 * width)
-        self.attention_output = nn.Linear(width, width)
+        self.query_key_value = Linear(width, 3 * width, config.matmul_dtype)
+        self.attention_output = Linear(width, width, config.matmul_dtype)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp_input = nn.Linear(width, 4 * width)
-        self.mlp_output = nn.Linear(4 * width, width)
+        self.mlp_input = Linear(width, 4 * width, config.matmul_dtype)
+        self.mlp_output = Linear(4 * width, width, config.matmul_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map activations [batch, seq, hidden] to the same shape."""
         batch, seq, width = x.shape
         heads = self.query_key_value(self.attention_norm(x)).view(batch, seq, 3, self.num_attention_heads, -1)
-        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)  # each [batch, head, seq, width of a head]
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).to(self.matmul_dtype or x.dtype).unbind(0)
+        # query, key, value: each [batch, head, seq, width of a head]
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True).to(x.dtype)
         x = x + self.attention_output(attended.transpose(1, 2).reshape(batch, seq, width))
         return x + self.mlp_output(F.gelu(self.mlp_input(self.mlp_norm(x)), approximate="tanh"))
 
@@ -72,7 +89,7 @@ class GPT(nn.Module):
         self.position_embedding = nn.Embedding(config.seq_length, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.hidden_size)
-        self.head = nn.Linear(config.hidden_size, VOCABULARY, bias=False)
+        self.head = Linear(config.hidden_size, VOCABULARY, config.matmul_dtype, bias=False)
         residual_std = 0.02 / (2 * config.num_layers) ** 0.5
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -92,3 +109,12 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.final_norm(x))
+
+
+def choose_matmul_dtype(parameters: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype in which matrix products of ``parameters`` are fast on ``device``.
+
+    Below AVX-512 torch multiplies bf16 matrices element by element, more than ten times slower than float32 ones.
+    """
+    is_slow = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512"
+    return torch.float32 if is_slow else parameters

@@ -1,6 +1,6 @@
 """Rates of the native CPU kernels, beside a memory copy of the same bytes and beside plain torch operations.
 
-    python bench/kernels.py [--size-mib 256] [--threads N] [--json] [--compile]
+    python bench/kernels.py [--size-mib 64] [--threads N] [--json] [--compile]
 
 All rates are GB/s of bytes read plus bytes written, medians over rounds that interleave the contenders. ``torch`` is
 the fastest form on whole arrays, named under ``form``; ``chunked`` the same operations cut by hand into chunks that
@@ -163,7 +163,7 @@ def run_case(case: Case, *, rounds: int) -> tuple[dict[str, object], int]:
 def main() -> int:
     """Run all rows; 1 when a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size-mib", type=float, default=256.0, help="float32 bytes of the array (default 256)")
+    parser.add_argument("--size-mib", type=float, default=64.0, help="float32 bytes of the array (default 64)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every contender")
     parser.add_argument("--rounds", type=int, default=7, help="times each contender is timed (default 7)")
     parser.add_argument("--compile", action="store_true", help="let torch.compile compete too")

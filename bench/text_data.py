@@ -1,70 +1,91 @@
-"""Real text as bytes: the Python standard library's own sources, which every machine has, or a file or folder."""
+"""Real text as bytes: what train_gpt.py learns, split into training and held-out parts.
+
+    files, in the order of a hash of their names -> first ``max_bytes`` bytes -> [ training ... | held-out, the last 5 % ]
+
+Without a path the text is the source code of Python's standard library, which is on every machine that runs this. The
+order by hash mixes the folders, so that the held-out tail is of the same kind as the rest.
+"""
 
 from __future__ import annotations
 
-import random
+import hashlib
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-__all__ = ["Corpus", "load_corpus"]
-
-HELD_OUT_EVERY = 20  # one file in twenty is never trained on
-SKIPPED = {"test", "tests", "site-packages", "__pycache__", "idlelib", "lib2to3", "turtledemo"}
+HELD_OUT_PART = 20  # one byte of so many is held out
+SKIPPED_FOLDERS = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
 
 
-class Corpus:
-    """Training and held-out text, uint8, and batches cut from them by a seed: the same for every world size."""
+@dataclass(frozen=True)
+class Text:
+    """Bytes to train on and bytes to judge by, uint8 [numel] each."""
 
-    def __init__(self, train: bytes, held_out: bytes, seq_length: int) -> None:
-        self.train = torch.frombuffer(bytearray(train), dtype=torch.uint8)
-        self.held_out = torch.frombuffer(bytearray(held_out), dtype=torch.uint8)
-        self.seq_length = seq_length
-        for name, text in (("training", self.train), ("held-out", self.held_out)):
-            if text.numel() < seq_length + 2:
-                raise ValueError(f"{name} text must be longer than seq_length={seq_length}: {text.numel()} bytes")
-
-    def batch(self, step: int, seed: int, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Tokens and the bytes that follow them, int64 [batch_size, seq_length], for one step of training."""
-        return self._cut(self.train, seed * 1_000_003 + step, batch_size)
-
-    def held_out_batch(self, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Always the same held-out text, int64 [batch_size, seq_length]."""
-        return self._cut(self.held_out, 0, batch_size)
-
-    def _cut(self, text: Tensor, seed: int, batch_size: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        starts = torch.randint(text.numel() - self.seq_length - 1, (batch_size, 1), generator=generator)
-        windows = text[starts + torch.arange(self.seq_length + 1)].long()
-        return windows[:, :-1], windows[:, 1:]
+    source: str
+    train: Tensor
+    held_out: Tensor
 
 
-def load_corpus(path: Path | None, seq_length: int, max_nbytes: int = 6_000_000) -> Corpus:
-    """Read ``path`` (a file, or every text file under a folder), or the standard library; at most ``max_nbytes``.
+def load_text(path: Path | None, *, max_bytes: int, seq_length: int) -> Text:
+    """Read a file, a folder, or (None) the standard library's ``.py`` files.
 
-    A folder is held out by file, a single file by its last tenth.
+    Raises:
+        FileNotFoundError: There is no such path.
+        ValueError: The text is too short to cut one held-out window from it.
     """
-    if path is not None and path.is_file():
-        text = path.read_bytes()[:max_nbytes]
-        cut = len(text) * 9 // 10
-        return Corpus(text[:cut], text[cut:], seq_length)
-    root = path if path is not None else Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(
-        file
-        for file in root.rglob("*.py" if path is None else "*")
-        if file.is_file() and not SKIPPED & set(file.relative_to(root).parts)
-    )
-    if not files:
-        raise ValueError(f"there must be a file to train on: nothing under {root}")
-    random.Random(0).shuffle(files)  # sorted first, so the order is the same on every rank
-    parts: tuple[list[bytes], list[bytes]] = ([], [])
-    total = 0
-    for index, file in enumerate(files):
-        text = file.read_bytes()
-        parts[index % HELD_OUT_EVERY == 0].append(text)
-        total += len(text)
-        if total > max_nbytes:
+    root = Path(sysconfig.get_path("stdlib")) if path is None else path
+    if root.is_file():
+        files = [root]
+    elif root.is_dir():
+        files = sorted(_files_below(root, "*.py" if path is None else "*"), key=lambda f: _name_hash(f, root))
+    else:
+        raise FileNotFoundError(f"no such file or folder: {root}")
+    content = _read_up_to(files, max_bytes)
+    split = len(content) - len(content) // HELD_OUT_PART
+    if len(content) - split <= seq_length:
+        raise ValueError(
+            f"the text must be longer than {HELD_OUT_PART} x (seq_length + 1) bytes: bytes={len(content)}, "
+            f"seq_length={seq_length}"
+        )
+    numbers = torch.frombuffer(content, dtype=torch.uint8)
+    source = "Python standard library sources" if path is None else path.name
+    return Text(source, numbers[:split], numbers[split:])
+
+
+def training_batch(text: Text, *, step: int, seed: int, batch_size: int, seq_length: int) -> tuple[Tensor, Tensor]:
+    """Return int64 tokens and targets [batch_size, seq_length]; they depend on the arguments alone, not on ranks."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    starts = torch.randint(text.train.numel() - seq_length, (batch_size,), generator=generator)
+    return _windows(text.train, starts, seq_length)
+
+
+def held_out_windows(text: Text, *, num_windows: int, seq_length: int) -> tuple[Tensor, Tensor]:
+    """Return int64 tokens and targets [num_windows, seq_length], spread evenly over the held-out bytes."""
+    starts = torch.linspace(0, text.held_out.numel() - seq_length - 1, num_windows).long()
+    return _windows(text.held_out, starts, seq_length)
+
+
+def _files_below(root: Path, pattern: str) -> list[Path]:
+    found = (f for f in root.rglob(pattern) if f.is_file())
+    return [f for f in found if not SKIPPED_FOLDERS & set(f.relative_to(root).parts[:-1])]
+
+
+def _name_hash(path: Path, root: Path) -> bytes:
+    return hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
+
+
+def _read_up_to(files: list[Path], max_bytes: int) -> bytearray:
+    content = bytearray()
+    for file in files:
+        content += file.read_bytes()
+        if len(content) >= max_bytes:
             break
-    return Corpus(b"\n".join(parts[0]), b"\n".join(parts[1]), seq_length)
+    return content[:max_bytes]
+
+
+def _windows(numbers: Tensor, starts: Tensor, seq_length: int) -> tuple[Tensor, Tensor]:
+    windows = numbers[starts[:, None] + torch.arange(seq_length + 1)].long()
+    return windows[:, :-1], windows[:, 1:]

@@ -1,239 +1,229 @@
-"""Train a byte-level GPT on real text with ZeRO: the main job.
+"""Train a byte-level GPT on real text with any ZeRO stage and ZeRO++ switch, and show what it cost.
 
-    python bench/train_gpt.py                          4 ranks as 2 nodes x 2, stage 3, ZeRO++ on
-    python bench/train_gpt.py --compare                and plain ZeRO-3 on the same data, beside it
-    torchrun --nproc-per-node 8 bench/train_gpt.py     ranks and nodes as torchrun has them
+    python bench/train_gpt.py                        4 ranks as 2 nodes x 2, stage 3, ZeRO++
+    python bench/train_gpt.py --stage 1 --no-quantized-gradients
+    python bench/train_gpt.py --compare              the same beside plain ZeRO-3 in bf16, step by step on the same data
+    torchrun --nnodes 2 --nproc-per-node 8 ... bench/train_gpt.py      real nodes, from torchrun's environment
 
-Started without torchrun, it starts itself under torchrun. CPU with gloo, or GPUs with NCCL if there are enough.
+Ends with a table, and writes metrics.jsonl and loss.png into ``--output``.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
+import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from gpt_model import GPT, GPTConfig
-from text_data import Corpus, load_corpus
-from train_report import RunResult, print_table, write_metrics, write_plot
+from gpt_model import GPT, GPTConfig, choose_matmul_dtype
+from ranks_setup import choose_topology, process_group, relaunch_under_torchrun
+from text_data import Text, held_out_windows, load_text, training_batch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm import tqdm
+from train_report import MetricsFile, Result, plot, print_report
 
 import zcomm
-from zero import ZeroOptimizer
+from zcomm import Topology
+from zero import GatheredParameters, ZeroOptimizer
 
-try:
-    from tqdm import tqdm
-except ImportError:  # the extra `bench` has it; without it there is no progress bar
-    tqdm = None
-
-HELD_OUT_SEQUENCES = 64
+HELD_OUT_WINDOWS = 64
+PROMPT_NBYTES = 48
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; sizes are named as in Megatron's scripts."""
+    """Read the command line; the names are those of Megatron's scripts where they exist there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-layers", type=int, default=4)
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--num-attention-heads", type=int, default=4)
-    parser.add_argument("--seq-length", type=int, default=128)
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences a step, over all ranks")
-    parser.add_argument("--train-iters", type=int, default=240)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--data", type=Path, help="a file or folder; default: the Python standard library's sources")
-    parser.add_argument("--stage", type=int, default=3, choices=(0, 1, 2, 3))
-    parser.add_argument("--quantized-weights", action=argparse.BooleanOptionalAction, default=True, help="qwZ")
-    parser.add_argument("--quantized-gradients", action=argparse.BooleanOptionalAction, default=True, help="qgZ")
-    parser.add_argument("--hpz", action=argparse.BooleanOptionalAction, default=True, help="secondary partition a node")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--ranks-per-node", type=int, help="default: torchrun's; on one machine, half of the ranks")
-    parser.add_argument("--nproc-per-node", type=int, default=4, help="ranks, when not started by torchrun")
-    parser.add_argument("--compare", action="store_true", help="also train plain ZeRO-3, and show both")
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/train_gpt"), help="folder for metrics.jsonl, loss.png"
-    )
-    parser.add_argument("--sample-bytes", type=int, default=160)
+    toggle = argparse.BooleanOptionalAction
+    model = parser.add_argument_group("model")
+    model.add_argument("--num-layers", type=int, default=4)
+    model.add_argument("--hidden-size", type=int, default=256)
+    model.add_argument("--num-attention-heads", type=int, default=4)
+    model.add_argument("--seq-length", type=int, default=128)
+    model.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the parameters")
+    training = parser.add_argument_group("training")
+    training.add_argument("--batch-size", type=int, default=16, help="sequences per step over all ranks")
+    training.add_argument("--train-iters", type=int, default=300)
+    training.add_argument("--lr", type=float, default=2e-3)
+    training.add_argument("--seed", type=int, default=1)
+    training.add_argument("--data", type=Path, help="a file or folder (default: Python's standard library)")
+    training.add_argument("--max-bytes", type=int, default=8_000_000, help="read no more of the text than this")
+    zero = parser.add_argument_group("ZeRO")
+    zero.add_argument("--stage", type=int, choices=range(4), default=3)
+    zero.add_argument("--quantized-weights", action=toggle, default=True, help="qwZ: weights travel as int8")
+    zero.add_argument("--quantized-gradients", action=toggle, default=True, help="qgZ: gradients travel as int4")
+    zero.add_argument("--hpz", action=toggle, default=True, help="hpZ: a secondary partition inside each node")
+    ranks = parser.add_argument_group("ranks")
+    ranks.add_argument("--num-ranks", type=int, help="without torchrun (default: one per GPU, else 4)")
+    ranks.add_argument("--ranks-per-node", type=int, help="let one machine stand in for several nodes")
+    output = parser.add_argument_group("output")
+    output.add_argument("--compare", action="store_true", help="train plain ZeRO-3 in bf16 beside it")
+    output.add_argument("--eval-interval", type=int, default=50, help="steps between held-out losses")
+    output.add_argument("--sample-bytes", type=int, default=200, help="length of the sampled continuation")
+    output.add_argument("--output", type=Path, default=Path("runs/train_gpt"))
     return parser.parse_args()
 
 
-def restart_under_torchrun(nproc: int) -> None:
-    """Replace this process by torchrun, unless torchrun started it."""
-    if "RANK" in os.environ:
-        return
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
+class Run:
+    """One model with its optimizer, and what it has cost so far."""
 
+    def __init__(
+        self, name: str, arguments: argparse.Namespace, topology: Topology, device: torch.device, *, dtype: torch.dtype,
+        stage: int = 3, **switches: bool | int,
+    ) -> None:  # fmt: skip
+        """Build the model from the seed, the same on every rank and for every run, and shard it."""
+        torch.manual_seed(arguments.seed)
+        shape = {name: getattr(arguments, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
+        matmul_dtype = choose_matmul_dtype(dtype, device)
+        config = GPTConfig(**shape, seq_length=arguments.seq_length, matmul_dtype=matmul_dtype)
+        self.model = GPT(config).to(device, dtype)
+        self.topology, self.device = topology, device
+        numel = sum(p.numel() for p in self.model.parameters())
+        self.optimizer = ZeroOptimizer(
+            self.model, torch.optim.AdamW, topology=topology, stage=stage, lr=arguments.lr, betas=(0.9, 0.95),
+            weight_decay=0.1, fused=True, **switches,
+        )  # fmt: skip
+        self.scheduler = LambdaLR(self.optimizer, lambda step: _lr_factor(step, arguments.train_iters))
+        self.result = Result(name, numel, dtype, stage)
 
-@dataclass
-class Job:
-    """What every run of this process shares."""
-
-    args: argparse.Namespace
-    corpus: Corpus
-    device: torch.device
-    topology: zcomm.Topology
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return self.topology.rank
-
-    def mine(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's sequences of a batch."""
-        tokens, targets = (part.chunk(self.topology.world_size)[self.rank].to(self.device) for part in batch)
-        return tokens, targets
-
-    def total(self, values: list[float]) -> list[float]:
-        """Sums over the ranks, in rank order."""
-        of_ranks = zcomm.control.gather_float64(torch.tensor(values, dtype=torch.float64), self.topology)
-        return [float(column) for column in of_ranks.sum(0)]
-
-    def mean(self, loss: torch.Tensor) -> float:
-        """The mean of ``loss`` over the ranks."""
-        return self.total([loss.item()])[0] / self.topology.world_size
-
-
-def choose_topology(args: argparse.Namespace) -> zcomm.Topology:
-    """Nodes as asked for, as torchrun made them, or one machine standing in for two."""
-    if args.ranks_per_node is not None:
-        return zcomm.Topology(ranks_per_node=args.ranks_per_node)
-    world_size, per_machine = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
-    if world_size == per_machine and world_size >= 4 and world_size % 2 == 0:
-        return zcomm.Topology(ranks_per_node=world_size // 2)
-    return zcomm.Topology.from_env()
-
-
-def learning_rate(step: int, num_steps: int) -> float:
-    """Linear warm-up over a tenth of the steps, then linear decay to a tenth of the peak."""
-    warmup = max(num_steps // 10, 1)
-    return min((step + 1) / warmup, 1 - 0.9 * max(step - warmup, 0) / max(num_steps - warmup, 1))
-
-
-@torch.no_grad()
-def evaluate(job: Job, model: GPT) -> float:
-    """Loss on held-out text in nats per byte."""
-    model.eval()
-    loss = model(*job.mine(job.corpus.held_out_batch(HELD_OUT_SEQUENCES)))
-    model.train()
-    return job.mean(loss)
-
-
-@torch.no_grad()
-def sample(job: Job, model: GPT, num_bytes: int) -> str:
-    """The most likely of sampled continuations of a held-out text; every rank takes part in the gathers."""
-    model.eval()
-    generator = torch.Generator().manual_seed(job.args.seed)
-    length = job.corpus.seq_length
-    text = job.corpus.held_out[: length // 2].long().unsqueeze(0)
-    prompt = text.shape[1]
-    for _ in range(num_bytes):
-        logits = model.logits(text[:, -length:].to(job.device))[0, -1].float().cpu()
-        chosen = torch.multinomial(torch.softmax(logits / 0.7, 0), 1, generator=generator)
-        text = torch.cat([text, chosen.view(1, 1)], 1)
-    model.train()
-    shown = bytes(text[0].tolist())
-    return shown[:prompt].decode("utf-8", "replace") + "|" + shown[prompt:].decode("utf-8", "replace")
-
-
-def train(job: Job, name: str, *, quantized: bool) -> RunResult:
-    """One run: build, train, measure."""
-    args, corpus = job.args, job.corpus
-    torch.manual_seed(args.seed)
-    config = GPTConfig(args.num_layers, args.hidden_size, args.num_attention_heads, args.seq_length)
-    model = GPT(config).to(job.device, getattr(torch, args.dtype))
-    numel = sum(p.numel() for p in model.parameters())
-    optimizer = ZeroOptimizer(
-        model,
-        torch.optim.AdamW,
-        topology=job.topology,
-        stage=args.stage,
-        quantized_weights=quantized and args.quantized_weights,
-        quantized_gradients=quantized and args.quantized_gradients,
-        hpz_partition_size=job.topology.ranks_per_node if quantized and args.hpz and args.stage == 3 else 1,
-        lr=args.lr,
-        weight_decay=0.1,
-        betas=(0.9, 0.95),
-    )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, args.train_iters))
-    before = evaluate(job, model)
-    losses = []
-    bar = tqdm(total=args.train_iters, desc=name, disable=job.rank != 0) if tqdm is not None else None
-    started = time.perf_counter()
-    with zcomm.traffic() as sent:
-        for step in range(args.train_iters):
-            loss = model(*job.mine(corpus.batch(step, args.seed, args.batch_size)))
+    def train_step(self, tokens: Tensor, targets: Tensor) -> float:
+        """One optimizer step on this rank's part of the batch; returns the mean loss over the ranks."""
+        start_s = time.perf_counter()
+        with zcomm.traffic() as sent:
+            loss = self.model(tokens, targets)
             loss.backward()
-            optimizer.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-            if bar is not None:
-                bar.update()
-            if step % 10 == 9 or step == args.train_iters - 1:
-                rate = (step + 1) * args.batch_size * args.seq_length / (time.perf_counter() - started)
-                losses.append((step + 1, job.mean(loss), rate))
-                if bar is not None:
-                    bar.set_postfix_str(f"loss {losses[-1][1]:.3f}, {rate:,.0f} tokens/s")
-    if bar is not None:
-        bar.close()
-    steps = max(args.train_iters, 1)
-    intra, inter = job.total([float(sent.bytes(link="intra")) / steps, float(sent.bytes(link="inter")) / steps])
-    memory = optimizer.memory()
-    result = RunResult(
-        name=name,
-        numel=numel,
-        world_size=job.topology.world_size,
-        num_nodes=job.topology.num_nodes,
-        stage=args.stage,
-        param_nbytes=2 if args.dtype == "bfloat16" else 4,
-        losses=losses,
-        held_out_before=before,
-        held_out_after=evaluate(job, model),
-        tokens_per_s=losses[-1][2] if losses else 0.0,
-        memory=memory.by_kind,
-        model_states=memory.model_states,
-        intra_nbytes=intra,
-        inter_nbytes=inter,
-        continuation=sample(job, model, args.sample_bytes),
-    )
-    optimizer.close()
-    return result
+            self.optimizer.clip_grad_norm_(1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+        mean = self._average(loss)
+        self.result.add_step(mean, sent, seconds=time.perf_counter() - start_s)
+        return mean
+
+    @torch.no_grad()
+    def held_out_loss(self, tokens: Tensor, targets: Tensor) -> float:
+        """Mean loss over the ranks' equal parts of the held-out windows."""
+        self.model.eval()
+        mean = self._average(self.model(tokens, targets))
+        self.model.train()
+        self.result.add_held_out(mean)
+        return mean
+
+    @torch.no_grad()
+    def sample(self, prompt: Tensor, nbytes: int, seed: int) -> str:
+        """Continue uint8 ``prompt`` by ``nbytes`` bytes on rank 0, with whole parameters on every rank meanwhile."""
+        generator, text = torch.Generator().manual_seed(seed), prompt.long()
+        self.model.eval()
+        with GatheredParameters(self.model.parameters()):
+            for _ in range(nbytes if self.topology.rank == 0 else 0):
+                window = text[-self.model.config.seq_length :].to(self.device)
+                odds = torch.softmax(self.model.logits(window[None])[0, -1].float().cpu() / 0.8, dim=0)
+                text = torch.cat([text, torch.multinomial(odds, 1, generator=generator)])
+        return bytes(text.tolist()).decode(errors="replace")
+
+    def finish(self) -> None:
+        """Add up what can only be known over all ranks, measure the memory, and free the process groups."""
+        sent = torch.tensor([self.result.intra_nbytes, self.result.inter_nbytes], dtype=torch.float64)
+        sent = sent.to(self.device)
+        zcomm.all_reduce(sent, group=self.topology)
+        self.result.intra_nbytes, self.result.inter_nbytes = (int(value) for value in sent.tolist())
+        self.result.memory = self.optimizer.memory()
+
+    def _average(self, loss: Tensor) -> float:
+        mean = loss.detach().float().reshape(1)
+        zcomm.all_reduce(mean, "avg", group=self.topology)
+        return mean.item()
+
+
+def _lr_factor(step: int, train_iters: int) -> float:
+    """Linear warm-up over a tenth of the steps, then a cosine down to a tenth of the rate."""
+    warmup = max(1, train_iters // 10)
+    progress = min(1.0, max(0.0, (step - warmup) / max(1, train_iters - warmup)))
+    return min(1.0, (step + 1) / warmup) * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def build_runs(arguments: argparse.Namespace, topology: Topology, device: torch.device) -> list[Run]:
+    """Return the run that was asked for and, with ``--compare``, plain ZeRO-3 in bf16."""
+    stage, dtype = arguments.stage, getattr(torch, arguments.dtype)
+    switches = {"qwZ": arguments.quantized_weights, "qgZ": arguments.quantized_gradients, "hpZ": arguments.hpz}
+    name = " ".join([f"ZeRO-{stage}", *(switch for switch, is_on in switches.items() if is_on)])
+    first = Run(
+        name, arguments, topology, device, dtype=dtype, stage=stage, quantized_weights=arguments.quantized_weights,
+        quantized_gradients=arguments.quantized_gradients,
+        hpz_partition_size=topology.ranks_per_node if arguments.hpz else 1,
+    )  # fmt: skip
+    if not arguments.compare:
+        return [first]
+    return [first, Run("plain ZeRO-3", arguments, topology, device, dtype=torch.bfloat16)]
+
+
+def my_rows(tensors: tuple[Tensor, Tensor], run: Run) -> tuple[Tensor, Tensor]:
+    """Return this rank's equal part of the rows of each tensor, on its device."""
+    rows = tensors[0].shape[0] // run.topology.world_size
+    part = slice(run.topology.rank * rows, (run.topology.rank + 1) * rows)
+    return tensors[0][part].to(run.device), tensors[1][part].to(run.device)
+
+
+def train(arguments: argparse.Namespace, runs: list[Run], text: Text, metrics: MetricsFile) -> None:
+    """Train all ``runs`` in turn on the same batches, with one progress bar."""
+    world_size, seq_length = runs[0].topology.world_size, arguments.seq_length
+    num_windows = -(-HELD_OUT_WINDOWS // world_size) * world_size
+    held_out = my_rows(held_out_windows(text, num_windows=num_windows, seq_length=seq_length), runs[0])
+    evaluate(runs, held_out, metrics)
+    bar = tqdm(total=arguments.train_iters, unit="step", disable=runs[0].topology.rank != 0, dynamic_ncols=True)
+    with bar:
+        for step in range(arguments.train_iters):
+            batch = training_batch(
+                text, step=step, seed=arguments.seed, batch_size=arguments.batch_size, seq_length=seq_length
+            )
+            for run in runs:
+                loss = run.train_step(*my_rows(batch, run))
+                metrics.write(kind="step", run=run.result.name, step=step + 1, loss=loss)
+            if (step + 1) % arguments.eval_interval == 0 or step + 1 == arguments.train_iters:
+                evaluate(runs, held_out, metrics)
+            bar.set_postfix_str("  ".join(run.result.progress(arguments.batch_size * seq_length) for run in runs))
+            bar.update()
+
+
+def evaluate(runs: list[Run], held_out: tuple[Tensor, Tensor], metrics: MetricsFile) -> None:
+    """Take the held-out loss of every run."""
+    for run in runs:
+        loss = run.held_out_loss(*held_out)
+        metrics.write(kind="held_out", run=run.result.name, step=len(run.result.losses), loss=loss)
+
+
+def check_batch(arguments: argparse.Namespace, topology: Topology) -> None:
+    """Refuse, on every rank and before any training, a batch that the ranks cannot share equally."""
+    if arguments.batch_size % topology.world_size:
+        raise ValueError(
+            "--batch-size must be a multiple of the number of ranks: "
+            f"batch_size={arguments.batch_size}, world_size={topology.world_size}"
+        )
 
 
 def main() -> None:
-    """Run what the command line says."""
-    args = parse_arguments()
-    restart_under_torchrun(args.nproc_per_node)
-    has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if has_gpus else torch.device("cpu")
-    if has_gpus:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if has_gpus else "gloo")
-    try:
-        world_size = dist.get_world_size()
-        for size, what in ((args.batch_size, "batch-size"), (HELD_OUT_SEQUENCES, "number of held-out sequences")):
-            if size % world_size:
-                raise SystemExit(f"the {what} must be a multiple of the number of ranks: {size}, {world_size} ranks")
-        job = Job(args, load_corpus(args.data, args.seq_length), device, choose_topology(args))
-        is_plus = args.quantized_weights or args.quantized_gradients or args.hpz
-        results = [train(job, f"ZeRO-{args.stage}{'++' if is_plus else ''}", quantized=True)]
-        if args.compare:
-            results.append(train(job, f"plain ZeRO-{args.stage}", quantized=False))
-        if job.rank == 0:
-            args.output.mkdir(parents=True, exist_ok=True)
-            write_metrics(results, args.output / "metrics.jsonl")
-            has_plot = write_plot(results, args.output / "loss.png")
-            print_table(results)
-            files = "metrics.jsonl" + (" and loss.png" if has_plot else "; no plot: matplotlib is not installed")
-            print(f"\nwritten to {args.output}: {files}")
-        job.topology.close()
-    finally:
-        dist.destroy_process_group()
+    """Train, then report on rank 0."""
+    arguments = parse_arguments()
+    relaunch_under_torchrun(arguments.num_ranks)
+    with process_group() as device:
+        topology = choose_topology(arguments.ranks_per_node)
+        check_batch(arguments, topology)
+        text = load_text(arguments.data, max_bytes=arguments.max_bytes, seq_length=arguments.seq_length)
+        runs = build_runs(arguments, topology, device)
+        with MetricsFile(arguments.output, is_writer=topology.rank == 0) as metrics:
+            train(arguments, runs, text, metrics)
+            for run in runs:
+                run.finish()
+            sample = runs[0].sample(text.held_out[:PROMPT_NBYTES], arguments.sample_bytes, arguments.seed)
+            results = [run.result for run in runs]
+            if topology.rank == 0:
+                tokens_per_step = arguments.batch_size * arguments.seq_length
+                print_report(results, topology, text, sample, tokens_per_step=tokens_per_step, metrics=metrics)
+                plot(results, topology, arguments.output / "loss.png", arguments.eval_interval)
+        for run in runs:
+            run.optimizer.close()
+        topology.close()
 
 
 if __name__ == "__main__":

@@ -1,121 +1,214 @@
-"""What a training run ends with: the table, the curves, and the continuation of a held-out text."""
+"""What train_gpt.py shows in the end: a table, JSON lines and a plot.
+
+Units, as everywhere in this project: M = 2 x numel bytes, the model in bf16. Bytes between nodes are those that all ranks
+sent to other nodes, divided by (nodes - 1) when given in M. Plain ZeRO-3 in bf16 sends M for each of two gathers and one
+reduction: 3 M between nodes, and 3 x nodes x (ranks_per_node - 1) M inside them.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import statistics
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import matplotlib as mpl
+import torch
+from matplotlib import pyplot as plt
+from text_data import Text
+
+from zcomm import Topology, Traffic, volume
 from zero import model_state_nbytes
+from zero.memory import MemoryReport
 
-__all__ = ["RunResult", "print_table", "write_metrics", "write_plot"]
-
-MIB = 2**20
+mpl.use("Agg")
+EXCHANGES_OF_PLAIN_ZERO3 = 3  # gather for forward, gather for backward, reduction of the gradients
 
 
 @dataclass
-class RunResult:
-    """One training run, as rank 0 saw it; bytes are those of all ranks together where they say so."""
+class Result:
+    """What one run has reached and cost, on this rank until the end of the run, then over all ranks."""
 
     name: str
     numel: int
-    world_size: int
-    num_nodes: int
+    dtype: torch.dtype
     stage: int
-    param_nbytes: int
-    losses: list[tuple[int, float, float]]
-    """Step, training loss (mean over ranks), tokens/s so far."""
-    held_out_before: float
-    held_out_after: float
-    tokens_per_s: float
-    memory: dict[str, int]
-    model_states: int
-    intra_nbytes: float
-    """Bytes per step inside nodes, summed over ranks."""
-    inter_nbytes: float
-    """Bytes per step between nodes, summed over ranks."""
-    continuation: str
+    losses: list[float] = field(default_factory=list)
+    held_out: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    intra_nbytes: int = 0
+    inter_nbytes: int = 0
+    sent: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    memory: MemoryReport | None = None
 
-    @property
-    def inter_units(self) -> float:
-        """Inter-node bytes per step over (nodes - 1), in units of M, the bytes of the model in bf16."""
-        return self.inter_nbytes / max(self.num_nodes - 1, 1) / (2 * self.numel)
+    def add_step(self, loss: float, sent: Traffic, *, seconds: float) -> None:
+        """Count one training step."""
+        self.losses.append(loss)
+        self.step_seconds.append(seconds)
+        self.intra_nbytes += sent.bytes(link="intra")
+        self.inter_nbytes += sent.bytes(link="inter")
+        for key, count in sent:
+            self.sent[key] = self.sent.get(key, 0) + count.bytes
 
-    @property
-    def formula(self) -> float:
-        """Bytes of model states that the theory gives for a rank."""
-        return model_state_nbytes(
-            self.numel,
-            self.stage,
-            self.world_size,
-            param_nbytes=self.param_nbytes,
-            state_nbytes=12 if self.param_nbytes == 2 else 8,
-        )
+    def add_held_out(self, loss: float) -> None:
+        """Remember one held-out loss."""
+        self.held_out.append(loss)
 
+    def progress(self, tokens_per_step: int) -> str:
+        """Return what the progress bar says of this run."""
+        return f"loss {self.losses[-1]:.3f} {tokens_per_step / self.step_seconds[-1]:,.0f} tokens/s"
 
-def print_table(results: Sequence[RunResult]) -> None:
-    """One column a run. Plain ZeRO-3's bytes are given by formula when it was not run beside."""
-    names = [result.name for result in results]
-    rows: list[tuple[str, list[str]]] = [
-        ("held-out loss, nats/byte: start", [f"{r.held_out_before:.3f}" for r in results]),
-        ("held-out loss, nats/byte: end", [f"{r.held_out_after:.3f}" for r in results]),
-        ("tokens/s", [f"{r.tokens_per_s:,.0f}" for r in results]),
-        ("model states per rank, measured", [f"{r.model_states / MIB:.2f} MiB" for r in results]),
-        ("model states per rank, formula", [f"{r.formula / MIB:.2f} MiB" for r in results]),
-    ]
-    for kind in results[0].memory:
-        rows.append((f"  {kind}", [f"{r.memory.get(kind, 0) / MIB:.2f} MiB" for r in results]))
-    rows += [
-        ("bytes/step inside nodes, all ranks", [f"{r.intra_nbytes / MIB:.2f} MiB" for r in results]),
-        ("bytes/step between nodes, all ranks", [f"{r.inter_nbytes / MIB:.2f} MiB" for r in results]),
-        ("  in M = 2 bytes x parameters", [f"{r.inter_units:.3f} M" for r in results]),
-    ]
-    if len(results) == 1 and results[0].num_nodes > 1:
-        plain = 3.0 if results[0].param_nbytes == 2 else 6.0
-        rows.append(
-            (f"  plain ZeRO-3 in its dtype ({plain:.1f} M, formula)", [f"{results[0].inter_units / plain:.3f} of it"])
-        )
-    width = max(len(label) for label, _ in rows) + 2
-    print(" " * width + "".join(f"{name:>20}" for name in names))
-    for label, cells in rows:
-        print(f"{label:<{width}}" + "".join(f"{cell:>20}" for cell in cells))
-    if len(results) == 2:
-        first, second = results
-        print(f"held-out loss of {first.name} minus {second.name}: {first.held_out_after - second.held_out_after:+.4f}")
-        print(
-            f"inter-node bytes of {first.name}: {first.inter_nbytes / max(second.inter_nbytes, 1):.3f} of {second.name}"
-        )
-    for result in results:
-        print(f"\n{result.name} continues a held-out text:\n{result.continuation}")
+    def inter_units(self, num_nodes: int) -> float:
+        """Bytes between nodes per step, in M."""
+        return volume.inter_node_model_units(self.inter_nbytes / len(self.losses), num_nodes, self.numel)
 
 
-def write_metrics(results: Sequence[RunResult], path: Path) -> None:
-    """JSON lines: one a logged step, then one summary a run."""
-    with path.open("w") as file:
-        for result in results:
-            for step, loss, rate in result.losses:
-                row = {"run": result.name, "step": step, "loss": loss, "tokens_per_s": rate}
-                file.write(json.dumps(row) + "\n")
-            summary = {key: value for key, value in asdict(result).items() if key != "losses"}
-            file.write(json.dumps({"summary": summary | {"inter_units": result.inter_units}}) + "\n")
+class MetricsFile:
+    """``metrics.jsonl`` in the output folder, written by one rank."""
+
+    def __init__(self, folder: Path, *, is_writer: bool) -> None:
+        """Open the file on the writer; elsewhere writing does nothing."""
+        self.path = folder / "metrics.jsonl"
+        self._file = None
+        if is_writer:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("w", encoding="utf-8")
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, **values: Any) -> None:
+        """Write one line, at once."""
+        if self._file is not None:
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
 
 
-def write_plot(results: Sequence[RunResult], path: Path) -> bool:
-    """Loss curves as a PNG; False without matplotlib (extra ``bench``)."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        return False
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+def print_report(
+    results: list[Result], topology: Topology, text: Text, sample: str, *, tokens_per_step: int, metrics: MetricsFile
+) -> None:
+    """Print everything, and add the table to the metrics."""
+    _print_context(results[0], topology, text)
+    columns = [_measured_column(result, topology, tokens_per_step) for result in results]
+    columns.append(_plain_zero3_column(results[0], topology))
+    _print_table(columns)
+    for column in columns:
+        metrics.write(kind="summary", **column)
+    print(f"# sent by rank 0, bytes per step: {_breakdown(results[0])}")
+    if len(results) > 1:
+        _print_curves(results)
+    print(f"# continuation of held-out text, sampled:\n{_indented(sample)}")
+    print(f"# metrics: {metrics.path}")
 
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for result in results:
-        axes.plot([s for s, _, _ in result.losses], [loss for _, loss, _ in result.losses], label=result.name)
-        axes.plot(result.losses[-1][0], result.held_out_after, "o", label=f"{result.name}, held out")
-    axes.set(xlabel="step", ylabel="loss, nats per byte", title=f"{results[0].numel / 1e6:.1f} M parameters")
-    axes.legend()
-    figure.tight_layout()
+
+def plot(results: list[Result], topology: Topology, path: Path, eval_interval: int) -> None:
+    """Draw the losses, and the bytes per step on a logarithmic scale."""
+    figure, (losses, sent) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    for index, result in enumerate(results):
+        num_steps, color = len(result.losses), f"C{index}"
+        losses.plot(range(1, num_steps + 1), result.losses, alpha=0.35, linewidth=0.8, color=color)
+        at = sorted({*range(0, num_steps + 1, eval_interval), num_steps})
+        losses.plot(at, result.held_out, marker="o", markersize=4, color=color, label=f"{result.name}, held out")
+    losses.set(xlabel="step", ylabel="loss (nats/byte)", title="Loss: training (thin) and held-out (dots)")
+    losses.legend()
+    columns = [_measured_column(result, topology, 1) for result in results] + [_plain_zero3_column(results[0], topology)]
+    for offset, link in enumerate(("within nodes", "between nodes")):
+        values = [column[f"bytes per step {link}"] for column in columns]
+        bars = sent.bar([x + 0.4 * offset for x in range(len(columns))], values, width=0.4, label=link)
+        sent.bar_label(bars, labels=[f"{value / 1e6:.2f} MB" if value else "" for value in values], fontsize=8)
+    sent.set_xticks([x + 0.2 for x in range(len(columns))], [column["run"] for column in columns], fontsize=8)
+    sent.set(ylabel="bytes per step, all ranks", title="Bytes sent")
+    sent.legend()
     figure.savefig(path, dpi=120)
-    return True
+    plt.close(figure)
+    print(f"# plot: {path}")
+
+
+def _print_context(result: Result, topology: Topology, text: Text) -> None:
+    print(
+        f"\n# torch {torch.__version__}  {topology.num_nodes} nodes x {topology.ranks_per_node} ranks  "
+        f"parameters {result.numel:,}  steps {len(result.losses)}\n"
+        f"# text: {text.source}, {text.train.numel():,} bytes to train on, {text.held_out.numel():,} held out"
+    )
+
+
+def _measured_column(result: Result, topology: Topology, tokens_per_step: int) -> dict[str, Any]:
+    num_steps, memory = len(result.losses), result.memory
+    assert memory is not None, "finish() measures the memory"
+    formula = _memory_formula(result, topology)
+    column: dict[str, Any] = {
+        "run": result.name,
+        "held-out loss at start": result.held_out[0],
+        "held-out loss at end": result.held_out[-1],
+        "tokens/s (median step)": tokens_per_step / statistics.median(result.step_seconds),
+        "model states per rank": memory.model_states,
+        "model states per rank, formula": formula,
+    }
+    column |= {f"{name} per rank": nbytes for name, nbytes in memory.buffers.items()}
+    column["bytes per step within nodes"] = result.intra_nbytes / num_steps
+    column["bytes per step between nodes"] = result.inter_nbytes / num_steps
+    column["between nodes, in M"] = result.inter_units(topology.num_nodes)
+    return column
+
+
+def _plain_zero3_column(result: Result, topology: Topology) -> dict[str, Any]:
+    model_nbytes, num_nodes, per_node = 2 * result.numel, topology.num_nodes, topology.ranks_per_node
+    sent = EXCHANGES_OF_PLAIN_ZERO3 * model_nbytes
+    return {
+        "run": "plain ZeRO-3 bf16, formula",
+        "model states per rank, formula": model_state_nbytes(result.numel, 3, topology.world_size),
+        "bytes per step within nodes": sent * num_nodes * (per_node - 1),
+        "bytes per step between nodes": sent * (num_nodes - 1),
+        "between nodes, in M": float(EXCHANGES_OF_PLAIN_ZERO3 if num_nodes > 1 else 0),
+    }
+
+
+def _memory_formula(result: Result, topology: Topology) -> float:
+    is_narrow = result.dtype == torch.bfloat16  # then there are float32 masters beside Adam's two moments
+    return model_state_nbytes(
+        result.numel,
+        result.stage,
+        topology.world_size,
+        param_nbytes=result.dtype.itemsize,
+        state_nbytes=12 if is_narrow else 8,
+    )
+
+
+def _print_table(columns: list[dict[str, Any]]) -> None:
+    rows = list(dict.fromkeys(key for column in columns for key in column))
+    label_width = max(map(len, rows))
+    cells = {row: [_cell(row, column.get(row)) for column in columns] for row in rows}
+    widths = [max(len(cells[row][i]) for row in rows) for i in range(len(columns))]
+    for row in rows:
+        line = "   ".join(cell.rjust(width) for cell, width in zip(cells[row], widths, strict=True))
+        print(f"{row:<{label_width}}   {line}")
+
+
+def _cell(row: str, value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or "-"
+    if "loss" in row or "in M" in row:
+        return f"{value:.3f}"
+    return f"{value:,.0f}" if "tokens" in row else f"{value / 1e6:,.2f} MB"
+
+
+def _breakdown(result: Result) -> str:
+    parts = (f"{' '.join(key)} {nbytes / len(result.losses):,.0f}" for key, nbytes in sorted(result.sent.items()))
+    return ", ".join(parts) or "none"
+
+
+def _print_curves(results: list[Result]) -> None:
+    print(f"# {'held-out loss':>14}" + "".join(f"{result.name:>26}" for result in results))
+    for index, losses in enumerate(zip(*(result.held_out for result in results), strict=True)):
+        print(f"# {index:>14}" + "".join(f"{loss:>26.4f}" for loss in losses))
+    difference = results[0].held_out[-1] - results[1].held_out[-1]
+    print(f"# final difference: {difference:+.4f} nats/byte ({results[0].name} minus {results[1].name})")
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -76,6 +76,7 @@ class ZeroOptimizer(Optimizer):
             check_elementwise(build_inner(optimizer, [{"params": []}], [], optimizer_options), device)
         else:
             check_elementwise(optimizer, device)
+        self._owns_topology = topology is None
         self._runtime = Runtime(model, settings, _choose_topology(topology, ranks_per_node, group))
         shard_index = self._runtime.topology.shard_index("local")
         self._pieces = build_pieces(self._runtime.buckets, self._runtime.stage, shard_index)
@@ -227,8 +228,10 @@ class ZeroOptimizer(Optimizer):
             yield piece.param, start - piece.bucket.layout.slots[piece.slot].offset, piece.master
 
     def close(self) -> None:
-        """Take the hooks off the model and free the process groups made for it."""
+        """Take the hooks off the model, and free the process groups that were made for it."""
         self._runtime.close()
+        if self._owns_topology:
+            self._runtime.topology.close()
 
 
 def _choose_topology(

@@ -41,12 +41,11 @@ class Runtime:
         self.buckets = [bucket for buckets in buckets_of_unit for bucket in buckets]
         _check_ranks_agree(self.buckets, settings, topology)
         # Gathers and reductions each have process groups of their own: their orders need not match one another.
-        self._reduce_topology = topology.clone()
         self.pool = BufferPool(device)
         self.is_saving = False
         self._settle()
         self.gatherer = Gatherer(self.buckets, topology, settings, self.effective, self.pool)
-        topologies = (self._reduce_topology, topology)
+        topologies = (topology.companion, topology)
         self.reducer = Reducer(self.buckets, topologies, settings, self.effective, self.pool)
         self.hooks = Hooks(
             self.gatherer, self.reducer, self._should_reduce, shards_parameters=self.stage.shards_parameters
@@ -163,7 +162,6 @@ class Runtime:
     def close(self) -> None:
         """Take the hooks off; parameters stay as they are."""
         self.hooks.remove()
-        self._reduce_topology.close()
 
 
 def check_model(model: nn.Module) -> torch.device:

@@ -58,10 +58,16 @@ def _check_equals_single_process(
         assert relative_error(as_vector(got.values()), as_vector(expected.values())) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("name", CASES)
+EVERYWHERE = ["plain", "accumulation", "frozen and unused", "everything"]
+MATRIX = [
+    *((name, torch.float64, 2, 2) for name in CASES),
+    *((name, torch.float64, w, per_node) for name in EVERYWHERE for w, per_node in ((1, 1), (3, 3), (4, 2))),
+    *((name, torch.float32, w, p) for name in ("plain", "everything") for w, p in ((1, 1), (2, 2), (3, 3), (4, 2))),
+]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(1, 1), (2, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize(("name", "dtype", "world_size", "ranks_per_node"), MATRIX, ids=str)
 def test_equals_single_process(stage: int, name: str, dtype: torch.dtype, world_size: int, ranks_per_node: int) -> None:
     run_ranks(world_size, _check_equals_single_process, stage, name, dtype, world_size, ranks_per_node)
 

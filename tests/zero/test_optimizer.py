@@ -1,4 +1,4 @@
-"""ZeroOptimizer as a torch optimizer: kinds of optimizers, schedulers, closures, gradients, state; and what is refused."""
+"""ZeroOptimizer as a torch optimizer: kinds, schedulers, closures, gradients, state; and what is refused."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def _check_broken_forward(rank: int) -> None:
 def _raise_in_backward(model: nn.Module, rank: int) -> None:
     loss = loss_of(model, *batch(3, 0, rank))
     hidden = model.wte(batch(3, 0, rank)[0])
-    hidden.register_hook(lambda g: 1 / 0)
+    hidden.register_hook(lambda _: 1 / 0)
     (loss + model.blocks[0](hidden).sum()).backward()
 
 

@@ -1,0 +1,153 @@
+"""What the optimizer sends and holds, counted, against the theory's numbers."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zcomm
+from tests.ranks import run_ranks
+from tests.zero.training import zero_optimizer
+from zcomm import control
+from zero import model_state_nbytes
+
+WIDTH, DEPTH = 256, 3
+
+
+def _wide_model(dtype: torch.dtype) -> nn.Module:
+    """Large enough that padding to 256 elements a parameter is less than a hundredth."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(DEPTH)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def _step(model: nn.Module, optimizer: Any, rank: int) -> None:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank)).to(next(model.parameters()).dtype)
+    model(x).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _numel(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def _check_elements(rank: int, stage: int, world_size: int, ranks_per_node: int) -> None:
+    model = _wide_model(torch.float32)
+    with zero_optimizer(
+        model, torch.optim.AdamW(model.parameters()), stage=stage, ranks_per_node=ranks_per_node
+    ) as optimizer:
+        _step(model, optimizer, rank)
+        with zcomm.traffic() as sent:
+            _step(model, optimizer, rank)
+    elements = sent.elements() - sent.elements(operation="control")
+    one_way = _numel(model) * (world_size - 1) / world_size
+    expected = (3 if stage == 3 else 2) * one_way
+    if ranks_per_node not in (1, world_size):  # two hops send (L - 1)N + (N - 1) shards instead of W - 1
+        nodes = world_size // ranks_per_node
+        expected *= ((ranks_per_node - 1) * nodes + nodes - 1) / (world_size - 1)
+    assert expected <= elements <= 1.01 * expected
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(2, 2), (3, 3), (4, 1), (4, 2)])
+def test_elements_sent_per_step(stage: int, world_size: int, ranks_per_node: int) -> None:
+    run_ranks(world_size, _check_elements, stage, world_size, ranks_per_node)
+
+
+def _check_inter_node_bytes(rank: int, num_micro: int) -> None:
+    units = {}
+    for name, switches in (
+        ("plain", {}),
+        ("ZeRO++", {"quantized_weights": True, "quantized_gradients": True, "hpz_partition_size": 2}),
+    ):
+        model = _wide_model(torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with zero_optimizer(model, optimizer, stage=3, ranks_per_node=2, **switches) as wrapped:
+            _step(model, wrapped, rank)
+            with zcomm.traffic() as sent:
+                _step(model, wrapped, rank)
+            loss = model(torch.randn(4, WIDTH, dtype=torch.bfloat16)).float().square().mean()
+            with zcomm.traffic() as backward:
+                loss.backward()
+            if name == "ZeRO++":
+                gathers = [k for k, _ in backward if k.operation in ("all_gather", "secondary_gather")]
+                assert gathers, "backward gathers its parameters again"
+                assert all(key.link == "intra" for key in gathers)
+            t = wrapped.topology
+            model_bytes = sent.bytes(link="inter") - sent.bytes(link="inter", operation="control")
+            of_ranks = control.gather_float64(torch.tensor([float(model_bytes)]), t)
+            units[name] = of_ranks.sum().item() / (t.num_nodes - 1) / (2 * _numel(model))
+    assert 2.99 <= units["plain"] <= 3.03
+    assert units["ZeRO++"] <= 0.26 * 3.0
+    assert num_micro == 1
+
+
+def test_inter_node_bytes_of_zeropp() -> None:
+    run_ranks(4, _check_inter_node_bytes, 1)
+
+
+def _storages_of(tensors: list[Tensor]) -> dict[int, int]:
+    with torch._C.DisableTorchFunctionSubclass():  # released parameters answer no questions
+        return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def _all_tensors() -> list[Tensor]:
+    gc.collect()
+    found = []
+    for thing in gc.get_objects():
+        if type(thing).__name__ != "weakproxy" and issubclass(type(thing), Tensor):
+            found.append(thing)
+    return found
+
+
+def _check_memory(rank: int, stage: int, grad_nbytes: int, world_size: int) -> None:
+    """Every storage alive in this process that was not there before, by the garbage collector, not by our own books."""
+    before = _storages_of(_all_tensors())
+    model = _wide_model(torch.bfloat16)
+    numel = _numel(model)
+    dtype = torch.float32 if grad_nbytes == 4 else torch.bfloat16
+    optimizer = torch.optim.AdamW(model.parameters())
+    with zero_optimizer(model, optimizer, stage=stage, gradient_dtype=dtype) as wrapped:
+        for _ in range(2):
+            _step(model, wrapped, rank)
+        after = {k: v for k, v in _storages_of(_all_tensors()).items() if k not in before}
+        report = wrapped.memory()
+        expected = model_state_nbytes(numel, stage, world_size, gradient_nbytes=grad_nbytes)
+        held = sum(after.values()) - sum(report.buffers.values())
+        assert abs(held - expected) <= 0.05 * expected, (held, expected)
+        assert abs(report.model_states - expected) <= 0.05 * expected
+        assert report.formula == pytest.approx(expected)
+        assert report.unreduced_gradients == 0
+        by_hand = {
+            0: 2 + grad_nbytes + 12,
+            1: 2 + grad_nbytes + 12 / world_size,
+            2: 2 + (grad_nbytes + 12) / world_size,
+            3: (2 + grad_nbytes + 12) / world_size,
+        }
+        assert expected == pytest.approx(numel * by_hand[stage])
+
+
+@pytest.mark.parametrize("grad_nbytes", [4, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_memory_is_what_the_theory_says(stage: int, grad_nbytes: int, world_size: int) -> None:
+    run_ranks(world_size, _check_memory, stage, grad_nbytes, world_size)
+
+
+def _check_no_sync_memory(rank: int) -> None:
+    model = _wide_model(torch.bfloat16)
+    with zero_optimizer(model, torch.optim.AdamW(model.parameters()), stage=3) as wrapped:
+        with wrapped.no_sync():
+            model(torch.randn(4, WIDTH, dtype=torch.bfloat16)).float().sum().backward()
+        assert wrapped.memory().unreduced_gradients >= 4 * _numel(model)
+        _step(model, wrapped, rank)
+        assert wrapped.memory().unreduced_gradients == 0
+
+
+def test_no_sync_reports_what_it_holds() -> None:
+    run_ranks(2, _check_no_sync_memory)
