@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zcomm.all_gather import gather_steps
 from zcomm.formats import Format, codec_for
 from zcomm.reduce_scatter import reduce_steps
 from zcomm.route import Group, Route, WireFormat, check_flat, divisor_of, find_route
-from zcomm.work import Steps, Work, run
+from zcomm.work import Steps, Work, nothing, run
 
 __all__ = ["all_reduce"]
 
@@ -32,7 +33,8 @@ def all_reduce(
         group: a ProcessGroup (default: all ranks), or a :class:`zcomm.Topology`.
         format: of the reduce-scatter, as there.
         gather_format: of the all-gather, as there; default: ``format``, each kind of link as in the reduce-scatter.
-        async_op: return a Work at once.
+        async_op: return a Work at once. Over a Topology everything overlaps; over a ProcessGroup the gather begins in
+            ``wait()``, so call that at the same point of the program on every rank.
 
     Returns:
         A Work if ``async_op``, else None.
@@ -40,23 +42,50 @@ def all_reduce(
     Raises:
         LayoutError, FormatError: As the two collectives. Raised before any communication.
 
-    Cost for each rank: that of both collectives on ceil(n / world_size) elements a shard, and one copy each way.
+    Cost for each rank: that of both collectives on ceil(n / world_size) elements a shard; one copy each way if n
+    does not divide.
     """
     check_flat("tensor", tensor)
     if gather_format is None:
-        gather_format = format if isinstance(format, (str, Format)) else (format[1], format[0])
-    reducing, gathering = find_route(group, format, "intra"), find_route(group, gather_format, "inter")
+        gather_format = format if isinstance(format, (str, Format)) else format[::-1]
+    reducing = find_route("all_reduce", group, format, first="intra")
+    gathering = find_route("all_reduce", group, gather_format, first="inter")
     for _, hop_format in (*reducing.hops, *gathering.hops):
         codec_for(hop_format, tensor.dtype)
     steps = _steps(tensor, reducing, gathering, divisor_of(op, reducing.world_size))
-    return run(steps, async_op=async_op, queue=reducing.queue, device=tensor.device)
+    num_exchanges = len(reducing.hops) + len(gathering.hops)
+    return run(steps, async_op=async_op, device=tensor.device, queue=reducing.queue, num_exchanges=num_exchanges)
 
 
 def _steps(tensor: Tensor, reducing: Route, gathering: Route, divisor: int) -> Steps:
-    world_size = reducing.world_size
-    rows = tensor.new_zeros(world_size, -(-tensor.numel() // world_size))
-    rows.view(-1)[: tensor.numel()].copy_(tensor)
-    shard = tensor.new_empty(rows.shape[1])
+    if not tensor.numel():
+        return nothing()
+    return _exchanges(tensor, reducing, gathering, divisor)
+
+
+def _exchanges(tensor: Tensor, reducing: Route, gathering: Route, divisor: int) -> Steps:
+    rows = _padded_rows(tensor, reducing.world_size)
+    if any(wire.name == "none" for _, wire in gathering.hops):
+        shard = rows[reducing.own_row("local")]  # every rank has sent its rows before sums are written
+    else:
+        shard = torch.empty(rows.shape[1], dtype=_sum_dtype(tensor.dtype), device=tensor.device)
     yield from reduce_steps(shard, rows, reducing, "local", divisor)
     yield from gather_steps(rows, shard, gathering, "local")
-    tensor.copy_(rows.view(-1)[: tensor.numel()])
+    if rows.data_ptr() != tensor.data_ptr():
+        tensor.copy_(rows.view(-1)[: tensor.numel()])
+
+
+def _padded_rows(tensor: Tensor, num_rows: int) -> Tensor:
+    """``tensor`` as [num_rows, n]: itself if it divides, else a copy that ends in zeros."""
+    numel = tensor.numel()
+    if numel % num_rows == 0:
+        return tensor.view(num_rows, -1)
+    rows = tensor.new_empty(num_rows, -(-numel // num_rows))
+    rows.view(-1)[:numel].copy_(tensor)
+    rows.view(-1)[numel:].zero_()
+    return rows
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Sums are in float32 or float64; they are rounded once, by the format of the gather."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -6,6 +6,7 @@ two hops    inside the node to the local rank of the destination, then between n
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from zcomm import backend, kernels
@@ -13,12 +14,10 @@ from zcomm.backend import Sent
 from zcomm.errors import LayoutError
 from zcomm.formats import codec_for
 from zcomm.message import layout_of
-from zcomm.route import Group, Route, WireFormat, check_flat, find_route
-from zcomm.work import Steps, Work, run
+from zcomm.route import Group, Route, WireFormat, check_apart, check_flat, find_route
+from zcomm.work import Steps, Work, nothing, run
 
 __all__ = ["all_to_all_single"]
-
-OPERATION = "all_to_all"
 
 
 def all_to_all_single(
@@ -44,10 +43,10 @@ def all_to_all_single(
     Raises:
         LayoutError, FormatError: Sizes, dtypes or formats do not fit. Raised before any communication.
 
-    Cost for each rank: one message to every other rank; with two hops num_nodes messages to every other rank of the node
-    and ranks_per_node messages to one rank of every other node.
+    Cost for each rank: one message to every other rank; with two hops num_nodes messages to every other rank of the
+    node and ranks_per_node messages to one rank of every other node.
     """
-    route = find_route(group, format, "intra")
+    route = find_route("all_to_all", group, format, first="intra")
     check_flat("input", input)
     check_flat("output", output)
     if input.numel() % route.world_size or output.numel() != input.numel() or output.device != input.device:
@@ -56,17 +55,24 @@ def all_to_all_single(
             f"input numel={input.numel()} on {input.device}, output numel={output.numel()} on {output.device}, "
             f"world_size={route.world_size}"
         )
+    check_apart("output", output, "input", input)
     for _, hop_format in route.hops:
         codec_for(hop_format, input.dtype)
-    steps = _one_hop(output, input, route) if len(route.hops) == 1 else _two_hops(output, input, route)
-    return run(steps, async_op=async_op, queue=route.queue, device=output.device)
+    steps = _steps(output, input, route)
+    return run(steps, async_op=async_op, device=output.device, queue=route.queue, num_exchanges=len(route.hops))
+
+
+def _steps(output: Tensor, source: Tensor, route: Route) -> Steps:
+    if not source.numel():
+        return nothing()
+    return _one_hop(output, source, route) if len(route.hops) == 1 else _two_hops(output, source, route)
 
 
 def _one_hop(output: Tensor, source: Tensor, route: Route) -> Steps:
     hop, wire = route.hops[0]
     numel = source.numel() // route.world_size
-    layout = layout_of(OPERATION, wire, source.dtype, 1, numel)
-    sent = Sent(OPERATION, str(wire), numel)
+    layout = layout_of(route.operation, wire, source.dtype, 1, numel)
+    sent = Sent(route.operation, str(wire), numel)
     if source.dtype == output.dtype == layout.codec.dtype:
         yield backend.all_to_all(output, source, hop, sent)
         return
@@ -79,19 +85,20 @@ def _one_hop(output: Tensor, source: Tensor, route: Route) -> Steps:
 def _two_hops(output: Tensor, source: Tensor, route: Route) -> Steps:
     (intra, wire), (inter, wire_between) = route.hops
     nodes, locals_, numel = route.num_nodes, route.ranks_per_node, source.numel() // route.world_size
-    layout = layout_of(OPERATION, wire, source.dtype, 1, numel)
+    layout = layout_of(route.operation, wire, source.dtype, 1, numel)
     messages = layout.new(route.world_size, source.device)
     kernels.quantize(source, layout, messages, numel, 0)
     messages = messages.view(nodes, locals_, -1).transpose(0, 1).contiguous()  # to [local rank, node]
     received = layout.new(route.world_size, source.device)
-    yield backend.all_to_all(received, messages, intra, Sent(OPERATION, str(wire), nodes * numel))
+    yield backend.all_to_all(received, messages, intra, Sent(route.operation, str(wire), nodes * numel))
     messages = received.view(locals_, nodes, -1).transpose(0, 1).contiguous()  # [to node, from local rank]
     if wire != wire_between:
-        values = output.new_empty(source.numel())
+        between = codec_for(wire_between, source.dtype)
+        values = torch.empty(source.numel(), dtype=between.dtype_between(layout.codec), device=source.device)
         kernels.decode(messages.view(route.world_size, -1), layout, values, numel, 0)
-        layout = layout_of(OPERATION, wire_between, source.dtype, 1, numel)
+        layout = layout_of(route.operation, wire_between, source.dtype, 1, numel)
         messages = layout.new(route.world_size, source.device)
         kernels.quantize(values, layout, messages, numel, 0)
     received = layout.new(route.world_size, source.device)
-    yield backend.all_to_all(received, messages, inter, Sent(OPERATION, str(wire_between), locals_ * numel))
+    yield backend.all_to_all(received, messages, inter, Sent(route.operation, str(wire_between), locals_ * numel))
     kernels.decode(received, layout, output, numel, 0)  # [from node, from local rank]: rank order

@@ -1,27 +1,35 @@
 """The only module that calls torch.distributed's collectives: absorbs their renames, counts what is sent.
 
 Tensors travel as bytes, so every dtype goes through every backend. A hop of one rank is a local copy.
+
+Over gloo an all-gather is W - 1 sends and receives, straight into place: gloo's own gathers into a buffer of its own
+and copies, and takes two to three times as long from 1 MiB on. CUDA tensors over gloo, and CPU tensors over NCCL, pass
+through a copy on a device that the backend takes; those exchanges end before the call returns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zcomm.traffic import Key, record
+from zcomm.traffic import record
 
 __all__ = [
+    "ALONE",
     "Hop",
+    "Pending",
     "Sent",
     "all_gather",
     "all_to_all",
     "broadcast_",
-    "control_device",
     "destroy_group",
+    "device_of",
     "gather_ints",
     "max_",
     "new_group",
@@ -29,6 +37,19 @@ __all__ = [
 
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single and deprecated the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+TAG = 0x7A63  # of our sends: a caller's own sends over the same group carry other tags
+MAX_DIRECT_PEERS = 31  # beyond, so many small sends cost more than gloo's copy
+
+
+class Pending(Protocol):
+    """An exchange under way."""
+
+    def wait(self) -> Any:
+        """Block until it has ended (NCCL: make the current stream wait)."""
+
+    def is_completed(self) -> bool:
+        """Whether it is known to have ended."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +62,11 @@ class Hop:
     rank: int
     num_intra_peers: int
     num_inter_peers: int
+    backend: str = ""
+    """Of the group, as torch.distributed names it."""
+
+
+ALONE = Hop(None, 1, 0, 0, 0)
 
 
 class Sent(NamedTuple):
@@ -52,35 +78,97 @@ class Sent(NamedTuple):
 
 
 def _count(hop: Hop, sent: Sent, nbytes: int) -> None:
-    for link, peers in (("intra", hop.num_intra_peers), ("inter", hop.num_inter_peers)):
-        record(Key(sent.operation, sent.format, link), num_messages=peers, numel=sent.numel, nbytes=nbytes)
+    if hop.num_intra_peers:
+        record((sent.operation, sent.format, "intra"), hop.num_intra_peers, sent.numel, nbytes)
+    if hop.num_inter_peers:
+        record((sent.operation, sent.format, "inter"), hop.num_inter_peers, sent.numel, nbytes)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.view(-1).view(torch.uint8)
 
 
-def all_gather(output: Tensor, message: Tensor, hop: Hop, sent: Sent) -> dist.Work | None:
-    """Start gathering ``message`` from every rank into contiguous ``output``; may be ``output``'s own part already."""
+def all_gather(output: Tensor, message: Tensor, hop: Hop, sent: Sent) -> Pending | None:
+    """Start gathering contiguous ``message`` from every rank.
+
+    ``output`` is contiguous, or 2-D with one contiguous row for each rank; ``message`` may be its own row already.
+    """
     if message.numel() == 0:
         return None
     _count(hop, sent, message.numel() * message.element_size())
     if hop.group is None:
         if output.data_ptr() != message.data_ptr():
-            _bytes(output).copy_(_bytes(message))
+            output.view(-1).copy_(message.view(-1))
         return None
-    return _started(_all_gather(_bytes(output), _bytes(message), group=hop.group, async_op=True))
+    if device_of(hop.backend, message.device) != message.device:
+        return _through_copies(output, message, hop, _gather)
+    return _gather(output, message, hop)
 
 
-def all_to_all(output: Tensor, messages: Tensor, hop: Hop, sent: Sent) -> dist.Work | None:
-    """Start sending part i of contiguous ``messages`` to rank i; part j of ``output`` comes from rank j."""
+def _gather(output: Tensor, message: Tensor, hop: Hop) -> Pending:
+    if "gloo" in hop.backend and hop.size - 1 <= MAX_DIRECT_PEERS:
+        return _gather_directly(output.view(hop.size, -1), message.view(-1), hop)
+    if output.is_contiguous():
+        return cast(Pending, _all_gather(_bytes(output), _bytes(message), group=hop.group, async_op=True))
+    rows = [_bytes(row) for row in output]
+    return cast(Pending, dist.all_gather(rows, _bytes(message), group=hop.group, async_op=True))
+
+
+def _gather_directly(rows: Tensor, message: Tensor, hop: Hop) -> Pending:
+    group, parts = hop.group, [_bytes(row) for row in rows.unbind(0)]
+    mine, source = parts[hop.rank], _bytes(message)
+    works: list[Pending] = []
+    for step in range(1, hop.size):
+        peer = (hop.rank - step) % hop.size
+        works.append(cast(Pending, dist.irecv(parts[peer], group=group, tag=TAG, group_src=peer)))
+    for step in range(1, hop.size):
+        peer = (hop.rank + step) % hop.size
+        works.append(cast(Pending, dist.isend(source, group=group, tag=TAG, group_dst=peer)))
+    if mine.data_ptr() != source.data_ptr():
+        mine.copy_(source)
+    return _Each(works)
+
+
+class _Each:
+    """Several exchanges as one."""
+
+    def __init__(self, works: Sequence[Pending]) -> None:
+        self._works = list(works)
+
+    def wait(self) -> None:
+        while self._works:  # gloo's sends and receives can be waited for only once
+            self._works.pop(0).wait()
+
+    def is_completed(self) -> bool:
+        return not self._works
+
+
+def all_to_all(output: Tensor, messages: Tensor, hop: Hop, sent: Sent) -> Pending | None:
+    """Start sending part i of contiguous ``messages`` to rank i; part j of contiguous ``output`` comes from rank j."""
     if messages.numel() == 0:
         return None
     _count(hop, sent, messages.numel() * messages.element_size() // hop.size)
     if hop.group is None:
-        _bytes(output).copy_(_bytes(messages))
+        output.view(-1).copy_(messages.view(-1))
         return None
-    return _started(dist.all_to_all_single(_bytes(output), _bytes(messages), group=hop.group, async_op=True))
+    if device_of(hop.backend, messages.device) != messages.device:
+        return _through_copies(output, messages, hop, _exchange)
+    return _exchange(output, messages, hop)
+
+
+def _exchange(output: Tensor, messages: Tensor, hop: Hop) -> Pending:
+    work = dist.all_to_all_single(_bytes(output), _bytes(messages), group=hop.group, async_op=True)
+    return cast(Pending, work)
+
+
+def _through_copies(
+    output: Tensor, source: Tensor, hop: Hop, start: Callable[[Tensor, Tensor, Hop], Pending]
+) -> Pending | None:
+    device = device_of(hop.backend, source.device)
+    received = torch.empty(output.shape, dtype=output.dtype, device=device)
+    start(received, source.to(device), hop).wait()
+    output.copy_(received)
+    return None
 
 
 def broadcast_(tensor: Tensor, src: int, hop: Hop) -> None:
@@ -88,42 +176,64 @@ def broadcast_(tensor: Tensor, src: int, hop: Hop) -> None:
     if hop.group is None or tensor.numel() == 0:
         return
     if hop.rank == src:
-        nbytes = tensor.numel() * tensor.element_size()
-        _count(hop, Sent("control", "none", tensor.numel()), nbytes)
-    dist.broadcast(_bytes(tensor), dist.get_global_rank(hop.group, src), group=hop.group)
+        _count(hop, Sent("control", "none", tensor.numel()), tensor.numel() * tensor.element_size())
+    values = tensor.to(device_of(hop.backend, tensor.device))
+    dist.broadcast(_bytes(values), group=hop.group, group_src=src)
+    if values is not tensor:
+        tensor.copy_(values)
 
 
 def max_(tensor: Tensor, hop: Hop) -> None:
     """Overwrite an integer ``tensor`` with the elementwise maximum over the ranks."""
-    if hop.group is not None:
-        _count(hop, Sent("control", "none", tensor.numel()), tensor.numel() * tensor.element_size())
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=hop.group)
+    of_ranks = tensor.new_empty((hop.size, tensor.numel()))
+    work = all_gather(of_ranks, tensor, hop, Sent("control", "none", tensor.numel()))
+    if work is not None:
+        work.wait()
+    if tensor.numel():
+        tensor.view(-1).copy_(of_ranks.amax(0))
 
 
-def control_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where small tensors must lie for ``group``'s backend."""
-    is_nccl = dist.is_initialized() and "nccl" in dist.get_backend(group)
-    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+def device_of(backend: str, wanted: torch.device) -> torch.device:
+    """``wanted`` if ``backend`` takes its tensors, else a device whose tensors it takes."""
+    if wanted.type == "cpu" and "gloo" not in backend and "nccl" in backend:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if wanted.type == "cuda" and "nccl" not in backend else wanted
 
 
 def gather_ints(value: int, group: dist.ProcessGroup | None) -> list[int]:
     """Every rank's ``value``, in rank order."""
-    mine = torch.tensor([value], dtype=torch.int64, device=control_device(group))
+    device = device_of(backend_of(group), torch.device("cpu"))
+    mine = torch.tensor([value], dtype=torch.int64, device=device)
     of_ranks = mine.new_empty(dist.get_world_size(group))
-    _started(_all_gather(of_ranks, mine, group=group, async_op=True)).wait()
+    cast(Pending, _all_gather(of_ranks, mine, group=group, async_op=True)).wait()
     return [int(v) for v in of_ranks.tolist()]
 
 
-def _started(work: Any) -> dist.Work:
-    assert work is not None, "torch.distributed returned no Work for async_op=True"
-    return work  # type: ignore[no-any-return]
+def backend_of(group: dist.ProcessGroup | None) -> str:
+    """The group's backends as ``cpu:gloo,cuda:nccl``."""
+    return str(dist.get_backend_config(group))
 
 
-def new_group(ranks: list[int], parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A process group of global ``ranks`` with ``parent``'s backend. Collective over ``ranks``, in the same order on each."""
-    group = dist.new_group(ranks, backend=dist.get_backend(parent), use_local_synchronization=True)
-    assert group is not None, "torch.distributed created no group"
-    return group  # type: ignore[return-value]
+def new_group(ranks: list[int], parent: dist.ProcessGroup | None, *, is_local: bool) -> dist.ProcessGroup | None:
+    """A process group of global ``ranks`` with ``parent``'s backend and timeout; None for ranks outside.
+
+    Called by every rank of the job in the same order; with ``is_local`` by ``ranks`` alone, for parents that are not
+    the whole job (torch.distributed then names the group by its ranks and the number of groups that a rank has).
+    """
+    group = dist.new_group(
+        ranks, timeout=_timeout_of(parent), backend=backend_of(parent), use_local_synchronization=is_local
+    )
+    return cast(dist.ProcessGroup, group) if dist.get_rank() in ranks else None
+
+
+def _timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
+    """The timeout of ``group``: torch.distributed would give a new group half an hour whatever its parent has."""
+    whole: Any = dist.group.WORLD if group is None else group
+    for device in whole._device_types:
+        timeout = getattr(getattr(whole._get_backend(device), "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:

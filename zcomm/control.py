@@ -15,19 +15,21 @@ __all__ = ["agree_max", "broadcast_", "gather_float64"]
 
 def agree_max(values: Tensor, topology: Topology) -> Tensor:
     """The elementwise maximum of int64 ``values`` over all ranks, on the CPU, the same on every rank."""
-    agreed = values.to(backend.control_device(topology.world.group), torch.int64, copy=True)
+    agreed = values.to("cpu", torch.int64, copy=True)
+    _keep_order(topology)
     backend.max_(agreed, topology.world)
-    return agreed.cpu()
+    return agreed
 
 
 def gather_float64(values: Tensor, topology: Topology) -> Tensor:
     """Every rank's float64 ``values`` [n] as [world_size, n], in rank order, on the CPU."""
-    mine = values.to(backend.control_device(topology.world.group), torch.float64).contiguous()
+    mine = values.to("cpu", torch.float64).contiguous()
+    _keep_order(topology)
     of_ranks = mine.new_empty((topology.world_size, mine.numel()))
     work = backend.all_gather(of_ranks, mine, topology.world, Sent("control", "none", mine.numel()))
     if work is not None:
         work.wait()
-    return of_ranks.cpu()
+    return of_ranks
 
 
 def broadcast_(tensor: Tensor, src: int, topology: Topology) -> None:
@@ -38,7 +40,15 @@ def broadcast_(tensor: Tensor, src: int, topology: Topology) -> None:
     """
     if not 0 <= src < topology.world_size:
         raise TopologyError(f"src must be a rank: src={src}, world_size={topology.world_size}")
+    _keep_order(topology)
     values = tensor.detach().contiguous()
     backend.broadcast_(values, src, topology.world)
     if values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values)
+
+
+def _keep_order(topology: Topology) -> None:
+    """Let what is queued finish first if it runs over the same group: exchanges of a group start in program order."""
+    topology.queue.check_open()
+    if not topology.has_two_hops:
+        topology.queue.drain()

@@ -1,8 +1,8 @@
 """Wire formats: how an element of a tensor becomes bits in a message. One table; everything else is derived.
 
-A *cast* codec sends a plain array of its dtype. A *block* codec sends codes, and one bf16 scale for each run of ``block``
-elements: x ~ code * scale, codes symmetric in [-qmax, qmax]. The format ``none`` is the cast codec of the tensor's own
-dtype. The numerics contract stands in :mod:`zcomm.quant`.
+A *cast* codec sends a plain array of its dtype. A *block* codec sends codes, and one bf16 scale for each ``block``
+elements: x ~ code * scale, with codes symmetric in [-qmax, qmax]. The format ``none`` is the cast codec of the tensor's
+own dtype. The numerics contract stands in :mod:`zcomm.quant`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ class Codec:
     def is_block(self) -> bool:
         """Whether messages hold scales and codes, rather than a plain array."""
         return self.dtype is None
+
+    def dtype_between(self, before: Codec) -> torch.dtype:
+        """Of values decoded from ``before`` to be encoded with this codec: its own, or wide enough for exact values."""
+        if self.dtype is not None:
+            return self.dtype
+        return torch.float64 if before.dtype == torch.float64 else torch.float32
 
 
 CODECS = {

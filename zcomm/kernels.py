@@ -24,7 +24,14 @@ except ImportError as error:  # a source tree that was not built
 else:
     _REASON = ""
 
-__all__ = ["decode", "decode_sum", "decode_sum_requantize", "native_unavailable_reason", "quantize"]
+__all__ = [
+    "decode",
+    "decode_sum",
+    "decode_sum_requantize",
+    "native_description",
+    "native_unavailable_reason",
+    "quantize",
+]
 
 DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -34,6 +41,12 @@ def native_unavailable_reason() -> str:
     if env.value("ZCOMM_KERNELS") == "reference":
         return "ZCOMM_KERNELS=reference"
     return _REASON
+
+
+def native_description() -> str:
+    """Instruction set, version and compiler of the native kernels, which must be available."""
+    built = _native.build_info()
+    return f"{_native.isa()} of {', '.join(built['isa_levels'])}; {built['compiler']}; CUDA {'in' if built['cuda'] else 'not in'} the build"
 
 
 @cache

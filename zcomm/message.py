@@ -1,9 +1,9 @@
 """The bytes that one rank sends in one call: where scales, codes and the trailer lie.
 
-A message holds ``num_segments`` segments of ``segment_numel`` elements. Cast codecs: a plain array, segment after segment.
-Block codecs:
+A message holds ``num_segments`` segments of ``segment_numel`` elements. Cast codecs: a plain array, segment after
+segment. Block codecs:
 
-    | scales bf16, segment-major | 0 to 16 | codes, segment-major, each segment on a byte | 0 | hash u32 | checksum u32 |
+    | scales bf16, segment-major | 0 to 16 | codes, segment-major, each from a byte | 0 | hash u32 | checksum u32 |
 
 Invariants:
     M1  Every rank computes the same ``nbytes``: no size exchange.

@@ -6,8 +6,8 @@
     N2  scale = RN(absmax / qmax), rounded up to bf16, at most 0x7F7F.
     N3  y = RN(x * RN(1 / scale)); code = y rounded half to even, clamped to +-qmax; no fused multiply-add.
     N4  value = RN(code * scale), clamped to the finite range of the output dtype.
-    N8  A sum is d0, then + d1, ... in message order in float32, each term clamped to the finite range of float32; a mean
-        is one division at the end. Sums are not clamped: an overflow of a sum stays visible.
+    N8  A sum is d0, then + d1, ... in message order in float32, each term clamped to the finite range of float32; a
+        mean is one division at the end. Sums are not clamped: an overflow of a sum stays visible.
 
 Arrays are addressed as message i, segment s at ``i * message_stride + s * segment_stride`` elements. float64 tensors
 travel as float64 in cast codecs, are summed in float64, and are rounded to float32 before block codecs.
@@ -46,7 +46,7 @@ def _encode(values: Tensor, layout: MessageLayout) -> Tensor:
     """Values [num_messages, num_segments, segment_numel] to messages uint8 [num_messages, nbytes]."""
     num_messages = values.shape[0]
     if layout.codec.dtype is not None:
-        return values.to(layout.codec.dtype).reshape(num_messages, layout.numel).view(torch.uint8)
+        return values.to(layout.codec.dtype).reshape(-1).view(torch.uint8).view(num_messages, layout.nbytes)
     padded = layout.blocks_per_segment * layout.block
     blocks = pad(values.float(), (0, padded - layout.segment_numel)).view(*values.shape[:2], -1, layout.block)
     scale_bits, codes = _quantize_blocks(blocks, layout.codec.qmax)
@@ -69,13 +69,18 @@ def _quantize_blocks(blocks: Tensor, qmax: int) -> tuple[Tensor, Tensor]:
     """Float32 [..., block] to the float32 bits of the scales, int32 [..., 1], and codes int8 [..., block]."""
     absmax_bits = (blocks.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
     is_finite, is_tiny = absmax_bits < INFINITY_BITS, absmax_bits < TINY_BITS
-    bits = (absmax_bits.view(torch.float32) / qmax).view(torch.int32)
+    bits = _divided(absmax_bits.view(torch.float32), qmax).view(torch.int32)
     bits = ((bits + 0xFFFF) & UPPER_HALF).clamp(max=LARGEST_SCALE_BITS)
     is_normal = is_finite & ~is_tiny
     inverse = torch.where(is_normal, 1 / bits.view(torch.float32), 0.0)
     codes = (torch.where(is_normal, blocks, 0.0) * inverse).round().clamp(-qmax, qmax).to(torch.int8)
     bits = torch.where(is_tiny, 0, torch.where(is_finite, bits, NAN_SCALE_BITS))
     return bits.to(torch.int32), codes
+
+
+def _divided(values: Tensor, divisor: float) -> Tensor:
+    """IEEE division: by a Python number, torch multiplies with the reciprocal on CUDA."""
+    return values / torch.full((1,), divisor, dtype=values.dtype, device=values.device)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
@@ -98,7 +103,7 @@ def _decoded(messages: Tensor, layout: MessageLayout) -> Tensor:
     """Messages to their exact values [num_messages, num_segments, segment_numel], in float32 or the wire's dtype."""
     shape = (messages.shape[0], layout.num_segments, layout.segment_numel)
     if layout.codec.dtype is not None:
-        return messages.contiguous().view(layout.codec.dtype).view(shape)
+        return messages.reshape(-1).view(layout.codec.dtype).view(shape)
     check_hashes(messages, layout)
     num_scales = layout.num_segments * layout.blocks_per_segment
     scale_bits = messages[:, : 2 * num_scales].contiguous().view(torch.int16).to(torch.int32) << 16
@@ -119,7 +124,7 @@ def check_hashes(messages: Tensor, layout: MessageLayout) -> None:
             raise MessageError(
                 f"message {index} of {len(found)} is not what this rank expects: layout hash {value:#010x}, expected "
                 f"{layout.hash:#010x} for {layout.operation}, {layout.codec.name}, block={layout.block}, "
-                f"{layout.num_segments} x {layout.segment_numel} elements. Do all ranks call with the same sizes and format?"
+                f"{layout.num_segments} x {layout.segment_numel} elements: sizes and formats differ between ranks"
             )
 
 
@@ -149,7 +154,7 @@ def decode_sum(messages: Tensor, layout: MessageLayout, out: Tensor, segment_str
     """Write the sum of ``messages``, divided by ``divisor``, into ``out``: segment s at ``s * segment_stride``."""
     total = _summed(messages, layout)
     if divisor != 1:
-        total = total / divisor
+        total = _divided(total, divisor)
     _segments(out, layout, 1, (0, segment_stride)).copy_(total.unsqueeze(0))
 
 

@@ -21,11 +21,9 @@ from zcomm.formats import codec_for
 from zcomm.message import MessageLayout, layout_of
 from zcomm.route import Group, Route, WireFormat, check_numbering, check_shard, divisor_of, find_route, rows_of
 from zcomm.topology import Numbering
-from zcomm.work import Steps, Work, run
+from zcomm.work import Steps, Work, nothing, run
 
 __all__ = ["reduce_scatter_single", "reduce_steps"]
-
-OPERATION = "reduce_scatter"
 
 
 def reduce_scatter_single(
@@ -58,10 +56,10 @@ def reduce_scatter_single(
         LayoutError, FormatError: Sizes, dtypes, op or formats do not fit. Raised before any communication.
         MessageError: Another rank sent something else, or bytes were damaged (with ZCOMM_CHECK=1).
 
-    Cost for each rank: sends one message to every other rank; with two hops one of num_nodes segments to every other rank
-    of the node, and one segment to one rank of every other node. Scratch: the messages sent and received.
+    Cost for each rank: sends one message to every other rank; with two hops one of num_nodes segments to every other
+    rank of the node, and one segment to one rank of every other node. Scratch: the messages sent and received.
     """
-    route = find_route(group, format, "intra")
+    route = find_route("reduce_scatter", group, format, first="intra")
     check_numbering(numbering)
     divisor = divisor_of(op, route.world_size)
     rows = rows_of("input", input, route.world_size)
@@ -69,28 +67,34 @@ def reduce_scatter_single(
     for _, hop_format in route.hops:
         codec_for(hop_format, input.dtype)
     steps = reduce_steps(output, rows, route, numbering, divisor)
-    return run(steps, async_op=async_op, queue=route.queue, device=output.device)
+    return run(steps, async_op=async_op, device=output.device, queue=route.queue, num_exchanges=len(route.hops))
 
 
 def reduce_steps(output: Tensor, rows: Tensor, route: Route, numbering: Numbering, divisor: int) -> Steps:
     """The steps of :func:`reduce_scatter_single` on checked arguments."""
+    if not output.numel():
+        return nothing()
+    return _exchanges(output, rows, route, numbering, divisor)
+
+
+def _exchanges(output: Tensor, rows: Tensor, route: Route, numbering: Numbering, divisor: int) -> Steps:
     hop, wire = route.hops[0]
     numel, device = output.numel(), output.device
     is_last = len(route.hops) == 1
     num_segments = 1 if is_last else route.num_nodes
-    layout = layout_of(OPERATION, wire, rows.dtype, num_segments, numel)
+    layout = layout_of(route.operation, wire, rows.dtype, num_segments, numel)
     per_local_rank, per_node = route.strides(numbering, rows.stride(0))
     strides = (rows.stride(0), 0) if is_last else (per_local_rank, per_node)
     received = layout.new(hop.size, device)
     sending = _encoded(rows, layout, hop.size, strides, is_in_order=is_last or numbering == "local")
-    yield backend.all_to_all(received, sending, hop, Sent(OPERATION, str(wire), layout.numel))
+    yield backend.all_to_all(received, sending, hop, Sent(route.operation, str(wire), layout.numel))
     if not is_last:
         hop, wire = route.hops[1]
-        summed, layout = layout, layout_of(OPERATION, wire, rows.dtype, 1, numel)
+        summed, layout = layout, layout_of(route.operation, wire, rows.dtype, 1, numel)
         partial = layout.new(hop.size, device)
         kernels.decode_sum_requantize(received, summed, partial, layout)
         received = layout.new(hop.size, device)
-        yield backend.all_to_all(received, partial, hop, Sent(OPERATION, str(wire), numel))
+        yield backend.all_to_all(received, partial, hop, Sent(route.operation, str(wire), numel))
     kernels.decode_sum(received, layout, output, 0, divisor)
 
 

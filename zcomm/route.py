@@ -15,7 +15,19 @@ from zcomm.formats import Format, get_format
 from zcomm.topology import Numbering, Topology, hop_of_group
 from zcomm.work import WorkQueue
 
-__all__ = ["Group", "Route", "WireFormat", "check_flat", "divisor_of", "find_route", "rows_of"]
+__all__ = [
+    "Group",
+    "Route",
+    "WireFormat",
+    "check_apart",
+    "check_flat",
+    "check_numbering",
+    "check_own_row",
+    "check_shard",
+    "divisor_of",
+    "find_route",
+    "rows_of",
+]
 
 Group = dist.ProcessGroup | Topology | None
 WireFormat = str | Format | tuple[str | Format, str | Format]
@@ -25,12 +37,20 @@ WireFormat = str | Format | tuple[str | Format, str | Format]
 class Route:
     """The hops of one collective, in the order they happen, each with its format."""
 
+    operation: str
     hops: tuple[tuple[Hop, Format], ...]
     num_nodes: int
     ranks_per_node: int
     local_rank: int
     queue: WorkQueue | None
-    """For routes of two hops."""
+    """The Topology's; None for a ProcessGroup."""
+
+    node_rank: int = 0
+
+    def own_row(self, numbering: Numbering) -> int:
+        """The row that this rank owns."""
+        to_local_rank, to_node = self.strides(numbering, 1)
+        return self.local_rank * to_local_rank + self.node_rank * to_node
 
     @property
     def world_size(self) -> int:
@@ -42,21 +62,29 @@ class Route:
         return (row, row * self.ranks_per_node) if numbering == "rank" else (row * self.num_nodes, row)
 
 
-def find_route(group: Group, format: WireFormat, first: Literal["intra", "inter"]) -> Route:
+def find_route(operation: str, group: Group, format: WireFormat, *, first: Literal["intra", "inter"]) -> Route:
     """The hops over ``group``; with two, ``first`` says which comes first, and formats are in that order."""
     pair = (get_format(format), get_format(format)) if isinstance(format, (str, Format)) else _pair(format)
     if not isinstance(group, Topology):
         if not isinstance(format, (str, Format)):
             raise FormatError(f"a pair of formats needs a Topology as group: format={format!r}, group={group!r}")
         hop = hop_of_group(group)
-        return Route(((hop, pair[0]),), 1, hop.size, hop.rank, None)
+        return Route(operation, ((hop, pair[0]),), 1, hop.size, hop.rank, None)
     t = group
     if t.has_two_hops:
         hops = (t.intra, t.inter) if first == "intra" else (t.inter, t.intra)
-        return Route(tuple(zip(hops, pair, strict=True)), t.num_nodes, t.ranks_per_node, t.local_rank, t.queue)
+        return Route(
+            operation,
+            tuple(zip(hops, pair, strict=True)),
+            t.num_nodes,
+            t.ranks_per_node,
+            t.local_rank,
+            t.queue,
+            t.node_rank,
+        )
     is_intra = t.num_nodes == 1
     chosen = pair[0] if is_intra == (first == "intra") else pair[1]
-    return Route(((t.world, chosen),), t.num_nodes, t.ranks_per_node, t.local_rank, None)
+    return Route(operation, ((t.world, chosen),), t.num_nodes, t.ranks_per_node, t.local_rank, t.queue, t.node_rank)
 
 
 def _pair(formats: Any) -> tuple[Format, Format]:
@@ -84,8 +112,10 @@ def check_flat(name: str, tensor: Tensor) -> None:
 
 def rows_of(name: str, tensor: Tensor, world_size: int) -> Tensor:
     """``tensor`` as [world_size, n]: flat and contiguous, or 2-D with contiguous rows."""
-    if tensor.ndim == 2 and tensor.shape[0] == world_size and (tensor.stride(1) == 1 or tensor.shape[1] <= 1):
+    if tensor.ndim == 2 and tensor.shape[0] == world_size and tensor.layout is torch.strided:
         check_flat(name, tensor[0])
+        if world_size > 1 and tensor.stride(0) < tensor.shape[1]:
+            raise LayoutError(f"rows of {name} must not overlap: shape={tuple(tensor.shape)}, stride={tensor.stride()}")
         return tensor
     check_flat(name, tensor)
     if tensor.numel() % world_size:
@@ -103,6 +133,31 @@ def check_shard(shard_name: str, shard: Tensor, rows_name: str, rows: Tensor) ->
         )
     if shard.device != rows.device:
         raise LayoutError(f"{shard_name} and {rows_name} must be on one device: {shard.device}, {rows.device}")
+
+
+def check_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """``tensor`` and ``other`` share no memory: one is written while the other is still being sent."""
+    if tensor.numel() and other.numel() and _begin(tensor) < _end(other) and _begin(other) < _end(tensor):
+        raise LayoutError(f"{name} and {other_name} must not overlap in memory: {_extent(tensor)}, {_extent(other)}")
+
+
+def check_own_row(shard: Tensor, rows: Tensor, row: int) -> None:
+    """``shard`` is row ``row`` of ``rows``, or shares no memory with them."""
+    if shard.data_ptr() != rows.data_ptr() + row * rows.stride(0) * rows.element_size() or shard.dtype != rows.dtype:
+        check_apart("input", shard, "output (but for this rank's own row in it)", rows)
+
+
+def _begin(tensor: Tensor) -> int:
+    return tensor.data_ptr()
+
+
+def _end(tensor: Tensor) -> int:
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _extent(tensor: Tensor) -> str:
+    return f"bytes {_begin(tensor):#x} to {_end(tensor):#x}"
 
 
 def divisor_of(op: Any, world_size: int) -> int:

@@ -67,8 +67,7 @@ class SecondaryPartition:
         self._check("output", output)
         if not self.is_valid:
             raise StateError("the secondary partition is not valid: call fill(full) after the values changed")
-        queue = self._topology.queue if self._topology.has_two_hops else None
-        return run(self._steps(output), async_op=async_op, queue=queue, device=output.device)
+        return run(self._steps(output), async_op=async_op, device=output.device, queue=self._topology.queue)
 
     def _steps(self, output: Tensor) -> Steps:
         is_exact = self.numel == self._shard.numel() * self._topology.ranks_per_node
@@ -85,6 +84,6 @@ class SecondaryPartition:
         check_flat(name, full)
         if full.numel() != self.numel or full.dtype != self._shard.dtype or full.device != self._shard.device:
             raise LayoutError(
-                f"{name} must fit the secondary partition: numel={full.numel()}, dtype={full.dtype}, device={full.device}; "
+                f"{name} must fit the partition: numel={full.numel()}, dtype={full.dtype}, device={full.device}; "
                 f"expected {self.numel}, {self._shard.dtype}, {self._shard.device}"
             )

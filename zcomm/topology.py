@@ -9,14 +9,15 @@ numbering of shards   "rank":   rank (n, l) owns shard n * L + l, as in torch
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcomm import backend
-from zcomm.backend import Hop
-from zcomm.errors import TopologyError
+from zcomm.backend import ALONE, Hop
+from zcomm.errors import ConfigError, TopologyError
 from zcomm.work import WorkQueue
 
 __all__ = ["Numbering", "Topology", "hop_of_group"]
@@ -60,8 +61,7 @@ class Topology:
         self.world = self._hop([everyone], per_node - 1, self.world_size - per_node)
         """All ranks."""
         if self.num_nodes == 1 or per_node == 1:
-            alone = Hop(None, 1, 0, 0, 0)
-            self.intra, self.inter = (self.world, alone) if self.num_nodes == 1 else (alone, self.world)
+            self.intra, self.inter = (self.world, ALONE) if self.num_nodes == 1 else (ALONE, self.world)
             return
         self.intra = self._hop([everyone[n * per_node : (n + 1) * per_node] for n in nodes], per_node - 1, 0)
         """The ranks of this node."""
@@ -69,14 +69,20 @@ class Topology:
         """The ranks of equal local rank, one a node."""
 
     def _hop(self, parts: list[list[int]], num_intra_peers: int, num_inter_peers: int) -> Hop:
-        hop = Hop(None, 1, 0, 0, 0)
+        """The part that holds this rank. Every rank of the job makes every group, in the same order."""
+        hop = ALONE
         if len(parts[0]) == 1:
             return hop
+        is_local = dist.get_world_size(self._parent) != dist.get_world_size()
         for ranks in parts:
-            if self.rank in ranks:
-                group = backend.new_group([_global_rank(self._parent, rank) for rank in ranks], self._parent)
+            if is_local and self.rank not in ranks:
+                continue
+            global_ranks = [_global_rank(self._parent, rank) for rank in ranks]
+            group = backend.new_group(global_ranks, self._parent, is_local=is_local)
+            if group is not None:
                 self._groups.append(group)
-                hop = Hop(group, len(ranks), ranks.index(self.rank), num_intra_peers, num_inter_peers)
+                name = backend.backend_of(group)
+                hop = Hop(group, len(ranks), ranks.index(self.rank), num_intra_peers, num_inter_peers, name)
         return hop
 
     @classmethod
@@ -84,19 +90,19 @@ class Topology:
         """Nodes as torchrun made them (``LOCAL_WORLD_SIZE`` ranks each); without torchrun, one node.
 
         Raises:
-            TopologyError: torch.distributed is not initialised although ``WORLD_SIZE`` is more than 1; or, on every rank,
-                nodes with different numbers of ranks.
+            TopologyError: torch.distributed is not initialised although ``WORLD_SIZE`` is more than 1; or, on every
+                rank, nodes with different numbers of ranks.
         """
         if not dist.is_initialized():
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            if _integer("WORLD_SIZE", 1) > 1:
                 raise TopologyError(
                     f"torch.distributed is not initialised: WORLD_SIZE={os.environ['WORLD_SIZE']}; call "
                     "torch.distributed.init_process_group() first"
                 )
             return cls.single()
         _, rank = _size_and_rank(group)
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        node = int(os.environ.get("GROUP_RANK", _global_rank(group, rank) // per_node))
+        per_node = _integer("LOCAL_WORLD_SIZE", dist.get_world_size(), at_least=1)
+        node = _integer("GROUP_RANK", _global_rank(group, rank) // per_node)
         nodes = backend.gather_ints(node, group)
         return cls(ranks_per_node=_equal_runs(nodes), group=group)
 
@@ -127,10 +133,15 @@ class Topology:
         return topology
 
     def clone(self) -> Topology:
-        """The same nodes with process groups of their own, so that the order of collectives is independent. Collective."""
+        """The same nodes with process groups, and so an order of collectives, of their own. Collective."""
         if self.world_size == 1:
             return Topology.single()
         return Topology(ranks_per_node=self.ranks_per_node, group=self._parent)
+
+    @cached_property
+    def companion(self) -> Topology:
+        """A :meth:`clone` that is made once, at the first use, and closed with this one. The first use is collective."""
+        return self.clone()
 
     def shard_index(self, numbering: Numbering) -> int:
         """The shard that this rank owns."""
@@ -143,6 +154,8 @@ class Topology:
 
     def close(self) -> None:
         """Finish what is queued and free the process groups."""
+        if "companion" in self.__dict__:
+            self.__dict__.pop("companion").close()
         self.queue.close()
         for group in self._groups:
             backend.destroy_group(group)
@@ -171,8 +184,8 @@ def _equal_runs(nodes: list[int]) -> int:
     expected = [node for start in range(0, len(nodes), per_node) for node in [nodes[start]] * per_node]
     if nodes != expected or len(set(nodes)) * per_node != len(nodes):
         raise TopologyError(
-            f"every node must have the same number of consecutive ranks: node of each rank {nodes}; start as many processes "
-            "on every machine, or pass ranks_per_node= or a group"
+            f"every node must have the same number of consecutive ranks: node of each rank {nodes}; start as many "
+            "processes on every machine, or pass ranks_per_node= or a group"
         )
     return per_node
 
@@ -181,8 +194,21 @@ def hop_of_group(group: dist.ProcessGroup | None) -> Hop:
     """One hop over all ranks of ``group``; who shares this rank's node is taken from ``LOCAL_WORLD_SIZE``."""
     size, rank = _size_and_rank(group)
     if size == 1:
-        return Hop(None, 1, 0, 0, 0)
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        return ALONE
+    per_node = _integer("LOCAL_WORLD_SIZE", dist.get_world_size(), at_least=1)
     node = dist.get_rank() // per_node
     intra = sum(_global_rank(group, peer) // per_node == node for peer in range(size)) - 1
-    return Hop(group if group is not None else dist.group.WORLD, size, rank, intra, size - 1 - intra)
+    whole = group if group is not None else dist.group.WORLD
+    return Hop(whole, size, rank, intra, size - 1 - intra, backend.backend_of(group))
+
+
+def _integer(variable: str, default: int, *, at_least: int = 0) -> int:
+    """What torchrun has set ``variable`` to."""
+    text = os.environ.get(variable, "")
+    if not text:
+        return default
+    if not text.isdecimal() or int(text) < at_least:
+        raise ConfigError(
+            f"{variable} must be an integer of at least {at_least}, as torchrun sets it: {variable}={text}"
+        )
+    return int(text)

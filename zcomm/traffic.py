@@ -1,19 +1,16 @@
 """What this process has sent: counted where it is sent, by operation, format and link class.
 
-A message to k ranks counts k times; nothing is counted for a rank's message to itself. Sums over ranks are the caller's.
+A message to k ranks counts k times; nothing is counted for a rank's message to itself. Sums over ranks are up
+to the caller.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = ["Count", "Key", "Traffic", "record", "traffic"]
-
-Link = Literal["intra", "inter"]
 
 
 class Key(NamedTuple):
@@ -22,6 +19,7 @@ class Key(NamedTuple):
     operation: str
     format: str
     link: str
+    """``"intra"`` or ``"inter"``."""
 
 
 class Count(NamedTuple):
@@ -32,19 +30,56 @@ class Count(NamedTuple):
     bytes: int = 0
 
 
-@dataclass
-class Traffic:
-    """Counts since import, or inside a ``with zcomm.traffic() as t:`` block."""
+class _Ledger:
+    """The process's counts. Collectives also run in the threads of topologies: hence the lock."""
 
-    counts: dict[Key, Count] = field(default_factory=dict)
-    _before: Mapping[Key, Count] = field(default_factory=dict, repr=False)
+    def __init__(self) -> None:
+        self._counts: dict[Key, list[int]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, key: tuple[str, str, str], num_messages: int, numel: int, nbytes: int) -> None:
+        with self._lock:
+            count = self._counts.get(key)  # type: ignore[call-overload]  # a plain tuple hashes and compares as a Key
+            if count is None:
+                count = self._counts[Key(*key)] = [0, 0, 0]
+            count[0] += num_messages
+            count[1] += num_messages * numel
+            count[2] += num_messages * nbytes
+
+    def snapshot(self) -> dict[Key, Count]:
+        with self._lock:
+            return {key: Count(*count) for key, count in self._counts.items()}
+
+
+_LEDGER = _Ledger()
+record = _LEDGER.add
+"""``record(key, num_messages, numel, nbytes)``: count messages of ``numel`` elements in ``nbytes`` bytes each."""
+
+
+class Traffic:
+    """Counts since import, or since and inside a ``with zcomm.traffic() as t:`` block.
+
+    Inside the block the counts grow; after it they stay. An asynchronous collective counts when its exchanges start,
+    with two hops possibly as late as in its ``wait()``: wait inside the block.
+    """
+
+    def __init__(self, counts: Mapping[Key, Count]) -> None:
+        self._counts: dict[Key, Count] | None = dict(counts)
+        self._before: dict[Key, Count] = {}
+
+    @property
+    def counts(self) -> dict[Key, Count]:
+        """Everything counted, by key."""
+        if self._counts is not None:
+            return self._counts
+        return _difference(_LEDGER.snapshot(), self._before)
 
     def __enter__(self) -> Traffic:
-        self._before, self.counts = dict(_recorded()), {}
+        self._before, self._counts = _LEDGER.snapshot(), None
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.counts = _difference(_recorded(), self._before)
+        self._counts = self.counts
 
     def _total(self, column: int, wanted: tuple[str | None, ...]) -> int:
         chosen = (
@@ -68,27 +103,21 @@ class Traffic:
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """``{"all_gather|int8|inter": {"calls": ..., "elements": ..., "bytes": ...}}``."""
-        return {"|".join(key): count._asdict() for key, count in sorted(self.counts.items())}
+        return {"|".join(key): count._asdict() for key, count in self}
 
     def __iter__(self) -> Iterator[tuple[Key, Count]]:
         return iter(sorted(self.counts.items()))
 
     def table(self) -> str:
         """One line a key, and the total."""
-        lines = [f"{'operation':<16}{'format':<10}{'link':<8}{'messages':>10}{'elements':>16}{'bytes':>16}"]
+        lines = [f"{'operation':<18}{'format':<10}{'link':<8}{'messages':>10}{'elements':>16}{'bytes':>16}"]
         lines += [
-            f"{k.operation:<16}{k.format:<10}{k.link:<8}{c.calls:>10}{c.elements:>16}{c.bytes:>16}" for k, c in self
+            f"{k.operation:<18}{k.format:<10}{k.link:<8}{c.calls:>10}{c.elements:>16}{c.bytes:>16}" for k, c in self
         ]
-        lines.append(f"{'total':<34}{self.calls():>10}{self.elements():>16}{self.bytes():>16}")
+        lines.append(f"{'total':<36}{self.calls():>10}{self.elements():>16}{self.bytes():>16}")
         return "\n".join(lines)
 
     __str__ = table
-
-
-@cache
-def _recorded() -> defaultdict[Key, Count]:
-    """The process's counts: the one place that grows."""
-    return defaultdict(Count)
 
 
 def _difference(after: Mapping[Key, Count], before: Mapping[Key, Count]) -> dict[Key, Count]:
@@ -97,15 +126,6 @@ def _difference(after: Mapping[Key, Count], before: Mapping[Key, Count]) -> dict
     return {key: count for key, count in changed.items() if count.calls}
 
 
-def record(key: Key, *, num_messages: int, numel: int, nbytes: int) -> None:
-    """Count ``num_messages`` messages of ``numel`` elements in ``nbytes`` bytes each."""
-    if num_messages:
-        old = _recorded()[key]
-        _recorded()[key] = Count(
-            old.calls + num_messages, old.elements + num_messages * numel, old.bytes + num_messages * nbytes
-        )
-
-
 def traffic() -> Traffic:
     """Everything sent since import; as a context manager, what is sent inside the block."""
-    return Traffic(dict(_recorded()))
+    return Traffic(_LEDGER.snapshot())

@@ -1,66 +1,99 @@
 """Running a collective's steps: at once, up to the first exchange, or behind others in a thread.
 
-A collective is a generator that yields a ``torch.distributed.Work`` wherever it has to wait, and keeps in its frame the
-tensors that must stay alive. Who drives it:
+A collective is a generator that yields what it has to wait for, and keeps in its frame the tensors that must stay
+alive. Who drives it:
 
     sync                     the caller, to the end
-    async, one hop           the caller: started at once, finished in ``wait()``
-    async, two hops, CPU     a thread of the Topology, in the order of the calls, so that both hops overlap computation
+    async, one exchange      the caller: started at once, finished in ``wait()``
+    async, more, on a CPU    a thread of the Topology, in the order of the calls: every exchange overlaps computation
     CUDA                     the caller, to the end: waiting orders streams, it does not block the host
+
+Invariants:
+    W1  Over the groups of one Topology, exchanges start in the order of the calls, whoever drives them: while the
+        thread has work, every later call queues behind it.
+    W2  The thread ends with the process, and does not keep its Topology alive.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Generator
 from queue import SimpleQueue
 
 import torch
-import torch.distributed as dist
 
+from zcomm.backend import Pending
 from zcomm.errors import StateError
 
-__all__ = ["Steps", "Work", "WorkQueue", "run"]
+__all__ = ["Steps", "Work", "WorkQueue", "nothing", "run"]
 
-Steps = Generator[dist.Work | None, None, None]
+Steps = Generator[Pending | None, None, None]
 
 
 class Work:
-    """A collective under way. ``wait()`` returns when its output may be read; it raises what went wrong."""
+    """A collective under way, as ``async_op=True`` returns it.
+
+    ``wait()`` returns when the output may be read, and raises what went wrong; any number of times. Without it
+    the output may never be written.
+    """
 
     def __init__(self, steps: Steps) -> None:
         self._steps: Steps | None = steps
-        self._pending: dist.Work | None = None
-        self._lock = threading.Lock()
+        self._pending: Pending | None = None
+        self._error: BaseException | None = None
+        self._lock = threading.RLock()
+        self._event: torch.cuda.Event | None = None
 
     def start(self) -> None:
         """Run up to the first exchange."""
-        self._advance()
+        with self._lock:
+            self._advance()
 
-    def _advance(self) -> bool:
-        """Run up to the next exchange; False when there is none."""
+    def finish(self, *, on_stream: torch.device | None = None) -> None:
+        """Run to the end; ``on_stream``: as far as the host is concerned, on the current stream of that device."""
+        with self._lock:
+            while self._steps is not None:
+                try:
+                    if self._pending is not None:
+                        self._pending.wait()
+                except BaseException as error:
+                    self._fail(error)
+                    raise
+                self._advance()
+            if on_stream is not None:
+                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._event.record(torch.cuda.current_stream(on_stream))
+
+    def _advance(self) -> None:
+        """Run up to the next exchange, or to the end."""
         assert self._steps is not None, "a finished collective was advanced"
         try:
             with torch.no_grad():
                 self._pending = next(self._steps)
-        except BaseException as end:
-            self._steps = None
-            if not isinstance(end, StopIteration):
-                raise
-            return False
-        return True
+        except StopIteration:
+            self._steps = self._pending = None
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        self._steps, self._pending, self._error = None, None, error
 
     def wait(self) -> None:
-        """Finish. Any number of times."""
-        with self._lock:
-            while self._steps is not None:
-                if self._pending is not None:
-                    self._pending.wait()
-                self._advance()
+        """Finish. On CUDA the current stream waits, not the host."""
+        self.finish()
+        if self._error is not None:
+            raise self._error
+        if self._event is not None:
+            self._event.wait()
 
     def is_completed(self) -> bool:
-        """Whether ``wait()`` would return at once."""
-        return self._steps is None
+        """Whether ``wait()`` would return without waiting for other ranks, as far as is known.
+
+        gloo does not tell of sends and receives: an all-gather that the caller drives is completed by ``wait()``.
+        """
+        return self._steps is None or (self._pending is not None and self._pending.is_completed())
 
 
 class _Queued(Work):
@@ -69,19 +102,21 @@ class _Queued(Work):
     def __init__(self, steps: Steps) -> None:
         super().__init__(steps)
         self.done = threading.Event()
-        self.error: BaseException | None = None
+        self.thread: threading.Thread | None = None
 
     def drive(self) -> None:
         try:
-            super().wait()
+            self.finish()
         except BaseException as error:  # handed to whoever waits
-            self.error, self._steps = error, None
+            self._fail(error)
         self.done.set()
 
     def wait(self) -> None:
+        if threading.current_thread() is self.thread and not self.done.is_set():
+            raise StateError("the thread that drives a collective cannot wait for a later one of the same Topology")
         self.done.wait()
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            raise self._error
 
     def is_completed(self) -> bool:
         return self.done.is_set()
@@ -94,44 +129,70 @@ class WorkQueue:
         self._queue: SimpleQueue[_Queued | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: _Queued | None = None
+        self._is_closed = False
 
     @property
     def is_idle(self) -> bool:
         """Whether everything submitted has finished."""
-        return self._last is None or self._last.is_completed()
+        if self._last is not None and self._last.is_completed():
+            self._last = None  # and with it the tensors of its caller
+        return self._last is None
+
+    def check_open(self) -> None:
+        """Raise StateError after :meth:`close`."""
+        if self._is_closed:
+            raise StateError("the Topology is closed: make another, or use it before close()")
 
     def submit(self, steps: Steps) -> Work:
         """Run ``steps`` after everything submitted before."""
+        self.check_open()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="zcomm", daemon=True)
+            self._thread = threading.Thread(target=_serve, args=(self._queue,), name="zcomm", daemon=True)
             self._thread.start()
-        if threading.current_thread() is self._thread:
-            raise StateError("a collective was started from inside another one of the same Topology")
+            weakref.finalize(self, self._queue.put, None)
         work = self._last = _Queued(steps)
+        work.thread = self._thread
         self._queue.put(work)
         return work
 
-    def _serve(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work.drive()
+    def drain(self) -> None:
+        """Wait for everything submitted; errors are left to whoever waits for the collective."""
+        if not self.is_idle and self._last is not None:
+            self._last.done.wait()
 
     def close(self) -> None:
-        """Finish what was submitted and end the thread."""
+        """Finish what was submitted and end the thread. Any number of times."""
+        self._is_closed = True
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
             self._thread = None
 
 
-def run(steps: Steps, *, async_op: bool, queue: WorkQueue | None, device: torch.device) -> Work | None:
-    """Drive ``steps``; returns a Work if ``async_op``. ``queue``: the Topology's, for collectives of two hops."""
-    if queue is not None and device.type == "cpu" and (async_op or not queue.is_idle):
+def _serve(queue: SimpleQueue[_Queued | None]) -> None:
+    while (work := queue.get()) is not None:
+        work.drive()
+        del work  # the caller's tensors must not stay until the next collective
+
+
+def nothing() -> Steps:
+    """The steps of a collective on empty tensors."""
+    yield None
+
+
+def run(
+    steps: Steps, *, async_op: bool, device: torch.device, queue: WorkQueue | None, num_exchanges: int = 1
+) -> Work | None:
+    """Drive ``steps``; returns a Work if ``async_op``. ``queue`` is the Topology's, if there is one."""
+    if queue is not None:
+        queue.check_open()
+    work = Work(steps)
+    if device.type != "cpu":
+        work.finish(on_stream=device if async_op and device.type == "cuda" else None)
+    elif queue is not None and (not queue.is_idle or (async_op and num_exchanges > 1)):
         work = queue.submit(steps)
-    else:
-        work = Work(steps)
+    elif async_op:
         work.start()
-        if device.type != "cpu":
-            work.wait()
     if async_op:
         return work
     work.wait()

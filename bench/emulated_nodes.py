@@ -1,0 +1,127 @@
+"""Machines stood in for by network namespaces of this one, joined by a bridge, each link as slow as asked for.
+
+    namespace node0            namespace switch            namespace node1
+    eth0 10.77.0.1 <--veth-->  port0   bridge   port1  <--veth--> eth0 10.77.0.2
+
+What runs inside a node has its own host name, looks names up in a hosts file of its own (no DNS is asked), and reaches the
+other nodes over real TCP. ``tc tbf`` at the node's end of its link limits what it sends. The machine's own network is not
+touched. Linux, root and iproute2 are needed: :func:`unavailable_reason` says what is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+SUBNET = "10.77.0"
+INTERFACE = "eth0"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One emulated machine."""
+
+    name: str
+    """Its host name, which every node can look up."""
+    namespace: str
+    address: str
+
+    def command(self, arguments: list[str]) -> list[str]:
+        """Return the command that runs ``arguments`` inside this node."""
+        rename = 'hostname "$0" && exec "$@"'
+        return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", rename, self.name, *arguments]
+
+    def environment(self) -> dict[str, str]:
+        """Return this process's environment with the interface named to gloo and NCCL."""
+        return os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
+
+
+def unavailable_reason() -> str | None:
+    """Say why nodes cannot be emulated here, or None if they can."""
+    for tool in ("ip", "tc", "unshare", "hostname"):
+        if shutil.which(tool) is None:
+            return f"emulated nodes need the program {tool!r} (Debian: iproute2, util-linux, hostname)"
+    if os.geteuid() != 0:
+        return "emulated nodes need root, for network namespaces"
+    probe = subprocess.run(["unshare", "--net", "--uts", "true"], capture_output=True, text=True, check=False)
+    return f"network namespaces are not allowed here: {probe.stderr.strip()}" if probe.returncode else None
+
+
+@contextmanager
+def emulated_nodes(num_nodes: int, *, rate: str | None = None) -> Iterator[list[Node]]:
+    """Make ``num_nodes`` nodes and remove them at the end, with everything that still runs in them.
+
+    Args:
+        num_nodes: 1 to 250.
+        rate: What each node can send, as ``tc`` writes it (``200mbit``); None: as fast as the machine copies.
+
+    Raises:
+        ValueError: ``num_nodes`` is out of range.
+        subprocess.CalledProcessError: ``ip`` or ``tc`` refused something; what was made is removed.
+    """
+    if not 1 <= num_nodes <= 250:
+        raise ValueError(f"num_nodes must be 1 to 250: num_nodes={num_nodes}")
+    prefix = f"zcomm{os.getpid()}"  # several of these may run on one machine at a time
+    switch = f"{prefix}switch"
+    nodes = [Node(f"node{i}", f"{prefix}node{i}", f"{SUBNET}.{i + 1}") for i in range(num_nodes)]
+    with ExitStack() as stack:
+        _add_namespace(stack, switch)
+        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        for index, node in enumerate(nodes):
+            _write_name_service(stack, node, nodes)
+            _add_namespace(stack, node.namespace)
+            _connect(node, switch, f"port{index}")
+            if rate is not None:
+                _run("tc", "-n", node.namespace, "qdisc", "add", "dev", INTERFACE, "root", "tbf",
+                     "rate", rate, "burst", "256kb", "latency", "200ms")  # fmt: skip
+        yield nodes
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def _add_namespace(stack: ExitStack, name: str) -> None:
+    _run("ip", "netns", "add", name)
+    stack.callback(_remove_namespace, name)
+
+
+def _remove_namespace(name: str) -> None:
+    listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+    for pid in listed.stdout.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def _write_name_service(stack: ExitStack, node: Node, nodes: list[Node]) -> None:
+    """``ip netns exec`` shows these files in place of those in /etc."""
+    folder = Path("/etc/netns") / node.namespace
+    stack.callback(_remove_name_service, folder)
+    folder.mkdir(parents=True)
+    lines = ["127.0.0.1 localhost", *(f"{other.address} {other.name}" for other in nodes)]
+    (folder / "hosts").write_text("\n".join(lines) + "\n")
+    (folder / "nsswitch.conf").write_text("hosts: files\n")
+
+
+def _remove_name_service(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # others may be using it
+        folder.parent.rmdir()
+
+
+def _connect(node: Node, switch: str, port: str) -> None:
+    """Join ``eth0`` of ``node`` to a port of the bridge."""
+    inside = ("ip", "-n", node.namespace)
+    _run(*inside, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
+    _run(*inside, "address", "add", f"{node.address}/24", "dev", INTERFACE)
+    for interface in ("lo", INTERFACE):
+        _run(*inside, "link", "set", interface, "up")
+    _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")

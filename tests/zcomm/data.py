@@ -1,0 +1,57 @@
+"""Blocks of every difficult kind."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+KINDS = ("normal", "zeros", "tiny", "denormal", "huge", "max", "nan", "inf", "ties", "wide", "negative zero")
+
+
+def values_of(kind: str, numel: int, seed: int) -> np.ndarray:
+    """Float32 [numel] of one kind."""
+    random = np.random.default_rng(seed)
+    x = random.standard_normal(numel).astype(np.float32)
+    with np.errstate(over="ignore"):
+        if kind == "zeros":
+            x[:] = 0
+        elif kind == "negative zero":
+            x = np.where(x > 0, np.float32(0), np.float32(-0.0))
+        elif kind == "tiny":
+            x *= np.float32(2.0**-101)
+        elif kind == "denormal":
+            x *= np.float32(1e-40)
+        elif kind == "huge":
+            x *= np.float32(1e37)
+        elif kind == "wide":
+            x = np.ldexp(x, random.integers(-120, 120, numel)).astype(np.float32)
+        elif kind == "ties":
+            x = (random.integers(-254, 255, numel) / 2).astype(np.float32)
+            x[::64] = 127
+    if numel:
+        spot = random.integers(numel)
+        if kind == "max":
+            x[spot] = np.finfo(np.float32).max
+        elif kind == "nan":
+            x[spot] = np.nan
+        elif kind == "inf":
+            x[spot] = -np.inf
+    return x
+
+
+def mixture(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Runs of 100 elements, each of another kind, in ``dtype``."""
+    parts = [values_of(KINDS[(i + seed) % len(KINDS)], 100, seed + i) for i in range(-(-numel // 100))]
+    flat = np.concatenate(parts)[:numel] if parts else np.zeros(0, np.float32)
+    return torch.from_numpy(flat.copy()).to(dtype)
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Equal bit for bit; NaNs by position."""
+    if a.dtype.is_floating_point:
+        nan = a.isnan()
+        if not torch.equal(nan, b.isnan()):
+            return False
+        a, b = a.masked_fill(nan, 0), b.masked_fill(nan, 0)
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

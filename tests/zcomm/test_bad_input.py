@@ -1,0 +1,138 @@
+"""What is refused, before any communication: in this process there is no process group to reach."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import zcomm
+from tests.ranks import run_ranks
+from zcomm import FormatError, LayoutError, MessageError, Topology, TopologyError
+
+ONE = Topology.single()
+
+
+@pytest.mark.parametrize(
+    ("output", "shard", "error", "message"),
+    [
+        (torch.zeros(8), torch.zeros(4), LayoutError, "output 8, input 4, world_size=1"),
+        (torch.zeros(8), torch.zeros(2, 4), LayoutError, r"input must be flat.*shape=\(2, 4\)"),
+        (torch.zeros(8), torch.zeros(16)[::2], LayoutError, r"stride=\(2,\)"),
+        (torch.zeros(8), torch.zeros(8, dtype=torch.int32), LayoutError, "dtype=torch.int32"),
+        (torch.zeros(8), torch.zeros(8, dtype=torch.complex64), LayoutError, "complex64"),
+        (torch.zeros(8), torch.zeros(8, requires_grad=True), LayoutError, "requires_grad"),
+        (torch.zeros(8), torch.zeros(8).to_sparse(), LayoutError, "sparse"),
+        (torch.zeros(8), torch.zeros(8, device="meta"), LayoutError, "meta"),
+        (torch.zeros(8), torch.zeros(8, dtype=torch.float8_e4m3fn), FormatError, "float8"),
+    ],
+    ids=lambda value: None,
+)
+def test_bad_tensors(output: torch.Tensor, shard: torch.Tensor, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        zcomm.all_gather_single(output, shard, ONE)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"format": "int9"}, FormatError, "did you mean 'int8'"),
+        ({"format": ("int8", "int8", "int8")}, FormatError, "a pair"),
+        ({"format": 8}, FormatError, "format=8"),
+        ({"op": "max"}, LayoutError, "op='max'"),
+        ({"numbering": "column"}, TopologyError, "numbering='column'"),
+    ],
+    ids=lambda value: None,
+)
+def test_bad_arguments(keywords: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        zcomm.reduce_scatter_single(torch.zeros(4), torch.zeros(4), group=ONE, **keywords)
+
+
+def test_a_pair_needs_a_topology() -> None:
+    with pytest.raises(FormatError, match="needs a Topology"):
+        zcomm.all_gather_single(torch.zeros(4), torch.zeros(4), format=("int8", "none"))
+
+
+@pytest.mark.parametrize("block", [0, 1, 3, 65538])
+def test_bad_blocks(block: int) -> None:
+    with pytest.raises(FormatError, match=f"block={block}"):
+        zcomm.get_format("int8", block=block)
+
+
+def _check_bad_topologies(rank: int) -> None:
+    for bad in (0, 3, 2.0):
+        with pytest.raises(TopologyError, match=f"ranks_per_node={bad}"):
+            Topology(ranks_per_node=bad)  # type: ignore[arg-type]
+    os.environ["GROUP_RANK"] = "0" if rank < 3 else "1"
+    try:
+        with pytest.raises(TopologyError, match=r"node of each rank \[0, 0, 0, 1\]"):
+            Topology.from_env()
+        os.environ["GROUP_RANK"] = str(rank // 2)
+        t = Topology.from_env()
+        assert (t.num_nodes, t.ranks_per_node, t.node_rank, t.local_rank) == (2, 2, rank // 2, rank % 2)
+        t.close()
+    finally:
+        del os.environ["GROUP_RANK"]
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2))
+    t = Topology.from_mesh(mesh)
+    assert (t.num_nodes, t.ranks_per_node) == (2, 2)
+    t.close()
+    with pytest.raises(TopologyError, match="2-D"):
+        Topology.from_mesh(torch.distributed.init_device_mesh("cpu", (4,)))
+
+
+def test_topologies() -> None:
+    run_ranks(4, _check_bad_topologies)
+
+
+def test_world_size_without_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(TopologyError, match="init_process_group"):
+        Topology.from_env()
+
+
+CORRUPT = """
+import torch, zcomm
+from zcomm import kernels
+from zcomm.message import layout_of
+layout = layout_of("test", zcomm.get_format("int8"), torch.float32, 1, 100)
+message = layout.new(1, torch.device("cpu"))
+kernels.quantize(torch.ones(100), layout, message, 0, 0)
+kernels.decode(message, layout, torch.empty(100), 0, 0)
+message[0, 40] ^= 1
+try:
+    kernels.decode(message, layout, torch.empty(100), 0, 0)
+except zcomm.MessageError as error:
+    print("refused:", error)
+"""
+
+
+def test_damaged_message_is_refused_with_checks_on() -> None:
+    for setting, is_refused in (("1", True), ("0", False)):
+        done = subprocess.run(
+            [sys.executable, "-c", CORRUPT],
+            env=os.environ | {"ZCOMM_CHECK": setting},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert ("refused: a message was damaged" in done.stdout) == is_refused
+
+
+def test_wrong_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zcomm import env
+
+    env.value.cache_clear()
+    monkeypatch.setenv("ZCOMM_KERNELS", "fast")
+    with pytest.raises(zcomm.ConfigError, match="ZCOMM_KERNELS=fast"):
+        env.value("ZCOMM_KERNELS")
+    env.value.cache_clear()
+
+
+def test_message_error_is_a_zcomm_error() -> None:
+    assert issubclass(MessageError, zcomm.ZcommError)

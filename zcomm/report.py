@@ -1,0 +1,189 @@
+"""What is available on this machine, and why something is not: the report to paste into a bug report.
+
+Nothing here communicates, starts a process or asks the network. Every fact is a line; a section is a table.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+import struct
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from zcomm import env, kernels
+
+try:
+    import fcntl
+except ImportError:  # pragma: no cover  (not Linux)
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["Report", "collect", "table"]
+
+Report = dict[str, dict[str, str]]
+"""Section -> name -> value."""
+
+TORCHRUN_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_DEBUG",
+    "CUDA_VISIBLE_DEVICES",
+)
+TESTED_TORCH = ((2, 11), (2, 13))
+SIOCGIFADDR = 0x8915
+
+
+def collect() -> Report:
+    """Everything, by section."""
+    return {
+        "versions": _versions(),
+        "kernels": _kernels(),
+        "torch": _torch(),
+        "machine": _machine(),
+        "network interfaces": _interfaces(),
+        "environment": _environment(),
+    }
+
+
+def table(report: Report) -> str:
+    """The report as text, one fact a line."""
+    width = max(len(name) for section in report.values() for name in section) + 2
+    lines: list[str] = []
+    for title, section in report.items():
+        lines.append(f"{title}:")
+        lines += [f"  {name:<{width}}{value}" for name, value in section.items()]
+    return "\n".join(lines)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _versions() -> dict[str, str]:
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    is_tested = TESTED_TORCH[0] <= release <= TESTED_TORCH[1]
+    tested = f"{TESTED_TORCH[0][0]}.{TESTED_TORCH[0][1]} to {TESTED_TORCH[1][0]}.{TESTED_TORCH[1][1]}"
+    return {
+        "zcomm-zero": _version("zcomm-zero"),
+        "python": platform.python_version(),
+        "torch": torch.__version__ if is_tested else f"{torch.__version__} (outside the tested range {tested})",
+        "numpy": _version("numpy"),
+        "triton": _version("triton"),
+    }
+
+
+def _kernels() -> dict[str, str]:
+    reason = kernels.native_unavailable_reason()
+    found = {
+        "CPU tensors": f"native ({kernels.native_description()})" if not reason else f"PyTorch reference: {reason}"
+    }
+    found["float64"] = "PyTorch reference: there are no native kernels for float64"
+    found["CUDA tensors"] = "PyTorch reference: this version has no GPU kernels"
+    return found
+
+
+def _torch() -> dict[str, str]:
+    facts = {"CUDA": _cuda(), "NCCL": _nccl()}
+    if not dist.is_available():
+        return facts | {"torch.distributed": "not in this build of torch"}
+    facts["gloo"] = "available" if dist.is_gloo_available() else "not in this build of torch"
+    facts["process group"] = dist.get_backend() if dist.is_initialized() else "not initialised"
+    facts["threads"] = str(torch.get_num_threads())
+    return facts
+
+
+def _cuda() -> str:
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return f"{torch.version.cuda}, but torch finds no usable GPU or driver"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return f"{torch.version.cuda}, {len(names)} x {', '.join(sorted(set(names)))}"
+
+
+def _nccl() -> str:
+    if not dist.is_available() or not dist.is_nccl_available():
+        return "not in this build of torch"
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _machine() -> dict[str, str]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "CPU": f"{_cpu_model()}, {os.cpu_count()} cores, {usable} usable",
+        "memory": _memory(),
+    }
+
+
+def _first_field(path: str, name: str) -> str:
+    file = Path(path)
+    if file.is_file():
+        for line in file.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == name:
+                return value.strip()
+    return ""
+
+
+def _cpu_model() -> str:
+    return _first_field("/proc/cpuinfo", "model name") or platform.processor() or "unknown CPU"
+
+
+def _memory() -> str:
+    text = _first_field("/proc/meminfo", "MemTotal").removesuffix("kB").strip()
+    return f"{int(text) / 2**20:.1f} GiB" if text.isdecimal() else "unknown"
+
+
+def _interfaces() -> dict[str, str]:
+    return {name: _interface(name) for _, name in socket.if_nameindex()} or {"none": "no network interface"}
+
+
+def _interface(name: str) -> str:
+    folder = Path("/sys/class/net") / name
+    facts = [_ipv4_address(name), *_ipv6_addresses(name)]
+    for file, unit in (("operstate", ""), ("speed", " Mbit/s")):
+        try:
+            value = (folder / file).read_text().strip()
+        except OSError:  # a virtual interface has no speed
+            continue
+        if value and value != "-1":
+            facts.append(value + unit)
+    return ", ".join(fact for fact in facts if fact)
+
+
+def _ipv4_address(name: str) -> str:
+    if fcntl is None:
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+        except OSError:
+            return "no IPv4 address"
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _ipv6_addresses(name: str) -> list[str]:
+    file = Path("/proc/net/if_inet6")
+    rows = [line.split() for line in file.read_text().splitlines()] if file.is_file() else []
+    return [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])) for row in rows if row[-1] == name]
+
+
+def _environment() -> dict[str, str]:
+    ours = {name: os.environ.get(name, f"unset (default {v.default or 'none'!s})") for name, v in env.VARIABLES.items()}
+    return ours | {name: os.environ[name] for name in TORCHRUN_VARIABLES if name in os.environ}
