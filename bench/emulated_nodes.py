@@ -3,9 +3,9 @@
     namespace node0            namespace switch            namespace node1
     eth0 10.77.0.1 <--veth-->  port0   bridge   port1  <--veth--> eth0 10.77.0.2
 
-What runs inside a node has its own host name, looks names up in a hosts file of its own (no DNS is asked), and reaches the
-other nodes over real TCP. ``tc tbf`` at the node's end of its link limits what it sends. The machine's own network is not
-touched. Linux, root and iproute2 are needed: :func:`unavailable_reason` says what is missing.
+What runs inside a node has its own host name, looks names up in a hosts file of its own (no DNS is asked), and
+reaches the other nodes over real TCP. ``tc tbf`` at the node's end of its link limits what it sends. The machine's
+own network is not touched. Linux, root and iproute2 are needed: :func:`unavailable_reason` says what is missing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Real text as bytes: what train_gpt.py learns, split into training and held-out parts.
 
-    files, in the order of a hash of their names -> first ``max_bytes`` bytes -> [ training ... | held-out, the last 5 % ]
+    files, by a hash of their names -> the first ``max_bytes`` bytes -> [ training ... | held-out, the last 5 % ]
 
 Without a path the text is the source code of Python's standard library, which is on every machine that runs this. The
 order by hash mixes the folders, so that the held-out tail is of the same kind as the rest.

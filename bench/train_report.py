@@ -1,8 +1,8 @@
 """What train_gpt.py shows in the end: a table, JSON lines and a plot.
 
-Units, as everywhere in this project: M = 2 x numel bytes, the model in bf16. Bytes between nodes are those that all ranks
-sent to other nodes, divided by (nodes - 1) when given in M. Plain ZeRO-3 in bf16 sends M for each of two gathers and one
-reduction: 3 M between nodes, and 3 x nodes x (ranks_per_node - 1) M inside them.
+Units, as everywhere in this project: M = 2 x numel bytes, the model in bf16. Bytes between nodes are those that all
+ranks sent to other nodes, divided by (nodes - 1) when given in M. Plain ZeRO-3 in bf16 sends M for each of two
+gathers and one reduction: 3 M between nodes, and 3 x nodes x (ranks_per_node - 1) M inside them.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def plot(results: list[Result], topology: Topology, path: Path, eval_interval: i
         losses.plot(at, result.held_out, marker="o", markersize=4, color=color, label=f"{result.name}, held out")
     losses.set(xlabel="step", ylabel="loss (nats/byte)", title="Loss: training (thin) and held-out (dots)")
     losses.legend()
-    columns = [_measured_column(result, topology, 1) for result in results] + [_plain_zero3_column(results[0], topology)]
+    columns = [_measured_column(result, topology, 1) for result in results]
+    columns.append(_plain_zero3_column(results[0], topology))
     for offset, link in enumerate(("within nodes", "between nodes")):
         values = [column[f"bytes per step {link}"] for column in columns]
         bars = sent.bar([x + 0.4 * offset for x in range(len(columns))], values, width=0.4, label=link)

@@ -3,10 +3,11 @@
     python bench/zero_step.py                  2 ranks, float32
     python bench/zero_step.py --num-ranks 4 --dtype bfloat16 --json
 
-All cases live in one process group and take turns: a round is ``--steps`` optimizer steps of each case, so that whatever
-else the machine does falls on all of them alike. A row is the median over rounds. Stage 3 is compared with
-``reshard_after_forward=True``; stages 1 and 2, which keep parameters whole, with ``False``. ``#wrong`` counts a loss that
-differs from FSDP2's by more than ``LOSS_TOLERANCE`` after the same steps; such a row prints no times, and the exit code is 1.
+All cases live in one process group and take turns: a round is ``--steps`` optimizer steps of each case, so that
+whatever else the machine does falls on all of them alike. A row is the median over rounds. Stage 3 is compared with
+``reshard_after_forward=True``; stages 1 and 2, which keep parameters whole, with ``False``. ``#wrong`` counts a loss
+that differs from FSDP2's by more than ``LOSS_TOLERANCE`` after the same steps; such a row prints no times, and the
+exit code is 1.
 """
 
 from __future__ import annotations

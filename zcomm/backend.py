@@ -2,9 +2,10 @@
 
 Tensors travel as bytes, so every dtype goes through every backend. A hop of one rank is a local copy.
 
-Over gloo an all-gather is W - 1 sends and receives, straight into place: gloo's own gathers into a buffer of its own
-and copies, and takes two to three times as long from 1 MiB on. CUDA tensors over gloo, and CPU tensors over NCCL, pass
-through a copy on a device that the backend takes; those exchanges end before the call returns.
+Over gloo an all-gather of large messages is W - 1 sends and receives, straight into place: gloo's own gathers into a
+buffer of its own and copies, and takes two to three times as long from 1 MiB on. CUDA tensors over gloo, and CPU
+tensors over NCCL, pass through a copy on a device that the backend takes; those exchanges end before the call
+returns.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ __all__ = [
     "gather_ints",
     "max_",
     "new_group",
+    "num_groups",
 ]
 
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single and deprecated the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 TAG = 0x7A63  # of our sends: a caller's own sends over the same group carry other tags
-MAX_DIRECT_PEERS = 31  # beyond, so many small sends cost more than gloo's copy
+DIRECT_NBYTES = 2**18  # below, one collective has the lower latency
+MAX_DIRECT_PEERS = 31
 
 
 class Pending(Protocol):
@@ -106,7 +109,9 @@ def all_gather(output: Tensor, message: Tensor, hop: Hop, sent: Sent) -> Pending
 
 
 def _gather(output: Tensor, message: Tensor, hop: Hop) -> Pending:
-    if "gloo" in hop.backend and hop.size - 1 <= MAX_DIRECT_PEERS:
+    # Decided by what is equal on all ranks; whether rows are contiguous is not.
+    is_large = message.numel() * message.element_size() >= DIRECT_NBYTES
+    if is_large and message.device.type == "cpu" and hop.size - 1 <= MAX_DIRECT_PEERS:
         return _gather_directly(output.view(hop.size, -1), message.view(-1), hop)
     if output.is_contiguous():
         return cast(Pending, _all_gather(_bytes(output), _bytes(message), group=hop.group, async_op=True))
@@ -236,7 +241,20 @@ def _timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
     return None
 
 
-def destroy_group(group: dist.ProcessGroup) -> None:
-    """Free a group of :func:`new_group`."""
-    if dist.is_initialized():
+def destroy_group(group: dist.ProcessGroup, *, is_local: bool) -> None:
+    """Free a group of :func:`new_group`.
+
+    With ``is_local`` its name stays taken: the next group of the same ranks would get the same name, and meet this one's
+    addresses in the store.
+    """
+    if not dist.is_initialized():
+        return
+    if is_local:
+        group.shutdown()
+    else:
         dist.destroy_process_group(group)
+
+
+def num_groups() -> int:
+    """Groups that this rank has; part of the names of groups that only their members make."""
+    return len(dist.distributed_c10d._world.pg_names)

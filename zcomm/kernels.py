@@ -44,9 +44,10 @@ def native_unavailable_reason() -> str:
 
 
 def native_description() -> str:
-    """Instruction set, version and compiler of the native kernels, which must be available."""
+    """Instruction set and compiler of the native kernels, which must be available."""
     built = _native.build_info()
-    return f"{_native.isa()} of {', '.join(built['isa_levels'])}; {built['compiler']}; CUDA {'in' if built['cuda'] else 'not in'} the build"
+    cuda = "with CUDA" if built["cuda"] else "without CUDA"
+    return f"{_native.isa()} of {', '.join(built['isa_levels'])}; {built['compiler']}; {cuda}"
 
 
 @cache

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zcomm import env, kernels
+from zcomm.errors import ConfigError
 
 try:
     import fcntl
@@ -88,7 +89,10 @@ def _versions() -> dict[str, str]:
 
 
 def _kernels() -> dict[str, str]:
-    reason = kernels.native_unavailable_reason()
+    try:
+        reason = kernels.native_unavailable_reason()
+    except ConfigError as error:  # a report on a wrong setting must come all the same
+        reason = str(error)
     found = {
         "CPU tensors": f"native ({kernels.native_description()})" if not reason else f"PyTorch reference: {reason}"
     }
@@ -119,7 +123,7 @@ def _cuda() -> str:
 def _nccl() -> str:
     if not dist.is_available() or not dist.is_nccl_available():
         return "not in this build of torch"
-    return ".".join(map(str, torch.cuda.nccl.version()))
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 def _machine() -> dict[str, str]:

@@ -73,12 +73,11 @@ class Topology:
         hop = ALONE
         if len(parts[0]) == 1:
             return hop
-        is_local = dist.get_world_size(self._parent) != dist.get_world_size()
         for ranks in parts:
-            if is_local and self.rank not in ranks:
+            if self._is_local and self.rank not in ranks:
                 continue
             global_ranks = [_global_rank(self._parent, rank) for rank in ranks]
-            group = backend.new_group(global_ranks, self._parent, is_local=is_local)
+            group = backend.new_group(global_ranks, self._parent, is_local=self._is_local)
             if group is not None:
                 self._groups.append(group)
                 name = backend.backend_of(group)
@@ -140,7 +139,7 @@ class Topology:
 
     @cached_property
     def companion(self) -> Topology:
-        """A :meth:`clone` that is made once, at the first use, and closed with this one. The first use is collective."""
+        """A :meth:`clone`, made at the first use, which is collective, and closed with this one."""
         return self.clone()
 
     def shard_index(self, numbering: Numbering) -> int:
@@ -158,7 +157,7 @@ class Topology:
             self.__dict__.pop("companion").close()
         self.queue.close()
         for group in self._groups:
-            backend.destroy_group(group)
+            backend.destroy_group(group, is_local=self._is_local)
         self._groups.clear()
 
     def __repr__(self) -> str:

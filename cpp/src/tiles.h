@@ -7,8 +7,8 @@
 
 namespace zcomm {
 
-// Outputs of at least this many bytes bypass the caches: measured with a last-level cache of 32 MiB, a reader that comes
-// right after the decode is served faster from there up to about that size.
+// Outputs of at least this many bytes bypass the caches: measured with a last-level cache of 32 MiB, a reader that
+// comes right after the decode is served faster from there up to about that size.
 inline constexpr std::size_t kStreamNbytes = std::size_t{32} << 20;
 
 // Address of an element of an array of `dtype`.

@@ -13,30 +13,20 @@ def values_of(kind: str, numel: int, seed: int) -> np.ndarray:
     """Float32 [numel] of one kind."""
     random = np.random.default_rng(seed)
     x = random.standard_normal(numel).astype(np.float32)
+    factors = {"zeros": 0.0, "tiny": 2.0**-101, "denormal": 1e-40, "huge": 1e37}
     with np.errstate(over="ignore"):
-        if kind == "zeros":
-            x[:] = 0
+        if kind in factors:
+            x *= np.float32(factors[kind])
         elif kind == "negative zero":
             x = np.where(x > 0, np.float32(0), np.float32(-0.0))
-        elif kind == "tiny":
-            x *= np.float32(2.0**-101)
-        elif kind == "denormal":
-            x *= np.float32(1e-40)
-        elif kind == "huge":
-            x *= np.float32(1e37)
         elif kind == "wide":
             x = np.ldexp(x, random.integers(-120, 120, numel)).astype(np.float32)
         elif kind == "ties":
             x = (random.integers(-254, 255, numel) / 2).astype(np.float32)
             x[::64] = 127
-    if numel:
-        spot = random.integers(numel)
-        if kind == "max":
-            x[spot] = np.finfo(np.float32).max
-        elif kind == "nan":
-            x[spot] = np.nan
-        elif kind == "inf":
-            x[spot] = -np.inf
+    spots = {"max": np.finfo(np.float32).max, "nan": np.float32(np.nan), "inf": np.float32(-np.inf)}
+    if numel and kind in spots:
+        x[random.integers(numel)] = spots[kind]
     return x
 
 

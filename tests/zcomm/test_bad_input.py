@@ -30,7 +30,6 @@ ONE = Topology.single()
         (torch.zeros(8), torch.zeros(8, device="meta"), LayoutError, "meta"),
         (torch.zeros(8), torch.zeros(8, dtype=torch.float8_e4m3fn), FormatError, "float8"),
     ],
-    ids=lambda value: None,
 )
 def test_bad_tensors(output: torch.Tensor, shard: torch.Tensor, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
@@ -46,7 +45,6 @@ def test_bad_tensors(output: torch.Tensor, shard: torch.Tensor, error: type[Exce
         ({"op": "max"}, LayoutError, "op='max'"),
         ({"numbering": "column"}, TopologyError, "numbering='column'"),
     ],
-    ids=lambda value: None,
 )
 def test_bad_arguments(keywords: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

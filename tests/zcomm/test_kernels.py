@@ -1,4 +1,4 @@
-"""The PyTorch reference against the NumPy oracle, the native kernels against the reference, bit for bit; golden vectors."""
+"""The PyTorch reference against the NumPy oracle, and the native kernels against the reference; golden vectors."""
 
 from __future__ import annotations
 

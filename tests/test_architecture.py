@@ -1,0 +1,98 @@
+"""The layers of the project, checked: who may import whom, who may communicate, and how long things may get."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# package -> first-party packages it may import
+ALLOWED = {
+    "triton_kernels": set(),
+    "zcomm": {"triton_kernels"},
+    "zero": {"zcomm"},
+    "bench": {"zero", "zcomm"},
+}
+LIBRARY = ("triton_kernels", "zcomm", "zero")
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 8
+# optional libraries
+MAY_IMPORT_LATE = {"zcomm/kernels.py", "zcomm/backend.py", "zcomm/cli.py", "bench/train_report.py"}
+COLLECTIVES = {
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all",
+    "all_to_all_single", "barrier", "broadcast", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter",
+    "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "send",
+}  # fmt: skip
+FILES = sorted(p for package in ALLOWED for p in (ROOT / package).rglob("*.py"))
+LIBRARY_FILES = [p for p in FILES if p.relative_to(ROOT).parts[0] in LIBRARY]
+NAMES = {"ids": lambda p: str(p.relative_to(ROOT))}
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _imported_modules(path: Path) -> Iterator[str]:
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@pytest.mark.parametrize("path", FILES, **NAMES)
+def test_imports_point_downwards(path: Path) -> None:
+    package = path.relative_to(ROOT).parts[0]
+    used = {name.split(".")[0] for name in _imported_modules(path)} & ALLOWED.keys()
+    assert used - {package} <= ALLOWED[package]
+
+
+@pytest.mark.parametrize("package", LIBRARY)
+def test_modules_import_no_cycle(package: str) -> None:
+    modules = {_module_name(p): p for p in LIBRARY_FILES if p.relative_to(ROOT).parts[0] == package}
+    graph = {name: {m for m in _imported_modules(path) if m in modules and m != name} for name, path in modules.items()}
+    for name, path in modules.items():  # importing a module from its package is no import of the package's __init__
+        if path.name != "__init__.py":
+            graph[name].discard(package)
+    order = list(TopologicalSorter(graph).static_order())
+    assert set(order) == set(modules)
+
+
+@pytest.mark.parametrize("path", FILES, **NAMES)
+def test_imports_stand_at_the_top(path: Path) -> None:
+    functions = [n for n in ast.walk(_tree(path)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    late = [n.lineno for f in functions for n in ast.walk(f) if isinstance(n, (ast.Import, ast.ImportFrom))]
+    assert not late or str(path.relative_to(ROOT)) in MAY_IMPORT_LATE
+
+
+@pytest.mark.parametrize("path", [p for p in LIBRARY_FILES if p.name != "backend.py"], **NAMES)
+def test_only_the_backend_calls_torch_distributed(path: Path) -> None:
+    called = {
+        node.func.attr
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id in ("dist", "distributed")
+    }
+    assert not called & COLLECTIVES
+
+
+@pytest.mark.parametrize("path", FILES, **NAMES)
+def test_files_and_functions_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{node.name}: {length} lines"
+            parameters = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            assert len([p for p in parameters if p not in ("self", "cls")]) <= MAX_PARAMETERS, node.name
