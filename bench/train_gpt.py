@@ -44,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     model.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the parameters")
     training = parser.add_argument_group("training")
     training.add_argument("--batch-size", type=int, default=16, help="sequences per step over all ranks")
-    training.add_argument("--train-iters", type=int, default=300)
+    training.add_argument("--train-iters", type=int, default=200)
     training.add_argument("--lr", type=float, default=2e-3)
     training.add_argument("--seed", type=int, default=1)
     training.add_argument("--data", type=Path, help="a file or folder (default: Python's standard library)")
@@ -120,12 +120,14 @@ class Run:
                 window = text[-self.model.config.seq_length :].to(self.device)
                 odds = torch.softmax(self.model.logits(window[None])[0, -1].float().cpu() / 0.8, dim=0)
                 text = torch.cat([text, torch.multinomial(odds, 1, generator=generator)])
-        return bytes(text.tolist()).decode(errors="replace")
+        parts = (text[: len(prompt)], text[len(prompt) :])
+        return "|".join(bytes(part.tolist()).decode(errors="replace") for part in parts)
 
     def finish(self) -> None:
-        """Add up what can only be known over all ranks, measure the memory, and free the process groups."""
-        sent = torch.tensor([self.result.intra_nbytes, self.result.inter_nbytes], dtype=torch.float64)
-        sent = sent.to(self.device)
+        """Add up the bytes of all ranks, and measure the memory."""
+        step = self.result.typical_step()
+        of_rank = [step.bytes(link="intra"), step.bytes(link="inter")]
+        sent = torch.tensor(of_rank, dtype=torch.float64, device=self.device)
         zcomm.all_reduce(sent, group=self.topology)
         self.result.intra_nbytes, self.result.inter_nbytes = (int(value) for value in sent.tolist())
         self.result.memory = self.optimizer.memory()

@@ -28,7 +28,7 @@ EXCHANGES_OF_PLAIN_ZERO3 = 3  # gather for forward, gather for backward, reducti
 
 @dataclass
 class Result:
-    """What one run has reached and cost, on this rank until the end of the run, then over all ranks."""
+    """What one run has reached and cost."""
 
     name: str
     numel: int
@@ -37,23 +37,29 @@ class Result:
     losses: list[float] = field(default_factory=list)
     held_out: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
+    steps_sent: list[Traffic] = field(default_factory=list)
     intra_nbytes: int = 0
+    """Of a typical step, over all ranks."""
     inter_nbytes: int = 0
-    sent: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    """Of a typical step, over all ranks."""
     memory: MemoryReport | None = None
 
     def add_step(self, loss: float, sent: Traffic, *, seconds: float) -> None:
         """Count one training step."""
         self.losses.append(loss)
         self.step_seconds.append(seconds)
-        self.intra_nbytes += sent.bytes(link="intra")
-        self.inter_nbytes += sent.bytes(link="inter")
-        for key, count in sent:
-            self.sent[key] = self.sent.get(key, 0) + count.bytes
+        self.steps_sent.append(sent)
 
     def add_held_out(self, loss: float) -> None:
         """Remember one held-out loss."""
         self.held_out.append(loss)
+
+    def typical_step(self) -> Traffic:
+        """What this rank sent in the median step.
+
+        Not the mean: an evaluation leaves gathered parameters behind, so that the step after it sends less.
+        """
+        return sorted(self.steps_sent, key=lambda sent: sent.bytes())[len(self.steps_sent) // 2]
 
     def progress(self, tokens_per_step: int) -> str:
         """Return what the progress bar says of this run."""
@@ -61,7 +67,7 @@ class Result:
 
     def inter_units(self, num_nodes: int) -> float:
         """Bytes between nodes per step, in M."""
-        return volume.inter_node_model_units(self.inter_nbytes / len(self.losses), num_nodes, self.numel)
+        return volume.inter_node_model_units(self.inter_nbytes, num_nodes, self.numel)
 
 
 class MetricsFile:
@@ -99,10 +105,10 @@ def print_report(
     _print_table(columns)
     for column in columns:
         metrics.write(kind="summary", **column)
-    print(f"# sent by rank 0, bytes per step: {_breakdown(results[0])}")
+    print(f"# sent by rank 0 in a typical step, bytes: {_breakdown(results[0])}")
     if len(results) > 1:
         _print_curves(results)
-    print(f"# continuation of held-out text, sampled:\n{_indented(sample)}")
+    print(f"# held-out text | sampled continuation:\n{_indented(sample)}")
     print(f"# metrics: {metrics.path}")
 
 
@@ -139,7 +145,7 @@ def _print_context(result: Result, topology: Topology, text: Text) -> None:
 
 
 def _measured_column(result: Result, topology: Topology, tokens_per_step: int) -> dict[str, Any]:
-    num_steps, memory = len(result.losses), result.memory
+    memory = result.memory
     assert memory is not None, "finish() measures the memory"
     formula = _memory_formula(result, topology)
     column: dict[str, Any] = {
@@ -151,8 +157,8 @@ def _measured_column(result: Result, topology: Topology, tokens_per_step: int) -
         "model states per rank, formula": formula,
     }
     column |= {f"{name} per rank": nbytes for name, nbytes in memory.buffers.items()}
-    column["bytes per step within nodes"] = result.intra_nbytes / num_steps
-    column["bytes per step between nodes"] = result.inter_nbytes / num_steps
+    column["bytes per step within nodes"] = result.intra_nbytes
+    column["bytes per step between nodes"] = result.inter_nbytes
     column["between nodes, in M"] = result.inter_units(topology.num_nodes)
     return column
 
@@ -199,7 +205,7 @@ def _cell(row: str, value: Any) -> str:
 
 
 def _breakdown(result: Result) -> str:
-    parts = (f"{' '.join(key)} {nbytes / len(result.losses):,.0f}" for key, nbytes in sorted(result.sent.items()))
+    parts = (f"{' '.join(key)} {count.bytes:,}" for key, count in result.typical_step())
     return ", ".join(parts) or "none"
 
 

@@ -13,17 +13,16 @@ exit code is 1.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from gpt_model import GPT, GPTConfig
+from harness import Column, Report, Timing, interleave
 from ranks_setup import process_group, relaunch_under_torchrun
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,6 +34,13 @@ from zcomm import Topology
 from zero import ZeroOptimizer
 
 LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}  # relative; after tens of steps, not after one
+COLUMNS = [
+    Column("case", "case".rjust(20)),
+    Column("p50_ms", "p50(ms)", ".1f", is_measurement=True),
+    Column("tokens_per_s", "tokens/s", ",.0f", is_measurement=True),
+    Column("vs_fsdp2", "vs fsdp2", ".3f", is_measurement=True),
+    Column("loss", "loss", ".5f"),
+]
 BASELINE_OF = {
     "zero stage 1": "fsdp2 reshard=False",
     "zero stage 2": "fsdp2 reshard=False",
@@ -49,7 +55,7 @@ class Case:
     name: str
     model: nn.Module
     optimizer: Optimizer
-    round_seconds: list[float] = field(default_factory=list)
+    num_steps: int = 0
     loss: float = float("nan")
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -58,6 +64,7 @@ class Case:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.num_steps += 1
         return loss.detach()
 
 
@@ -110,18 +117,20 @@ def _fsdp2_case(model: GPT, dtype: torch.dtype, *, reshard_after_forward: bool) 
     return Case(f"fsdp2 reshard={reshard_after_forward}", model, AdamW(model.parameters(), lr=1e-3, fused=True))
 
 
-def run_rounds(arguments: argparse.Namespace, cases: list[Case], device: torch.device, topology: Topology) -> None:
-    """Let the cases take turns; afterwards each holds its round times (of the slowest rank) and its last loss."""
-    for number in range(arguments.warmup_rounds + arguments.rounds):
-        for case in cases[number % len(cases) :] + cases[: number % len(cases)]:  # nobody always goes first
-            start_s = time.perf_counter()
-            for step in range(arguments.steps):
-                loss = case.step(*_batch(arguments, number * arguments.steps + step, topology.rank, device))
-            mean = loss.float().reshape(1)
-            zcomm.all_reduce(mean, "avg", group=topology)  # every rank has finished the round
-            case.loss = mean.item()
-            if number >= arguments.warmup_rounds:
-                case.round_seconds.append(time.perf_counter() - start_s)
+def run_rounds(
+    arguments: argparse.Namespace, cases: list[Case], device: torch.device, topology: Topology
+) -> dict[str, Timing]:
+    """Let the cases take turns; each keeps its last loss, averaged over the ranks."""
+
+    def one_round(case: Case) -> None:
+        for _ in range(arguments.steps):
+            loss = case.step(*_batch(arguments, case.num_steps, topology.rank, device))
+        mean = loss.float().reshape(1)
+        zcomm.all_reduce(mean, "avg", group=topology)  # so the time is that of the slowest rank
+        case.loss = mean.item()
+
+    calls = {case.name: partial(one_round, case) for case in cases}
+    return interleave(calls, rounds=arguments.rounds, warmup=arguments.warmup_rounds)
 
 
 def _batch(arguments: argparse.Namespace, step: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -131,42 +140,31 @@ def _batch(arguments: argparse.Namespace, step: int, rank: int, device: torch.de
     return tokens[:, :-1].to(device), tokens[:, 1:].to(device)
 
 
-def rows_of(arguments: argparse.Namespace, cases: list[Case], world_size: int) -> list[dict[str, Any]]:
-    """Return one row a case: median step time, rate, ratio to its FSDP2 baseline, and the check of its loss."""
-    by_name = {case.name: case for case in cases}
-    rows = []
-    for case in cases:
-        baseline = by_name[BASELINE_OF.get(case.name, case.name)]
-        step_s = statistics.median(case.round_seconds) / arguments.steps
-        ratios = [b / c for b, c in zip(baseline.round_seconds, case.round_seconds, strict=True)]
-        is_wrong = not abs(case.loss - baseline.loss) <= LOSS_TOLERANCE[arguments.dtype] * abs(baseline.loss)
-        tokens = world_size * arguments.batch_size * arguments.seq_length
-        times = {"p50_ms": 1e3 * step_s, "tokens_per_s": tokens / step_s, "vs_fsdp2": statistics.median(ratios)}
-        rows.append({"case": case.name, "loss": case.loss, "wrong": int(is_wrong)} | ({} if is_wrong else times))
-    return rows
-
-
-def print_rows(arguments: argparse.Namespace, rows: list[dict[str, Any]], world_size: int, numel: int) -> None:
-    """Print the table, or JSON lines."""
-    if arguments.json:
-        for row in rows:
-            print(json.dumps(row))
-        return
-    shape = f"layers {arguments.num_layers}  hidden {arguments.hidden_size}  parameters {numel:,}"
-    print(
-        f"# zero_step  torch {torch.__version__}  backend {dist.get_backend()}  world_size {world_size}\n"
-        f"# {shape}  dtype {arguments.dtype}  batch {arguments.batch_size} x {arguments.seq_length} per rank  "
-        f"rounds {arguments.rounds} x {arguments.steps} steps, interleaved\n"
-        f"#{'case':>21}{'p50(ms)':>12}{'tokens/s':>12}{'vs fsdp2':>12}{'loss':>12}{'#wrong':>8}"
+def report(arguments: argparse.Namespace, cases: list[Case], timings: dict[str, Timing], world_size: int) -> int:
+    """Print one row a case, compared with its FSDP2 baseline; returns the exit status."""
+    table = Report(COLUMNS, as_json=arguments.json)
+    settings = {"backend": dist.get_backend(), "world_size": world_size, "dtype": arguments.dtype}
+    table.start("zero_step", **settings)
+    numel = sum(p.numel() for p in cases[0].model.parameters())
+    table.note(
+        f"parameters {numel:,}  batch {arguments.batch_size} x {arguments.seq_length} per rank  "
+        f"rounds {arguments.rounds} x {arguments.steps} steps, interleaved"
     )
-    number: Callable[[Any, str], str] = lambda value, spec: "-" if value is None else format(value, spec)  # noqa: E731
-    for row in rows:
-        print(
-            f"{row['case']:>22}{number(row.get('p50_ms'), '.1f'):>12}{number(row.get('tokens_per_s'), ',.0f'):>12}"
-            f"{number(row.get('vs_fsdp2'), '.3f'):>12}{row['loss']:>12.5f}{row['wrong']:>8}"
-        )
-    num_wrong = sum(row["wrong"] for row in rows)
-    print(f"# wrong results : {num_wrong} {'OK' if num_wrong == 0 else 'FAILED'}")
+    loss_of = {case.name: case.loss for case in cases}
+    tokens = world_size * arguments.batch_size * arguments.seq_length * arguments.steps
+    for case in cases:
+        baseline, timing = BASELINE_OF.get(case.name, case.name), timings[case.name]
+        ratios = [b / t for b, t in zip(timings[baseline].seconds, timing.seconds, strict=True)]
+        is_close = abs(case.loss - loss_of[baseline]) <= LOSS_TOLERANCE[arguments.dtype] * abs(loss_of[baseline])
+        values = {
+            "case": case.name,
+            "p50_ms": 1e3 * timing.p50 / arguments.steps,
+            "tokens_per_s": tokens / timing.p50,
+            "vs_fsdp2": statistics.median(ratios),
+            "loss": case.loss,
+        }
+        table.row(values, num_wrong=int(not is_close))
+    return table.finish()
 
 
 def main() -> int:
@@ -176,16 +174,13 @@ def main() -> int:
     with process_group() as device:
         topology = Topology.from_env()
         cases = build_cases(arguments, device)
-        run_rounds(arguments, cases, device, topology)
-        rows = rows_of(arguments, cases, topology.world_size)
-        if topology.rank == 0:
-            numel = sum(p.numel() for p in cases[0].model.parameters())
-            print_rows(arguments, rows, topology.world_size, numel)
+        timings = run_rounds(arguments, cases, device, topology)
+        status = report(arguments, cases, timings, topology.world_size) if topology.rank == 0 else 0
         for case in cases:
             if isinstance(case.optimizer, ZeroOptimizer):
                 case.optimizer.close()
         topology.close()
-    return int(any(row["wrong"] for row in rows) and topology.rank == 0)
+    return status
 
 
 if __name__ == "__main__":

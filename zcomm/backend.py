@@ -244,8 +244,8 @@ def _timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
 def destroy_group(group: dist.ProcessGroup, *, is_local: bool) -> None:
     """Free a group of :func:`new_group`.
 
-    With ``is_local`` its name stays taken: the next group of the same ranks would get the same name, and meet this one's
-    addresses in the store.
+    With ``is_local`` its name stays taken: the next group of the same ranks would get the same name, and meet this
+    one's addresses in the store.
     """
     if not dist.is_initialized():
         return

@@ -6,6 +6,7 @@ native kernels; neither have CUDA tensors yet.
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from typing import Any
 
@@ -55,6 +56,8 @@ def _native_is_chosen() -> bool:
     reason = native_unavailable_reason()
     if reason and env.value("ZCOMM_KERNELS") == "native":
         raise BackendUnavailableError(f"ZCOMM_KERNELS=native, but {reason}")
+    if _REASON and env.value("ZCOMM_KERNELS") == "auto":
+        warnings.warn(f"zcomm uses its slow PyTorch reference kernels: {reason}", RuntimeWarning, stacklevel=4)
     return not reason
 
 

@@ -129,7 +129,7 @@ def check_hashes(messages: Tensor, layout: MessageLayout) -> None:
 
 
 def _clamped(values: Tensor, dtype: torch.dtype) -> Tensor:
-    largest = torch.finfo(dtype).max
+    largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)  # decoded values are float32
     return values.clamp(-largest, largest)  # NaN stays NaN
 
 

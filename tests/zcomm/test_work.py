@@ -193,6 +193,10 @@ def _check_part_of_the_job(rank: int) -> None:
             zcomm.all_reduce(total, group=t)
             assert total.tolist() == [5.0] * 5
             t.close()
+    torch.distributed.new_group([0, 1])
+    if rank != 1:
+        with pytest.raises(zcomm.TopologyError, match=r"groups of each rank \[(\d+), (?!\1)"):
+            Topology(ranks_per_node=1, group=halves[0])
 
 
 def test_a_topology_over_part_of_the_job() -> None:

@@ -1,0 +1,28 @@
+"""The README's Python examples run as it says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.job import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+EXAMPLES = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_ranks", "printed"), [("ZeroOptimizer(", 2, "stage 3"), ("zcomm.traffic()", 4, "reduce_scatter")]
+)
+def test_example_runs(tmp_path: Path, text: str, num_ranks: int, printed: str) -> None:
+    (example,) = (e for e in EXAMPLES if text in e)
+    path = tmp_path / "example.py"
+    path.write_text(example)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    done = subprocess.run([*torchrun, str(path)], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert printed in done.stdout

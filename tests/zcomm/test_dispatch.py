@@ -1,0 +1,115 @@
+"""Which kernels serve a call, on every instruction set of the binary, and what happens when there are none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.zcomm import oracle
+from tests.zcomm.data import mixture, same_values
+from zcomm import _native, env, kernels, quant
+from zcomm.errors import BackendUnavailableError
+from zcomm.formats import FORMATS
+from zcomm.message import layout_of
+
+ROOT = Path(__file__).parents[2]
+ALL_OPERATIONS = """
+import torch, zcomm
+from tests.zcomm.data import mixture, same_values
+from zcomm import _native, kernels, quant
+from zcomm.formats import FORMATS
+from zcomm.message import layout_of
+
+assert _native.isa() == {isa!r}, _native.isa()
+for name in ("int8", "int4"):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for numel in (1, 2, 127, 128, 129, 255, 257, 1000, 2053):
+            layout, last = (layout_of("test", FORMATS[name], dtype, segments, numel) for segments in (2, 1))
+            x = mixture(3 * 2 * numel, numel, dtype)
+            results = []
+            for module in (quant, kernels):
+                messages, out = layout.new(3, x.device).fill_(7), last.new(2, x.device).fill_(7)
+                values, total = torch.empty(3 * 2 * numel, dtype=dtype), torch.empty(2 * numel, dtype=dtype)
+                module.quantize(x, layout, messages, 2 * numel, numel)
+                module.decode(messages, layout, values, 2 * numel, numel)
+                module.decode_sum(messages, layout, total, numel, 3)
+                module.decode_sum_requantize(messages, layout, out, last)
+                results.append((messages, values, total, out))
+            for expected, got in zip(*results):
+                assert same_values(got, expected), (name, dtype, numel)
+print("equal")
+"""
+
+
+def _run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | variables,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("isa", _native.build_info()["isa_levels"])
+def test_every_instruction_set_equals_the_reference(isa: str) -> None:
+    levels = _native.build_info()["isa_levels"]
+    if levels.index(isa) < levels.index(_native.isa()):
+        pytest.skip(f"this CPU has {_native.isa()}, not {isa}")
+    done = _run(ALL_OPERATIONS.format(isa=isa), ZCOMM_ISA=isa)
+    assert done.stdout == "equal\n", done.stderr
+
+
+def test_float64_is_rounded_once_to_float32_by_block_formats() -> None:
+    x = torch.randn(300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    layout = layout_of("test", FORMATS["int8"], torch.float64, 1, 300)
+    message = layout.new(1, x.device)
+    kernels.quantize(x, layout, message, 0, 0)
+    assert bytes(message[0].tolist()) == oracle.encode([x.numpy().astype(np.float32)], "int8", 256, "test")
+    decoded = torch.empty(300, dtype=torch.float64)
+    kernels.decode(message, layout, decoded, 0, 0)
+    assert np.array_equal(decoded.numpy(), oracle.decode([x.float().numpy()], "int8", 256)[0].astype(np.float64))
+
+
+@pytest.mark.parametrize(("setting", "asks"), [("native", True), ("reference", False), ("auto", True)])
+def test_the_setting_chooses_the_kernels(setting: str, asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001
+    calls: list[str] = []
+    monkeypatch.setenv("ZCOMM_KERNELS", setting)
+    monkeypatch.setattr(_native, "quantize", lambda *_: calls.append("native"))
+    for cached in (env.value, kernels._native_is_chosen):
+        cached.cache_clear()
+    layout = layout_of("test", FORMATS["int8"], torch.float32, 1, 64)
+    kernels.quantize(torch.zeros(64), layout, layout.new(1, torch.device("cpu")), 0, 0)
+    for cached in (env.value, kernels._native_is_chosen):
+        cached.cache_clear()
+    assert bool(calls) == asks
+
+
+def test_missing_native_kernels() -> None:
+    script = "import sys; sys.modules['zcomm._native'] = None\nimport torch, zcomm\n"
+    call = "x, out = torch.full((8,), 127.0), torch.empty(8)\n"
+    call += "zcomm.all_gather_single(out, x, zcomm.Topology.single(), format='int8')\n"
+    done = _run(script + call + "print(out.tolist())", ZCOMM_KERNELS="auto")
+    assert "[127.0" in done.stdout, done.stderr
+    done = _run(script + call, ZCOMM_KERNELS="native")
+    assert "BackendUnavailableError: ZCOMM_KERNELS=native, but the native module is not built" in done.stderr
+    assert "pip install" in done.stderr
+    assert issubclass(BackendUnavailableError, RuntimeError)
+
+
+def test_reference_does_not_read_what_it_does_not_write() -> None:
+    """Messages are made in uninitialised memory: padding is written, too."""
+    x = mixture(3 * 77, 1)
+    layout = layout_of("test", FORMATS["int4"], torch.float32, 3, 77)
+    for module in (quant, kernels):
+        first, second = layout.new(1, x.device).fill_(0), layout.new(1, x.device).fill_(255)
+        module.quantize(x, layout, first, 0, 77)
+        module.quantize(x, layout, second, 0, 77)
+        assert same_values(first, second)
