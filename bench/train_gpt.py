@@ -69,7 +69,7 @@ class Run:
     """One model with its optimizer, and what it has cost so far."""
 
     def __init__(
-        self, name: str, arguments: argparse.Namespace, topology: Topology, device: torch.device, *, dtype: torch.dtype,
+        self, arguments: argparse.Namespace, topology: Topology, device: torch.device, *, dtype: torch.dtype,
         stage: int = 3, **switches: bool | int,
     ) -> None:  # fmt: skip
         """Build the model from the seed, the same on every rank and for every run, and shard it."""
@@ -85,7 +85,7 @@ class Run:
             weight_decay=0.1, fused=True, **switches,
         )  # fmt: skip
         self.scheduler = LambdaLR(self.optimizer, lambda step: _lr_factor(step, arguments.train_iters))
-        self.result = Result(name, numel, dtype, stage)
+        self.result = Result(_name_of(self.optimizer, dtype), numel, dtype, stage)
 
     def train_step(self, tokens: Tensor, targets: Tensor) -> float:
         """One optimizer step on this rank's part of the batch; returns the mean loss over the ranks."""
@@ -138,6 +138,19 @@ class Run:
         return mean.item()
 
 
+def _name_of(optimizer: ZeroOptimizer, dtype: torch.dtype) -> str:
+    """Name what is in effect, which may be less than what was asked for."""
+    effective = optimizer.effective
+    switches = {
+        "qwZ": effective.weight_format != "none",
+        "qgZ": effective.gradient_formats is not None,
+        "hpZ": effective.has_secondary,
+    }
+    name = " ".join([f"ZeRO-{effective.stage.number}", *(switch for switch, is_on in switches.items() if is_on)])
+    name = name if any(switches.values()) else f"plain {name}"
+    return name if dtype == torch.bfloat16 else f"{name} {str(dtype).removeprefix('torch.')}"
+
+
 def _lr_factor(step: int, train_iters: int) -> float:
     """Linear warm-up over a tenth of the steps, then a cosine down to a tenth of the rate."""
     warmup = max(1, train_iters // 10)
@@ -148,16 +161,14 @@ def _lr_factor(step: int, train_iters: int) -> float:
 def build_runs(arguments: argparse.Namespace, topology: Topology, device: torch.device) -> list[Run]:
     """Return the run that was asked for and, with ``--compare``, plain ZeRO-3 in bf16."""
     stage, dtype = arguments.stage, getattr(torch, arguments.dtype)
-    switches = {"qwZ": arguments.quantized_weights, "qgZ": arguments.quantized_gradients, "hpZ": arguments.hpz}
-    name = " ".join([f"ZeRO-{stage}", *(switch for switch, is_on in switches.items() if is_on)])
     first = Run(
-        name, arguments, topology, device, dtype=dtype, stage=stage, quantized_weights=arguments.quantized_weights,
+        arguments, topology, device, dtype=dtype, stage=stage, quantized_weights=arguments.quantized_weights,
         quantized_gradients=arguments.quantized_gradients,
         hpz_partition_size=topology.ranks_per_node if arguments.hpz else 1,
     )  # fmt: skip
     if not arguments.compare:
         return [first]
-    return [first, Run("plain ZeRO-3", arguments, topology, device, dtype=torch.bfloat16)]
+    return [first, Run(arguments, topology, device, dtype=torch.bfloat16)]
 
 
 def my_rows(tensors: tuple[Tensor, Tensor], run: Run) -> tuple[Tensor, Tensor]:
@@ -192,7 +203,7 @@ def evaluate(runs: list[Run], held_out: tuple[Tensor, Tensor], metrics: MetricsF
     """Take the held-out loss of every run."""
     for run in runs:
         loss = run.held_out_loss(*held_out)
-        metrics.write(kind="held_out", run=run.result.name, step=len(run.result.losses), loss=loss)
+        metrics.write(kind="held_out", run=run.result.name, step=run.result.held_out_steps[-1], loss=loss)
 
 
 def check_batch(arguments: argparse.Namespace, topology: Topology) -> None:
@@ -222,7 +233,7 @@ def main() -> None:
             if topology.rank == 0:
                 tokens_per_step = arguments.batch_size * arguments.seq_length
                 print_report(results, topology, text, sample, tokens_per_step=tokens_per_step, metrics=metrics)
-                plot(results, topology, arguments.output / "loss.png", arguments.eval_interval)
+                plot(results, topology, arguments.output / "loss.png")
         for run in runs:
             run.optimizer.close()
         topology.close()

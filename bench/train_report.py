@@ -36,6 +36,7 @@ class Result:
     stage: int
     losses: list[float] = field(default_factory=list)
     held_out: list[float] = field(default_factory=list)
+    held_out_steps: list[int] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     steps_sent: list[Traffic] = field(default_factory=list)
     intra_nbytes: int = 0
@@ -51,8 +52,9 @@ class Result:
         self.steps_sent.append(sent)
 
     def add_held_out(self, loss: float) -> None:
-        """Remember one held-out loss."""
+        """Remember the held-out loss after the steps so far."""
         self.held_out.append(loss)
+        self.held_out_steps.append(len(self.losses))
 
     def typical_step(self) -> Traffic:
         """What this rank sent in the median step.
@@ -112,14 +114,14 @@ def print_report(
     print(f"# metrics: {metrics.path}")
 
 
-def plot(results: list[Result], topology: Topology, path: Path, eval_interval: int) -> None:
+def plot(results: list[Result], topology: Topology, path: Path) -> None:
     """Draw the losses, and the bytes per step on a logarithmic scale."""
     figure, (losses, sent) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     for index, result in enumerate(results):
-        num_steps, color = len(result.losses), f"C{index}"
-        losses.plot(range(1, num_steps + 1), result.losses, alpha=0.35, linewidth=0.8, color=color)
-        at = sorted({*range(0, num_steps + 1, eval_interval), num_steps})
-        losses.plot(at, result.held_out, marker="o", markersize=4, color=color, label=f"{result.name}, held out")
+        color = f"C{index}"
+        losses.plot(range(1, len(result.losses) + 1), result.losses, alpha=0.35, linewidth=0.8, color=color)
+        label = f"{result.name}, held out"
+        losses.plot(result.held_out_steps, result.held_out, marker="o", markersize=4, color=color, label=label)
     losses.set(xlabel="step", ylabel="loss (nats/byte)", title="Loss: training (thin) and held-out (dots)")
     losses.legend()
     columns = [_measured_column(result, topology, 1) for result in results]
@@ -210,9 +212,9 @@ def _breakdown(result: Result) -> str:
 
 
 def _print_curves(results: list[Result]) -> None:
-    print(f"# {'held-out loss':>14}" + "".join(f"{result.name:>26}" for result in results))
-    for index, losses in enumerate(zip(*(result.held_out for result in results), strict=True)):
-        print(f"# {index:>14}" + "".join(f"{loss:>26.4f}" for loss in losses))
+    print(f"# held-out loss at step{''.join(f'{result.name:>26}' for result in results)}")
+    for step, *losses in zip(results[0].held_out_steps, *(result.held_out for result in results), strict=True):
+        print(f"# {step:>21}{''.join(f'{loss:>26.4f}' for loss in losses)}")
     difference = results[0].held_out[-1] - results[1].held_out[-1]
     print(f"# final difference: {difference:+.4f} nats/byte ({results[0].name} minus {results[1].name})")
 
