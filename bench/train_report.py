@@ -149,14 +149,13 @@ def _print_context(result: Result, topology: Topology, text: Text) -> None:
 def _measured_column(result: Result, topology: Topology, tokens_per_step: int) -> dict[str, Any]:
     memory = result.memory
     assert memory is not None, "finish() measures the memory"
-    formula = _memory_formula(result, topology)
     column: dict[str, Any] = {
         "run": result.name,
         "held-out loss at start": result.held_out[0],
         "held-out loss at end": result.held_out[-1],
         "tokens/s (median step)": tokens_per_step / statistics.median(result.step_seconds),
         "model states per rank": memory.model_states,
-        "model states per rank, formula": formula,
+        "model states per rank, formula": memory.formula,
     }
     column |= {f"{name} per rank": nbytes for name, nbytes in memory.buffers.items()}
     column["bytes per step within nodes"] = result.intra_nbytes
@@ -175,17 +174,6 @@ def _plain_zero3_column(result: Result, topology: Topology) -> dict[str, Any]:
         "bytes per step between nodes": sent * (num_nodes - 1),
         "between nodes, in M": float(EXCHANGES_OF_PLAIN_ZERO3 if num_nodes > 1 else 0),
     }
-
-
-def _memory_formula(result: Result, topology: Topology) -> float:
-    is_narrow = result.dtype == torch.bfloat16  # then there are float32 masters beside Adam's two moments
-    return model_state_nbytes(
-        result.numel,
-        result.stage,
-        topology.world_size,
-        param_nbytes=result.dtype.itemsize,
-        state_nbytes=12 if is_narrow else 8,
-    )
 
 
 def _print_table(columns: list[dict[str, Any]]) -> None:

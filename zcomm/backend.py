@@ -88,7 +88,10 @@ def _count(hop: Hop, sent: Sent, nbytes: int) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+    flat = tensor.view(-1)
+    if flat.stride(0) != 1:  # one element, cut from something strided
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
 
 
 def all_gather(output: Tensor, message: Tensor, hop: Hop, sent: Sent) -> Pending | None:
@@ -101,7 +104,7 @@ def all_gather(output: Tensor, message: Tensor, hop: Hop, sent: Sent) -> Pending
     _count(hop, sent, message.numel() * message.element_size())
     if hop.group is None:
         if output.data_ptr() != message.data_ptr():
-            output.view(-1).copy_(message.view(-1))
+            _bytes(output).copy_(_bytes(message))
         return None
     if device_of(hop.backend, message.device) != message.device:
         return _through_copies(output, message, hop, _gather)
@@ -154,7 +157,7 @@ def all_to_all(output: Tensor, messages: Tensor, hop: Hop, sent: Sent) -> Pendin
         return None
     _count(hop, sent, messages.numel() * messages.element_size() // hop.size)
     if hop.group is None:
-        output.view(-1).copy_(messages.view(-1))
+        _bytes(output).copy_(_bytes(messages))
         return None
     if device_of(hop.backend, messages.device) != messages.device:
         return _through_copies(output, messages, hop, _exchange)
@@ -226,9 +229,15 @@ def new_group(ranks: list[int], parent: dist.ProcessGroup | None, *, is_local: b
     the whole job (torch.distributed then names the group by its ranks and the number of groups that a rank has).
     """
     group = dist.new_group(
-        ranks, timeout=_timeout_of(parent), backend=backend_of(parent), use_local_synchronization=is_local
+        ranks, timeout=_timeout_of(parent), backend=_shortest(backend_of(parent)), use_local_synchronization=is_local
     )
     return cast(dist.ProcessGroup, group) if dist.get_rank() in ranks else None
+
+
+def _shortest(backend: str) -> str:
+    """``gloo`` for ``cpu:gloo,cuda:gloo``: torch forgets the default backend of the long form once a plugin exists."""
+    names = {part.rpartition(":")[2] for part in backend.split(",")}
+    return names.pop() if len(names) == 1 else backend
 
 
 def _timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:

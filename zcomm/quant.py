@@ -46,7 +46,8 @@ def _encode(values: Tensor, layout: MessageLayout) -> Tensor:
     """Values [num_messages, num_segments, segment_numel] to messages uint8 [num_messages, nbytes]."""
     num_messages = values.shape[0]
     if layout.codec.dtype is not None:
-        return values.to(layout.codec.dtype).reshape(-1).view(torch.uint8).view(num_messages, layout.nbytes)
+        flat = values.to(layout.codec.dtype).reshape(-1).contiguous()
+        return flat.view(torch.uint8).view(num_messages, layout.nbytes)
     padded = layout.blocks_per_segment * layout.block
     blocks = pad(values.float(), (0, padded - layout.segment_numel)).view(*values.shape[:2], -1, layout.block)
     scale_bits, codes = _quantize_blocks(blocks, layout.codec.qmax)

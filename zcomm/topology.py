@@ -33,7 +33,8 @@ class Topology:
         group: The ranks; default: all of torch.distributed, or this process alone if that is not initialised.
 
     Raises:
-        TopologyError: ``ranks_per_node`` does not divide the number of ranks. Raised before any communication.
+        TopologyError: ``ranks_per_node`` does not divide the number of ranks; or torch.distributed is not initialised
+            although ``WORLD_SIZE`` is more than 1. Raised before any communication.
 
     Collective: every rank of ``group`` constructs it, in the same order relative to other topologies.
     """
@@ -95,14 +96,9 @@ class Topology:
             TopologyError: torch.distributed is not initialised although ``WORLD_SIZE`` is more than 1; or, on every
                 rank, nodes with different numbers of ranks.
         """
-        if not dist.is_initialized():
-            if _integer("WORLD_SIZE", 1) > 1:
-                raise TopologyError(
-                    f"torch.distributed is not initialised: WORLD_SIZE={os.environ['WORLD_SIZE']}; call "
-                    "torch.distributed.init_process_group() first"
-                )
-            return cls.single()
         _, rank = _size_and_rank(group)
+        if not dist.is_initialized():
+            return cls.single()
         per_node = _integer("LOCAL_WORLD_SIZE", dist.get_world_size(), at_least=1)
         node = _integer("GROUP_RANK", _global_rank(group, rank) // per_node)
         nodes = backend.gather_ints(node, group)
@@ -170,6 +166,11 @@ class Topology:
 
 def _size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
     if not dist.is_initialized():
+        if _integer("WORLD_SIZE", 1) > 1:
+            raise TopologyError(
+                f"torch.distributed is not initialised: WORLD_SIZE={os.environ['WORLD_SIZE']}; call "
+                "torch.distributed.init_process_group() first, or use Topology.single()"
+            )
         return 1, 0
     rank = dist.get_rank(group)
     if rank < 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -30,7 +29,7 @@ class MemoryReport:
     unreduced_gradients: int
     """Of the pool's bytes, those that hold full local gradients of ``no_sync`` at stages 2 and 3."""
     formula: float
-    """Parameters, gradients and states as :func:`zero.model_state_nbytes` has them."""
+    """Parameters, gradients and states as :func:`zero.model_state_nbytes` has them, with two moments."""
 
     @property
     def model_states(self) -> int:
@@ -82,7 +81,7 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
             runtime.topology.world_size,
             gradient_nbytes=runtime.reducer.all[0].dtype.itemsize,
             param_nbytes=b.dtype.itemsize,
-            state_nbytes=8 + (4 if b.dtype not in (torch.float32, torch.float64) else 0),
+            state_nbytes=b.master.dtype.itemsize * (2 if b.master is b.shard else 3),
         )
     return MemoryReport(
         parameters=parameters,

@@ -27,6 +27,9 @@ from zero.units import Unit, find_units
 
 __all__ = ["Runtime", "check_model"]
 
+MERGED_NUMEL = 2**20
+"""Larger exchanges gain nothing more from being fewer, and begin later in backward."""
+
 
 class Runtime:
     """Owns the buckets of ``model`` and everything that communicates for them."""
@@ -37,8 +40,9 @@ class Runtime:
         self.stage = self.effective.stage
         device = check_model(model)
         units = find_units(model)
-        buckets_of_unit = _cut_into_buckets(units, topology.world_size, self.effective.align)
-        self.buckets = [bucket for buckets in buckets_of_unit for bucket in buckets]
+        runs = _runs_of(units, self._numel_to_merge())
+        buckets_of_run = _cut_into_buckets(runs, topology.world_size, self.effective.align)
+        self.buckets = [bucket for buckets in buckets_of_run for bucket in buckets]
         _check_ranks_agree(self.buckets, settings, topology)
         # Gathers and reductions each have process groups of their own: their orders need not match one another.
         self.pool = BufferPool(device)
@@ -51,9 +55,16 @@ class Runtime:
             self.gatherer, self.reducer, self._should_reduce, shards_parameters=self.stage.shards_parameters
         )
         self._attach()
+        buckets_of_unit = [buckets for run, buckets in zip(runs, buckets_of_run, strict=True) for _ in run]
         self.hooks.install(model, units, buckets_of_unit)
         self._syncs = True
         self._num_backwards = 0
+
+    def _numel_to_merge(self) -> int:
+        """Elements up to which small units share an exchange. At stage 3 a unit is gathered and released by itself."""
+        if self.stage.shards_parameters:
+            return 0
+        return min(MERGED_NUMEL, self.settings.reduce_bucket_size, self.settings.allgather_bucket_size)
 
     def _settle(self) -> None:
         """Every rank starts from rank 0's values, and keeps what its stage says."""
@@ -187,20 +198,36 @@ def check_model(model: nn.Module) -> torch.device:
     return device
 
 
-def _cut_into_buckets(units: list[Unit], world_size: int, align: int) -> list[list[Bucket]]:
-    buckets_of_unit, index = [], 0
+def _runs_of(units: list[Unit], max_numel: int) -> list[list[Unit]]:
+    """Consecutive units that share buckets: at least one, and more as long as they have ``max_numel`` elements."""
+    runs: list[list[Unit]] = []
+    numel = 0
     for unit in units:
+        unit_numel = sum(param.numel() for _, param in unit.parameters)
+        if not runs or numel + unit_numel > max_numel:
+            runs.append([])
+            numel = 0
+        runs[-1].append(unit)
+        numel += unit_numel
+    return runs
+
+
+def _cut_into_buckets(runs: list[list[Unit]], world_size: int, align: int) -> list[list[Bucket]]:
+    """The buckets of each run: one for each dtype and requires_grad in it."""
+    buckets_of_run, index = [], 0
+    for run in runs:
         kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
-        for name, param in unit.parameters:
+        for name, param in (named for unit in run for named in unit.parameters):
             kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param))
         buckets = []
         for named in kinds.values():
             names, params = [name for name, _ in named], [param for _, param in named]
             layout = BucketLayout.of(names, [tuple(p.shape) for p in params], world_size, align)
-            buckets.append(Bucket(index, unit.name or names[0], layout, params))
+            title = " .. ".join(dict.fromkeys((run[0].name or names[0], run[-1].name or names[-1])))
+            buckets.append(Bucket(index, title, layout, params))
             index += 1
-        buckets_of_unit.append(buckets)
-    return buckets_of_unit
+        buckets_of_run.append(buckets)
+    return buckets_of_run
 
 
 def _check_ranks_agree(buckets: list[Bucket], settings: ZeroSettings, topology: Topology) -> None:

@@ -36,7 +36,8 @@ class ZeroSettings:
     gradient_dtype: torch.dtype | None = None
     """dtype gradients accumulate in; default float32 (float64 for float64 parameters)."""
     reduce_bucket_size: int = 500_000_000
-    """Elements that one gradient exchange carries at most."""
+    """Elements that one gradient exchange carries at most: a large layer in parts, several small ones together below
+    stage 3."""
     allgather_bucket_size: int = 500_000_000
     """Elements that one weight exchange carries at most."""
     overlap_comm: bool = True

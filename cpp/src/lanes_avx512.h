@@ -87,17 +87,22 @@ inline std::size_t QuantizeInt8Lanes(const T* x, std::size_t numel, float invers
   return i;
 }
 
-// Pairs of lanes as 64-bit lanes: the odd element's nibble comes down from bit 32 to bit 4.
+// 32 codes as 16-bit lanes in order; then each pair, a 32-bit lane, brings its odd nibble down from bit 16 to bit 4.
 template <class T>
 inline std::size_t QuantizeInt4Lanes(const T* x, std::size_t numel, float inverse, std::uint8_t* codes) {
   constexpr int kSelect = 0xCA;  // a ? b : c, bit by bit
   const __m512 factor = _mm512_set1_ps(inverse);
-  const __m512i low_nibble = _mm512_set1_epi64(0x0F);
+  const __m512i low_nibble = _mm512_set1_epi32(0x0F);
+  // Word k of the result is word 2k of both: the low word of element k.
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i low_words =
+      _mm512_add_epi32(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x00040004)), _mm512_set1_epi32(0x00020000));
   std::size_t i = 0;
-  for (; i + kLanes <= numel; i += kLanes) {
-    const __m512i pair = QuantizeLanes(x + i, factor);
-    const __m512i packed = _mm512_ternarylogic_epi64(low_nibble, pair, _mm512_srli_epi64(pair, 28), kSelect);
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(codes + i / 2), _mm512_cvtepi64_epi8(packed));
+  for (; i + 2 * kLanes <= numel; i += 2 * kLanes) {
+    const __m512i words =
+        _mm512_permutex2var_epi16(QuantizeLanes(x + i, factor), low_words, QuantizeLanes(x + i + kLanes, factor));
+    const __m512i packed = _mm512_ternarylogic_epi32(low_nibble, words, _mm512_srli_epi32(words, 12), kSelect);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i / 2), _mm512_cvtepi32_epi8(packed));
   }
   return i;
 }

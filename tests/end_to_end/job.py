@@ -22,6 +22,7 @@ def run_script(script: str, *arguments: str, timeout_s: int = 100) -> str:
         [sys.executable, script, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
     )
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert "Warning" not in done.stderr, done.stderr[-4000:]
     return done.stdout
 
 

@@ -90,8 +90,15 @@ def test_topologies() -> None:
 
 def test_world_size_without_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(TopologyError, match="init_process_group"):
-        Topology.from_env()
+    for call in (
+        Topology.from_env,
+        lambda: Topology(ranks_per_node=1),
+        lambda: zcomm.all_gather_single(torch.empty(3), torch.ones(3)),
+        lambda: zcomm.all_reduce(torch.ones(3)),
+    ):
+        with pytest.raises(TopologyError, match="init_process_group"):
+            call()
+    assert Topology.single().world_size == 1
 
 
 CORRUPT = """

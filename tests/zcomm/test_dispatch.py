@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.zcomm import oracle
 from tests.zcomm.data import mixture, same_values
 from zcomm import _native, env, kernels, quant
 from zcomm.errors import BackendUnavailableError
-from zcomm.formats import FORMATS
+from zcomm.formats import FORMATS, get_format
 from zcomm.message import layout_of
 
 ROOT = Path(__file__).parents[2]
@@ -113,3 +115,39 @@ def test_reference_does_not_read_what_it_does_not_write() -> None:
         module.quantize(x, layout, first, 0, 77)
         module.quantize(x, layout, second, 0, 77)
         assert same_values(first, second)
+
+
+@given(
+    wires=st.tuples(st.sampled_from(sorted(FORMATS)), st.sampled_from(sorted(FORMATS))),
+    block=st.sampled_from([2, 6, 32, 128, 256, 1024]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 700)),
+    gap=st.integers(0, 5),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=100, deadline=None)
+def test_native_equals_reference_on_any_shape(
+    wires: tuple[str, str], block: int, dtype: torch.dtype, shape: tuple[int, int, int], gap: int, seed: int
+) -> None:
+    num_messages, num_segments, numel = shape
+    formats = [get_format(wire, block=block if FORMATS[wire].block else None) for wire in wires]
+    layout = layout_of("any", formats[0], dtype, num_segments, numel)
+    last = layout_of("any", formats[1], dtype, 1, numel)
+    x = mixture(num_messages * num_segments * (numel + gap), seed, dtype)
+    strides = (num_segments * (numel + gap), numel + gap)  # rows lie ``gap`` apart, which stays as it was
+    results = []
+    for module in (quant, kernels):
+        messages, out = layout.new(num_messages, x.device).fill_(7), last.new(num_segments, x.device).fill_(7)
+        values, total = torch.full_like(x, 7), torch.full((num_segments * (numel + gap),), 7, dtype=dtype)
+        module.quantize(x, layout, messages, *strides)
+        module.decode(messages, layout, values, *strides)
+        module.decode_sum(messages, layout, total, strides[1], 3)
+        module.decode_sum_requantize(messages, layout, out, last)
+        results.append((_typed(messages, layout.codec.dtype), values, total, _typed(out, last.codec.dtype)))
+    for expected, got in zip(*results, strict=True):
+        assert same_values(got, expected)
+
+
+def _typed(messages: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Plain arrays as what they are, since the bits of a NaN are the hardware's."""
+    return messages if dtype is None else messages.view(-1).view(dtype)

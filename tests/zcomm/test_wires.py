@@ -274,3 +274,22 @@ def test_one_hop_bytes() -> None:
 def test_secondary_formula() -> None:
     assert volume.secondary_gather_sent(7, torch.bfloat16, 2) == (8, 0)
     assert volume.secondary_gather_sent(7, torch.bfloat16, 1) == (0, 0)
+
+
+def _check_single_elements(rank: int) -> None:
+    """One element counts as contiguous whatever its stride says."""
+    for per_node in (1, 2, 4):
+        t = topology(per_node)
+        mine = torch.full((3, 2), float(rank))[::2, :1].t()[0, :1]
+        assert mine.stride() != (1,)
+        for wire in ("none", "bf16", "int8"):
+            rows = torch.full((4, 6), 7.0)[:, ::3]
+            zcomm.all_gather_single(rows[:, 1:], mine, t, format=wire)
+            assert [round(v) for v in rows[:, 1].tolist()] == [0, 1, 2, 3]
+            got = torch.zeros(2, 2)[:, :1].t()[0, :1]
+            zcomm.reduce_scatter_single(got, rows[:, 1:], group=t, format=wire)
+            assert round(got.item()) == 4 * rank
+
+
+def test_single_elements() -> None:
+    run_ranks(4, _check_single_elements)

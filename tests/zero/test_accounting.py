@@ -139,6 +139,47 @@ def test_memory_is_what_the_theory_says(stage: int, grad_nbytes: int, world_size
     run_ranks(world_size, _check_memory, stage, grad_nbytes, world_size)
 
 
+def _check_exact_masters(rank: int) -> None:
+    """Float32 weights that travel quantized: what the forward reads is not what the optimizer updates."""
+    before = _storages_of(_all_tensors())
+    model = _wide_model(torch.float32)
+    options = {"stage": 1, "quantized_weights": True}
+    with zero_optimizer(model, torch.optim.AdamW(model.parameters()), **options) as wrapped:
+        _step(model, wrapped, rank)
+        report = wrapped.memory()
+        after = {k: v for k, v in _storages_of(_all_tensors()).items() if k not in before}
+        expected = _numel(model) * (4 + 4 + 12 / 2)
+        assert sum(after.values()) - sum(report.buffers.values()) == pytest.approx(expected, rel=0.05)
+        assert report.formula == pytest.approx(expected)
+
+
+def test_exact_masters_are_counted() -> None:
+    run_ranks(2, _check_exact_masters)
+
+
+def _exchanges_of_a_step(rank: int, **options: Any) -> tuple[int, int]:
+    model = _wide_model(torch.float32)  # 3 units of some 263,000 elements
+    with zero_optimizer(model, torch.optim.AdamW(model.parameters()), **options) as wrapped:
+        _step(model, wrapped, rank)
+        with zcomm.traffic() as sent:
+            _step(model, wrapped, rank)
+    return sent.calls(operation="reduce_scatter"), sent.calls(operation="all_gather")
+
+
+def _check_exchanges(rank: int) -> None:
+    for stage in (1, 2):
+        assert _exchanges_of_a_step(rank, stage=stage) == (1, 1), "small units travel together"
+        assert _exchanges_of_a_step(rank, stage=stage, reduce_bucket_size=300_000) == (3, 3)
+        reductions, gathers = _exchanges_of_a_step(rank, stage=stage, reduce_bucket_size=100_000)
+        assert reductions == 3 * 3, "each unit in thirds"
+        assert gathers == 3
+    assert _exchanges_of_a_step(rank, stage=3) == (3, 6), "a unit is gathered for forward and for backward"
+
+
+def test_bucket_sizes_say_what_an_exchange_carries() -> None:
+    run_ranks(2, _check_exchanges)
+
+
 def _check_no_sync_memory(rank: int) -> None:
     model = _wide_model(torch.bfloat16)
     with zero_optimizer(model, torch.optim.AdamW(model.parameters()), stage=3) as wrapped:
