@@ -1,7 +1,7 @@
 """One dispatch table: operation -> the native kernel (CPU tensors) or the PyTorch reference (everything else).
 
-The choice depends on dtypes and device alone, never on sizes or values, and both have the same bits. float64 has no
-native kernels; neither have CUDA tensors yet.
+The choice depends on formats, dtypes and device alone, never on sizes or values, and both have the same bits. float64
+has no native kernels; neither have CUDA tensors yet.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from zcomm import env, message, quant
 from zcomm.errors import BackendUnavailableError, MessageError
 from zcomm.message import MessageLayout
+from zcomm.philox import Draw
 
 try:
     from zcomm import _native
@@ -34,6 +35,7 @@ __all__ = [
     "quantize",
 ]
 
+NATIVE_CODECS = frozenset({"f32", "bf16", "fp16", "int8", "int4"})
 DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -65,7 +67,7 @@ def _uses_native(array: Tensor, *layouts: MessageLayout) -> bool:
     return (
         array.device.type == "cpu"
         and (array.dtype in DTYPE_NUMBERS or array.dtype == torch.uint8)
-        and all(layout.codec.name != "f64" for layout in layouts)
+        and all(layout.codec.name in NATIVE_CODECS and not layout.is_rotated for layout in layouts)
         and _native_is_chosen()
     )
 
@@ -78,15 +80,17 @@ def _call(name: str, layout: MessageLayout, *arguments: Any) -> None:
         raise MessageError(f"{layout.operation}, {codec.name}, {layout.numel} elements: {error}") from error
 
 
-def quantize(x: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int) -> None:
+def quantize(
+    x: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None = None
+) -> None:
     """Write messages ``out`` [num_messages, nbytes] from the array that begins at ``x``; see :mod:`zcomm.quant`."""
-    if out.numel() and _uses_native(x, layout):
+    if out.numel() and draw is None and _uses_native(x, layout):
         _call(
             "quantize", layout, out.shape[0], layout.num_segments, layout.segment_numel, DTYPE_NUMBERS[x.dtype],
             x.data_ptr(), message_stride, segment_stride, out.data_ptr(), layout.nbytes, layout.hash,
         )  # fmt: skip
     else:
-        quant.quantize(x, layout, out, message_stride, segment_stride)
+        quant.quantize(x, layout, out, message_stride, segment_stride, draw)
     message.sign(out, layout)
 
 
@@ -114,15 +118,17 @@ def decode_sum(messages: Tensor, layout: MessageLayout, out: Tensor, segment_str
         quant.decode_sum(messages, layout, out, segment_stride, divisor)
 
 
-def decode_sum_requantize(messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout) -> None:
+def decode_sum_requantize(
+    messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout, draw: Draw | None = None
+) -> None:
     """Sum ``messages``; segment s of the sum becomes message s of ``out``."""
     message.verify(messages, layout)
-    if messages.numel() and _uses_native(out, layout, out_layout):
+    if messages.numel() and draw is None and _uses_native(out, layout, out_layout):
         _call(
             "decode_sum_requantize", layout, messages.shape[0], layout.num_segments, layout.segment_numel,
             messages.data_ptr(), layout.nbytes, layout.hash, out_layout.codec.number, out_layout.block or 2,
             out.data_ptr(), out_layout.nbytes, out_layout.hash,
         )  # fmt: skip
     else:
-        quant.decode_sum_requantize(messages, layout, out, out_layout)
+        quant.decode_sum_requantize(messages, layout, out, out_layout, draw)
     message.sign(out, out_layout)

@@ -3,13 +3,16 @@
 A message holds ``num_segments`` segments of ``segment_numel`` elements. Cast codecs: a plain array, segment after
 segment. Block codecs:
 
-    | scales bf16, segment-major | 0 to 16 | codes, segment-major, each from a byte | 0 | hash u32 | checksum u32 |
+    | headers, segment-major | 0 to 16 | codes, segment-major, each from a byte | 0 | hash u32 | checksum u32 |
+
+A block's header is its bf16 scale, or its bf16 scale and its bf16 zero point.
 
 Invariants:
     M1  Every rank computes the same ``nbytes``: no size exchange.
     M2  ``nbytes`` and the start of the codes are multiples of 16.
     M3  A block never straddles two segments; a segment's last block may be short, its missing codes are not sent.
-    M4  The hash covers operation, format, block and sizes; a message of another kind is refused, never misread.
+    M4  The hash covers operation, codec, block, rotation and sizes; a message of another kind is refused, never
+        misread.
     M5  The checksum is 0, or with ZCOMM_CHECK=1 the CRC-32 of everything before the trailer.
 """
 
@@ -45,6 +48,8 @@ class MessageLayout:
     block: int
     num_segments: int
     segment_numel: int
+    is_rotated: bool = False
+    """Whole blocks are Hadamard-rotated."""
 
     @cached_property
     def numel(self) -> int:
@@ -53,13 +58,13 @@ class MessageLayout:
 
     @cached_property
     def blocks_per_segment(self) -> int:
-        """Scales of one segment."""
+        """Headers of one segment."""
         return -(-self.segment_numel // self.block) if self.block else 0
 
     @cached_property
     def codes_offset(self) -> int:
         """Where the codes begin, in bytes."""
-        return _round_up(2 * self.num_segments * self.blocks_per_segment, ALIGN)
+        return _round_up(self.codec.header_nbytes * self.num_segments * self.blocks_per_segment, ALIGN)
 
     @cached_property
     def segment_nbytes(self) -> int:
@@ -76,6 +81,7 @@ class MessageLayout:
     def hash(self) -> int:
         """What the trailer says of the layout."""
         text = f"{self.operation}|{self.codec.name}|{self.block}|{self.num_segments}|{self.segment_numel}"
+        text += "|hadamard" if self.is_rotated else ""
         return zlib.crc32(text.encode())
 
     def new(self, num_messages: int, device: torch.device) -> Tensor:
@@ -88,7 +94,10 @@ def layout_of(
     operation: str, format: Format, dtype: torch.dtype, num_segments: int, segment_numel: int
 ) -> MessageLayout:
     """The layout of ``operation``'s messages for tensors of ``dtype``."""
-    return MessageLayout(operation, codec_for(format, dtype), format.block, num_segments, segment_numel)
+    codec = codec_for(format, dtype)
+    return MessageLayout(
+        operation, codec, format.block, num_segments, segment_numel, is_rotated=format.rotation is not None
+    )
 
 
 def _checksums(messages: Tensor) -> list[int]:

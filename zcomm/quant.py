@@ -6,6 +6,16 @@
     N2  scale = RN(absmax / qmax), rounded up to bf16, at most 0x7F7F.
     N3  y = RN(x * RN(1 / scale)); code = y rounded half to even, clamped to +-qmax; no fused multiply-add.
     N4  value = RN(code * scale), clamped to the finite range of the output dtype.
+    N5  nf4: 16 levels in bf16, qmax 8; code = number of float32 midpoints between levels that are below y (ties go
+        down); value = RN(level * scale). fp8_e4m3: qmax 448; code = y as e4m3 by integer operations, half to even,
+        never a negative zero. A block with a NaN or infinity has codes 0 in every codec.
+    N6  Stochastic rounding: with m = |y| and f = floor(m), up iff u < (m - f) * 2^24, u of :mod:`zcomm.philox`.
+    N7  Rotation: whole blocks of 2^k elements pass through butterflies of stride 1, 2, 4, ... as (a + b, a - b) in
+        float32 before N1, and after N4 through the same again, times 2^-k. A last short block is not rotated. Where
+        a butterfly overflows, the block decodes to NaN.
+    N9  With a zero point: x clamped to +-2^126; zero = min rounded down to bf16, +0 below 2^-100; scale =
+        RN(RN(max - zero) / qmax) rounded up to bf16, 0 if RN(max - zero) < 2^-100; y = RN(RN(x - zero) *
+        RN(1 / scale)); code = y rounded, clamped to [0, qmax]; value = RN(zero + code * scale), whose product is exact.
     N8  A sum is d0, then + d1, ... in message order in float32, each term clamped to the finite range of float32; a
         mean is one division at the end. Sums are not clamped: an overflow of a sum stays visible.
 
@@ -15,20 +25,20 @@ travel as float64 in cast codecs, are summed in float64, and are rounded to floa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from zcomm.blocks import clamped, decode_blocks, divided, encode_blocks
 from zcomm.errors import MessageError
+from zcomm.formats import Codec
 from zcomm.message import MessageLayout
+from zcomm.philox import Draw, uniform24
+from zcomm.rotation import rotate, rotate_back
 
 __all__ = ["decode", "decode_sum", "decode_sum_requantize", "quantize"]
-
-TINY_BITS = 0x0D800000
-INFINITY_BITS = 0x7F800000
-NAN_SCALE_BITS = 0x7FC00000
-LARGEST_SCALE_BITS = 0x7F7F0000
-UPPER_HALF = -0x10000  # 0xFFFF0000 as int32
 
 
 def _segments(array: Tensor, layout: MessageLayout, num_messages: int, strides: tuple[int, int]) -> Tensor:
@@ -36,29 +46,40 @@ def _segments(array: Tensor, layout: MessageLayout, num_messages: int, strides: 
     return array.as_strided(shape, (*strides, 1), array.storage_offset())
 
 
-def quantize(x: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int) -> None:
-    """Write messages ``out`` uint8 [num_messages, nbytes] from the flat array ``x``."""
+def quantize(
+    x: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None = None
+) -> None:
+    """Write messages ``out`` uint8 [num_messages, nbytes] from the flat array ``x``. ``draw``: round stochastically."""
     values = _segments(x, layout, out.shape[0], (message_stride, segment_stride))
-    out.copy_(_encode(values, layout))
+    out.copy_(_encode(values, layout, _uniform(values, (message_stride, segment_stride, 1), draw)))
 
 
-def _encode(values: Tensor, layout: MessageLayout) -> Tensor:
+def _uniform(values: Tensor, strides: tuple[int, ...], draw: Draw | None) -> Tensor | None:
+    """The random number of each of ``values``, by its place in memory."""
+    if draw is None:
+        return None
+    index = torch.zeros((), dtype=torch.int64, device=values.device)
+    for length, stride in zip(values.shape, strides, strict=True):
+        index = index.unsqueeze(-1) + torch.arange(length, device=values.device) * stride
+    return uniform24(index, draw)
+
+
+def _encode(values: Tensor, layout: MessageLayout, uniform: Tensor | None = None) -> Tensor:
     """Values [num_messages, num_segments, segment_numel] to messages uint8 [num_messages, nbytes]."""
     num_messages = values.shape[0]
     if layout.codec.dtype is not None:
         flat = values.to(layout.codec.dtype).reshape(-1).contiguous()
         return flat.view(torch.uint8).view(num_messages, layout.nbytes)
-    padded = layout.blocks_per_segment * layout.block
-    blocks = pad(values.float(), (0, padded - layout.segment_numel)).view(*values.shape[:2], -1, layout.block)
-    scale_bits, codes = _quantize_blocks(blocks, layout.codec.qmax)
-    scales = (scale_bits >> 16).to(torch.int16).reshape(num_messages, -1).view(torch.uint8)
-    codes = codes.view(*values.shape[:2], padded)[..., : layout.segment_numel]
+    blocks = _rotated(_as_blocks(values.float(), layout), layout, rotate)
+    headers, codes = encode_blocks(blocks, layout.codec, None if uniform is None else _as_blocks(uniform, layout))
+    headers = _header_bytes(headers, layout.codec).reshape(num_messages, -1)
+    codes = codes.flatten(-2)[..., : layout.segment_numel]
     packed = _pack(codes, layout.codec.bits).reshape(num_messages, -1)
     trailer = torch.tensor([layout.hash, 0], dtype=torch.uint32).view(torch.uint8).to(values.device)
     gap = layout.nbytes - layout.codes_offset - packed.shape[1] - trailer.numel()
     return torch.cat(
         [
-            pad(scales, (0, layout.codes_offset - scales.shape[1])),
+            pad(headers, (0, layout.codes_offset - headers.shape[1])),
             pad(packed, (0, gap)),
             trailer.expand(num_messages, -1),
         ],
@@ -66,22 +87,25 @@ def _encode(values: Tensor, layout: MessageLayout) -> Tensor:
     )
 
 
-def _quantize_blocks(blocks: Tensor, qmax: int) -> tuple[Tensor, Tensor]:
-    """Float32 [..., block] to the float32 bits of the scales, int32 [..., 1], and codes int8 [..., block]."""
-    absmax_bits = (blocks.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
-    is_finite, is_tiny = absmax_bits < INFINITY_BITS, absmax_bits < TINY_BITS
-    bits = _divided(absmax_bits.view(torch.float32), qmax).view(torch.int32)
-    bits = ((bits + 0xFFFF) & UPPER_HALF).clamp(max=LARGEST_SCALE_BITS)
-    is_normal = is_finite & ~is_tiny
-    inverse = torch.where(is_normal, 1 / bits.view(torch.float32), 0.0)
-    codes = (torch.where(is_normal, blocks, 0.0) * inverse).round().clamp(-qmax, qmax).to(torch.int8)
-    bits = torch.where(is_tiny, 0, torch.where(is_finite, bits, NAN_SCALE_BITS))
-    return bits.to(torch.int32), codes
+def _as_blocks(values: Tensor, layout: MessageLayout) -> Tensor:
+    """[..., segment_numel] to [..., blocks_per_segment, block], the last block filled up with the last element."""
+    missing = layout.blocks_per_segment * layout.block - layout.segment_numel
+    last = values[..., -1:].expand(*values.shape[:-1], missing if values.shape[-1] else 0)
+    return torch.cat([values, last], -1).view(*values.shape[:-1], layout.blocks_per_segment, layout.block)
 
 
-def _divided(values: Tensor, divisor: float) -> Tensor:
-    """IEEE division: by a Python number, torch multiplies with the reciprocal on CUDA."""
-    return values / torch.full((1,), divisor, dtype=values.dtype, device=values.device)
+def _rotated(blocks: Tensor, layout: MessageLayout, rotation: Callable[[Tensor], Tensor]) -> Tensor:
+    """Whole blocks rotated, if the layout says so."""
+    if not layout.is_rotated:
+        return blocks
+    num_whole = layout.segment_numel // layout.block
+    return torch.cat([rotation(blocks[..., :num_whole, :]), blocks[..., num_whole:, :]], dim=-2)
+
+
+def _header_bytes(headers: Tensor, codec: Codec) -> Tensor:
+    """Header bits int32 [..., blocks, 1] to bytes [..., blocks * header_nbytes]."""
+    narrow = headers.squeeze(-1) if codec.has_zero_point else headers.squeeze(-1).to(torch.int16)
+    return narrow.contiguous().view(torch.uint8)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
@@ -103,18 +127,18 @@ def _unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
 def _decoded(messages: Tensor, layout: MessageLayout) -> Tensor:
     """Messages to their exact values [num_messages, num_segments, segment_numel], in float32 or the wire's dtype."""
     shape = (messages.shape[0], layout.num_segments, layout.segment_numel)
-    if layout.codec.dtype is not None:
-        return messages.reshape(-1).view(layout.codec.dtype).view(shape)
+    codec = layout.codec
+    if codec.dtype is not None:
+        return messages.reshape(-1).view(codec.dtype).view(shape)
     check_hashes(messages, layout)
-    num_scales = layout.num_segments * layout.blocks_per_segment
-    scale_bits = messages[:, : 2 * num_scales].contiguous().view(torch.int16).to(torch.int32) << 16
-    scales = scale_bits.view(torch.float32).view(*shape[:2], -1, 1)
+    header_nbytes = layout.num_segments * layout.blocks_per_segment * codec.header_nbytes
+    wire_dtype = torch.int32 if codec.has_zero_point else torch.int16
+    headers = messages[:, :header_nbytes].contiguous().view(wire_dtype).to(torch.int32).view(*shape[:2], -1, 1)
     end = layout.codes_offset + layout.num_segments * layout.segment_nbytes
     packed = messages[:, layout.codes_offset : end].contiguous().view(*shape[:2], layout.segment_nbytes)
-    codes = _unpack(packed, layout.codec.bits, layout.segment_numel).float()
-    padded = pad(codes, (0, layout.blocks_per_segment * layout.block - layout.segment_numel))
-    values = padded.view(*shape[:2], layout.blocks_per_segment, layout.block) * scales
-    return _clamped(values.flatten(2)[..., : layout.segment_numel], torch.float32)
+    codes = _as_blocks(_unpack(packed, codec.bits, layout.segment_numel), layout)
+    values = _rotated(decode_blocks(headers, codes, codec), layout, rotate_back)
+    return clamped(values.flatten(2)[..., : layout.segment_numel], torch.float32)
 
 
 def check_hashes(messages: Tensor, layout: MessageLayout) -> None:
@@ -129,16 +153,11 @@ def check_hashes(messages: Tensor, layout: MessageLayout) -> None:
             )
 
 
-def _clamped(values: Tensor, dtype: torch.dtype) -> Tensor:
-    largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)  # decoded values are float32
-    return values.clamp(-largest, largest)  # NaN stays NaN
-
-
 def decode(messages: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int) -> None:
     """Write the values of ``messages`` into the flat array ``out``."""
     values = _decoded(messages, layout)
     if layout.codec.is_block:
-        values = _clamped(values, out.dtype)
+        values = clamped(values, out.dtype)
     _segments(out, layout, messages.shape[0], (message_stride, segment_stride)).copy_(values)
 
 
@@ -155,10 +174,14 @@ def decode_sum(messages: Tensor, layout: MessageLayout, out: Tensor, segment_str
     """Write the sum of ``messages``, divided by ``divisor``, into ``out``: segment s at ``s * segment_stride``."""
     total = _summed(messages, layout)
     if divisor != 1:
-        total = _divided(total, divisor)
+        total = divided(total, divisor)
     _segments(out, layout, 1, (0, segment_stride)).copy_(total.unsqueeze(0))
 
 
-def decode_sum_requantize(messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout) -> None:
+def decode_sum_requantize(
+    messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout, draw: Draw | None = None
+) -> None:
     """Sum ``messages``; segment s of the sum becomes message s of ``out``, which has one segment a message."""
-    out.copy_(_encode(_summed(messages, layout).unsqueeze(1), out_layout))
+    total = _summed(messages, layout)
+    uniform = _uniform(total, (layout.segment_numel, 1), draw)
+    out.copy_(_encode(total.unsqueeze(1), out_layout, None if uniform is None else uniform.unsqueeze(1)))

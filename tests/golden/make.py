@@ -13,20 +13,36 @@ import torch
 
 from tests.zcomm import oracle
 from tests.zcomm.data import mixture
+from tests.zcomm.oracle import Wire
 
 FOLDER = Path(__file__).parent
 NUMEL = 1101  # several kinds of blocks, and a short last one
+FLOAT32, BF16, FP16 = "float32", "bfloat16", "float16"
 CASES = [
-    ("int8", 256, "float32"),
-    ("int8", 256, "bfloat16"),
-    ("int8", 64, "float16"),
-    ("int4", 128, "float32"),
-    ("int4", 128, "bfloat16"),
-    ("int4", 32, "float16"),
-    ("none", 0, "float32"),
-    ("none", 0, "bfloat16"),
-    ("bf16", 0, "float32"),
-    ("fp16", 0, "float32"),
+    (Wire("int8", 256), FLOAT32),
+    (Wire("int8", 256), BF16),
+    (Wire("int8", 64), FP16),
+    (Wire("int4", 128), FLOAT32),
+    (Wire("int4", 128), BF16),
+    (Wire("int4", 32), FP16),
+    (Wire("none", 0), FLOAT32),
+    (Wire("none", 0), BF16),
+    (Wire("bf16", 0), FLOAT32),
+    (Wire("fp16", 0), FLOAT32),
+    (Wire("nf4", 64), FLOAT32),
+    (Wire("nf4", 32), BF16),
+    (Wire("fp8_e4m3", 128), FLOAT32),
+    (Wire("fp8_e4m3", 64), FP16),
+    (Wire("int8", 256, symmetric=False), FLOAT32),
+    (Wire("int4", 64, symmetric=False), BF16),
+    (Wire("int8", 128, hadamard=True), FLOAT32),
+    (Wire("int4", 32, hadamard=True), BF16),
+    (Wire("nf4", 64, hadamard=True), FLOAT32),
+    (Wire("fp8_e4m3", 128, hadamard=True), FLOAT32),
+    (Wire("int4", 64, symmetric=False, hadamard=True), FLOAT32),
+    (Wire("int8", 256, random=(7, 3, 11, 1, 2)), FLOAT32),
+    (Wire("int4", 128, random=(2**32 - 1, 0, 5, 0, 1)), BF16),
+    (Wire("int4", 64, symmetric=False, hadamard=True, random=(1, 2, 3, 4, 5)), FLOAT32),
 ]
 
 
@@ -35,26 +51,34 @@ def _finite_or_small(x: torch.Tensor) -> torch.Tensor:
     return x.nan_to_num(1.5, 2.5, -2.5).clamp(-6e4, 6e4)
 
 
-def make(name: str, block: int, dtype_name: str) -> None:
+def _file_name(wire: Wire, dtype_name: str) -> str:
+    options = "_asym" * (not wire.symmetric) + "_hadamard" * wire.hadamard + "_random" * (wire.random is not None)
+    return f"{wire.name}_b{wire.block}{options}_{dtype_name}.npz"
+
+
+def make(wire: Wire, dtype_name: str) -> None:
     """Write one file unless it is there."""
-    path = FOLDER / f"{name}_b{block}_{dtype_name}.npz"
+    path = FOLDER / _file_name(wire, dtype_name)
     if path.exists():
         return
     x = mixture(2 * NUMEL, 3, getattr(torch, dtype_name))
-    if name in oracle.QMAX:
+    if wire.block:
         segments = np.split(x.float().numpy(), 2)
-        message = np.frombuffer(oracle.encode(segments, name, block, "golden"), np.uint8)
-        decoded = oracle.decode(segments, name, block).reshape(-1)
+        message = np.frombuffer(oracle.encode(segments, wire, "golden"), np.uint8)
+        decoded = oracle.decode(segments, wire).reshape(-1)
     else:
         x = _finite_or_small(x)
-        wire = x.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, x.dtype))
-        message, decoded = wire.view(torch.uint8).numpy(), wire.float().numpy()
+        cast = x.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(wire.name, x.dtype))
+        message, decoded = cast.view(torch.uint8).numpy(), cast.float().numpy()
     np.savez_compressed(
         path,
         input=x.view(torch.uint8).numpy(),
         dtype=dtype_name,
-        format=name,
-        block=block,
+        format=wire.name,
+        block=wire.block,
+        symmetric=wire.symmetric,
+        hadamard=wire.hadamard,
+        random=np.array(wire.random or (), np.int64),
         num_segments=2,
         operation="golden",
         message=message,

@@ -14,6 +14,7 @@ import zcomm
 from tests.ranks import run_ranks, topology
 from tests.zcomm import oracle
 from tests.zcomm.data import same_values
+from tests.zcomm.oracle import Wire
 from zcomm import LayoutError, MessageError, StateError, TopologyError
 from zcomm.volume import all_gather_sent, reduce_scatter_sent
 
@@ -85,7 +86,7 @@ def _check_gathered(got: Tensor, exact: Tensor, wire: Any, t: zcomm.Topology) ->
             expected = expected.bfloat16().float()
         elif name != "none":
             block = {"int8": 256, "int4": 128}[name]
-            rows = [oracle.decode([row], name, block)[0] for row in expected.numpy()]
+            rows = [oracle.decode([row], Wire(name, block))[0] for row in expected.numpy()]
             expected = torch.from_numpy(np.stack(rows))
     assert same_values(got, expected.to(exact.dtype)), wire
 
@@ -109,7 +110,7 @@ def _reduced(owner: int, owners: list[int], per_node: int, numel: int, wire: tup
     row = owners.index(owner)
 
     def sent(values: np.ndarray, name: str) -> np.ndarray:
-        return values if name == "none" else oracle.decode([values], name, {"int8": 256, "int4": 128}[name])[0]
+        return values if name == "none" else oracle.decode([values], Wire(name, {"int8": 256, "int4": 128}[name]))[0]
 
     nodes = len(owners) // per_node
     inputs = [_data(rank, len(owners) * numel).numpy()[row * numel : (row + 1) * numel] for rank in range(len(owners))]
@@ -185,7 +186,7 @@ def _check_all_to_all(rank: int, per_node: int) -> None:
         for source in range(t.world_size):
             exact = part(source, rank).numpy()
             is_quantized = wire == "int8" or (isinstance(wire, tuple) and t.num_nodes > 1)
-            expected = oracle.decode([exact], "int8", 256)[0] if is_quantized else exact
+            expected = oracle.decode([exact], Wire("int8", 256))[0] if is_quantized else exact
             assert same_values(got[source], torch.from_numpy(expected)), (wire, source)
 
 

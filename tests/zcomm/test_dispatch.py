@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.zcomm import oracle
 from tests.zcomm.data import mixture, same_values
+from tests.zcomm.oracle import Wire
 from zcomm import _native, env, kernels, quant
 from zcomm.errors import BackendUnavailableError
 from zcomm.formats import FORMATS, get_format
@@ -23,6 +24,7 @@ from zcomm.message import layout_of
 ROOT = Path(__file__).parents[2]
 ALL_OPERATIONS = """
 import torch, zcomm
+from tests.zcomm.oracle import Wire
 from tests.zcomm.data import mixture, same_values
 from zcomm import _native, kernels, quant
 from zcomm.formats import FORMATS
@@ -74,10 +76,10 @@ def test_float64_is_rounded_once_to_float32_by_block_formats() -> None:
     layout = layout_of("test", FORMATS["int8"], torch.float64, 1, 300)
     message = layout.new(1, x.device)
     kernels.quantize(x, layout, message, 0, 0)
-    assert bytes(message[0].tolist()) == oracle.encode([x.numpy().astype(np.float32)], "int8", 256, "test")
+    assert bytes(message[0].tolist()) == oracle.encode([x.numpy().astype(np.float32)], Wire("int8", 256), "test")
     decoded = torch.empty(300, dtype=torch.float64)
     kernels.decode(message, layout, decoded, 0, 0)
-    assert np.array_equal(decoded.numpy(), oracle.decode([x.float().numpy()], "int8", 256)[0].astype(np.float64))
+    assert np.array_equal(decoded.numpy(), oracle.decode([x.float().numpy()], Wire("int8", 256))[0].astype(np.float64))
 
 
 @pytest.mark.parametrize(("setting", "asks"), [("native", True), ("reference", False), ("auto", True)])

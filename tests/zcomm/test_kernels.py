@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import ModuleType
 
 import numpy as np
@@ -13,10 +14,12 @@ from hypothesis import strategies as st
 from tests.golden import make
 from tests.zcomm import oracle
 from tests.zcomm.data import KINDS, mixture, same_values, values_of
+from tests.zcomm.oracle import Wire
 from zcomm import kernels, quant
 from zcomm.errors import MessageError
-from zcomm.formats import CODECS, get_format
+from zcomm.formats import CODECS, FORMATS, Format, get_format
 from zcomm.message import MessageLayout, layout_of
+from zcomm.philox import Draw
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CODEC_NAMES = ["f32", "bf16", "fp16", "int8", "int4"]
@@ -34,23 +37,82 @@ def _quantized(module: ModuleType, x: torch.Tensor, layout: MessageLayout, num_m
     return out
 
 
+@st.composite
+def wires(draw: st.DrawFn) -> Wire:
+    """Every block format with every option it takes."""
+    name = draw(st.sampled_from(["int8", "int4", "nf4", "fp8_e4m3"]))
+    is_int = name in ("int8", "int4")
+    hadamard = draw(st.booleans())
+    word = st.integers(0, 2**32 - 1)
+    return Wire(
+        name,
+        draw(st.sampled_from([2, 16, 64] if hadamard else [2, 16, 48, 128, 256])),
+        symmetric=not is_int or draw(st.booleans()),
+        hadamard=hadamard,
+        random=(draw(word), draw(word), draw(word), draw(st.integers(0, 1)), draw(word))
+        if is_int and draw(st.booleans())
+        else None,
+    )
+
+
+def _format_of(wire: Wire) -> Format:
+    return get_format(
+        wire.name,
+        block=wire.block or None,
+        symmetric=wire.symmetric,
+        rotation="hadamard" if wire.hadamard else None,
+        rounding="stochastic" if wire.random else "nearest",
+    )
+
+
+def _check_oracle(module: ModuleType, wire: Wire, segments: list[np.ndarray]) -> None:
+    """Messages and decoded values have the bits of the oracle's."""
+    layout = layout_of("test", _format_of(wire), torch.float32, len(segments), len(segments[0]))
+    x = torch.from_numpy(np.concatenate(segments))
+    message = layout.new(1, x.device).fill_(0xAB)
+    module.quantize(x, layout, message, 0, layout.segment_numel, Draw(*wire.random) if wire.random else None)
+    assert bytes(message[0].tolist()) == oracle.encode(segments, wire, "test")
+    decoded = torch.empty_like(x)
+    module.decode(message, layout, decoded, 0, layout.segment_numel)
+    assert same_values(decoded, torch.from_numpy(oracle.decode(segments, wire).reshape(-1).copy()))
+
+
 @given(
-    name=st.sampled_from(["int8", "int4"]),
+    wire=wires(),
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3),
     numel=st.integers(0, 300),
-    block=st.sampled_from([2, 16, 128, 256]),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=60, deadline=None)
-def test_reference_equals_the_contract(name: str, kinds: list[str], numel: int, block: int, seed: int) -> None:
-    segments = [values_of(kind, numel, seed + i) for i, kind in enumerate(kinds)]
-    layout = _layout(name, len(segments), numel, block)
-    x = torch.from_numpy(np.concatenate(segments))
-    message = _quantized(quant, x, layout, 1)
-    assert bytes(message[0].tolist()) == oracle.encode(segments, name, block, "test")
-    decoded = torch.empty_like(x)
-    quant.decode(message, layout, decoded, 0, numel)
-    assert same_values(decoded, torch.from_numpy(oracle.decode(segments, name, block).reshape(-1).copy()))
+@settings(max_examples=150, deadline=None)
+def test_reference_equals_the_contract(wire: Wire, kinds: list[str], numel: int, seed: int) -> None:
+    _check_oracle(quant, wire, [values_of(kind, numel, seed + i) for i, kind in enumerate(kinds)])
+
+
+def test_fp8_codes_are_the_nearest_values() -> None:
+    """Every float8 code and every midpoint between two, by search, in one block whose scale is 1."""
+    magnitudes = oracle.fp8_values()
+    middles = [(a + b) / 2 for a, b in pairwise(magnitudes)]
+    beside = [float(np.nextafter(np.float32(m), np.float32(s))) for m in middles for s in (0, 448)]
+    values = np.array([*magnitudes, *middles, *beside], np.float32)
+    _check_oracle(quant, Wire("fp8_e4m3", 2048), [np.concatenate([values, -values])])
+
+
+def test_stochastic_rounding_is_right_on_average_and_repeats() -> None:
+    layout = layout_of("test", get_format("int4", rounding="stochastic"), torch.float32, 1, 128)
+    x = torch.linspace(-1, 1, 128)
+    mean, decoded = torch.zeros(128), torch.empty(128)
+    messages = []
+    for step in range(400):
+        message = layout.new(1, x.device)
+        quant.quantize(x, layout, message, 0, 0, Draw(5, 0, step))
+        quant.decode(message, layout, decoded, 0, 0)
+        mean += decoded / 400
+        messages.append(message)
+    assert (mean - x).abs().max() < 5 * (1 / 7) / 2 / 400**0.5  # five standard deviations of a coin's mean
+    again = layout.new(1, x.device)
+    quant.quantize(x, layout, again, 0, 0, Draw(5, 0, 17))
+    assert torch.equal(again, messages[17])
+    assert not torch.equal(messages[16], messages[17])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -126,15 +188,24 @@ def test_golden_vectors(module: ModuleType, path: object) -> None:
     dtype = getattr(torch, str(golden["dtype"]))
     x = torch.from_numpy(golden["input"]).view(dtype)
     segments = int(golden["num_segments"])
-    wire = get_format(str(golden["format"]), block=int(golden["block"]) or None)
+    options = {key: bool(golden[key]) for key in ("symmetric", "hadamard") if key in golden}
+    wire = _format_of(Wire(str(golden["format"]), int(golden["block"]), **options))
     layout = layout_of(str(golden["operation"]), wire, dtype, segments, x.numel() // segments)
-    message = _quantized(module, x, layout, 1)
+    random = golden["random"].tolist() if "random" in golden else []
+    message = layout.new(1, x.device).fill_(0xAB)
+    module.quantize(x, layout, message, 0, layout.segment_numel, Draw(*random) if random else None)
     assert np.array_equal(message[0].numpy(), golden["message"])
     decoded = torch.empty(x.numel())
     module.decode(message, layout, decoded, 0, x.numel() // segments)
     assert same_values(decoded, torch.from_numpy(golden["decoded"]))
 
 
-def test_golden_vectors_cover_every_format() -> None:
-    covered = {str(np.load(path)["format"]) for path in make.FOLDER.glob("*.npz")}
-    assert covered == {"none", "bf16", "fp16", "int8", "int4"}
+def test_golden_vectors_cover_every_format_and_option() -> None:
+    goldens = [np.load(path) for path in make.FOLDER.glob("*.npz")]
+    assert {str(golden["format"]) for golden in goldens} == set(FORMATS)
+    options = {
+        (str(g["format"]), key) for g in goldens for key in ("hadamard", "random") if key in g and np.any(g[key])
+    }
+    options |= {(str(g["format"]), "asym") for g in goldens if "symmetric" in g and not g["symmetric"]}
+    assert options >= {(name, option) for name in ("int8", "int4") for option in ("asym", "hadamard", "random")}
+    assert options >= {("nf4", "hadamard"), ("fp8_e4m3", "hadamard")}

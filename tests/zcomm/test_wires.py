@@ -16,6 +16,7 @@ import zcomm
 from tests.ranks import run_ranks, topology
 from tests.zcomm import oracle
 from tests.zcomm.data import same_values
+from tests.zcomm.oracle import Wire
 from zcomm import LayoutError, volume
 from zcomm.backend import DIRECT_NBYTES
 
@@ -31,7 +32,7 @@ def _data(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def _wired(x: Tensor, wire: str) -> Tensor:
     """What ``x`` is after one trip in ``wire``, exactly, in float64."""
     if wire in BLOCKS:
-        decoded = oracle.decode([x.float().numpy()], wire, BLOCKS[wire])[0]
+        decoded = oracle.decode([x.float().numpy()], Wire(wire, BLOCKS[wire]))[0]
         return torch.from_numpy(decoded.astype(np.float64))
     return {"none": x, "bf16": x.float().bfloat16(), "fp16": x.float().half()}[wire].double()
 
@@ -91,7 +92,7 @@ def _check_error_bound(rank: int, wire: tuple[str, str]) -> None:
     inputs = [_data(r, 4 * numel)[rank * numel : (rank + 1) * numel].numpy() for r in range(4)]
     bound = sum(oracle.half_scales(x, wire[0], BLOCKS[wire[0]]) for x in inputs)
     for node in range(2):
-        pair = [oracle.decode([x], wire[0], BLOCKS[wire[0]])[0] for x in inputs[2 * node : 2 * node + 2]]
+        pair = [oracle.decode([x], Wire(wire[0], BLOCKS[wire[0]]))[0] for x in inputs[2 * node : 2 * node + 2]]
         bound = bound + oracle.half_scales(pair[0] + pair[1], wire[1], BLOCKS[wire[1]])
     got = torch.empty(numel)
     zcomm.reduce_scatter_single(got, _data(rank, 4 * numel), group=t, format=wire)
