@@ -1,6 +1,6 @@
 """Quantized, hierarchical collectives for PyTorch: torch.distributed's names with a ``format=``."""
 
-from zcomm import control, volume
+from zcomm import control, functional, volume
 from zcomm.all_gather import all_gather_single
 from zcomm.all_reduce import all_reduce
 from zcomm.all_to_all import all_to_all_single
@@ -40,6 +40,7 @@ __all__ = [
     "all_reduce",
     "all_to_all_single",
     "control",
+    "functional",
     "get_format",
     "reduce_scatter_single",
     "traffic",

@@ -32,6 +32,7 @@ __all__ = [
     "destroy_group",
     "device_of",
     "gather_ints",
+    "group_named",
     "max_",
     "new_group",
     "num_groups",
@@ -262,6 +263,12 @@ def destroy_group(group: dist.ProcessGroup, *, is_local: bool) -> None:
         group.shutdown()
     else:
         dist.destroy_process_group(group)
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group whose ``group_name`` that is."""
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    return cast(dist.ProcessGroup, resolve(name))
 
 
 def num_groups() -> int:

@@ -8,21 +8,26 @@ numbering of shards   "rank":   rank (n, l) owns shard n * L + l, as in torch
 
 from __future__ import annotations
 
+import itertools
 import os
 from functools import cached_property
 from typing import Literal
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcomm import backend
 from zcomm.backend import ALONE, Hop
-from zcomm.errors import ConfigError, TopologyError
+from zcomm.errors import ConfigError, StateError, TopologyError
 from zcomm.work import WorkQueue
 
 __all__ = ["Numbering", "Topology", "hop_of_group"]
 
 Numbering = Literal["rank", "local"]
+
+_BY_KEY: WeakValueDictionary[str, Topology] = WeakValueDictionary()
+_NUMBERS = itertools.count()
 
 
 class Topology:
@@ -52,12 +57,26 @@ class Topology:
         self.ranks_per_node = ranks_per_node
         self.num_nodes = self.world_size // ranks_per_node
         self.node_rank, self.local_rank = divmod(self.rank, ranks_per_node)
-        self.queue = WorkQueue()
+        self._register()
         self._groups: list[dist.ProcessGroup] = []
         self._is_local = self.world_size > 1 and dist.get_world_size() > self.world_size
         if self._is_local:
             _check_group_names(group)
         self._make_hops()
+
+    def _register(self) -> None:
+        self.queue = WorkQueue()
+        self.key = f"topology-{next(_NUMBERS)}"
+        """Names it in this process; compiled code carries names instead of objects."""
+        _BY_KEY[self.key] = self
+
+    @staticmethod
+    def of_key(key: str) -> Topology:
+        """The topology of this process whose ``key`` that is; StateError if it is gone."""
+        topology = _BY_KEY.get(key)
+        if topology is None:
+            raise StateError(f"the Topology {key!r} of a compiled function is gone: keep it as long as the function")
+        return topology
 
     def _make_hops(self) -> None:
         per_node, nodes = self.ranks_per_node, range(self.num_nodes)
@@ -124,7 +143,8 @@ class Topology:
     def single(cls) -> Topology:
         """A world of this process alone; it needs no torch.distributed."""
         topology = object.__new__(cls)
-        topology._parent, topology._groups, topology.queue = None, [], WorkQueue()
+        topology._parent, topology._groups = None, []
+        topology._register()
         topology.world_size = topology.num_nodes = topology.ranks_per_node = 1
         topology.rank = topology.node_rank = topology.local_rank = 0
         topology._is_local = False

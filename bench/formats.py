@@ -1,0 +1,190 @@
+"""What each wire format costs and loses: bits an element, error, bias and speed, on made-up and on real tensors.
+
+    python bench/formats.py                       every format on every kind of data, 1 Mi elements
+    python bench/formats.py --formats int4 nf4 int4/64:hadamard --json
+
+The data: Gaussian, Laplace and Student-t (3 degrees of freedom) numbers; and gradients and weights of the main job's
+model after ``--train-iters`` steps on its text. ``error`` is the relative error |decoded - x| / |x| in Euclidean norms
+of one encoding; ``bias`` that of the mean of 64 encodings, which only random rounding brings down: what a sum over many
+steps would see. ``#wrong`` counts elements whose error exceeds the format's own bound, half a step of its codes (a
+whole one with stochastic rounding; not bounded under a rotation).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from gpt_model import GPT, GPTConfig
+from harness import Column, Report, interleave
+from text_data import load_text, training_batch
+from torch import Tensor
+from torch.distributions import Laplace, StudentT
+
+from zcomm import Format, get_format, kernels
+from zcomm.message import MessageLayout, layout_of
+from zcomm.philox import Draw
+
+FORMATS = [
+    *("bf16", "fp16", "int8/2048", "int8", "int8/64", "int8:asym", "int8:stochastic", "fp8_e4m3", "fp8_e4m3/32"),
+    *("int4/2048", "int4/512", "int4", "int4/64", "int4/32", "int4:asym", "int4/64:asym", "int4:stochastic"),
+    *("int4:hadamard", "int4/32:hadamard", "int4:hadamard:stochastic", "nf4/128", "nf4", "nf4/32", "nf4:hadamard"),
+]
+COLUMNS = [
+    Column("data", "data".rjust(10)),
+    Column("format", "format".rjust(24)),
+    Column("bits", "bits/elem", ".3f"),
+    Column("error", "error", ".5f"),
+    Column("bias", "bias", ".5f"),
+    Column("quantize_gbps", "quantize(GB/s)", ".2f", is_measurement=True),
+    Column("decode_gbps", "decode(GB/s)", ".2f", is_measurement=True),
+]
+NUM_REPEATS = 64
+# Half the distance between neighbouring codes, over the block's largest magnitude, at its widest; rounding of the scale
+# up to bf16 (2^-7) widens it.
+HALF_STEPS = {"int8": 0.5 / 127, "int4": 0.5 / 7, "nf4": (8 - 5.5625) / 16, "fp8_e4m3": 16 / 448}
+CAST_BOUNDS = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+SLACK = 1 + 2.0**-7
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=2**20, help="elements of the made-up tensors")
+    parser.add_argument("--formats", nargs="+", default=FORMATS, metavar="FORMAT", help="such as int4/64:hadamard")
+    parser.add_argument("--train-iters", type=int, default=30, help="steps of the model before its tensors are taken")
+    parser.add_argument("--data", type=Path, help="text for the model; default: the standard library's sources")
+    parser.add_argument("--threads", type=int, default=0, help="0: torch's default")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+def made_up(numel: int) -> dict[str, Tensor]:
+    """Float32 [numel] of each distribution, the same on every machine."""
+    torch.manual_seed(0)
+    return {
+        "gauss": torch.randn(numel),
+        "laplace": Laplace(0.0, 1.0).sample((numel,)),
+        "student-t3": StudentT(3.0).sample((numel,)),
+    }
+
+
+def from_the_main_job(num_steps: int, data: Path | None) -> dict[str, Tensor]:
+    """Gradients and weights of all matrices of the model after some AdamW steps, float32, one flat tensor each."""
+    torch.manual_seed(0)
+    config = GPTConfig()
+    text = load_text(data, max_bytes=2_000_000, seq_length=config.seq_length)
+    model = GPT(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(max(num_steps, 1)):
+        optimizer.zero_grad()
+        model(*training_batch(text, step=step, seed=0, batch_size=8, seq_length=config.seq_length)).backward()
+        if step + 1 < num_steps:
+            optimizer.step()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    return {
+        "gradients": torch.cat([p.grad.flatten() for p in matrices if p.grad is not None]),
+        "weights": torch.cat([p.detach().flatten() for p in matrices]),
+    }
+
+
+class Coder:
+    """One format on one tensor: encode, decode, and what that costs and loses."""
+
+    def __init__(self, format: Format, x: Tensor) -> None:
+        """Room for the message of ``x`` and for its decoded values."""
+        self.format, self.x = format, x
+        self.layout: MessageLayout = layout_of("bench", format, x.dtype, 1, x.numel())
+        self.message = self.layout.new(1, x.device)
+        self.decoded = torch.empty_like(x)
+
+    def encode(self, step: int = 0) -> None:
+        """``x`` to ``message``; ``step`` chooses the random numbers."""
+        draw = Draw(seed=0, step=step) if self.format.is_random else None
+        kernels.quantize(self.x, self.layout, self.message, 0, 0, draw)
+
+    def decode(self) -> None:
+        """``message`` to ``decoded``."""
+        kernels.decode(self.message, self.layout, self.decoded, 0, 0)
+
+    def relative_error(self, values: Tensor) -> float:
+        """Of ``values`` against ``x``."""
+        return float((values - self.x).norm() / self.x.norm())
+
+    def bias(self) -> float:
+        """The relative error of the mean of many encodings."""
+        if not self.format.is_random:
+            return self.relative_error(self.decoded)
+        mean = torch.zeros_like(self.x)
+        for step in range(NUM_REPEATS):
+            self.encode(step)
+            self.decode()
+            mean += self.decoded / NUM_REPEATS
+        return self.relative_error(mean)
+
+    def count_wrong(self) -> int:
+        """Elements whose error is above the format's bound."""
+        error = (self.decoded - self.x).abs()
+        if self.format.rotation is not None:
+            return int(self.decoded.isnan().sum())
+        if self.format.name in CAST_BOUNDS:
+            return int((error > CAST_BOUNDS[self.format.name] * self.x.abs() + 1e-6).sum())
+        if self.format.name == "none":
+            return int((error != 0).sum())
+        return int((error > SLACK * self._largest_error() + 1e-30).sum())
+
+    def _largest_error(self) -> Tensor:
+        """The bound of every element."""
+        block = self.format.block
+        missing = -self.x.numel() % block
+        blocks = torch.cat([self.x, self.x[-1:].expand(missing)]).view(-1, block)
+        if self.format.symmetric:
+            bound = blocks.abs().amax(1, keepdim=True) * HALF_STEPS[self.format.name]
+        else:
+            # The zero point lies below the minimum by at most a bf16 step of it, which widens the range.
+            low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
+            bound = (high - low + low.abs() * 2.0**-7) / (2 ** (8 if self.format.name == "int8" else 4) - 1) / 2
+        bound = bound * 2 if self.format.is_random else bound
+        return bound.expand(-1, block).reshape(-1)[: self.x.numel()]
+
+
+def measure(coder: Coder, rounds: int) -> dict[str, float]:
+    """Rates in GB/s of bytes read plus bytes written."""
+    cases: dict[str, Callable[[], object]] = {"quantize": coder.encode, "decode": coder.decode}
+    times = interleave(cases, rounds=rounds)
+    nbytes = coder.x.nbytes + coder.message.nbytes
+    return {f"{name}_gbps": nbytes / timing.p50 / 1e9 for name, timing in times.items()}
+
+
+def main() -> int:
+    """Print the table; 1 if any element is further off than its format allows."""
+    arguments = parse_arguments()
+    formats = [get_format(name) for name in arguments.formats]
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    report = Report(COLUMNS, as_json=arguments.json)
+    report.start("formats", numel=arguments.numel, threads=torch.get_num_threads())
+    tensors = made_up(arguments.numel) | from_the_main_job(arguments.train_iters, arguments.data)
+    for data, x in tensors.items():
+        for format in formats:
+            coder = Coder(format, x)
+            coder.encode()
+            coder.decode()
+            num_wrong, error = coder.count_wrong(), coder.relative_error(coder.decoded)
+            row = {
+                "data": data,
+                "format": str(format),
+                "bits": 8 * coder.message.nbytes / x.numel(),
+                "error": error,
+                "bias": coder.bias(),
+            }
+            report.row(row | measure(coder, arguments.rounds), num_wrong=num_wrong)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""The functional collectives: bits of the eager ones, and no graph break under torch.compile."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import zcomm
+from tests.ranks import run_ranks, topology
+from zcomm import LayoutError, StateError, Topology, functional
+
+FORMATS: list[Any] = ["none", "int8", ("int8", "int4")]
+
+
+def _eager(x: torch.Tensor, t: Topology, format: Any) -> list[torch.Tensor]:
+    full, shard = x.new_empty(4 * x.numel()), x.new_empty(x.numel() // 4)
+    zcomm.all_gather_single(full, x, t, format=format)
+    zcomm.reduce_scatter_single(shard, x, "avg", group=t, format=format)
+    total, parts = x.clone(), torch.empty_like(x)
+    zcomm.all_reduce(total, "sum", t, format=format)
+    zcomm.all_to_all_single(parts, x, t, format=format)
+    return [full, shard, total, parts]
+
+
+def _functional(x: torch.Tensor, t: Topology, format: Any) -> list[torch.Tensor]:
+    return [
+        functional.all_gather_single(x, t, format=format) + 0,
+        functional.reduce_scatter_single(x, "avg", t, format=format),
+        functional.all_reduce(x, "sum", t, format=format),
+        functional.all_to_all_single(x, t, format=format) * 1,
+    ]
+
+
+def _check(rank: int, is_compiled: bool) -> None:  # noqa: FBT001
+    x, t = torch.randn(4 * 700), topology(2)
+    for format in FORMATS:
+        fn = _functional
+        if is_compiled:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch's own compiler
+                fn = torch.compile(_functional, fullgraph=True, backend="aot_eager")
+                fn(x, t, format)
+        for got, expected in zip(fn(x, t, format), _eager(x, t, format), strict=True):
+            assert torch.equal(got, expected)
+    assert functional.reduce_scatter_single(x, "sum", dtype=torch.float64).dtype == torch.float64
+    with pytest.raises(LayoutError, match="detach"):
+        functional.all_reduce(x.clone().requires_grad_(), "sum", t)
+    assert rank >= 0
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_functional_equals_eager(is_compiled: bool) -> None:  # noqa: FBT001
+    run_ranks(4, _check, is_compiled)
+
+
+def _check_group(rank: int) -> None:
+    group = torch.distributed.group.WORLD
+    x = torch.arange(8.0) + rank
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(lambda x: functional.all_reduce(x, "sum", group), fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x), 2 * torch.arange(8.0) + 1)
+    assert torch.equal(functional.all_reduce(x), 2 * torch.arange(8.0) + 1)
+
+
+def test_process_groups_are_traced_by_name() -> None:
+    run_ranks(2, _check_group)
+
+
+def test_fake_implementations_agree_with_the_real_ones() -> None:
+    t = Topology.single()
+    x = torch.randn(300)
+    for op, arguments in (
+        (torch.ops.zcomm.all_gather_single, (x, t.key, 1, "int8", "rank")),
+        (torch.ops.zcomm.reduce_scatter_single, (x, "sum", t.key, 1, "int4", "rank", torch.float32)),
+        (torch.ops.zcomm.all_reduce, (x, "avg", t.key, "bf16")),
+        (torch.ops.zcomm.all_to_all_single, (x, t.key, "none")),
+    ):
+        torch.library.opcheck(op, arguments)
+
+
+def test_a_topology_that_is_gone() -> None:
+    key = Topology.single().key
+    with pytest.raises(StateError, match="is gone"):
+        Topology.of_key(key)
