@@ -267,7 +267,7 @@ def destroy_group(group: dist.ProcessGroup, *, is_local: bool) -> None:
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group whose ``group_name`` that is."""
-    resolve: Any = dist.distributed_c10d._resolve_process_group
+    resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
     return cast(dist.ProcessGroup, resolve(name))
 
 
