@@ -4,8 +4,9 @@
     two hops    between the nodes among equal local ranks first, then inside the node: each byte crosses the network
                 once per node. The same format on both hops: bytes are forwarded. Otherwise decoded and encoded again.
 
-A shard that travels in its own dtype into rows of that dtype is gathered in place, without staging; on two hops if the
-rows are contiguous and numbered local.
+A shard that travels in its own dtype into rows of that dtype is gathered in place, without staging; small ones on two
+hops if the rows are contiguous and numbered local. On two hops large shards go in chunks: hop 2 of one overlaps hop 1
+of the next (:mod:`zcomm.chunks`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from zcomm import backend, kernels
 from zcomm.backend import Sent
-from zcomm.formats import Format, codec_for
+from zcomm.chunks import chunks_of, pipelined
+from zcomm.formats import Format, codec_for, is_same_wire
 from zcomm.message import MessageLayout, layout_of
 from zcomm.route import Group, Route, WireFormat, check_numbering, check_own_row, check_shard, find_route, rows_of
 from zcomm.topology import Numbering
@@ -73,12 +75,20 @@ def gather_steps(rows: Tensor, shard: Tensor, route: Route, numbering: Numbering
         return nothing()
     if len(route.hops) == 1:
         return _one_hop(rows, shard, route)
-    codec, inside = (codec_for(wire, shard.dtype) for _, wire in route.hops)
-    if codec != inside or route.hops[0][1].block != route.hops[1][1].block:
-        return _two_hops_recoded(rows, shard, route, numbering)
-    if numbering == "local" and codec.dtype == shard.dtype == rows.dtype and rows.is_contiguous():
-        return _two_hops_in_place(rows, shard, route)
-    return _two_hops_forwarded(rows, shard, route, numbering)
+    steps = _two_hops_recoded
+    (_, wire), (_, wire_inside) = route.hops
+    chunks = chunks_of(shard.numel(), wire, wire_inside)
+    if is_same_wire(wire, wire_inside, shard.dtype):
+        is_plain = codec_for(wire, shard.dtype).dtype == shard.dtype
+        if is_plain and len(chunks) > 1:
+            steps = _two_hops_in_pieces
+        elif is_plain and numbering == "local" and rows.dtype == shard.dtype and rows.is_contiguous():
+            steps = _two_hops_in_place
+        else:
+            steps = _two_hops_forwarded
+    if len(chunks) == 1:
+        return steps(rows, shard, route, numbering)
+    return pipelined([steps(rows[:, c], shard[c], route, numbering) for c in chunks], num_exchanges=2)
 
 
 def _sent(layout: MessageLayout, format: Format) -> Sent:
@@ -98,11 +108,29 @@ def _one_hop(rows: Tensor, shard: Tensor, route: Route) -> Steps:
     kernels.decode(messages, layout, rows, rows.stride(0), 0)
 
 
-def _two_hops_in_place(rows: Tensor, shard: Tensor, route: Route) -> Steps:
+def _two_hops_in_place(rows: Tensor, shard: Tensor, route: Route, numbering: Numbering) -> Steps:
+    assert numbering == "local", "only then are the shards of equal local ranks neighbours"
     (inter, wire), (intra, wire_inside) = route.hops
     of_nodes = rows.view(route.ranks_per_node, -1)[route.local_rank]
     yield backend.all_gather(of_nodes, shard, inter, Sent(route.operation, str(wire), shard.numel()))
     yield backend.all_gather(rows, of_nodes, intra, Sent(route.operation, str(wire_inside), of_nodes.numel()))
+
+
+def _two_hops_in_pieces(rows: Tensor, shard: Tensor, route: Route, numbering: Numbering) -> Steps:
+    """In place whatever the numbering and strides: inside the node, one gather for each node's shards.
+
+    Rows of another dtype, which another rank may have, are gathered in the same way into a buffer.
+    """
+    (inter, wire), (intra, wire_inside) = route.hops
+    shape = (route.ranks_per_node, route.num_nodes, shard.numel())
+    target = rows.as_strided(shape, (*route.strides(numbering, rows.stride(0)), 1), rows.storage_offset())
+    gathered = target if rows.dtype == shard.dtype else shard.new_empty(shape)
+    of_nodes = gathered[route.local_rank]
+    yield backend.all_gather(of_nodes, shard, inter, Sent(route.operation, str(wire), shard.numel()))
+    sent = Sent(route.operation, str(wire_inside), shard.numel())
+    yield backend.together([backend.all_gather(gathered[:, n], of_nodes[n], intra, sent) for n in range(shape[1])])
+    if gathered is not target:
+        target.copy_(gathered)
 
 
 def _two_hops_forwarded(rows: Tensor, shard: Tensor, route: Route, numbering: Numbering) -> Steps:

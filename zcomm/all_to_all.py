@@ -1,7 +1,7 @@
 """All-to-all in any wire format: part i of the input goes to rank i.
 
 two hops    inside the node to the local rank of the destination, then between nodes: each pair of nodes exchanges one
-            message per local rank instead of one per pair of ranks
+            message per local rank instead of one per pair of ranks; large parts go in chunks (:mod:`zcomm.chunks`)
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zcomm import backend, kernels
 from zcomm.backend import Sent
+from zcomm.chunks import chunks_of, pipelined
 from zcomm.errors import LayoutError
 from zcomm.formats import codec_for
 from zcomm.message import layout_of
@@ -65,12 +66,16 @@ def all_to_all_single(
 def _steps(output: Tensor, source: Tensor, route: Route) -> Steps:
     if not source.numel():
         return nothing()
-    return _one_hop(output, source, route) if len(route.hops) == 1 else _two_hops(output, source, route)
+    parts, source_parts = output.view(route.world_size, -1), source.view(route.world_size, -1)
+    if len(route.hops) == 1:
+        return _one_hop(parts, source_parts, route)
+    chunks = chunks_of(parts.shape[1], *(wire for _, wire in route.hops))
+    return pipelined([_two_hops(parts[:, c], source_parts[:, c], route) for c in chunks], num_exchanges=2)
 
 
 def _one_hop(output: Tensor, source: Tensor, route: Route) -> Steps:
     hop, wire = route.hops[0]
-    numel = source.numel() // route.world_size
+    numel = source.shape[1]
     layout = layout_of(route.operation, wire, source.dtype, 1, numel)
     sent = Sent(route.operation, str(wire), numel)
     if source.dtype == output.dtype == layout.codec.dtype:
@@ -83,11 +88,12 @@ def _one_hop(output: Tensor, source: Tensor, route: Route) -> Steps:
 
 
 def _two_hops(output: Tensor, source: Tensor, route: Route) -> Steps:
+    """``output`` and ``source`` [world_size, n] may be a chunk of every part."""
     (intra, wire), (inter, wire_between) = route.hops
-    nodes, locals_, numel = route.num_nodes, route.ranks_per_node, source.numel() // route.world_size
+    nodes, locals_, numel = route.num_nodes, route.ranks_per_node, source.shape[1]
     layout = layout_of(route.operation, wire, source.dtype, 1, numel)
     messages = layout.new(route.world_size, source.device)
-    kernels.quantize(source, layout, messages, numel, 0)
+    kernels.quantize(source, layout, messages, source.stride(0), 0)
     messages = messages.view(nodes, locals_, -1).transpose(0, 1).contiguous()  # to [local rank, node]
     received = layout.new(route.world_size, source.device)
     yield backend.all_to_all(received, messages, intra, Sent(route.operation, str(wire), nodes * numel))
@@ -101,4 +107,4 @@ def _two_hops(output: Tensor, source: Tensor, route: Route) -> Steps:
         kernels.quantize(values, layout, messages, numel, 0)
     received = layout.new(route.world_size, source.device)
     yield backend.all_to_all(received, messages, inter, Sent(route.operation, str(wire_between), locals_ * numel))
-    kernels.decode(received, layout, output, numel, 0)  # [from node, from local rank]: rank order
+    kernels.decode(received, layout, output, output.stride(0), 0)  # [from node, from local rank]: rank order

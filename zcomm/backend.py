@@ -36,6 +36,7 @@ __all__ = [
     "max_",
     "new_group",
     "num_groups",
+    "together",
 ]
 
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single and deprecated the old name.
@@ -136,6 +137,11 @@ def _gather_directly(rows: Tensor, message: Tensor, hop: Hop) -> Pending:
     if mine.data_ptr() != source.data_ptr():
         mine.copy_(source)
     return _Each(works)
+
+
+def together(exchanges: Sequence[Pending | None]) -> Pending | None:
+    """All of ``exchanges``, which have been started, as one."""
+    return _Each([exchange for exchange in exchanges if exchange is not None])
 
 
 class _Each:

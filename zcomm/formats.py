@@ -20,7 +20,7 @@ import torch
 
 from zcomm.errors import FormatError
 
-__all__ = ["CODECS", "FORMATS", "Codec", "Format", "codec_for", "get_format"]
+__all__ = ["CODECS", "FORMATS", "Codec", "Format", "codec_for", "get_format", "is_same_wire"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,3 +196,9 @@ def codec_for(format: Format, dtype: torch.dtype) -> Codec:
 
 def _codec_name(format: Format) -> str:
     return format.name if format.symmetric else f"{format.name}_asym"
+
+
+def is_same_wire(first: Format, second: Format, dtype: torch.dtype) -> bool:
+    """Whether messages of both formats are of one kind for tensors of ``dtype``; roundings may differ."""
+    kinds = [(codec_for(format, dtype), format.block, format.rotation) for format in (first, second)]
+    return kinds[0] == kinds[1]

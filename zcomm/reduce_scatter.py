@@ -5,7 +5,8 @@
 
 With N nodes of L ranks and shards of m elements, hop 1 sends each local rank the N shards that its ranks of all nodes
 own, [N, m]; hop 2 sends each node its one, 1 / L of what one hop would send between nodes. Sums are in float32, in
-rank order (then node order), so the bits do not depend on timing or on the backend's algorithm.
+rank order (then node order), so the bits do not depend on timing or on the backend's algorithm. Large shards go in
+chunks: hop 2 of one overlaps hop 1 of the next (:mod:`zcomm.chunks`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from zcomm import backend, kernels
 from zcomm.backend import Sent
+from zcomm.chunks import chunks_of, pipelined
 from zcomm.formats import codec_for
 from zcomm.message import MessageLayout, layout_of
 from zcomm.route import Group, Route, WireFormat, check_numbering, check_shard, divisor_of, find_route, rows_of
@@ -73,28 +75,38 @@ def reduce_steps(output: Tensor, rows: Tensor, route: Route, numbering: Numberin
     """The steps of :func:`reduce_scatter_single` on checked arguments."""
     if not output.numel():
         return nothing()
-    return _exchanges(output, rows, route, numbering, divisor)
+    if len(route.hops) == 1:
+        return _one_hop(output, rows, route, divisor)
+    chunks = chunks_of(output.numel(), *(wire for _, wire in route.hops))
+    of_chunks = [_two_hops(output[c], rows[:, c], route, numbering, divisor) for c in chunks]
+    return pipelined(of_chunks, num_exchanges=2)
 
 
-def _exchanges(output: Tensor, rows: Tensor, route: Route, numbering: Numbering, divisor: int) -> Steps:
+def _one_hop(output: Tensor, rows: Tensor, route: Route, divisor: int) -> Steps:
     hop, wire = route.hops[0]
-    numel, device = output.numel(), output.device
-    is_last = len(route.hops) == 1
-    num_segments = 1 if is_last else route.num_nodes
-    layout = layout_of(route.operation, wire, rows.dtype, num_segments, numel)
-    per_local_rank, per_node = route.strides(numbering, rows.stride(0))
-    strides = (rows.stride(0), 0) if is_last else (per_local_rank, per_node)
-    received = layout.new(hop.size, device)
-    sending = _encoded(rows, layout, hop.size, strides, is_in_order=is_last or numbering == "local")
-    yield backend.all_to_all(received, sending, hop, Sent(route.operation, str(wire), layout.numel))
-    if not is_last:
-        hop, wire = route.hops[1]
-        summed, layout = layout, layout_of(route.operation, wire, rows.dtype, 1, numel)
-        partial = layout.new(hop.size, device)
-        kernels.decode_sum_requantize(received, summed, partial, layout)
-        received = layout.new(hop.size, device)
-        yield backend.all_to_all(received, partial, hop, Sent(route.operation, str(wire), numel))
+    numel = output.numel()
+    layout = layout_of(route.operation, wire, rows.dtype, 1, numel)
+    received = layout.new(hop.size, output.device)
+    sending = _encoded(rows, layout, hop.size, (rows.stride(0), 0), is_in_order=True)
+    yield backend.all_to_all(received, sending, hop, Sent(route.operation, str(wire), numel))
     kernels.decode_sum(received, layout, output, 0, divisor)
+
+
+def _two_hops(output: Tensor, rows: Tensor, route: Route, numbering: Numbering, divisor: int) -> Steps:
+    """``output`` and ``rows`` [world_size, n] may be a chunk of a larger shard."""
+    (intra, wire), (inter, wire_between) = route.hops
+    numel, device = output.numel(), output.device
+    layout = layout_of(route.operation, wire, rows.dtype, route.num_nodes, numel)
+    received = layout.new(intra.size, device)
+    strides = route.strides(numbering, rows.stride(0))
+    sending = _encoded(rows, layout, intra.size, strides, is_in_order=numbering == "local")
+    yield backend.all_to_all(received, sending, intra, Sent(route.operation, str(wire), layout.numel))
+    between = layout_of(route.operation, wire_between, rows.dtype, 1, numel)
+    partial = between.new(inter.size, device)
+    kernels.decode_sum_requantize(received, layout, partial, between)
+    received = between.new(inter.size, device)
+    yield backend.all_to_all(received, partial, inter, Sent(route.operation, str(wire_between), numel))
+    kernels.decode_sum(received, between, output, 0, divisor)
 
 
 def _encoded(

@@ -2,6 +2,8 @@
 
 Per rank, by link class. N nodes of L ranks, W = N * L, shards of n elements, m(s) the message of s segments of n.
 
+On two hops large shards go in chunks: m(s) is then the sum over the chunks.
+
     one hop            m(1) to each of W - 1 ranks
     all_gather         two hops: m(1) x (N - 1) between, N m(1) x (L - 1) inside, or m(N) if formats differ
     reduce_scatter     two hops: m(N) x (L - 1) inside, m(1) x (N - 1) between
@@ -16,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from zcomm.formats import Format, codec_for, get_format
+from zcomm.chunks import chunks_of
+from zcomm.formats import Format, get_format, is_same_wire
 from zcomm.message import layout_of
 
 __all__ = [
@@ -45,10 +48,12 @@ def _message(wire: Wire, dtype: torch.dtype, num_segments: int, numel: int) -> i
     return layout_of("volume", get_format(wire), dtype, num_segments, numel).nbytes if numel else 0
 
 
-def _is_same(pair: Pair, dtype: torch.dtype) -> bool:
-    """Whether both formats put the same bytes on the wire."""
-    first, second = get_format(pair[0]), get_format(pair[1])
-    return codec_for(first, dtype) == codec_for(second, dtype) and first.block == second.block
+def _messages(pair: Pair, dtype: torch.dtype, num_segments: tuple[int, int], numel: int) -> tuple[int, int]:
+    """Bytes in each of the two formats, of so many segments, over the chunks of shards of ``numel`` elements."""
+    first, second = (get_format(wire) for wire in pair)
+    chunks = [c.stop - c.start for c in chunks_of(numel, first, second)]
+    of_chunks = [[_message(f, dtype, s, n) for n in chunks] for f, s in zip((first, second), num_segments, strict=True)]
+    return sum(of_chunks[0]), sum(of_chunks[1])
 
 
 def one_hop_sent(shard_numel: int, dtype: torch.dtype, num_intra_peers: int, num_inter_peers: int, wire: Wire) -> Sent:
@@ -60,20 +65,25 @@ def one_hop_sent(shard_numel: int, dtype: torch.dtype, num_intra_peers: int, num
 def all_gather_sent(shard_numel: int, dtype: torch.dtype, num_nodes: int, ranks_per_node: int, wire: Pair) -> Sent:
     """Over a Topology; ``wire`` as (between nodes, inside the node)."""
     between, inside = wire
-    if num_nodes == 1:
-        return one_hop_sent(shard_numel, dtype, ranks_per_node - 1, 0, inside)
-    first = _message(between, dtype, 1, shard_numel)
-    second = num_nodes * first if _is_same(wire, dtype) else _message(inside, dtype, num_nodes, shard_numel)
+    if num_nodes == 1 or ranks_per_node == 1:
+        return one_hop_sent(
+            shard_numel, dtype, ranks_per_node - 1, num_nodes - 1, inside if num_nodes == 1 else between
+        )
+    first, second = _messages(wire, dtype, (1, num_nodes), shard_numel)
+    if is_same_wire(get_format(between), get_format(inside), dtype):
+        second = num_nodes * first  # forwarded
     return Sent((ranks_per_node - 1) * second, (num_nodes - 1) * first)
 
 
 def reduce_scatter_sent(shard_numel: int, dtype: torch.dtype, num_nodes: int, ranks_per_node: int, wire: Pair) -> Sent:
     """Over a Topology; ``wire`` as (inside the node, between nodes)."""
     inside, between = wire
-    if num_nodes == 1:
-        return one_hop_sent(shard_numel, dtype, ranks_per_node - 1, 0, inside)
-    first = _message(inside, dtype, num_nodes, shard_numel)
-    return Sent((ranks_per_node - 1) * first, (num_nodes - 1) * _message(between, dtype, 1, shard_numel))
+    if num_nodes == 1 or ranks_per_node == 1:
+        return one_hop_sent(
+            shard_numel, dtype, ranks_per_node - 1, num_nodes - 1, inside if num_nodes == 1 else between
+        )
+    first, second = _messages(wire, dtype, (num_nodes, 1), shard_numel)
+    return Sent((ranks_per_node - 1) * first, (num_nodes - 1) * second)
 
 
 def all_reduce_sent(numel: int, dtype: torch.dtype, num_nodes: int, ranks_per_node: int, wire: Pair) -> Sent:
@@ -86,9 +96,10 @@ def all_reduce_sent(numel: int, dtype: torch.dtype, num_nodes: int, ranks_per_no
 
 def all_to_all_sent(part_numel: int, dtype: torch.dtype, num_nodes: int, ranks_per_node: int, wire: Pair) -> Sent:
     """Over a Topology, parts of ``part_numel``; ``wire`` as (inside the node, between nodes)."""
-    inside, between = (_message(format, dtype, 1, part_numel) for format in wire)
     if num_nodes == 1 or ranks_per_node == 1:
-        return Sent((ranks_per_node - 1) * inside, (num_nodes - 1) * between)
+        used = wire[0] if num_nodes == 1 else wire[1]
+        return one_hop_sent(part_numel, dtype, ranks_per_node - 1, num_nodes - 1, used)
+    inside, between = _messages(wire, dtype, (1, 1), part_numel)
     return Sent((ranks_per_node - 1) * num_nodes * inside, (num_nodes - 1) * ranks_per_node * between)
 
 
