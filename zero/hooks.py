@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from zero.bucket import Bucket
 from zero.gather import Gatherer
 from zero.grads import Reducer
-from zero.units import Unit
+from zero.units import Unit, own_parameters
 
 __all__ = ["Hooks"]
 
@@ -67,7 +67,7 @@ class Hooks:
         owner = {param: bucket for buckets in buckets_of_unit for bucket in buckets for param in bucket.params}
         for module in model.modules():
             known = self._buckets_of.setdefault(module, [])
-            direct = [owner[p] for p in module._parameters.values() if p is not None and p in owner]
+            direct = [owner[param] for _, param in own_parameters(module) if param in owner]
             known.extend(b for b in dict.fromkeys(direct) if b not in known)
         self._buckets_of = {m: buckets for m, buckets in self._buckets_of.items() if buckets or m is model}
         for module in self._buckets_of:

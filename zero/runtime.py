@@ -39,6 +39,8 @@ class Runtime:
         self.effective = resolve(settings, topology)
         self.stage = self.effective.stage
         device = check_model(model)
+        if self.stage.shards_parameters:
+            _check_is_gatherable(model)
         units = find_units(model)
         runs = _runs_of(units, self._numel_to_merge())
         buckets_of_run = _cut_into_buckets(runs, topology.world_size, self.effective.align)
@@ -76,7 +78,7 @@ class Runtime:
             control.broadcast_(full, 0, self.topology)
             bucket.settle(full, self.stage, self.topology, keeps_exact_master=exact)
         if exact:
-            self.publish(self.buckets)
+            self.publish([bucket for bucket in self.buckets if bucket.dtype.is_floating_point])
 
     def _attach(self) -> None:
         for bucket in self.buckets:
@@ -196,6 +198,16 @@ def check_model(model: nn.Module) -> torch.device:
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise LayoutError(f"gradients must be dense: module {name!r} was built with sparse=True; use sparse=False")
     return device
+
+
+def _check_is_gatherable(model: nn.Module) -> None:
+    """Raise if a parameter, frozen then, has a dtype that no all-gather takes."""
+    for name, param in model.named_parameters():
+        if not param.is_floating_point():
+            raise LayoutError(
+                f"stage 3 gathers real floating-point parameters only: {name!r} is {param.dtype}; use stage 1 or 2, or "
+                "make it a buffer"
+            )
 
 
 def _runs_of(units: list[Unit], max_numel: int) -> list[list[Unit]]:
