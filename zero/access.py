@@ -22,32 +22,32 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
 
     Args:
         params: One parameter or several, of one or more models. Those that no ZeroOptimizer manages are whole anyway.
-        modifier_rank: None: changes made inside are lost. A rank: its values are taken over by every rank, and by the
-            float32 masters, when the block ends.
+        modifier_rank: None: nothing may be changed inside. A rank: what it changes in ``params`` is taken over by every
+            rank, and by the float32 masters, when the block ends. Elements that it does not change keep their masters.
 
     Raises:
         TopologyError: ``modifier_rank`` is not a rank. Raised before any communication.
 
-    Cost for each rank: one all-gather of every bucket that holds one of ``params``, and one broadcast of it if
-    ``modifier_rank`` is given.
+    Cost for each rank: one all-gather of every bucket that holds one of ``params``; if ``modifier_rank`` is given also
+    one broadcast of it, and a copy of this rank's part of it inside the block.
     """
-    by_owner: dict[Runtime, list[Bucket]] = {}
+    by_owner: dict[Runtime, dict[Bucket, list[int]]] = {}
     for param in [params] if isinstance(params, nn.Parameter) else list(params):
         info: ShardInfo | None = getattr(param, "zero_shard", None)
         if info is not None:
             assert isinstance(info.owner, Runtime), "zero_shard without a runtime"
-            buckets = by_owner.setdefault(info.owner, [])
-            if info.bucket not in buckets:
-                buckets.append(info.bucket)
+            by_owner.setdefault(info.owner, {}).setdefault(info.bucket, []).append(info.slot)
     with ExitStack() as stack:
-        for owner, buckets in by_owner.items():
+        for owner, slots in by_owner.items():
             world_size = owner.topology.world_size
             if modifier_rank is not None and not 0 <= modifier_rank < world_size:
                 raise TopologyError(
                     f"modifier_rank must be a rank: modifier_rank={modifier_rank}, world_size={world_size}"
                 )
-            buckets.sort(key=lambda bucket: bucket.index)  # the same order of collectives on every rank
-            stack.enter_context(owner.gathered(buckets, modifier_rank))
+            slots = dict(sorted(slots.items(), key=lambda item: item[0].index))  # the same order on every rank
+            stack.enter_context(owner.gathered(list(slots)))
+            if modifier_rank is not None:
+                stack.enter_context(owner.modified(slots, modifier_rank))
         yield
 
 

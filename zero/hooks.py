@@ -10,7 +10,7 @@ Autograd saves views of a bucket's buffer, which is gone before backward: inside
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from zero.bucket import Bucket
 from zero.gather import Gatherer
 from zero.grads import Reducer
-from zero.units import Unit
+from zero.units import Unit, own_parameters
 
 __all__ = ["Hooks"]
 
@@ -54,6 +54,10 @@ class Hooks:
         self._is_in_backward = False
         self._handles: list[Any] = []
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hooks:
+        """A copy of the model carries hooks that leave it alone."""
+        return self
+
     def install(self, model: nn.Module, units: list[Unit], buckets_of_unit: list[list[Bucket]]) -> None:
         """Hook ``model``; ``buckets_of_unit[i]`` are the buckets of ``units[i]``."""
         for grads in self._reducer.all:
@@ -67,7 +71,7 @@ class Hooks:
         owner = {param: bucket for buckets in buckets_of_unit for bucket in buckets for param in bucket.params}
         for module in model.modules():
             known = self._buckets_of.setdefault(module, [])
-            direct = [owner[p] for p in module._parameters.values() if p is not None and p in owner]
+            direct = [owner[param] for _, param in own_parameters(module) if param in owner]
             known.extend(b for b in dict.fromkeys(direct) if b not in known)
         self._buckets_of = {m: buckets for m, buckets in self._buckets_of.items() if buckets or m is model}
         for module in self._buckets_of:
@@ -82,6 +86,10 @@ class Hooks:
             self._hook_module(module)
         if bucket not in self._buckets_of[module]:
             self._buckets_of[module].append(bucket)
+
+    def keep(self, handles: Iterable[Any]) -> None:
+        """Remove these with the other hooks."""
+        self._handles += handles
 
     def remove(self) -> None:
         """Take every hook off the model."""
@@ -116,6 +124,8 @@ class Hooks:
         ]
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module not in self._buckets_of:
+            return
         if self._depth == 0:
             self.recover()
             self._enter_outermost()
@@ -126,7 +136,8 @@ class Hooks:
             bucket.is_held_by_backward |= self._is_in_backward  # recomputation under activation checkpointing
             self._gatherer.acquire(bucket, prefetch=is_training)
         if module in self._unit_modules and torch.is_grad_enabled():
-            inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+            # Not leaves: those outlive the step, and would keep a hook for each.
+            inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.grad_fn is not None]
             if inputs:
                 buckets = self._buckets_of[module]
                 register_multi_grad_hook(inputs, lambda _: self._end_of_use_in_backward(buckets))
@@ -141,6 +152,8 @@ class Hooks:
             self._context.__enter__()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
+        if module not in self._buckets_of:
+            return
         buckets = self._buckets_of[module]
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         for tensor in outputs:

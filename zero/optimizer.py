@@ -85,7 +85,7 @@ class ZeroOptimizer(Optimizer):
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self._is_built = True
         self._share_state()
-        install_state_dict_hooks(self._runtime)
+        self._runtime.hooks.keep(install_state_dict_hooks(self._runtime))
         self._announce()
 
     def _share_state(self) -> None:

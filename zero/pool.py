@@ -30,7 +30,8 @@ class BufferPool:
         if fitting:
             buffer = free.pop(min(fitting, key=lambda i: free[i].numel()))
         else:
-            buffer = torch.empty(numel, dtype=dtype, device=self._device)
+            with torch.inference_mode(mode=False):  # it will serve training too
+                buffer = torch.empty(numel, dtype=dtype, device=self._device)
             self._owned[buffer.untyped_storage().data_ptr()] = buffer
         return buffer[:numel]
 

@@ -35,8 +35,9 @@ SETTABLE = frozenset({"grad", "requires_grad", "grad_dtype", "_backward_hooks"})
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of ``shape`` whose memory is one NaN."""
-    return torch.full((1,), float("nan"), dtype=dtype, device=device).expand(tuple(shape))
+    """A tensor of ``shape`` whose memory is one NaN; integers, which have none, get their largest value."""
+    nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+    return torch.full((), nothing, dtype=dtype, device=device).expand(tuple(shape))
 
 
 def _requested(func: Callable[..., Any]) -> tuple[str, bool]:

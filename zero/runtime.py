@@ -9,11 +9,11 @@ Called by :class:`zero.ZeroOptimizer`, which adds the optimizer, and by :mod:`ze
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zcomm import LayoutError, StateError, Topology, control
 from zero.bucket import Bucket, ShardInfo
@@ -39,6 +39,8 @@ class Runtime:
         self.effective = resolve(settings, topology)
         self.stage = self.effective.stage
         device = check_model(model)
+        if self.stage.shards_parameters:
+            _check_is_gatherable(model)
         units = find_units(model)
         runs = _runs_of(units, self._numel_to_merge())
         buckets_of_run = _cut_into_buckets(runs, topology.world_size, self.effective.align)
@@ -76,7 +78,7 @@ class Runtime:
             control.broadcast_(full, 0, self.topology)
             bucket.settle(full, self.stage, self.topology, keeps_exact_master=exact)
         if exact:
-            self.publish(self.buckets)
+            self.publish([bucket for bucket in self.buckets if bucket.dtype.is_floating_point])
 
     def _attach(self) -> None:
         for bucket in self.buckets:
@@ -128,31 +130,55 @@ class Runtime:
             self.gatherer.parameters_changed()
 
     @contextmanager
-    def gathered(self, buckets: list[Bucket], modifier_rank: int | None = None) -> Iterator[None]:
-        """Hold ``buckets`` full; with ``modifier_rank``, keep that rank's values afterwards, on every rank."""
+    def gathered(self, buckets: list[Bucket]) -> Iterator[None]:
+        """Hold ``buckets`` full."""
         for bucket in buckets:
             bucket.forward_depth += 1
             self.gatherer.acquire(bucket)
         try:
             yield
         finally:
-            if modifier_rank is not None:
-                self._take_values(buckets, modifier_rank)
             for bucket in buckets:
-                bucket.forward_depth -= 1
+                bucket.forward_depth = max(bucket.forward_depth - 1, 0)
                 self.gatherer.release_if_unneeded(bucket)
 
-    def _take_values(self, buckets: list[Bucket], rank: int) -> None:
-        row = self.topology.shard_index("local")
-        for bucket in buckets:
+    @contextmanager
+    def modified(self, slots: Mapping[Bucket, Collection[int]], rank: int) -> Iterator[None]:
+        """What ``rank`` changes inside, in these parameters of full buckets, is taken over by every rank.
+
+        Elements that it leaves as they are keep their masters, of which the forward sees only a rounding.
+        """
+        before = {bucket: self._own_rows(bucket).clone() for bucket in slots}
+        try:
+            yield
+        finally:
+            self.take_values(slots, rank, before)
+
+    def take_values(
+        self, slots: Mapping[Bucket, Collection[int]], rank: int, before: Mapping[Bucket, Tensor] | None = None
+    ) -> None:
+        """Take over ``rank``'s values of these parameters of full buckets, where they differ from ``before``."""
+        for bucket, chosen in slots.items():
             assert bucket.full is not None, "values can only be taken from full parameters"
             control.broadcast_(bucket.full, rank, self.topology)
-            numel = bucket.layout.shard_numel
-            if self.stage.shards_parameters:
-                bucket.shard.copy_(bucket.full[row * numel : (row + 1) * numel])
-            if bucket.master is not bucket.shard:
-                bucket.master.copy_(bucket.shard)
-        self.publish(buckets)
+            rows = self._own_rows(bucket)
+            base = self.topology.shard_index("local") * rows.numel() if self.stage.shards_states else 0
+            for piece, master in bucket.master_pieces(self.stage, self.topology.shard_index("local")):
+                if piece.slot in chosen:
+                    part = slice(piece.start - base, piece.stop - base)
+                    values = rows[part].to(master.dtype)
+                    if before is not None:
+                        values = torch.where(rows[part] == before[bucket][part], master, values)
+                    master.copy_(values)
+        self.publish(list(slots))
+
+    def _own_rows(self, bucket: Bucket) -> Tensor:
+        """The rows of a full bucket whose masters this rank has."""
+        assert bucket.full is not None, "rows of a bucket that is not full"
+        if not self.stage.shards_states:
+            return bucket.full
+        row, numel = self.topology.shard_index("local"), bucket.layout.shard_numel
+        return bucket.full[row * numel : (row + 1) * numel]
 
     def check_model_unchanged(self) -> None:
         """Raise if a parameter was added, replaced or unfrozen after construction."""
@@ -196,6 +222,16 @@ def check_model(model: nn.Module) -> torch.device:
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise LayoutError(f"gradients must be dense: module {name!r} was built with sparse=True; use sparse=False")
     return device
+
+
+def _check_is_gatherable(model: nn.Module) -> None:
+    """Raise if a parameter, frozen then, has a dtype that no all-gather takes."""
+    for name, param in model.named_parameters():
+        if not param.is_floating_point():
+            raise LayoutError(
+                f"stage 3 gathers real floating-point parameters only: {name!r} is {param.dtype}; use stage 1 or 2, or "
+                "make it a buffer"
+            )
 
 
 def _runs_of(units: list[Unit], max_numel: int) -> list[list[Unit]]:

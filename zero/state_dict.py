@@ -1,7 +1,8 @@
 """``model.state_dict()`` and ``model.load_state_dict()`` while parameters are sharded.
 
 At stage 3 saving is collective: rank 0 gets full CPU tensors, gathered bucket by bucket; the other ranks get an empty
-dict. Loading is collective at every stage: rank 0's values are taken over by every rank and by the masters.
+dict. Loading is collective at every stage: rank 0's values are taken over by every rank and by the masters; what the
+other ranks pass is not used, and may be the empty dict that they saved.
 """
 
 from __future__ import annotations
@@ -9,42 +10,61 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from zcomm import control
+from zero.bucket import Bucket
 from zero.runtime import Runtime
 
 __all__ = ["install_state_dict_hooks"]
 
 
-def install_state_dict_hooks(runtime: Runtime) -> None:
-    """Make the model's own methods work on sharded parameters."""
-    model, loading = runtime.model, ExitStack()
+def install_state_dict_hooks(runtime: Runtime) -> list[Any]:
+    """Make the model's own methods work on sharded parameters; returns the handles of the hooks."""
+    model, load = runtime.model, _Load(runtime)
 
     def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001, FBT001
-        runtime.is_saving = runtime.stage.shards_parameters
+        runtime.is_saving = runtime.stage.shards_parameters and module is model
 
     def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:  # noqa: ARG001
-        if runtime.is_saving:
+        if runtime.is_saving and module is model:
             runtime.is_saving = False
             _fill(runtime, state_dict, prefix)
 
-    def before_load(*_: Any) -> None:
-        loading.enter_context(runtime.gathered(runtime.buckets, modifier_rank=0))
+    def before_load(
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        *rest: Any,  # noqa: ARG001
+    ) -> None:
+        if module is model:  # a deep copy of the model has these hooks too
+            load.begin(state_dict, prefix, errors=rest[-1])
 
-    def after_load(*_: Any) -> None:
-        loading.close()
+    def after_load(module: nn.Module, incompatible: Any) -> None:
+        if module is model:
+            load.end(incompatible)
 
-    model.register_state_dict_pre_hook(before_save)  # type: ignore[no-untyped-call]
-    model.register_state_dict_post_hook(after_save)  # type: ignore[no-untyped-call]
-    model.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]
-    model.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
+    return [
+        model.register_state_dict_pre_hook(before_save),  # type: ignore[no-untyped-call]
+        model.register_state_dict_post_hook(after_save),  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_pre_hook(before_load),  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_post_hook(after_load),  # type: ignore[no-untyped-call]
+    ]
+
+
+def _names(runtime: Runtime, prefix: str) -> dict[nn.Parameter, list[str]]:
+    """Under which keys of a state dict each parameter stands; several for a tied one."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in runtime.model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(prefix + name)
+    return names
 
 
 def _fill(runtime: Runtime, state_dict: dict[str, Any], prefix: str) -> None:
     """Replace the meta tensors that released parameters left in ``state_dict``."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, param in runtime.model.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(prefix + name)
+    names = _names(runtime, prefix)
     for bucket in runtime.buckets:
         with runtime.gathered([bucket]):
             if runtime.topology.rank != 0:
@@ -56,3 +76,40 @@ def _fill(runtime: Runtime, state_dict: dict[str, Any], prefix: str) -> None:
                         state_dict[name] = value
     if runtime.topology.rank != 0:
         state_dict.clear()
+
+
+class _Load:
+    """One call of ``load_state_dict`` after the other."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._gathered = ExitStack()
+        self._slots: dict[Bucket, list[int]] = {}
+        self._errors: list[str] = []
+        self._is_empty = False
+
+    def begin(self, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
+        """Hold all parameters full, and agree with rank 0 on which it loads."""
+        runtime, names = self._runtime, _names(self._runtime, prefix)
+        self._errors, self._is_empty = errors, not state_dict
+        params = [(bucket, slot, param) for bucket in runtime.buckets for slot, param in enumerate(bucket.params)]
+        is_loaded = torch.tensor([any(name in state_dict for name in names.get(param, [])) for _, _, param in params])
+        control.broadcast_(is_loaded, 0, runtime.topology)
+        self._slots = {}
+        for (bucket, slot, _), chosen in zip(params, is_loaded.tolist(), strict=True):
+            if chosen:
+                self._slots.setdefault(bucket, []).append(slot)
+        self._gathered.enter_context(runtime.gathered(runtime.buckets))
+
+    def end(self, incompatible: Any) -> None:
+        """Take rank 0's values over. If a rank could not load, or lacks keys, so does every rank."""
+        runtime = self._runtime
+        self._runtime.take_values(self._slots, 0)
+        self._gathered.close()
+        lacks_all = runtime.topology.rank != 0 and self._is_empty
+        num_wrong_keys = 0 if lacks_all else len(incompatible.missing_keys) + len(incompatible.unexpected_keys)
+        agreed = control.agree_max(torch.tensor([len(self._errors), num_wrong_keys]), runtime.topology).tolist()
+        if agreed[0] and not self._errors:
+            self._errors.append("another rank could not load what it was given: its own error says why")
+        if lacks_all and not agreed[1]:
+            incompatible.missing_keys.clear()

@@ -2,7 +2,8 @@
 
 A unit is a module that is used as a whole: each layer of a ``ModuleList`` (or of a ``Sequential`` of composite layers),
 and every other child of the modules above them. The parameters that such an upper module holds itself are a unit of
-their own. The cut depends on the model's structure alone, never on a stage, a bucket size or a world size.
+their own, with those of its ``ParameterList`` and ``ParameterDict``, which nobody calls. The cut depends on the model's
+structure alone, never on a stage, a bucket size or a world size.
 
     GPT                          units:  wte | wpe | blocks.0 | blocks.1 | ... | ln_f
       wte, wpe, ln_f, lm_head            (lm_head, tied to wte, is served by wte's unit)
@@ -16,7 +17,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["Unit", "find_units"]
+__all__ = ["Unit", "find_units", "own_parameters"]
+
+PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +38,25 @@ def find_units(model: nn.Module) -> list[Unit]:
 
 
 def _visit(name: str, module: nn.Module, seen: set[nn.Parameter], *, is_root: bool) -> Iterator[Unit]:
-    children = [(child_name, child) for child_name, child in module.named_children() if _has_parameters(child)]
+    children = [
+        (child_name, child)
+        for child_name, child in module.named_children()
+        if _has_parameters(child) and not isinstance(child, PARAMETER_CONTAINERS)
+    ]
     if not children or not (is_root or _is_divisible(module)):
         yield Unit(name, module, _take(name, module.named_parameters(), seen))
         return
-    yield Unit(name, module, _take(name, module.named_parameters(recurse=False), seen))
+    yield Unit(name, module, _take(name, own_parameters(module), seen))
     for child_name, child in children:
         yield from _visit(f"{name}.{child_name}".lstrip("."), child, seen, is_root=False)
+
+
+def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that ``module``'s own forward uses, those in its lists and dicts of parameters too."""
+    yield from module.named_parameters(recurse=False)
+    for name, child in module.named_children():
+        if isinstance(child, PARAMETER_CONTAINERS):
+            yield from child.named_parameters(prefix=name)
 
 
 def _take(

@@ -1,0 +1,98 @@
+"""Changing and copying parameters from outside the training loop: what masters, copies and other ranks make of it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.ranks import run_ranks
+from tests.zero.training import assert_same_bits, full_values, zero_optimizer
+from zero import GatheredParameters, ZeroOptimizer
+
+WIDTH = 8
+
+
+def new_layers(dtype: torch.dtype = torch.float32, num: int = 3, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(num)]).to(dtype)
+
+
+def train_once(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+    x = torch.randn(2, WIDTH).to(next(model.parameters()).dtype)
+    model(x).float().square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def masters_of(optimizer: ZeroOptimizer) -> list[tuple[nn.Parameter, Tensor]]:
+    return [(param, master.clone()) for param, _, master in optimizer.master_pieces()]
+
+
+def _check_only_what_changed_is_taken(rank: int, stage: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    model = new_layers(dtype)
+    with zero_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3), stage=stage, **options) as optimizer:
+        train_once(model, optimizer)
+        before = masters_of(optimizer)
+        bias = model[0].bias
+        with GatheredParameters([bias, model[1].weight], modifier_rank=1), torch.no_grad():
+            bias[:3] = rank + 2.0
+        for (param, old), (_, new) in zip(before, masters_of(optimizer), strict=True):
+            if param is bias:
+                assert new[:3].tolist() == [3.0] * 3
+                old, new = old[3:], new[3:]
+            assert torch.equal(old, new), "a master was rounded"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_masters_keep_what_nobody_changed(stage: int) -> None:
+    run_ranks(2, _check_only_what_changed_is_taken, stage, torch.bfloat16, {})
+    if stage:
+        run_ranks(2, _check_only_what_changed_is_taken, stage, torch.float32, {"quantized_weights": True})
+
+
+def _check_copy_is_independent(rank: int, stage: int) -> None:  # noqa: ARG001
+    model = new_layers(torch.bfloat16)
+    with zero_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3), stage=stage) as optimizer:
+        train_once(model, optimizer)
+        with GatheredParameters(model.parameters()):
+            average = copy.deepcopy(model)
+        before, values = masters_of(optimizer), full_values(model)
+        average(torch.randn(2, WIDTH).bfloat16()).float().sum().backward()
+        assert all(param.grad is not None for param in average.parameters())
+        average.load_state_dict(new_layers(torch.bfloat16, seed=5).state_dict())
+        assert_same_bits(full_values(model), values)
+        for (_, old), (_, new) in zip(before, masters_of(optimizer), strict=True):
+            assert torch.equal(old, new)
+        assert_same_bits(dict(average.named_parameters()), dict(new_layers(torch.bfloat16, seed=5).named_parameters()))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_deep_copy_has_a_life_of_its_own(stage: int) -> None:
+    run_ranks(2, _check_copy_is_independent, stage)
+
+
+def _check_load(rank: int, stage: int) -> None:
+    model, other = new_layers(), new_layers(seed=3)
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage) as optimizer:
+        start = full_values(model)
+        model.load_state_dict(model.state_dict())
+        assert_same_bits(full_values(model), start)
+        on_rank_0 = other.state_dict() if rank == 0 else {}
+        model.load_state_dict(on_rank_0)
+        assert_same_bits(full_values(model), other.state_dict())
+        partial = {"0.weight": torch.ones(WIDTH, WIDTH)}
+        model.load_state_dict(partial, strict=False)
+        assert full_values(model)["0.weight"].eq(1).all()
+        for wrong in ({"0.weight": torch.ones(1, 1)}, partial):
+            with pytest.raises(RuntimeError, match="loading state_dict"):
+                model.load_state_dict(wrong if rank == 0 else {})
+        train_once(model, optimizer)  # the ranks are still in step
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_load_state_dict_takes_rank_0_and_fails_on_every_rank(stage: int) -> None:
+    run_ranks(2, _check_load, stage)
