@@ -16,6 +16,7 @@ from zcomm.errors import (
 )
 from zcomm.formats import FORMATS, Format, get_format
 from zcomm.reduce_scatter import reduce_scatter_single
+from zcomm.sampling import relative_error, relative_errors
 from zcomm.secondary import SecondaryPartition
 from zcomm.topology import Topology
 from zcomm.traffic import Traffic, traffic
@@ -43,6 +44,8 @@ __all__ = [
     "functional",
     "get_format",
     "reduce_scatter_single",
+    "relative_error",
+    "relative_errors",
     "traffic",
     "volume",
 ]

@@ -65,6 +65,7 @@ def all_gather_single(
     check_own_row(input, rows, route.own_row(numbering))
     for _, hop_format in route.hops:
         codec_for(hop_format, input.dtype)
+    route.compare(numel=input.numel(), dtype=input.dtype, numbering=numbering)
     steps = gather_steps(rows, input, route, numbering)
     return run(steps, async_op=async_op, device=output.device, queue=route.queue, num_exchanges=len(route.hops))
 

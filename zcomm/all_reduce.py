@@ -52,7 +52,12 @@ def all_reduce(
     gathering = find_route("all_reduce", group, gather_format, first="inter")
     for _, hop_format in (*reducing.hops, *gathering.hops):
         codec_for(hop_format, tensor.dtype)
-    steps = _steps(tensor, reducing, gathering, divisor_of(op, reducing.world_size))
+    divisor = divisor_of(op, reducing.world_size)
+    formats = " -> ".join(str(wire) for _, wire in gathering.hops)
+    reducing.compare(
+        numel=tensor.numel(), dtype=tensor.dtype, op="avg" if divisor > 1 else "sum", gather_format=formats
+    )
+    steps = _steps(tensor, reducing, gathering, divisor)
     num_exchanges = len(reducing.hops) + len(gathering.hops)
     return run(steps, async_op=async_op, device=tensor.device, queue=reducing.queue, num_exchanges=num_exchanges)
 

@@ -59,6 +59,7 @@ def all_to_all_single(
     check_apart("output", output, "input", input)
     for _, hop_format in route.hops:
         codec_for(hop_format, input.dtype)
+    route.compare(numel=input.numel(), dtype=input.dtype)
     steps = _steps(output, input, route)
     return run(steps, async_op=async_op, device=output.device, queue=route.queue, num_exchanges=len(route.hops))
 

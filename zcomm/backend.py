@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zcomm.profiling import named_wait
 from zcomm.traffic import record
 
 __all__ = [
@@ -83,10 +84,18 @@ class Sent(NamedTuple):
 
 
 def _count(hop: Hop, sent: Sent, nbytes: int) -> None:
-    if hop.num_intra_peers:
-        record((sent.operation, sent.format, "intra"), hop.num_intra_peers, sent.numel, nbytes)
-    if hop.num_inter_peers:
-        record((sent.operation, sent.format, "inter"), hop.num_inter_peers, sent.numel, nbytes)
+    for link, num_peers in _links(hop):
+        if num_peers:
+            record((sent.operation, sent.format, link), num_peers, sent.numel, nbytes)
+
+
+def _words(hop: Hop, sent: Sent) -> tuple[str, str, str]:
+    """How a profiler's trace calls an exchange: what, in which format, over which links."""
+    return sent.operation, sent.format, "/".join(link for link, count in _links(hop) if count)
+
+
+def _links(hop: Hop) -> tuple[tuple[str, int], tuple[str, int]]:
+    return ("intra", hop.num_intra_peers), ("inter", hop.num_inter_peers)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -110,7 +119,7 @@ def all_gather(output: Tensor, message: Tensor, hop: Hop, sent: Sent) -> Pending
         return None
     if device_of(hop.backend, message.device) != message.device:
         return _through_copies(output, message, hop, _gather)
-    return _gather(output, message, hop)
+    return named_wait(_gather(output, message, hop), *_words(hop, sent))
 
 
 def _gather(output: Tensor, message: Tensor, hop: Hop) -> Pending:
@@ -168,7 +177,7 @@ def all_to_all(output: Tensor, messages: Tensor, hop: Hop, sent: Sent) -> Pendin
         return None
     if device_of(hop.backend, messages.device) != messages.device:
         return _through_copies(output, messages, hop, _exchange)
-    return _exchange(output, messages, hop)
+    return named_wait(_exchange(output, messages, hop), *_words(hop, sent))
 
 
 def _exchange(output: Tensor, messages: Tensor, hop: Hop) -> Pending:

@@ -22,7 +22,7 @@ class Variable(NamedTuple):
 SWITCH = ("0", "1")
 VARIABLES = {
     "ZCOMM_CHECK": Variable("0", SWITCH, "1: messages carry a checksum, verified when they are decoded"),
-    "ZCOMM_DEBUG": Variable("0", SWITCH, "reserved: compare the calls of all ranks before each exchange"),
+    "ZCOMM_DEBUG": Variable("0", SWITCH, "1: compare the calls of all ranks before each exchange"),
     "ZCOMM_KERNELS": Variable("auto", ("auto", "native", "reference"), "kernels of CPU tensors; auto: native if built"),
     "ZCOMM_ISA": Variable("", ("", "avx512", "avx2", "baseline"), "highest instruction set of the native kernels"),
     "ZERO_DEBUG": Variable("0", SWITCH, "1: buffers that zero gives back are filled with NaN"),

@@ -7,8 +7,9 @@ has no native kernels; neither have CUDA tensors yet.
 from __future__ import annotations
 
 import warnings
-from functools import cache
-from typing import Any
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from zcomm import env, message, quant
 from zcomm.errors import BackendUnavailableError, MessageError
 from zcomm.message import MessageLayout
 from zcomm.philox import Draw
+from zcomm.profiling import is_profiling, span
 
 try:
     from zcomm import _native
@@ -35,6 +37,7 @@ __all__ = [
     "quantize",
 ]
 
+P = ParamSpec("P")
 NATIVE_CODECS = frozenset({"f32", "bf16", "fp16", "int8", "int4"})
 DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -80,6 +83,20 @@ def _call(name: str, layout: MessageLayout, *arguments: Any) -> None:
         raise MessageError(f"{layout.operation}, {codec.name}, {layout.numel} elements: {error}") from error
 
 
+def _shown(kernel: Callable[P, None]) -> Callable[P, None]:
+    """``kernel``, as a span of a profiler's trace with the names of its codecs."""
+
+    @wraps(kernel)
+    def shown(*args: P.args, **kwargs: P.kwargs) -> None:
+        if not is_profiling():
+            return kernel(*args, **kwargs)
+        with span(kernel.__name__, *(a.codec.name for a in args if isinstance(a, MessageLayout))):
+            return kernel(*args, **kwargs)
+
+    return shown
+
+
+@_shown
 def quantize(
     x: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None = None
 ) -> None:
@@ -94,6 +111,7 @@ def quantize(
     message.sign(out, layout)
 
 
+@_shown
 def decode(messages: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int) -> None:
     """Write the values of ``messages`` into the array that begins at ``out``."""
     message.verify(messages, layout)
@@ -106,6 +124,7 @@ def decode(messages: Tensor, layout: MessageLayout, out: Tensor, message_stride:
         quant.decode(messages, layout, out, message_stride, segment_stride)
 
 
+@_shown
 def decode_sum(messages: Tensor, layout: MessageLayout, out: Tensor, segment_stride: int, divisor: float) -> None:
     """Write the sum of ``messages`` over ``divisor`` into ``out``."""
     message.verify(messages, layout)
@@ -118,6 +137,7 @@ def decode_sum(messages: Tensor, layout: MessageLayout, out: Tensor, segment_str
         quant.decode_sum(messages, layout, out, segment_stride, divisor)
 
 
+@_shown
 def decode_sum_requantize(
     messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout, draw: Draw | None = None
 ) -> None:

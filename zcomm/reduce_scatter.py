@@ -67,6 +67,7 @@ def reduce_scatter_single(
     check_shard("output", output, "input", rows)
     for _, hop_format in route.hops:
         codec_for(hop_format, input.dtype)
+    route.compare(numel=output.numel(), dtype=rows.dtype, op="avg" if divisor > 1 else "sum", numbering=numbering)
     steps = reduce_steps(output, rows, route, numbering, divisor)
     return run(steps, async_op=async_op, device=output.device, queue=route.queue, num_exchanges=len(route.hops))
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zcomm.backend import Hop
+from zcomm.debug import compare_calls
 from zcomm.errors import FormatError, LayoutError, TopologyError
 from zcomm.formats import Format, get_format
 from zcomm.topology import Numbering, Topology, hop_of_group
@@ -44,8 +45,13 @@ class Route:
     local_rank: int
     queue: WorkQueue | None
     """The Topology's; None for a ProcessGroup."""
-
+    whole: Hop
+    """All ranks in one hop."""
     node_rank: int = 0
+
+    def compare(self, **facts: object) -> None:
+        """With ZCOMM_DEBUG=1, raise on every rank unless all make this call with equal ``facts``."""
+        compare_calls(self.operation, self.hops, self.whole, self.queue, **facts)
 
     def own_row(self, numbering: Numbering) -> int:
         """The row that this rank owns."""
@@ -69,7 +75,7 @@ def find_route(operation: str, group: Group, format: WireFormat, *, first: Liter
         if not isinstance(format, (str, Format)):
             raise FormatError(f"a pair of formats needs a Topology as group: format={format!r}, group={group!r}")
         hop = hop_of_group(group)
-        return Route(operation, ((hop, pair[0]),), 1, hop.size, hop.rank, None)
+        return Route(operation, ((hop, pair[0]),), 1, hop.size, hop.rank, None, hop)
     t = group
     if t.has_two_hops:
         hops = (t.intra, t.inter) if first == "intra" else (t.inter, t.intra)
@@ -80,11 +86,14 @@ def find_route(operation: str, group: Group, format: WireFormat, *, first: Liter
             t.ranks_per_node,
             t.local_rank,
             t.queue,
+            t.world,
             t.node_rank,
         )
     is_intra = t.num_nodes == 1
     chosen = pair[0] if is_intra == (first == "intra") else pair[1]
-    return Route(operation, ((t.world, chosen),), t.num_nodes, t.ranks_per_node, t.local_rank, t.queue, t.node_rank)
+    return Route(
+        operation, ((t.world, chosen),), t.num_nodes, t.ranks_per_node, t.local_rank, t.queue, t.world, t.node_rank
+    )
 
 
 def _pair(formats: Any) -> tuple[Format, Format]:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from zcomm import backend
 from zcomm.backend import Sent
+from zcomm.debug import compare_calls
 from zcomm.errors import LayoutError, StateError
+from zcomm.formats import get_format
 from zcomm.route import check_flat
 from zcomm.topology import Topology
 from zcomm.work import Steps, Work, run
@@ -67,6 +69,9 @@ class SecondaryPartition:
         self._check("output", output)
         if not self.is_valid:
             raise StateError("the secondary partition is not valid: call fill(full) after the values changed")
+        hops = ((self._topology.intra, get_format("none")),)
+        facts = {"numel": self.numel, "dtype": self._shard.dtype}
+        compare_calls(OPERATION, hops, self._topology.intra, self._topology.queue, **facts)
         return run(self._steps(output), async_op=async_op, device=output.device, queue=self._topology.queue)
 
     def _steps(self, output: Tensor) -> Steps:

@@ -105,6 +105,11 @@ class Traffic:
         """``{"all_gather|int8|inter": {"calls": ..., "elements": ..., "bytes": ...}}``."""
         return {"|".join(key): count._asdict() for key, count in self}
 
+    def scalars(self, prefix: str = "zcomm") -> dict[str, int]:
+        """Bytes by name, for a TensorBoard writer: ``{"zcomm/all_gather/int8/inter": ..., "zcomm/inter": ...}``."""
+        named = {"/".join((prefix, *key)): count.bytes for key, count in self}
+        return named | {f"{prefix}/{link}": self.bytes(link=link) for link in ("intra", "inter")}
+
     def __iter__(self) -> Iterator[tuple[Key, Count]]:
         return iter(sorted(self.counts.items()))
 

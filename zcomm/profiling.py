@@ -1,0 +1,52 @@
+"""Named spans for ``torch.profiler``: quantize, each hop, decode. They cost nothing while no profiler runs.
+
+    with torch.profiler.profile() as profile:
+        step()
+    profile.export_chrome_trace("trace.json")     open in https://ui.perfetto.dev
+
+Two-hop collectives with ``async_op=True`` run in a thread on CPU; the profiler follows threads only with
+``experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch.profiler import record_function
+
+__all__ = ["is_profiling", "named_wait", "span"]
+
+_NOTHING = nullcontext()
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether a profiler watches this thread."""
+
+
+class _Waitable(Protocol):
+    def wait(self) -> Any: ...
+
+    def is_completed(self) -> bool: ...
+
+
+def span(*words: object) -> AbstractContextManager[Any]:
+    """Show what runs inside as ``zcomm::`` and the words."""
+    return record_function("zcomm::" + " ".join(map(str, words))) if is_profiling() else _NOTHING
+
+
+class _NamedWait:
+    def __init__(self, pending: _Waitable, name: str) -> None:
+        self._pending, self._name = pending, name
+
+    def wait(self) -> None:
+        with record_function(self._name):
+            self._pending.wait()
+
+    def is_completed(self) -> bool:
+        return self._pending.is_completed()
+
+
+def named_wait(pending: _Waitable, *words: object) -> _Waitable:
+    """``pending``, whose ``wait()`` shows as a span while a profiler runs."""
+    return _NamedWait(pending, "zcomm::" + " ".join(map(str, words))) if is_profiling() else pending
