@@ -43,8 +43,8 @@ def _check_only_what_changed_is_taken(rank: int, stage: int, dtype: torch.dtype,
         for (param, old), (_, new) in zip(before, masters_of(optimizer), strict=True):
             if param is bias:
                 assert new[:3].tolist() == [3.0] * 3
-                old, new = old[3:], new[3:]
-            assert torch.equal(old, new), "a master was rounded"
+            first = 3 if param is bias else 0
+            assert torch.equal(old[first:], new[first:]), "a master was rounded"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -54,7 +54,7 @@ def test_masters_keep_what_nobody_changed(stage: int) -> None:
         run_ranks(2, _check_only_what_changed_is_taken, stage, torch.float32, {"quantized_weights": True})
 
 
-def _check_copy_is_independent(rank: int, stage: int) -> None:  # noqa: ARG001
+def _check_copy_is_independent(rank: int, stage: int) -> None:
     model = new_layers(torch.bfloat16)
     with zero_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3), stage=stage) as optimizer:
         train_once(model, optimizer)
