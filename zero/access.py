@@ -39,6 +39,11 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
             by_owner.setdefault(info.owner, {}).setdefault(info.bucket, []).append(info.slot)
     with ExitStack() as stack:
         for owner, unordered in by_owner.items():
+            if owner.is_closed:
+                raise StateError(
+                    "the ZeroOptimizer of these parameters is closed: close it inside "
+                    "zero.GatheredParameters(model.parameters()) to keep them"
+                )
             world_size = owner.topology.world_size
             if modifier_rank is not None and not 0 <= modifier_rank < world_size:
                 raise TopologyError(
