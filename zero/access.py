@@ -38,13 +38,18 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
             assert isinstance(info.owner, Runtime), "zero_shard without a runtime"
             by_owner.setdefault(info.owner, {}).setdefault(info.bucket, []).append(info.slot)
     with ExitStack() as stack:
-        for owner, slots in by_owner.items():
+        for owner, unordered in by_owner.items():
+            if owner.is_closed:
+                raise StateError(
+                    "the ZeroOptimizer of these parameters is closed: close it inside "
+                    "zero.GatheredParameters(model.parameters()) to keep them"
+                )
             world_size = owner.topology.world_size
             if modifier_rank is not None and not 0 <= modifier_rank < world_size:
                 raise TopologyError(
                     f"modifier_rank must be a rank: modifier_rank={modifier_rank}, world_size={world_size}"
                 )
-            slots = dict(sorted(slots.items(), key=lambda item: item[0].index))  # the same order on every rank
+            slots = dict(sorted(unordered.items(), key=lambda item: item[0].index))  # the same order on every rank
             stack.enter_context(owner.gathered(list(slots)))
             if modifier_rank is not None:
                 stack.enter_context(owner.modified(slots, modifier_rank))

@@ -134,6 +134,22 @@ class Bucket:
         for param, view in zip(self.params, self.views(self.full), strict=True):
             show(param, view)
 
+    def moved(self) -> list[int]:
+        """The parameters of a full bucket that somebody gave other memory."""
+        if self.state is not BucketState.FULL or self.full is None:
+            return []
+        begin, size = self.full.data_ptr(), self.full.element_size()
+        each = enumerate(zip(self.layout.slots, self.params, strict=True))
+        return [i for i, (at, param) in each if at.numel and param.data_ptr() != begin + at.offset * size]
+
+    def take_back(self) -> None:
+        """Copy what :meth:`moved` into the full buffer: somebody wrote ``param.data = values``."""
+        for slot in self.moved():
+            assert self.full is not None, f"bucket {self.name!r} is full without a buffer"
+            param, view = self.params[slot], self.views(self.full)[slot]
+            view.copy_(param.detach())
+            param.data = view
+
     def release(self) -> Tensor:
         """Parameters let go of the buffer, which is returned."""
         self._move(BucketState.SHARDED)

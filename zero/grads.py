@@ -8,7 +8,7 @@ Invariants:
         exchanges match even where ranks use different parameters. At the end of a backward the ranks agree on which
         parameters anybody used; a bucket that nobody used is not exchanged.
     G2  ``.grad`` of a parameter is set exactly while this optimizer holds a gradient for it. If a user clears it (for
-        example by ``model.zero_grad()``), the gradient held is dropped.
+        example by ``zero_grad()`` of the model or a part of it, on every rank), the gradient held is dropped.
 """
 
 from __future__ import annotations
@@ -265,13 +265,28 @@ class Reducer:
                 grads.is_gathered = True
 
     def _drop_what_users_cleared(self) -> None:
-        """G2: every gradient this optimizer holds was cleared by somebody else."""
+        """G2: forget the gradients that were cleared by somebody else."""
         with torch._C.DisableTorchFunctionSubclass():
-            shown = [
-                p.grad is not None for g in self.all for p, used in zip(g.bucket.params, g.used, strict=True) if used
-            ]
-        if shown and not any(shown):
-            self.zero()
+            for grads in self.all:
+                for slot, (param, used) in enumerate(zip(grads.bucket.params, grads.used, strict=True)):
+                    if used and param.grad is None:
+                        self._drop(grads, slot)
+
+    def _drop(self, grads: BucketGrads, slot: int) -> None:
+        """Forget the gradient of one parameter: what is summed up of it, and what is not reduced yet."""
+        grads.used[slot] = grads.written[slot] = False
+        if not any(grads.used):
+            grads.has_result = False
+        at, row = grads.bucket.layout.slots[slot], self._topology.shard_index("local")
+        base = row * grads.bucket.layout.shard_numel
+        for piece in grads.bucket.layout.pieces(row):
+            if piece.slot == slot and grads.result is not None:
+                grads.result[piece.start - base : piece.stop - base].zero_()
+        if grads.full is not None:
+            grads.full[at.offset : at.end].zero_()
+            if self._stage.shards_gradients and not any(grads.written):
+                self._pool.give(grads.full)
+                grads.full = None
 
     def show_grads(self) -> None:
         """Set ``.grad`` of every used parameter: the averaged gradient at stage 0, a stand-in elsewhere."""

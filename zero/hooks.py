@@ -5,15 +5,19 @@
     a parameter's gradient: copied into its bucket by autograd's post-accumulate hook
 
 Autograd saves views of a bucket's buffer, which is gone before backward: inside the model's forward they are saved as
-(bucket, offset, size, stride) instead, and looked up again, gathering if needed, when backward asks for them.
+(bucket, offset, size, stride) instead, and looked up again, gathering if needed, when backward asks for them. All else
+is left to the hooks that a user has around the forward; activation checkpointing saves nothing at all.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +32,8 @@ from zero.units import Unit, own_parameters
 
 __all__ = ["Hooks"]
 
+logger = logging.getLogger("zero")
+
 
 @dataclass(frozen=True, slots=True)
 class SavedView:
@@ -37,6 +43,18 @@ class SavedView:
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedElsewhere:
+    """What hooks around ours have made of a tensor, and how they get it back."""
+
+    packed: Any
+    unpack: Callable[[Any], Tensor]
+
+
+class RunningBackward:
+    """Lives as long as autograd's own record of a backward: an exception ends both."""
 
 
 class Hooks:
@@ -49,9 +67,9 @@ class Hooks:
         self._shards_parameters = shards_parameters
         self._buckets_of: dict[nn.Module, list[Bucket]] = {}
         self._unit_modules: set[nn.Module] = set()
-        self._depth = 0
-        self._context: AbstractContextManager[Any] | None = None
-        self._is_in_backward = False
+        self._forwards: list[tuple[nn.Module, AbstractContextManager[Any] | None]] = []
+        """Modules whose forward runs, outermost first, each with the saving of tensors that began with it."""
+        self._backward: ReferenceType[RunningBackward] | None = None
         self._handles: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hooks:
@@ -98,9 +116,10 @@ class Hooks:
         self._handles.clear()
 
     def recover(self) -> None:
-        """Outside any backward: a backward that is still marked as running was broken off by an exception."""
-        if self._is_in_backward and torch._C._current_graph_task_id() == -1:
-            self._is_in_backward = False
+        """Forget a backward that an exception broke off, with the gradients it left half summed."""
+        if self._backward is not None and self._backward() is None:
+            self._backward = None
+            logger.warning("a backward ended with an exception: gradients since the last zero_grad() are dropped")
             self._reducer.zero()
             self._gatherer.release_all()
 
@@ -126,14 +145,17 @@ class Hooks:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module not in self._buckets_of:
             return
-        if self._depth == 0:
+        if not self._forwards:
             self.recover()
-            self._enter_outermost()
-        self._depth += 1
+            self._unpin()
+        self._forwards.append((module, self._start_saving()))
+        is_recomputing = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+        if is_recomputing:  # under activation checkpointing
+            self._begin_backward()
         is_training = torch.is_grad_enabled() and module.training
         for bucket in self._buckets_of[module]:
             bucket.forward_depth += 1
-            bucket.is_held_by_backward |= self._is_in_backward  # recomputation under activation checkpointing
+            bucket.is_held_by_backward |= is_recomputing
             self._gatherer.acquire(bucket, prefetch=is_training)
         if module in self._unit_modules and torch.is_grad_enabled():
             # Not leaves: those outlive the step, and would keep a hook for each.
@@ -142,18 +164,27 @@ class Hooks:
                 buckets = self._buckets_of[module]
                 register_multi_grad_hook(inputs, lambda _: self._end_of_use_in_backward(buckets))
 
-    def _enter_outermost(self) -> None:
+    def _unpin(self) -> None:
         for bucket in self._gatherer.by_storage.copy().values():
             if bucket.is_pinned:
                 bucket.is_pinned = False
                 self._gatherer.release_if_unneeded(bucket)
-        if torch.is_grad_enabled() and not self._is_in_backward:
-            self._context = saved_tensors_hooks(self._pack, self._unpack)
-            self._context.__enter__()
+
+    def _start_saving(self) -> AbstractContextManager[Any] | None:
+        """Pack what autograd saves from here on, if nobody does that already."""
+        if not torch.is_grad_enabled():
+            return None
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pack = None if outer is None else outer[0]
+        if getattr(pack, "func", None) == self._pack or getattr(pack, "__module__", "") == "torch.utils.checkpoint":
+            return None
+        context = saved_tensors_hooks(partial(self._pack, outer), self._unpack)
+        context.__enter__()
+        return context
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
-        if module not in self._buckets_of:
-            return
+        if not self._forwards or self._forwards[-1][0] is not module:
+            return  # another hook raised before ours; or this is a copy of the model
         buckets = self._buckets_of[module]
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         for tensor in outputs:
@@ -165,9 +196,8 @@ class Hooks:
         for bucket in buckets:
             bucket.forward_depth = max(bucket.forward_depth - 1, 0)
             self._gatherer.release_if_unneeded(bucket)
-        self._depth = max(self._depth - 1, 0)
-        if self._depth == 0 and self._context is not None:
-            context, self._context = self._context, None
+        _, context = self._forwards.pop()
+        if context is not None:
             context.__exit__(None, None, None)
 
     def _bucket_under(self, tensor: Tensor) -> Bucket | None:
@@ -175,15 +205,19 @@ class Hooks:
             return None
         return self._gatherer.by_storage.get(tensor.untyped_storage().data_ptr())
 
-    def _pack(self, tensor: Tensor) -> Tensor | SavedView:
+    def _pack(
+        self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None, tensor: Tensor
+    ) -> Tensor | SavedView | SavedElsewhere:
         bucket = self._bucket_under(tensor)
         if bucket is None:
-            return tensor
+            return tensor if outer is None else SavedElsewhere(outer[0](tensor), outer[1])
         return SavedView(bucket, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
-    def _unpack(self, saved: Tensor | SavedView) -> Tensor:
+    def _unpack(self, saved: Tensor | SavedView | SavedElsewhere) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
+        if isinstance(saved, SavedElsewhere):
+            return saved.unpack(saved.packed)
         bucket = saved.bucket
         if torch._C._current_graph_task_id() != -1:
             self._begin_backward()
@@ -192,12 +226,15 @@ class Hooks:
             bucket.is_pinned = True
         self._gatherer.acquire(bucket)
         assert bucket.full is not None, f"bucket {bucket.name!r} is full without a buffer"
-        return bucket.full.as_strided(saved.size, saved.stride, saved.offset)
+        view = bucket.full.as_strided(saved.size, saved.stride, saved.offset)
+        return view.clone() if torch.is_grad_enabled() else view  # create_graph=True: this backward saves it, too
 
     def _begin_backward(self) -> None:
-        if not self._is_in_backward:
-            self._is_in_backward = True
-            Variable._execution_engine.queue_callback(self._end_backward)
+        self.recover()
+        if self._backward is None:
+            running = RunningBackward()
+            self._backward = ref(running)
+            Variable._execution_engine.queue_callback(partial(self._end_backward, running))
             self._reducer.begin_backward(reduces_now=self._should_reduce())
 
     def _start_of_use_in_backward(self, buckets: list[Bucket]) -> None:
@@ -211,8 +248,8 @@ class Hooks:
             bucket.is_held_by_backward = False
             self._gatherer.release_if_unneeded(bucket)
 
-    def _end_backward(self) -> None:
-        self._is_in_backward = False
+    def _end_backward(self, running: RunningBackward) -> None:  # noqa: ARG002  (kept alive by being an argument)
+        self._backward = None
         self._reducer.end_backward()
         for bucket in self._gatherer.by_storage.copy().values():
             bucket.is_held_by_backward = False

@@ -224,11 +224,16 @@ class ZeroOptimizer(Optimizer):
         """``(parameter, first element, master values)`` for everything this rank updates."""
         for piece in self._pieces:
             base = self._runtime.topology.shard_index("local") * piece.bucket.layout.shard_numel
-            start = piece.start + (base if self._runtime.stage.shards_states else 0)
-            yield piece.param, start - piece.bucket.layout.slots[piece.slot].offset, piece.master
+            slot = piece.bucket.layout.slots[piece.slot]
+            first = piece.start + (base if self._runtime.stage.shards_states else 0) - slot.offset
+            yield piece.param, first, piece.master[: slot.numel - first]  # without the padding
 
     def close(self) -> None:
-        """Take the hooks off the model, and free the process groups that were made for it."""
+        """Take the hooks off the model, drop the gradients, and free the process groups that were made for it.
+
+        The model is an ordinary one again. At stage 3 a rank holds only a shard of its parameters: to keep them whole,
+        close inside ``zero.GatheredParameters(model.parameters())``, or save them before.
+        """
         self._runtime.close()
         if self._owns_topology:
             self._runtime.topology.close()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zcomm import LayoutError, StateError, Topology, control
-from zero.bucket import Bucket, ShardInfo
+from zero.bucket import Bucket, BucketState, ShardInfo
 from zero.gather import Gatherer, issue_gather
 from zero.grads import Reducer
 from zero.hooks import Hooks
@@ -61,6 +61,7 @@ class Runtime:
         self.hooks.install(model, units, buckets_of_unit)
         self._syncs = True
         self._num_backwards = 0
+        self.is_closed = False
 
     def _numel_to_merge(self) -> int:
         """Elements up to which small units share an exchange. At stage 3 a unit is gathered and released by itself."""
@@ -152,6 +153,8 @@ class Runtime:
         try:
             yield
         finally:
+            for bucket in slots:
+                bucket.take_back()
             self.take_values(slots, rank, before)
 
     def take_values(
@@ -181,7 +184,7 @@ class Runtime:
         return bucket.full[row * numel : (row + 1) * numel]
 
     def check_model_unchanged(self) -> None:
-        """Raise if a parameter was added, replaced or unfrozen after construction."""
+        """Raise if a parameter was added, replaced, moved or unfrozen after construction."""
         managed = {param for bucket in self.buckets for param in bucket.params}
         for name, param in self.model.named_parameters():
             if param not in managed:
@@ -195,10 +198,30 @@ class Runtime:
                     f"parameter {name!r} was frozen when ZeroOptimizer was constructed and requires grad now: "
                     "construct ZeroOptimizer after unfreezing"
                 )
+        for bucket in self.buckets:
+            for slot in bucket.moved():
+                name, param = bucket.layout.slots[slot].name, bucket.params[slot]
+                raise StateError(
+                    f"parameter {name!r} got other memory, of {param.dtype} on {param.device}, after ZeroOptimizer was "
+                    "constructed and would never be updated: call model.to() before, and assign values inside "
+                    "zero.GatheredParameters([param], modifier_rank=0)"
+                )
 
     def close(self) -> None:
-        """Take the hooks off; parameters stay as they are."""
+        """Take the hooks off and drop the gradients. Full parameters stay, and are nobody's any more."""
+        if self.is_closed:
+            return
         self.hooks.remove()
+        self.is_closed = True
+        with torch._C.DisableTorchFunctionSubclass():
+            for bucket in self.buckets:
+                bucket.is_pinned = True
+                for param in bucket.params:
+                    param.grad = None
+                    if bucket.is_trainable:
+                        param.grad_dtype = param.dtype
+                    if bucket.state is BucketState.FULL:
+                        del param.zero_shard  # type: ignore[attr-defined]
 
 
 def check_model(model: nn.Module) -> torch.device:
@@ -215,7 +238,10 @@ def check_model(model: nn.Module) -> torch.device:
         )
     for name, param in named:
         if hasattr(param, "zero_shard"):
-            raise StateError(f"parameter {name!r} is managed by another ZeroOptimizer already")
+            raise StateError(
+                f"parameter {name!r} is managed by another ZeroOptimizer already: close() that one first, at stage 3 "
+                "inside zero.GatheredParameters(model.parameters()), which keeps the parameters whole"
+            )
         if param.requires_grad and not param.is_floating_point():
             raise LayoutError(f"trainable parameters must be real floating point: {name!r} is {param.dtype}")
     for name, module in model.named_modules():

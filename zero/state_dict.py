@@ -36,8 +36,7 @@ def install_state_dict_hooks(runtime: Runtime) -> list[Any]:
         module: nn.Module,
         state_dict: dict[str, Any],
         prefix: str,
-        metadata: Any,
-        *rest: Any,  # noqa: ARG001
+        *rest: Any,
     ) -> None:
         if module is model:  # a deep copy of the model has these hooks too
             load.begin(state_dict, prefix, errors=rest[-1])

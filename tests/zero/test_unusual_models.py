@@ -1,17 +1,22 @@
-"""Models that are not a stack of layers: parameters of odd kinds in odd places, and validation in inference mode."""
+"""Unusual models and uses of them: odd parameters, double backward, checkpointing from outside, users' own hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import run_ranks
 from tests.zero.training import full_values, zero_optimizer
 from zcomm import LayoutError
-from zero import ZeroOptimizer
+from zero import GatheredParameters, ZeroOptimizer
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 WIDTH = 6
@@ -33,6 +38,32 @@ class OddParameters(nn.Module):
         return self.layer(x) * self.scale + self.nothing.sum()
 
 
+class CheckpointedLayers(nn.Module):
+    """Backward begins by recomputing the last layer: nothing comes after it."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer.__call__, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+class SavingItself(nn.Module):
+    """Its own hooks, inside ours, keep what autograd saves as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = new_mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda t: t, lambda t: t):
+            return self.inner(x)
+
+
 def new_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
 
@@ -45,6 +76,17 @@ def validated_in_inference_mode(model: nn.Module, x: Tensor) -> Tensor:
     with torch.inference_mode():
         model(x.clone())
     return mean_square(model, x)
+
+
+def gradient_penalty(model: nn.Module, x: Tensor) -> Tensor:
+    output = model(x.requires_grad_())
+    (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    return gradient.square().sum() + output.sum()
+
+
+def checkpointed_from_outside(model: nn.Module, x: Tensor) -> Tensor:
+    hidden = checkpoint(lambda y: model[1](model[0](y)), x, use_reentrant=False)
+    return model[4](checkpoint(lambda y: model[3](model[2](y)), hidden, use_reentrant=False)).square().mean()
 
 
 def inputs(step: int, rank: int) -> Tensor:
@@ -75,13 +117,25 @@ def check_equals_plain_training(rank: int, build: Callable[[], nn.Module], loss:
 CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "odd parameters": (OddParameters, mean_square),
     "validation in inference mode": (new_mlp, validated_in_inference_mode),
+    "gradient penalty": (new_mlp, gradient_penalty),
+    "checkpointed from outside": (new_mlp, checkpointed_from_outside),
+    "checkpointed layers": (partial(CheckpointedLayers, use_reentrant=False), mean_square),
+    "checkpointed layers, reentrant": (
+        partial(CheckpointedLayers, use_reentrant=True),
+        lambda model, x: mean_square(model, x.requires_grad_()),
+    ),
+    "hooks on saved tensors inside": (SavingItself, mean_square),
 }
+
+
+def _check_case(rank: int, name: str, stage: int) -> None:
+    check_equals_plain_training(rank, *CASES[name], stage)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_plain_training(name: str, stage: int) -> None:
-    run_ranks(2, check_equals_plain_training, *CASES[name], stage)
+    run_ranks(2, _check_case, name, stage)
 
 
 def test_frozen_integers() -> None:
@@ -98,3 +152,57 @@ def test_frozen_integers() -> None:
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         assert model.codes.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_hooks_around_the_forward_see_what_is_saved() -> None:
+    """As ``save_on_cpu`` has them: activations go through them, not the views of a bucket."""
+    model = new_mlp()
+    with zero_optimizer_of_one(model) as optimizer:
+        packed: list[Tensor] = []
+        with saved_tensors_hooks(lambda t: packed.append(t) or len(packed) - 1, lambda i: packed[i]):
+            loss = mean_square(model, inputs(0, 0).float())
+        assert packed
+        assert not {t.data_ptr() for t in packed} & {b.data_ptr() for b in optimizer._runtime.pool._owned.values()}
+        loss.backward()
+        optimizer.step()
+
+
+def test_leaf_inputs_keep_no_hooks() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    prompt = torch.zeros(2, WIDTH, requires_grad=True)
+    with zero_optimizer_of_one(model) as optimizer:
+        for _ in range(5):
+            model(prompt).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(prompt._backward_hooks or {}) == 0
+
+
+@contextmanager
+def zero_optimizer_of_one(model: nn.Module, stage: int = 3) -> Iterator[ZeroOptimizer]:
+    """In a world of one, in this process."""
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, lr=0.1)
+    yield optimizer
+    optimizer.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_goes_on_after_a_broken_backward(stage: int) -> None:
+    """The next backward counts, without a zero_grad() in between."""
+    torch.manual_seed(0)
+    model = new_mlp()
+    plain = copy.deepcopy(model)
+    x = inputs(0, 0).float()
+    with zero_optimizer_of_one(model, stage) as optimizer:
+        hidden = model[0](x)
+        hidden.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model[4](model[3](model[2](model[1](hidden)))).sum().backward()
+        mean_square(model, x).backward()
+        optimizer.step()
+        with GatheredParameters(model.parameters()):
+            got = [param.detach().clone() for param in model.parameters()]
+    mean_square(plain, x).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for value, param in zip(got, plain.parameters(), strict=True):
+        torch.testing.assert_close(value, param.detach())
