@@ -4,6 +4,7 @@ from zcomm import control, functional, volume
 from zcomm.all_gather import all_gather_single
 from zcomm.all_reduce import all_reduce
 from zcomm.all_to_all import all_to_all_single
+from zcomm.buffer_layout import Span
 from zcomm.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -15,7 +16,9 @@ from zcomm.errors import (
     ZcommError,
 )
 from zcomm.formats import FORMATS, Format, get_format
+from zcomm.philox import RandomKey
 from zcomm.reduce_scatter import reduce_scatter_single
+from zcomm.residual import Residual
 from zcomm.sampling import relative_error, relative_errors
 from zcomm.secondary import SecondaryPartition
 from zcomm.topology import Topology
@@ -30,7 +33,10 @@ __all__ = [
     "FormatError",
     "LayoutError",
     "MessageError",
+    "RandomKey",
+    "Residual",
     "SecondaryPartition",
+    "Span",
     "StateError",
     "Topology",
     "TopologyError",

@@ -11,15 +11,16 @@ of the next (:mod:`zcomm.chunks`).
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from zcomm import backend, kernels
 from zcomm.backend import Sent
 from zcomm.chunks import chunks_of, pipelined
+from zcomm.encoder import Encoder, check_random
 from zcomm.formats import Format, codec_for, is_same_wire
 from zcomm.message import MessageLayout, layout_of
-from zcomm.route import Group, Route, WireFormat, check_numbering, check_own_row, check_shard, find_route, rows_of
+from zcomm.philox import RandomKey
+from zcomm.route import Group, WireFormat, check_numbering, check_own_row, check_shard, find_route, rows_of
 from zcomm.topology import Numbering
 from zcomm.work import Steps, Work, nothing, run
 
@@ -33,6 +34,7 @@ def all_gather_single(
     *,
     format: WireFormat = "none",
     numbering: Numbering = "rank",
+    random: RandomKey | None = None,
     async_op: bool = False,
 ) -> Work | None:
     """Gather ``input`` of every rank into ``output``.
@@ -46,13 +48,14 @@ def all_gather_single(
         format: a wire format; with a Topology also a pair, (between nodes, inside the node). ``"none"`` is ``input``'s
             dtype. The same on every rank.
         numbering: which row is whose; "rank" as in torch, or "local" (:mod:`zcomm.topology`).
+        random: for formats that round stochastically, and for those alone; another key for each call.
         async_op: return a Work at once; ``output`` may be read, and ``input`` changed, after its ``wait()``.
 
     Returns:
         A Work if ``async_op``, else None.
 
     Raises:
-        LayoutError, FormatError: Sizes, dtypes or formats do not fit. Raised before any communication.
+        LayoutError, FormatError: Sizes, dtypes, formats or random do not fit. Raised before any communication.
         MessageError: Another rank sent something else, or bytes were damaged (with ZCOMM_CHECK=1).
 
     Cost for each rank: sends its message to every other rank; with two hops its message to one rank of every other
@@ -65,17 +68,19 @@ def all_gather_single(
     check_own_row(input, rows, route.own_row(numbering))
     for _, hop_format in route.hops:
         codec_for(hop_format, input.dtype)
-    route.compare(numel=input.numel(), dtype=input.dtype, numbering=numbering)
-    steps = gather_steps(rows, input, route, numbering)
+    check_random(random, format)
+    route.compare(numel=input.numel(), dtype=input.dtype, numbering=numbering, random=random)
+    steps = gather_steps(rows, input, numbering, Encoder(route, input.numel(), random))
     return run(steps, async_op=async_op, device=output.device, queue=route.queue, num_exchanges=len(route.hops))
 
 
-def gather_steps(rows: Tensor, shard: Tensor, route: Route, numbering: Numbering) -> Steps:
+def gather_steps(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
     """The steps of :func:`all_gather_single` on checked arguments."""
     if not shard.numel():
         return nothing()
+    route = encoder.route
     if len(route.hops) == 1:
-        return _one_hop(rows, shard, route)
+        return _one_hop(rows, shard, encoder)
     steps = _two_hops_recoded
     (_, wire), (_, wire_inside) = route.hops
     chunks = chunks_of(shard.numel(), wire, wire_inside)
@@ -88,15 +93,16 @@ def gather_steps(rows: Tensor, shard: Tensor, route: Route, numbering: Numbering
         else:
             steps = _two_hops_forwarded
     if len(chunks) == 1:
-        return steps(rows, shard, route, numbering)
-    return pipelined([steps(rows[:, c], shard[c], route, numbering) for c in chunks], num_exchanges=2)
+        return steps(rows, shard, numbering, encoder)
+    return pipelined([steps(rows[:, c], shard[c], numbering, encoder.at(c.start)) for c in chunks], num_exchanges=2)
 
 
 def _sent(layout: MessageLayout, format: Format) -> Sent:
     return Sent(layout.operation, str(format), layout.numel)
 
 
-def _one_hop(rows: Tensor, shard: Tensor, route: Route) -> Steps:
+def _one_hop(rows: Tensor, shard: Tensor, encoder: Encoder) -> Steps:
+    route = encoder.route
     hop, wire = route.hops[0]
     layout = layout_of(route.operation, wire, shard.dtype, 1, shard.numel())
     if layout.codec.dtype == shard.dtype == rows.dtype:
@@ -104,24 +110,26 @@ def _one_hop(rows: Tensor, shard: Tensor, route: Route) -> Steps:
         return
     messages = layout.new(hop.size, shard.device)
     mine = messages[hop.rank : hop.rank + 1]
-    kernels.quantize(shard, layout, mine, 0, 0)
+    kernels.quantize(shard, layout, mine, 0, 0, encoder.draw(0))
     yield backend.all_gather(messages, mine, hop, _sent(layout, wire))
     kernels.decode(messages, layout, rows, rows.stride(0), 0)
 
 
-def _two_hops_in_place(rows: Tensor, shard: Tensor, route: Route, numbering: Numbering) -> Steps:
+def _two_hops_in_place(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
     assert numbering == "local", "only then are the shards of equal local ranks neighbours"
+    route = encoder.route
     (inter, wire), (intra, wire_inside) = route.hops
     of_nodes = rows.view(route.ranks_per_node, -1)[route.local_rank]
     yield backend.all_gather(of_nodes, shard, inter, Sent(route.operation, str(wire), shard.numel()))
     yield backend.all_gather(rows, of_nodes, intra, Sent(route.operation, str(wire_inside), of_nodes.numel()))
 
 
-def _two_hops_in_pieces(rows: Tensor, shard: Tensor, route: Route, numbering: Numbering) -> Steps:
+def _two_hops_in_pieces(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
     """In place whatever the numbering and strides: inside the node, one gather for each node's shards.
 
     Rows of another dtype, which another rank may have, are gathered in the same way into a buffer.
     """
+    route = encoder.route
     (inter, wire), (intra, wire_inside) = route.hops
     shape = (route.ranks_per_node, route.num_nodes, shard.numel())
     target = rows.as_strided(shape, (*route.strides(numbering, rows.stride(0)), 1), rows.storage_offset())
@@ -134,13 +142,14 @@ def _two_hops_in_pieces(rows: Tensor, shard: Tensor, route: Route, numbering: Nu
         target.copy_(gathered)
 
 
-def _two_hops_forwarded(rows: Tensor, shard: Tensor, route: Route, numbering: Numbering) -> Steps:
+def _two_hops_forwarded(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
+    route = encoder.route
     (inter, wire), (intra, wire_inside) = route.hops
     layout = layout_of(route.operation, wire, shard.dtype, 1, shard.numel())
     messages = layout.new(route.world_size, shard.device).view(route.ranks_per_node, route.num_nodes, -1)
     of_nodes = messages[route.local_rank]
     mine = of_nodes[inter.rank : inter.rank + 1]
-    kernels.quantize(shard, layout, mine, 0, 0)
+    kernels.quantize(shard, layout, mine, 0, 0, encoder.draw(0))
     yield backend.all_gather(of_nodes, mine, inter, _sent(layout, wire))
     yield backend.all_gather(
         messages, of_nodes, intra, Sent(route.operation, str(wire_inside), route.num_nodes * layout.numel)
@@ -152,27 +161,29 @@ def _two_hops_forwarded(rows: Tensor, shard: Tensor, route: Route, numbering: Nu
         kernels.decode(of_nodes, layout, rows[local_rank:], route.ranks_per_node * rows.stride(0), 0)
 
 
-def _two_hops_recoded(rows: Tensor, shard: Tensor, route: Route, numbering: Numbering) -> Steps:
+def _two_hops_recoded(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
+    route = encoder.route
     (inter, wire), (intra, wire_inside) = route.hops
     numel, device = shard.numel(), shard.device
     layout = layout_of(route.operation, wire, shard.dtype, 1, numel)
     inside = layout_of(route.operation, wire_inside, shard.dtype, route.num_nodes, numel)
     of_nodes, messages = layout.new(route.num_nodes, device), inside.new(route.ranks_per_node, device)
     mine = of_nodes[inter.rank : inter.rank + 1]
-    kernels.quantize(shard, layout, mine, 0, 0)
+    kernels.quantize(shard, layout, mine, 0, 0, encoder.draw(0))
     yield backend.all_gather(of_nodes, mine, inter, _sent(layout, wire))
     mine = messages[intra.rank : intra.rank + 1]
-    _recode(of_nodes, layout, mine, inside)
+    _recode(of_nodes, layout, mine, inside, encoder)
     yield backend.all_gather(messages, mine, intra, _sent(inside, wire_inside))
     kernels.decode(messages, inside, rows, *route.strides(numbering, rows.stride(0)))
 
 
-def _recode(of_nodes: Tensor, layout: MessageLayout, message: Tensor, inside: MessageLayout) -> None:
+def _recode(of_nodes: Tensor, layout: MessageLayout, message: Tensor, inside: MessageLayout, encoder: Encoder) -> None:
     """Decode a message a node, and encode all values as one ``message``; a plain array is decoded into directly."""
     numel = layout.segment_numel
     if inside.codec.dtype is not None:
         kernels.decode(of_nodes, layout, message.view(-1).view(inside.codec.dtype), numel, 0)
         return
-    values = torch.empty(inside.numel, dtype=inside.codec.dtype_between(layout.codec), device=message.device)
-    kernels.decode(of_nodes, layout, values, numel, 0)
-    kernels.quantize(values, inside, message, 0, numel)
+    dtype = inside.codec.dtype_between(layout.codec)
+    values = encoder.buffer(1, inside.num_segments, numel, dtype, message.device)
+    kernels.decode(of_nodes, layout, values, values.stride(0), 0)
+    kernels.quantize(values, inside, message, 0, values.stride(0), encoder.draw(1))

@@ -8,12 +8,19 @@ import torch
 from torch import Tensor
 
 from zcomm.all_gather import gather_steps
+from zcomm.encoder import Encoder, check_random
 from zcomm.formats import Format, codec_for
+from zcomm.philox import RandomKey
 from zcomm.reduce_scatter import reduce_steps
-from zcomm.route import Group, Route, WireFormat, check_flat, divisor_of, find_route
+from zcomm.residual import Residual
+from zcomm.route import Group, WireFormat, check_flat, divisor_of, find_route
+from zcomm.topology import Numbering
 from zcomm.work import Steps, Work, nothing, run
 
 __all__ = ["all_reduce"]
+
+FIRST_GATHER_HOP = 2
+"""Random numbers: hops of the reduce-scatter are 0 and 1, those of the gather 2 and 3."""
 
 
 def all_reduce(
@@ -23,6 +30,8 @@ def all_reduce(
     *,
     format: WireFormat = "none",
     gather_format: WireFormat | None = None,
+    residual: Residual | None = None,
+    random: RandomKey | None = None,
     async_op: bool = False,
 ) -> Work | None:
     """Sum or average ``tensor`` over all ranks, in place; the same bits on every rank.
@@ -33,6 +42,8 @@ def all_reduce(
         group: a ProcessGroup (default: all ranks), or a :class:`zcomm.Topology`.
         format: of the reduce-scatter, as there.
         gather_format: of the all-gather, as there; default: ``format``, each kind of link as in the reduce-scatter.
+        residual: of the reduce-scatter, as there; what the gather loses is not kept.
+        random: for formats that round stochastically, and for those alone; another key for each call.
         async_op: return a Work at once. Over a Topology everything overlaps; over a ProcessGroup the gather begins in
             ``wait()``, so call that at the same point of the program on every rank.
 
@@ -52,30 +63,43 @@ def all_reduce(
     gathering = find_route("all_reduce", group, gather_format, first="inter")
     for _, hop_format in (*reducing.hops, *gathering.hops):
         codec_for(hop_format, tensor.dtype)
+    check_random(random, format, gather_format)
+    shard_numel = -(-tensor.numel() // reducing.world_size)
+    numbering: Numbering = "local" if residual is None else residual.layout.numbering
+    if residual is not None:
+        residual.check(reducing, numbering, shard_numel, tensor)
+    reducer = Encoder(reducing, shard_numel, random, residual)
+    gatherer = Encoder(gathering, shard_numel, random, first_hop=FIRST_GATHER_HOP)
     divisor = divisor_of(op, reducing.world_size)
-    formats = " -> ".join(str(wire) for _, wire in gathering.hops)
-    reducing.compare(
-        numel=tensor.numel(), dtype=tensor.dtype, op="avg" if divisor > 1 else "sum", gather_format=formats
-    )
-    steps = _steps(tensor, reducing, gathering, divisor)
+    facts = {
+        "op": "avg" if divisor > 1 else "sum",
+        "gather_format": " -> ".join(str(wire) for _, wire in gathering.hops),
+        "random": random,
+        "residual": residual is not None,
+    }
+    reducing.compare(numel=tensor.numel(), dtype=tensor.dtype, **facts)
+    steps = _steps(tensor, reducer, gatherer, numbering, divisor)
     num_exchanges = len(reducing.hops) + len(gathering.hops)
-    return run(steps, async_op=async_op, device=tensor.device, queue=reducing.queue, num_exchanges=num_exchanges)
+    work = run(steps, async_op=async_op, device=tensor.device, queue=reducing.queue, num_exchanges=num_exchanges)
+    if residual is not None:
+        residual.watch(work)
+    return work
 
 
-def _steps(tensor: Tensor, reducing: Route, gathering: Route, divisor: int) -> Steps:
+def _steps(tensor: Tensor, reducer: Encoder, gatherer: Encoder, numbering: Numbering, divisor: int) -> Steps:
     if not tensor.numel():
         return nothing()
-    return _exchanges(tensor, reducing, gathering, divisor)
+    return _exchanges(tensor, reducer, gatherer, numbering, divisor)
 
 
-def _exchanges(tensor: Tensor, reducing: Route, gathering: Route, divisor: int) -> Steps:
-    rows = _padded_rows(tensor, reducing.world_size)
-    if any(wire.name == "none" for _, wire in gathering.hops):
-        shard = rows[reducing.own_row("local")]  # every rank has sent its rows before sums are written
+def _exchanges(tensor: Tensor, reducer: Encoder, gatherer: Encoder, numbering: Numbering, divisor: int) -> Steps:
+    rows = _padded_rows(tensor, reducer.route.world_size)
+    if any(wire.name == "none" for _, wire in gatherer.route.hops):
+        shard = rows[reducer.route.own_row(numbering)]  # every rank has sent its rows before sums are written
     else:
         shard = torch.empty(rows.shape[1], dtype=_sum_dtype(tensor.dtype), device=tensor.device)
-    yield from reduce_steps(shard, rows, reducing, "local", divisor)
-    yield from gather_steps(rows, shard, gathering, "local")
+    yield from reduce_steps(shard, rows, numbering, divisor, reducer)
+    yield from gather_steps(rows, shard, numbering, gatherer)
     if rows.data_ptr() != tensor.data_ptr():
         tensor.copy_(rows.view(-1)[: tensor.numel()])
 

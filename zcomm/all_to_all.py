@@ -6,16 +6,17 @@ two hops    inside the node to the local rank of the destination, then between n
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from zcomm import backend, kernels
 from zcomm.backend import Sent
 from zcomm.chunks import chunks_of, pipelined
+from zcomm.encoder import Encoder, check_random
 from zcomm.errors import LayoutError
 from zcomm.formats import codec_for
 from zcomm.message import layout_of
-from zcomm.route import Group, Route, WireFormat, check_apart, check_flat, find_route
+from zcomm.philox import RandomKey
+from zcomm.route import Group, WireFormat, check_apart, check_flat, find_route
 from zcomm.work import Steps, Work, nothing, run
 
 __all__ = ["all_to_all_single"]
@@ -27,6 +28,7 @@ def all_to_all_single(
     group: Group = None,
     *,
     format: WireFormat = "none",
+    random: RandomKey | None = None,
     async_op: bool = False,
 ) -> Work | None:
     """Send part i of ``input`` to rank i; part j of ``output`` comes from rank j.
@@ -36,13 +38,14 @@ def all_to_all_single(
         input: floating point, [world_size * n] contiguous, equal parts. The same n on every rank.
         group: a ProcessGroup (default: all ranks) for one hop, or a :class:`zcomm.Topology` for two.
         format: a wire format; with a Topology also a pair, (inside the node, between nodes).
+        random: for formats that round stochastically, and for those alone; another key for each call.
         async_op: return a Work at once.
 
     Returns:
         A Work if ``async_op``, else None.
 
     Raises:
-        LayoutError, FormatError: Sizes, dtypes or formats do not fit. Raised before any communication.
+        LayoutError, FormatError: Sizes, dtypes, formats or random do not fit. Raised before any communication.
 
     Cost for each rank: one message to every other rank; with two hops num_nodes messages to every other rank of the
     node and ranks_per_node messages to one rank of every other node.
@@ -59,22 +62,25 @@ def all_to_all_single(
     check_apart("output", output, "input", input)
     for _, hop_format in route.hops:
         codec_for(hop_format, input.dtype)
-    route.compare(numel=input.numel(), dtype=input.dtype)
-    steps = _steps(output, input, route)
+    check_random(random, format)
+    route.compare(numel=input.numel(), dtype=input.dtype, random=random)
+    steps = _steps(output, input, Encoder(route, input.numel() // route.world_size, random))
     return run(steps, async_op=async_op, device=output.device, queue=route.queue, num_exchanges=len(route.hops))
 
 
-def _steps(output: Tensor, source: Tensor, route: Route) -> Steps:
+def _steps(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
     if not source.numel():
         return nothing()
+    route = encoder.route
     parts, source_parts = output.view(route.world_size, -1), source.view(route.world_size, -1)
     if len(route.hops) == 1:
-        return _one_hop(parts, source_parts, route)
+        return _one_hop(parts, source_parts, encoder)
     chunks = chunks_of(parts.shape[1], *(wire for _, wire in route.hops))
-    return pipelined([_two_hops(parts[:, c], source_parts[:, c], route) for c in chunks], num_exchanges=2)
+    return pipelined([_two_hops(parts[:, c], source_parts[:, c], encoder.at(c.start)) for c in chunks], num_exchanges=2)
 
 
-def _one_hop(output: Tensor, source: Tensor, route: Route) -> Steps:
+def _one_hop(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
+    route = encoder.route
     hop, wire = route.hops[0]
     numel = source.shape[1]
     layout = layout_of(route.operation, wire, source.dtype, 1, numel)
@@ -83,29 +89,30 @@ def _one_hop(output: Tensor, source: Tensor, route: Route) -> Steps:
         yield backend.all_to_all(output, source, hop, sent)
         return
     messages, received = layout.new(hop.size, source.device), layout.new(hop.size, source.device)
-    kernels.quantize(source, layout, messages, numel, 0)
+    kernels.quantize(source, layout, messages, numel, 0, encoder.draw(0))
     yield backend.all_to_all(received, messages, hop, sent)
     kernels.decode(received, layout, output, numel, 0)
 
 
-def _two_hops(output: Tensor, source: Tensor, route: Route) -> Steps:
+def _two_hops(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
     """``output`` and ``source`` [world_size, n] may be a chunk of every part."""
+    route = encoder.route
     (intra, wire), (inter, wire_between) = route.hops
     nodes, locals_, numel = route.num_nodes, route.ranks_per_node, source.shape[1]
     layout = layout_of(route.operation, wire, source.dtype, 1, numel)
     messages = layout.new(route.world_size, source.device)
-    kernels.quantize(source, layout, messages, source.stride(0), 0)
+    kernels.quantize(source, layout, messages, source.stride(0), 0, encoder.draw(0))
     messages = messages.view(nodes, locals_, -1).transpose(0, 1).contiguous()  # to [local rank, node]
     received = layout.new(route.world_size, source.device)
     yield backend.all_to_all(received, messages, intra, Sent(route.operation, str(wire), nodes * numel))
     messages = received.view(locals_, nodes, -1).transpose(0, 1).contiguous()  # [to node, from local rank]
     if wire != wire_between:
         between = codec_for(wire_between, source.dtype)
-        values = torch.empty(source.numel(), dtype=between.dtype_between(layout.codec), device=source.device)
-        kernels.decode(messages.view(route.world_size, -1), layout, values, numel, 0)
+        values = encoder.buffer(1, route.world_size, numel, between.dtype_between(layout.codec), source.device)
+        kernels.decode(messages.view(route.world_size, -1), layout, values, values.stride(0), 0)
         layout = layout_of(route.operation, wire_between, source.dtype, 1, numel)
         messages = layout.new(route.world_size, source.device)
-        kernels.quantize(values, layout, messages, numel, 0)
+        encoder.encode(1, values, messages, layout)
     received = layout.new(route.world_size, source.device)
     yield backend.all_to_all(received, messages, inter, Sent(route.operation, str(wire_between), locals_ * numel))
     kernels.decode(received, layout, output, output.stride(0), 0)  # [from node, from local rank]: rank order

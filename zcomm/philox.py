@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Draw", "philox", "uniform24"]
+from zcomm.errors import ConfigError
+
+__all__ = ["Draw", "RandomKey", "philox", "uniform24"]
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -33,6 +35,32 @@ class Draw:
     rank: int = 0
     first: int = 0
     """The array's first element, counted in the tensor that the key stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomKey:
+    """The random numbers of one collective call, for formats with ``rounding="stochastic"``.
+
+    Equal keys give equal numbers, so a run that is restarted with the step at which it stopped has the same bits. An
+    element's number depends on the key, the hop, the rank that encodes, and the element's place in the tensor (of rows
+    that lie apart: in memory); not on chunks or kernels. Give every call of a run another key: the tensor's ordinal
+    and the step are meant for that.
+
+    Raises:
+        ConfigError: A value is not an integer from 0 to 2^32 - 1.
+    """
+
+    seed: int
+    tensor: int = 0
+    """Which tensor it is: an ordinal that the caller keeps."""
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what would be cut to 32 bits."""
+        for name in ("seed", "tensor", "step"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MASK:
+                raise ConfigError(f"{name} of a RandomKey must be an integer from 0 to {MASK}: {name}={value!r}")
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:

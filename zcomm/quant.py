@@ -18,6 +18,11 @@
         RN(1 / scale)); code = y rounded, clamped to [0, qmax]; value = RN(zero + code * scale), whose product is exact.
     N8  A sum is d0, then + d1, ... in message order in float32, each term clamped to the finite range of float32; a
         mean is one division at the end. Sums are not clamped: an overflow of a sum stays visible.
+    N10 A residual r (float32, decoded from int8 blocks of 256 by N1-N4) is added back: u = RN(x + RN(beta * r)), the
+        message is Q(u), and the new residual Q8(RN(u - decoded(message))), rounded to nearest. beta is a float32.
+        Blocks start at multiples of 256 of a row; one with a value that is not finite keeps its scale and codes.
+    N11 A delta is Q(RN(new - held)); whoever holds it, the sender too, then holds RN(RN(held + decoded)), rounded to
+        float32 and to the dtype that holds it.
 
 Arrays are addressed as message i, segment s at ``i * message_stride + s * segment_stride`` elements. float64 tensors
 travel as float64 in cast codecs, are summed in float64, and are rounded to float32 before block codecs.

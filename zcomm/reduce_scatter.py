@@ -13,14 +13,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zcomm import backend, kernels
 from zcomm.backend import Sent
 from zcomm.chunks import chunks_of, pipelined
+from zcomm.encoder import Encoder, check_random
 from zcomm.formats import codec_for
 from zcomm.message import MessageLayout, layout_of
-from zcomm.route import Group, Route, WireFormat, check_numbering, check_shard, divisor_of, find_route, rows_of
+from zcomm.philox import RandomKey
+from zcomm.residual import Residual
+from zcomm.route import Group, WireFormat, check_numbering, check_shard, divisor_of, find_route, rows_of
 from zcomm.topology import Numbering
 from zcomm.work import Steps, Work, nothing, run
 
@@ -35,6 +39,8 @@ def reduce_scatter_single(
     group: Group = None,
     format: WireFormat = "none",
     numbering: Numbering = "rank",
+    residual: Residual | None = None,
+    random: RandomKey | None = None,
     async_op: bool = False,
 ) -> Work | None:
     """Sum or average ``input`` over all ranks; each ends with its shard.
@@ -48,17 +54,22 @@ def reduce_scatter_single(
         format: a wire format; with a Topology also a pair, (inside the node, between nodes). ``"none"`` is ``input``'s
             dtype on both hops. The same on every rank.
         numbering: which row is whose; "rank" as in torch, or "local" (:mod:`zcomm.topology`).
+        residual: what earlier calls have lost on the last hop is added back on it, and what this one loses is kept,
+            until ``residual.commit()``. Given on every rank or on none.
+        random: for formats that round stochastically, and for those alone; another key for each call.
         async_op: return a Work at once.
 
     Returns:
         A Work if ``async_op``, else None.
 
     Raises:
-        LayoutError, FormatError: Sizes, dtypes, op or formats do not fit. Raised before any communication.
+        LayoutError, FormatError: Sizes, dtypes, op, formats, residual or random do not fit. Raised before any
+            communication.
         MessageError: Another rank sent something else, or bytes were damaged (with ZCOMM_CHECK=1).
 
     Cost for each rank: sends one message to every other rank; with two hops one of num_nodes segments to every other
-    rank of the node, and one segment to one rank of every other node. Scratch: the messages sent and received.
+    rank of the node, and one segment to one rank of every other node. Scratch: the messages sent and received; with
+    a residual also the sums in float32, three times.
     """
     route = find_route("reduce_scatter", group, format, first="intra")
     check_numbering(numbering)
@@ -67,55 +78,76 @@ def reduce_scatter_single(
     check_shard("output", output, "input", rows)
     for _, hop_format in route.hops:
         codec_for(hop_format, input.dtype)
-    route.compare(numel=output.numel(), dtype=rows.dtype, op="avg" if divisor > 1 else "sum", numbering=numbering)
-    steps = reduce_steps(output, rows, route, numbering, divisor)
-    return run(steps, async_op=async_op, device=output.device, queue=route.queue, num_exchanges=len(route.hops))
+    check_random(random, format)
+    if residual is not None:
+        residual.check(route, numbering, rows.shape[1], rows)
+    kind = "avg" if divisor > 1 else "sum"
+    facts = {"op": kind, "numbering": numbering, "random": random, "residual": residual is not None}
+    route.compare(numel=output.numel(), dtype=rows.dtype, **facts)
+    steps = reduce_steps(output, rows, numbering, divisor, Encoder(route, rows.shape[1], random, residual))
+    work = run(steps, async_op=async_op, device=output.device, queue=route.queue, num_exchanges=len(route.hops))
+    if residual is not None:
+        residual.watch(work)
+    return work
 
 
-def reduce_steps(output: Tensor, rows: Tensor, route: Route, numbering: Numbering, divisor: int) -> Steps:
+def reduce_steps(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, encoder: Encoder) -> Steps:
     """The steps of :func:`reduce_scatter_single` on checked arguments."""
     if not output.numel():
         return nothing()
+    route = encoder.route
     if len(route.hops) == 1:
-        return _one_hop(output, rows, route, divisor)
+        return _one_hop(output, rows, divisor, encoder)
     chunks = chunks_of(output.numel(), *(wire for _, wire in route.hops))
-    of_chunks = [_two_hops(output[c], rows[:, c], route, numbering, divisor) for c in chunks]
+    of_chunks = [_two_hops(output[c], rows[:, c], numbering, divisor, encoder.at(c.start)) for c in chunks]
     return pipelined(of_chunks, num_exchanges=2)
 
 
-def _one_hop(output: Tensor, rows: Tensor, route: Route, divisor: int) -> Steps:
+def _one_hop(output: Tensor, rows: Tensor, divisor: int, encoder: Encoder) -> Steps:
+    route = encoder.route
     hop, wire = route.hops[0]
     numel = output.numel()
     layout = layout_of(route.operation, wire, rows.dtype, 1, numel)
     received = layout.new(hop.size, output.device)
-    sending = _encoded(rows, layout, hop.size, (rows.stride(0), 0), is_in_order=True)
+    if encoder.residual is None:
+        sending = _encoded(rows, layout, hop.size, (rows.stride(0), 0), encoder, is_in_order=True)
+    else:
+        sending = layout.new(hop.size, rows.device)
+        encoder.encode(0, rows.to(torch.float32, copy=True), sending, layout)
     yield backend.all_to_all(received, sending, hop, Sent(route.operation, str(wire), numel))
     kernels.decode_sum(received, layout, output, 0, divisor)
 
 
-def _two_hops(output: Tensor, rows: Tensor, route: Route, numbering: Numbering, divisor: int) -> Steps:
+def _two_hops(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, encoder: Encoder) -> Steps:
     """``output`` and ``rows`` [world_size, n] may be a chunk of a larger shard."""
+    route = encoder.route
     (intra, wire), (inter, wire_between) = route.hops
     numel, device = output.numel(), output.device
     layout = layout_of(route.operation, wire, rows.dtype, route.num_nodes, numel)
     received = layout.new(intra.size, device)
     strides = route.strides(numbering, rows.stride(0))
-    sending = _encoded(rows, layout, intra.size, strides, is_in_order=numbering == "local")
+    sending = _encoded(rows, layout, intra.size, strides, encoder, is_in_order=numbering == "local")
     yield backend.all_to_all(received, sending, intra, Sent(route.operation, str(wire), layout.numel))
     between = layout_of(route.operation, wire_between, rows.dtype, 1, numel)
     partial = between.new(inter.size, device)
-    kernels.decode_sum_requantize(received, layout, partial, between)
+    encoder.sum_and_encode(received, layout, partial, between)
     received = between.new(inter.size, device)
     yield backend.all_to_all(received, partial, inter, Sent(route.operation, str(wire_between), numel))
     kernels.decode_sum(received, between, output, 0, divisor)
 
 
 def _encoded(
-    rows: Tensor, layout: MessageLayout, num_messages: int, strides: tuple[int, int], *, is_in_order: bool
+    rows: Tensor,
+    layout: MessageLayout,
+    num_messages: int,
+    strides: tuple[int, int],
+    encoder: Encoder,
+    *,
+    is_in_order: bool,
 ) -> Tensor:
     """The messages of hop 1; ``rows`` themselves where they are the bytes to send."""
     if is_in_order and rows.is_contiguous() and layout.codec.dtype == rows.dtype:
         return rows
     messages = layout.new(num_messages, rows.device)
-    kernels.quantize(rows, layout, messages, *strides)
+    kernels.quantize(rows, layout, messages, *strides, encoder.draw(0))
     return messages

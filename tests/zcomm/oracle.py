@@ -217,3 +217,24 @@ def half_scales(values: np.ndarray, name: str, block: int) -> np.ndarray:
     for b in blocks_of(values.astype(np.float32), block):
         halves += [float_of(encode_block(b, Wire(name, block))[0] << 16) / 2] * len(b)
     return np.array(halves, dtype=np.float32)
+
+
+def residual_blocks(numel: int) -> list[tuple[int, list[int]]]:
+    """A residual of zeros: scale and codes of each int8 block of 256."""
+    return [(0, [0] * min(256, numel - i)) for i in range(0, numel, 256)]
+
+
+def decode_residual(blocks: list[tuple[int, list[int]]]) -> np.ndarray:
+    return np.array([v for block in blocks for v in decode_block(*block, Wire("int8", 256))], np.float32)
+
+
+def encode_with_residual(
+    x: np.ndarray, blocks: list[tuple[int, list[int]]], wire: Wire, beta: float
+) -> tuple[np.ndarray, list[tuple[int, list[int]]]]:
+    """What the message of ``x`` decodes to, and the new residual."""
+    u = x.astype(np.float32) + np.float32(beta) * decode_residual(blocks)
+    sent = decode([u], wire)[0]
+    with np.errstate(invalid="ignore"):
+        lost = u - sent
+    encoded = [encode_block(b, Wire("int8", 256)) for b in blocks_of(lost, 256)]
+    return sent, [old if new[0] == 0x7FC0 else new for old, new in zip(blocks, encoded, strict=True)]

@@ -1,0 +1,273 @@
+"""Residuals (error feedback): what an encoding lost, kept in int8 and added back at the next exchange.
+
+    sums x --+--> u --quantize--> message ---------------> other ranks
+             |    '--- minus what the message decodes to --> new residual, aside until commit()
+    residual r
+
+It pays on the last hop of a reduction, whose errors nothing averages: with two hops (N nodes, L ranks a node) a rank
+keeps 1 / L byte for each element of the buffer, with one hop 1 byte; between an exchange and ``commit()`` twice that.
+The arithmetic is N10 of :mod:`zcomm.quant`.
+
+Invariants:
+    R1  Exchanges read and write a copy; ``commit()`` makes it current, ``rollback()`` drops it. So a skipped step
+        leaves no trace, and several exchanges before a commit (micro-batches) pass the residual on.
+    R2  Blocks start at multiples of 256 in a row, as chunks do: chunks change nothing.
+    R3  A block that is not finite keeps its residual: one bad step does not cost what was saved up.
+    R4  Residuals are in the units of the gradients that are sent: send them unscaled, or reset when the scale changes.
+
+Source: "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training" (arXiv:2407.04480) stores the error in 8
+bits, damps and resets it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from zcomm import kernels
+from zcomm.buffer_layout import BufferLayout, Span
+from zcomm.errors import ConfigError, LayoutError, StateError
+from zcomm.formats import FORMATS, codec_for
+from zcomm.message import MessageLayout, layout_of
+from zcomm.route import Group, Route, find_route
+from zcomm.topology import Numbering
+from zcomm.work import Work
+
+__all__ = ["Residual"]
+
+FORMAT = FORMATS["int8"]
+BLOCK = FORMAT.block
+
+
+@dataclass
+class _Blocks:
+    """Rows as int8 blocks: codes int8 [num_rows, num_blocks, BLOCK], scales bf16 [num_rows, num_blocks]."""
+
+    codes: Tensor
+    scales: Tensor
+
+    @classmethod
+    def zeros(cls, num_rows: int, numel: int, device: torch.device | str) -> _Blocks:
+        num_blocks = -(-numel // BLOCK)
+        codes = torch.zeros((num_rows, num_blocks, BLOCK), dtype=torch.int8, device=device)
+        return cls(codes, torch.zeros((num_rows, num_blocks), dtype=torch.bfloat16, device=device))
+
+    def clone(self) -> _Blocks:
+        return _Blocks(self.codes.clone(), self.scales.clone())
+
+    def decode(self, first: int, numel: int) -> Tensor:
+        """Columns ``first`` to ``first + numel``, float32 [num_rows, numel]."""
+        part = _blocks_of(first, numel)
+        values = self.codes[:, part] * self.scales[:, part].float().unsqueeze(-1)  # exact
+        largest = torch.finfo(torch.float32).max
+        return values.clamp_(-largest, largest).flatten(1)[:, :numel]
+
+    def encode(self, values: Tensor, first: int) -> None:
+        """Overwrite columns from ``first`` by float32 ``values`` [num_rows, numel]; blocks not finite stay."""
+        num_rows, numel = values.shape
+        layout = layout_of("residual", FORMAT, torch.float32, num_rows, numel)
+        message = layout.new(1, values.device)
+        kernels.quantize(values, layout, message, 0, values.stride(0))
+        part, num_blocks = _blocks_of(first, numel), layout.blocks_per_segment
+        scales = message[0, : 2 * num_rows * num_blocks].view(torch.bfloat16).view(num_rows, num_blocks)
+        codes = message[0, layout.codes_offset :][: num_rows * numel].view(torch.int8).view(num_rows, numel)
+        codes = pad(codes, (0, num_blocks * BLOCK - numel)).view(num_rows, num_blocks, BLOCK)
+        is_kept = scales.isnan()
+        self.scales[:, part] = torch.where(is_kept, self.scales[:, part], scales)
+        self.codes[:, part] = torch.where(is_kept.unsqueeze(-1), self.codes[:, part], codes)
+
+
+def _blocks_of(first: int, numel: int) -> slice:
+    assert first % BLOCK == 0, f"chunks start on whole blocks: first={first}"
+    return slice(first // BLOCK, -(-(first + numel) // BLOCK))
+
+
+class Residual:
+    """What the last hop of a reduction of one flat buffer has lost on this rank, by parameter.
+
+    Pass it as ``residual=`` to :func:`zcomm.reduce_scatter_single` or :func:`zcomm.all_reduce`, then call
+    :meth:`commit` once the result has been used, or :meth:`rollback` if the step is skipped.
+
+    Args:
+        group: As in the collective: a ProcessGroup, or a :class:`zcomm.Topology`.
+        spans: Where the parameters lie in the buffer: :class:`zcomm.Span`, or (key, first element, numel). The same
+            on every rank.
+        numel: Elements of the buffer: the input's of a reduce-scatter, the tensor's of an all-reduce.
+        numbering: As in the reduce-scatter; an all-reduce takes any.
+        beta: The residual is multiplied with it before it is added, in (0, 1]; less than 1 damps what is carried on.
+        reset_interval: The residual becomes zero after so many commits; 0: never.
+        device: Of the tensors that are exchanged.
+
+    Raises:
+        LayoutError: Spans overlap or leave the buffer.
+        ConfigError: ``beta`` or ``reset_interval`` cannot be meant.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        spans: Iterable[Span | tuple[Any, ...]],
+        numel: int,
+        *,
+        numbering: Numbering = "rank",
+        beta: float = 1.0,
+        reset_interval: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not 0 < beta <= 1:
+            raise ConfigError(f"beta must be above 0 and at most 1: beta={beta}")
+        if isinstance(reset_interval, bool) or not isinstance(reset_interval, int) or reset_interval < 0:
+            raise ConfigError(f"reset_interval must be an integer of at least 0: reset_interval={reset_interval!r}")
+        self.route = find_route("residual", group, "none", first="intra")
+        self.layout = BufferLayout.of(spans, numel, self.route, numbering)
+        self.beta, self.reset_interval = float(beta), reset_interval
+        self.num_commits = 0
+        self._current = _Blocks.zeros(self.layout.num_rows, self.layout.shard_numel, device)
+        self._next: _Blocks | None = None
+        self._works: list[Work] = []
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is kept."""
+        return self._current.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on this rank after a commit."""
+        return self._current.codes.nbytes + self._current.scales.nbytes
+
+    def values(self) -> Tensor:
+        """The committed residual, float32 [num_rows, shard_numel]: rows ``layout.rows_of(local_rank)``."""
+        return self._current.decode(0, self.layout.shard_numel).contiguous()
+
+    def norm(self) -> float:
+        """The Euclidean norm of this rank's committed residual."""
+        return math.sqrt(float(self.values().double().square().sum()))
+
+    def commit(self) -> None:
+        """What the exchanges since the last commit have left becomes current.
+
+        Raises:
+            StateError: An exchange has not been waited for.
+        """
+        self._check_idle("commit()")
+        if self._next is not None:
+            self._current, self._next = self._next, None
+        self.num_commits += 1
+        if self.reset_interval and self.num_commits % self.reset_interval == 0:
+            self.reset()
+
+    def rollback(self) -> None:
+        """Forget what the exchanges since the last commit have left: their step was skipped. Raises as commit()."""
+        self._check_idle("rollback()")
+        self._next = None
+
+    def reset(self) -> None:
+        """Nothing is added to the next exchange. Raises as :meth:`commit`."""
+        self._check_idle("reset()")
+        self._next = None
+        self._current.codes.zero_()
+        self._current.scales.zero_()
+
+    def _check_idle(self, call: str) -> None:
+        self._works = [work for work in self._works if not work.is_completed()]
+        if self._works:
+            raise StateError(
+                f"{len(self._works)} exchange(s) with this residual have not been waited for: call wait() before {call}"
+            )
+
+    def check_committed(self, call: str) -> None:
+        """Raise StateError if there is something to commit or to wait for."""
+        self._check_idle(call)
+        if self._next is not None:
+            raise StateError(f"exchanges since the last commit: call commit() or rollback() before {call}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's committed residual and its layout: tensors, numbers, strings and tuples, as keys allow.
+
+        Raises:
+            StateError: Exchanges since the last commit.
+        """
+        self.check_committed("state_dict()")
+        blocks = self._current.clone()
+        return {
+            "codes": blocks.codes,
+            "scales": blocks.scales,
+            "local_rank": self.route.local_rank,
+            "node_rank": self.route.node_rank,
+            "num_commits": self.num_commits,
+            "layout": {
+                "spans": tuple(tuple(span) for span in self.layout.spans),
+                "numel": self.layout.numel,
+                "num_nodes": self.layout.num_nodes,
+                "ranks_per_node": self.layout.ranks_per_node,
+                "numbering": self.layout.numbering,
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned on this rank, bit for bit.
+
+        Raises:
+            StateError: It is of another rank, layout or topology; :func:`zcomm.load_residuals` takes those.
+        """
+        mine = self.state_dict()
+        for name in ("layout", "node_rank", "local_rank"):
+            if state[name] != mine[name]:
+                raise StateError(
+                    f"the state is of another {name}: {_shortened(state[name])}, here {_shortened(mine[name])}; pass "
+                    "the states of all ranks to zcomm.load_residuals()"
+                )
+        self._current.codes.copy_(state["codes"])
+        self._current.scales.copy_(state["scales"])
+        self.num_commits = int(state["num_commits"])
+
+    def set_values(self, values: Tensor) -> None:
+        """Encode float32 ``values`` [num_rows, shard_numel] as the committed residual."""
+        self.reset()
+        self._current.encode(values, 0)
+
+    def check(self, route: Route, numbering: Numbering, shard_numel: int, source: Tensor) -> None:
+        """Raise LayoutError if a reduction of ``source`` to such shards over ``route`` is not what this belongs to."""
+        layout = self.layout
+        expected = (layout.num_nodes, layout.ranks_per_node, layout.shard_numel, self.device)
+        got = (route.num_nodes, route.ranks_per_node, shard_numel, source.device)
+        if got != expected or (layout.has_two_hops and numbering != layout.numbering):
+            raise LayoutError(
+                "the residual belongs to another exchange: (nodes, ranks per node, shard numel, device), numbering = "
+                f"{expected}, {layout.numbering!r}; got {got}, {numbering!r}"
+            )
+        if codec_for(route.hops[-1][1], source.dtype).dtype == torch.float64:
+            raise LayoutError("a residual is float32, and cannot follow an exchange in float64: use a format or dtype")
+
+    def watch(self, work: Work | None) -> None:
+        """``work`` is of an exchange with this residual."""
+        if work is not None:
+            self._works.append(work)
+
+    def add_to_(self, values: Tensor, first: int) -> None:
+        """u of N10: add the residual to float32 ``values`` [num_rows, numel], columns from ``first``."""
+        blocks = self._current if self._next is None else self._next
+        residual = blocks.decode(first, values.shape[1])
+        if self.beta != 1:
+            residual = residual.mul_(self.beta)
+        values.add_(residual)
+
+    def keep(self, values: Tensor, messages: Tensor, layout: MessageLayout, first: int) -> None:
+        """The new residual of N10: u, ``values`` [num_rows, numel], less what ``messages`` decode to; u is lost."""
+        if self._next is None:
+            self._next = self._current.clone()
+        decoded = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+        kernels.decode(messages, layout, decoded, values.shape[1], 0)
+        self._next.encode(values.sub_(decoded), first)
+
+
+def _shortened(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 300 else f"{text[:300]}..."
