@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from harness import Column, Report, interleave
 from torch import Tensor
 from torch_forms import CODECS, CodecSpec, TorchForms
 
 from zcomm import _native
+from zcomm.bench.harness import Column, Report, interleave
 
 COLUMNS = [
     Column("op", "                   op"),

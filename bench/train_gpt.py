@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 from gpt_model import GPT, GPTConfig, choose_matmul_dtype
-from ranks_setup import choose_topology, process_group, relaunch_under_torchrun
 from text_data import Text, held_out_windows, load_text, training_batch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -26,6 +25,7 @@ from train_report import MetricsFile, Result, plot, print_report
 
 import zcomm
 from zcomm import Topology
+from zcomm.bench.ranks_setup import choose_topology, process_group, relaunch_under_torchrun
 from zero import GatheredParameters, ZeroOptimizer
 
 HELD_OUT_WINDOWS = 64

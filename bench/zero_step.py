@@ -22,8 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt_model import GPT, GPTConfig
-from harness import Column, Report, Timing, interleave
-from ranks_setup import process_group, relaunch_under_torchrun
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -31,6 +29,8 @@ from torch.optim import AdamW, Optimizer
 
 import zcomm
 from zcomm import Topology
+from zcomm.bench.harness import Column, Report, Timing, interleave
+from zcomm.bench.ranks_setup import process_group, relaunch_under_torchrun
 from zero import ZeroOptimizer
 
 LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}  # relative; after tens of steps, not after one

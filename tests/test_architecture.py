@@ -21,7 +21,9 @@ LIBRARY = ("triton_kernels", "zcomm", "zero")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 8
 MORE_PARAMETERS = {"reduce_scatter_single": 9}  # torch's five, and ours
 # optional libraries
-MAY_IMPORT_LATE = {"zcomm/kernels.py", "zcomm/backend.py", "zcomm/cli.py"}
+MAY_IMPORT_LATE = {"zcomm/kernels.py", "zcomm/backend.py", "zcomm/cli.py", "zcomm/bench/plot.py"}
+# the backend, and what it is compared with
+MAY_COMMUNICATE = {"zcomm/backend.py", "zcomm/bench/torch_calls.py"}
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all",
     "all_to_all_single", "barrier", "broadcast", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter",
@@ -68,6 +70,12 @@ def test_modules_import_no_cycle(package: str) -> None:
     assert set(order) == set(modules)
 
 
+@pytest.mark.parametrize("path", [p for p in LIBRARY_FILES if p.parent.name != "bench"], **NAMES)
+def test_only_the_command_line_imports_the_benchmarks(path: Path) -> None:
+    uses_bench = any(name.startswith("zcomm.bench") for name in _imported_modules(path))
+    assert not uses_bench or path == ROOT / "zcomm" / "cli.py"
+
+
 @pytest.mark.parametrize("path", FILES, **NAMES)
 def test_imports_stand_at_the_top(path: Path) -> None:
     functions = [n for n in ast.walk(_tree(path)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
@@ -84,7 +92,7 @@ def _distributed_names(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-@pytest.mark.parametrize("path", [p for p in LIBRARY_FILES if p != ROOT / "zcomm" / "backend.py"], **NAMES)
+@pytest.mark.parametrize("path", [p for p in LIBRARY_FILES if str(p.relative_to(ROOT)) not in MAY_COMMUNICATE], **NAMES)
 def test_only_the_backend_calls_collectives(path: Path) -> None:
     assert not set(_distributed_names(path)) & COLLECTIVES
 

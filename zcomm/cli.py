@@ -1,4 +1,8 @@
-"""The command ``zcomm``, also ``python -m zcomm``. Its subcommand ``env`` prints the report for a bug report."""
+"""The command ``zcomm``, also ``python -m zcomm``.
+
+zcomm env      the report for a bug report
+zcomm bench    collectives, measured and checked
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,30 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with ``arguments``, default ``sys.argv[1:]``, and return its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(words)
+    if options.command == "env":
+        return _print_environment(as_json=options.json)
+    from zcomm.bench.command import run_bench
+
+    return run_bench(options, words)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from zcomm.bench.command import add_bench
+
     parser = argparse.ArgumentParser(prog="zcomm", description="Quantized, hierarchical collectives for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     environment = commands.add_parser(
         "env", help="print what is available here and why something is not: please add it to a bug report"
     )
     environment.add_argument("--json", action="store_true", help="as JSON")
-    options = parser.parse_args(arguments)
+    add_bench(commands.add_parser("bench", help="measure and check collectives, beside torch.distributed's own"))
+    return parser
+
+
+def _print_environment(*, as_json: bool) -> int:
     facts = report.collect()
-    text = json.dumps(facts, indent=2) if options.json else report.table(facts)
+    text = json.dumps(facts, indent=2) if as_json else report.table(facts)
     sys.stdout.write(text + "\n")
     return 0

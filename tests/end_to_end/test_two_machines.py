@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.emulated_nodes import Node, emulated_nodes, unavailable_reason
 from tests.end_to_end.job import ROOT, SCRIPT, TINY, losses, run_script, summary
+from zcomm.bench.emulated_nodes import Node, emulated_nodes, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [

@@ -11,6 +11,7 @@ own network is not touched. Linux, root and iproute2 are needed: :func:`unavaila
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,8 +20,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+__all__ = ["INTERFACE", "Node", "emulated_nodes", "unavailable_reason"]
+
 SUBNET = "10.77.0"
 INTERFACE = "eth0"
+STOPPING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,9 @@ def emulated_nodes(num_nodes: int, *, rate: str | None = None) -> Iterator[list[
     prefix = f"zcomm{os.getpid()}"  # several of these may run on one machine at a time
     switch = f"{prefix}switch"
     nodes = [Node(f"node{i}", f"{prefix}node{i}", f"{SUBNET}.{i + 1}") for i in range(num_nodes)]
-    with ExitStack() as stack:
+    _remove_left_behind()
+    stack = ExitStack()
+    try:
         _add_namespace(stack, switch)
         _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
         _run("ip", "-n", switch, "link", "set", "bridge", "up")
@@ -82,6 +88,26 @@ def emulated_nodes(num_nodes: int, *, rate: str | None = None) -> Iterator[list[
                 _run("tc", "-n", node.namespace, "qdisc", "add", "dev", INTERFACE, "root", "tbf",
                      "rate", rate, "burst", "256kb", "latency", "200ms")  # fmt: skip
         yield nodes
+    finally:
+        allowed = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # removal is not stopped half-way
+        try:
+            stack.close()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, allowed)
+
+
+def _remove_left_behind() -> None:
+    """Remove what processes have left that were killed (SIGKILL) before they could."""
+    for name in _namespaces():
+        owner = re.match(r"zcomm(\d+)(node|switch)", name)
+        if owner is not None and not Path("/proc", owner[1]).exists():
+            _remove_namespace(name)
+            _remove_name_service(Path("/etc/netns") / name)
+
+
+def _namespaces() -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    return [line.split()[0] for line in listed.splitlines() if line.strip()]
 
 
 def _run(*command: str) -> None:
@@ -89,8 +115,8 @@ def _run(*command: str) -> None:
 
 
 def _add_namespace(stack: ExitStack, name: str) -> None:
+    stack.callback(_remove_namespace, name)  # first: a signal may come in between
     _run("ip", "netns", "add", name)
-    stack.callback(_remove_namespace, name)
 
 
 def _remove_namespace(name: str) -> None:

@@ -14,6 +14,7 @@ import json
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,15 +50,18 @@ def interleave(
     *,
     rounds: int,
     warmup: int = 1,
+    beginning: Callable[[], object] | None = None,
     ending: Callable[[], object] | None = None,
 ) -> dict[str, Timing]:
     """Time each case once a round, in turn, so that a slow moment of the machine falls on all of them.
 
-    ``ending`` runs inside the timed span after each case (a device's synchronize).
+    ``beginning`` runs before each case, not timed (a barrier), ``ending`` after it, timed (a device's synchronize).
     """
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(warmup + rounds):
         for name, call in cases.items():
+            if beginning is not None:
+                beginning()
             start = time.perf_counter()
             call()
             if ending is not None:
@@ -94,32 +98,39 @@ class Report:
         self.note(f"zcomm bench {version('zcomm-zero')}  {name}  torch {torch.__version__}  " + _pairs(settings))
         self.note(_machine())
         if not self._as_json:
-            print("#" + " ".join(column.header.rjust(column.width()) for column in self._columns))
+            _write("#" + " ".join(column.header.rjust(column.width()) for column in self._columns))
 
     def note(self, text: str) -> None:
         """Print a line of context."""
-        print(json.dumps({"context": text}) if self._as_json else f"# {text}", flush=True)
+        _write(json.dumps({"context": text}) if self._as_json else f"# {text}")
 
     def row(self, values: Mapping[str, Any], *, num_wrong: int) -> None:
-        """Print one case; of a wrong one no measurements."""
+        """Print one case; of a wrong one no measurements. What ``values`` lack is shown as ``-``."""
         self._total_wrong += num_wrong
         shown = {
-            column.key: values[column.key] for column in self._columns[:-1] if not (num_wrong and column.is_measurement)
+            column.key: values[column.key]
+            for column in self._columns[:-1]
+            if column.key in values and not (num_wrong and column.is_measurement)
         }
         shown["num_wrong"] = num_wrong
         if self._as_json:
-            print(json.dumps(shown), flush=True)
+            _write(json.dumps(shown))
             return
         cells = [
             (format(shown[column.key], column.spec) if column.key in shown else "-").rjust(column.width())
             for column in self._columns
         ]
-        print(" " + " ".join(cells), flush=True)
+        _write(" " + " ".join(cells))
 
     def finish(self) -> int:
         """Print the verdict; the process's exit status."""
         self.note(f"wrong results : {self._total_wrong} {'FAILED' if self._total_wrong else 'OK'}")
         return 1 if self._total_wrong else 0
+
+
+def _write(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def _pairs(settings: Mapping[str, object]) -> str:
@@ -143,6 +154,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    # Of this file: an installed copy may lie in the work tree of something else.
+    command = ["git", "-C", str(Path(__file__).parent), "log", "-1", "--format=%h", "--", "."]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     return result.stdout.strip() or "unknown"

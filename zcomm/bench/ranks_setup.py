@@ -1,29 +1,34 @@
-"""Ranks for a script of this folder: started by torchrun, joined in one process group, always left in order."""
+"""Ranks for a benchmark: started by torchrun, joined in one process group, always left in order."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
-from zcomm import Topology
+from zcomm.topology import Topology
+
+__all__ = ["choose_topology", "process_group", "relaunch_under_torchrun"]
 
 
-def relaunch_under_torchrun(num_ranks: int | None) -> None:
-    """Replace this process by torchrun with ``num_ranks`` ranks of the same command, unless torchrun started it.
+def relaunch_under_torchrun(num_ranks: int | None, command: Sequence[str] | None = None) -> None:
+    """Replace this process by torchrun with ``num_ranks`` ranks of ``command``, unless torchrun started it.
 
-    None: one rank for each GPU, or 4 where there is none.
+    Args:
+        num_ranks: None: one rank for each GPU, or 4 where there is none.
+        command: what torchrun runs; None: the script of this process with its arguments.
     """
     if "LOCAL_RANK" in os.environ:
         return
     ranks = num_ranks or torch.cuda.device_count() or 4
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set the same and print a warning
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *sys.argv]
-    os.execv(sys.executable, [sys.executable, *command])
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *torchrun, *(sys.argv if command is None else command)])
 
 
 @contextmanager

@@ -1,0 +1,68 @@
+"""Results against exact ones, element by element, and against the other ranks'."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zcomm import control
+from zcomm.bench.workloads import Wire, Workload
+from zcomm.topology import Topology
+
+__all__ = ["Verdict", "check"]
+
+COMPARED_NUMEL = 2**16
+"""Elements of one checksum that ranks compare."""
+
+
+class Verdict(NamedTuple):
+    """Over all ranks."""
+
+    num_wrong: int
+    """Elements further off than the format may be, not finite, or in a piece that differs between ranks."""
+    relative_error: float
+    """Norm of the error over the norm of the exact result."""
+
+
+def check(workload: Workload, wire: Wire | None) -> Verdict:
+    """Judge the output of the last call; the same on every rank. ``wire`` None: torch's own call."""
+    num_wrong, squared_error, squared_norm = _check_parts(workload, wire)
+    if workload.is_replicated and wire is not None:
+        num_wrong += _count_differing(workload)
+    mine = torch.tensor([num_wrong, squared_error, squared_norm], dtype=torch.float64)
+    of_all = control.gather_float64(mine, workload.topology).sum(0).tolist()
+    return Verdict(int(of_all[0]), math.sqrt(of_all[1] / of_all[2]) if of_all[2] else 0.0)
+
+
+def _check_parts(workload: Workload, wire: Wire | None) -> tuple[int, float, float]:
+    blocks = [1] if wire is None else [format.block or 1 for format in (wire.inside, wire.between)]
+    step = -(-(2**20) // math.lcm(*blocks)) * math.lcm(*blocks)
+    num_wrong, squared_error, squared_norm = 0, 0.0, 0.0
+    for part in workload.parts():
+        for start in range(0, part.numel, step):
+            stop = min(start + step, part.numel)
+            exact = workload.exact(part, start, stop)
+            found = workload.output[part.begin + start : part.begin + stop].double()
+            off = (found - exact).abs()
+            num_wrong += int((~(off <= workload.bound(part, start, stop, wire))).sum())  # NaN is wrong
+            squared_error += float(off.square().sum())
+            squared_norm += float(exact.square().sum())
+    return num_wrong, squared_error, squared_norm
+
+
+def _count_differing(workload: Workload) -> int:
+    """Elements of the pieces in which this rank's output differs from the first rank's, of the node or of all."""
+    pieces = torch.split(workload.output, COMPARED_NUMEL)
+    sums = torch.tensor([zlib.crc32(_bytes(piece)) for piece in pieces], dtype=torch.float64)
+    t: Topology = workload.topology
+    first = t.rank - t.local_rank if workload.collective == "secondary_gather" else 0
+    differs = control.gather_float64(sums, t)[first] != sums
+    return sum(piece.numel() for piece, is_other in zip(pieces, differs.tolist(), strict=True) if is_other)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]

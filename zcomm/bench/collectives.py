@@ -1,0 +1,161 @@
+"""``zcomm bench`` on a rank: every collective, size and format, checked, then timed in turn with torch's own call.
+
+size(B)    the full tensor, uncompressed          sent(B)   one rank sends, counted by zcomm.traffic()
+algbw      size / p50                             inter(B)  one node sends to others, counted by zcomm.traffic()
+busbw      algbw x BUSBW_FACTOR                   wire(B)   one node sends, by the interface's own counter
+/torch     p50 of torch's own call over p50       relerr    against exact float64 sums
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import zcomm
+from zcomm import Topology, control
+from zcomm.bench import torch_calls
+from zcomm.bench.checking import Verdict, check
+from zcomm.bench.data import Tiles
+from zcomm.bench.harness import Column, Report, Timing, interleave
+from zcomm.bench.interface import sent_nbytes
+from zcomm.bench.options import Options
+from zcomm.bench.plot import draw
+from zcomm.bench.workloads import BUSBW_FACTOR, REDUCTIONS, Wire, Workload, wire_of
+
+__all__ = ["run"]
+
+COLUMNS = [
+    Column("nbytes", "      size(B)"),
+    Column("count", "      count"),
+    Column("dtype", "   dtype"),
+    Column("collective", "      collective"),
+    Column("format", "    format"),
+    Column("hops", "hops"),
+    Column("op", "  op"),
+    Column("sent_nbytes", "   sent(B)"),
+    Column("inter_nbytes", "  inter(B)"),
+    Column("wire_nbytes", "   wire(B)"),
+    Column("p50_us", "  p50(us)", ".1f", is_measurement=True),
+    Column("p99_us", "  p99(us)", ".1f", is_measurement=True),
+    Column("algbw_gbps", "algbw(GB/s)", ".3f", is_measurement=True),
+    Column("busbw_gbps", "busbw(GB/s)", ".3f", is_measurement=True),
+    Column("over_torch", "/torch", ".2f", is_measurement=True),
+    Column("relative_error", "relerr", ".1e"),
+]
+
+
+class Case:
+    """One row: a call, how it is judged, and what it sent."""
+
+    def __init__(self, workload: Workload, wire: Wire | None) -> None:
+        """``wire`` None: torch's own call."""
+        self.workload, self.wire = workload, wire
+        self.verdict = Verdict(0, 0.0)
+        self.sent: dict[str, int] = {}
+
+    @property
+    def name(self) -> str:
+        """Of the case among its workload's."""
+        return "torch" if self.wire is None else f"{self.wire}, {self.wire.num_hops}"
+
+    def call(self) -> None:
+        """Once."""
+        if self.wire is None:
+            self.workload.torchs()
+        else:
+            self.workload.ours(self.wire)
+
+    def measure(self, options: Options) -> None:
+        """Call once, judge the result, count what is sent."""
+        self.workload.spoil()
+        torch_calls.barrier()
+        before = sent_nbytes(options.interface) if options.interface else 0
+        with zcomm.traffic() as sent:
+            self.call()
+        torch_calls.barrier()  # everything has left
+        after = sent_nbytes(options.interface) if options.interface else 0
+        t = self.workload.topology
+        mine = torch.tensor([sent.bytes(link="inter"), sent.bytes(), after - before], dtype=torch.float64)
+        of_node = control.gather_float64(mine, t)[: t.ranks_per_node]
+        if self.wire is not None:
+            self.sent = {"sent_nbytes": int(of_node[0, 1]), "inter_nbytes": int(of_node[:, 0].sum())}
+        if options.interface:
+            self.sent["wire_nbytes"] = int(of_node[0, 2])
+        if options.check:
+            self.verdict = check(self.workload, self.wire)
+
+    def row(self, timing: Timing, of_torch: Timing) -> dict[str, Any]:
+        """The values of the columns."""
+        work = self.workload
+        factor = BUSBW_FACTOR[work.collective](work.num_ranks)
+        algbw = work.nbytes / timing.p50 / 1e9
+        return {
+            "nbytes": work.nbytes, "count": work.numel, "dtype": str(work.dtype).removeprefix("torch."),
+            "collective": work.collective, "format": "torch" if self.wire is None else str(self.wire),
+            "hops": "-" if self.wire is None else self.wire.num_hops,
+            "op": work.op if work.collective in REDUCTIONS else "-", **self.sent,
+            "p50_us": timing.p50 * 1e6, "p99_us": timing.p99 * 1e6, "algbw_gbps": algbw, "busbw_gbps": algbw * factor,
+            "over_torch": of_torch.p50 / timing.p50, "relative_error": self.verdict.relative_error,
+        }  # fmt: skip
+
+
+def run(options: Options, topology: Topology) -> int:
+    """Run everything; the exit status. Collective; the first rank prints."""
+    report = Report(COLUMNS, as_json=options.json) if topology.rank == 0 else None
+    if report is not None:
+        report.start(
+            "collectives", backend=options.backend, world_size=topology.world_size, nodes=topology.num_nodes,
+            ranks_per_node=topology.ranks_per_node, iters=options.iters, warmup=options.warmup,
+            kernels=zcomm.kernels.native_unavailable_reason() or "native",
+        )  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    tiles = Tiles(getattr(torch, options.dtype))
+    for collective in options.collectives:
+        if collective == "secondary_gather" and topology.ranks_per_node == 1:
+            continue
+        for nbytes in options.sizes:
+            workload = Workload(collective, nbytes, tiles, topology, options.op)
+            for row, num_wrong in _measured(workload, options):
+                rows += [] if num_wrong else [row]
+                if report is not None:
+                    report.row(row, num_wrong=num_wrong)
+    if report is None:
+        return 0
+    if options.plot is not None:
+        draw(rows, options.plot)
+        report.note(f"plot : {options.plot}")
+    return report.finish()
+
+
+def _measured(workload: Workload, options: Options) -> Iterator[tuple[dict[str, Any], int]]:
+    cases = [Case(workload, None), *(Case(workload, wire) for wire in _wires(workload, options))]
+    for case in cases:
+        case.measure(options)
+    timings = _timed({case.name: case.call for case in cases}, workload, options)
+    for case in cases:
+        yield case.row(timings[case.name], timings["torch"]), case.verdict.num_wrong
+
+
+def _wires(workload: Workload, options: Options) -> list[Wire]:
+    if workload.collective == "secondary_gather":
+        return [wire for wire in [wire_of("none", 1)] if wire is not None]
+    hops = [1, 2] if workload.topology.has_two_hops else [1]
+    wires = [wire_of(text, h) for text in options.formats for h in hops if h in options.hops]
+    return [wire for wire in wires if wire is not None]
+
+
+def _timed(calls: dict[str, Callable[[], None]], workload: Workload, options: Options) -> dict[str, Timing]:
+    """Of each call the time that the slowest rank took."""
+
+    def begin() -> None:
+        workload.reset()
+        torch_calls.barrier()
+
+    mine = interleave(calls, rounds=options.iters, warmup=options.warmup, beginning=begin)
+    slowest = {}
+    for name, timing in mine.items():
+        of_ranks = control.gather_float64(torch.tensor(timing.seconds, dtype=torch.float64), workload.topology)
+        slowest[name] = Timing(tuple(of_ranks.amax(0).tolist()))
+    return slowest

@@ -1,0 +1,90 @@
+"""Starting ranks: those that torchrun has started, torchrun on this machine, or one torchrun on each emulated node."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from zcomm.bench.emulated_nodes import Node, emulated_nodes
+from zcomm.bench.ranks_setup import choose_topology, process_group, relaunch_under_torchrun
+from zcomm.topology import Topology
+
+__all__ = ["on_ranks"]
+
+PORT = 29500
+POLL_S = 0.05
+
+
+def on_ranks(arguments: argparse.Namespace, command: Sequence[str], work: Callable[[Topology], int]) -> int:
+    """Call ``work`` on every rank that ``arguments`` ask for, and return the exit status.
+
+    Args:
+        arguments: The options of :func:`zcomm.bench.options.add_launch_arguments`.
+        command: What to run on a rank: the arguments of ``python -m zcomm``, the same that this process has.
+        work: The work of a rank, which may print if it is the first.
+    """
+    if "LOCAL_RANK" in os.environ:
+        return _as_a_rank(arguments, work)
+    module = ["-m", "zcomm", *command]
+    if arguments.emulate_nodes is None:
+        relaunch_under_torchrun(arguments.num_ranks, module)
+    per_node = arguments.ranks_per_node or 2
+    with _stopped_by_signals(), emulated_nodes(arguments.emulate_nodes, rate=arguments.rate) as nodes:
+        return _run_agents([_start_agent(nodes, index, per_node, module) for index in range(len(nodes))])
+
+
+def _as_a_rank(arguments: argparse.Namespace, work: Callable[[Topology], int]) -> int:
+    with process_group():
+        stands_in = arguments.emulate_nodes is None and arguments.ranks_per_node is not None
+        topology = choose_topology(arguments.ranks_per_node if stands_in else None)
+        # One hop over a ProcessGroup has no Topology to say who shares a node.
+        os.environ["LOCAL_WORLD_SIZE"] = str(topology.ranks_per_node)
+        try:
+            return work(topology)
+        finally:
+            topology.close()
+
+
+def _start_agent(nodes: list[Node], index: int, per_node: int, module: list[str]) -> subprocess.Popen[bytes]:
+    torchrun = [
+        sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(nodes)}", f"--nproc-per-node={per_node}",
+        f"--node-rank={index}", f"--master-addr={nodes[0].name}", f"--master-port={PORT}", *module,
+    ]  # fmt: skip
+    environment = {"OMP_NUM_THREADS": "1"} | nodes[index].environment()
+    return subprocess.Popen(nodes[index].command(torchrun), env=environment)
+
+
+def _run_agents(agents: list[subprocess.Popen[bytes]]) -> int:
+    """Wait for all; the first that fails ends the others."""
+    try:
+        while any(agent.poll() is None for agent in agents):
+            if failed := [agent.returncode for agent in agents if agent.returncode]:
+                return failed[0]
+            time.sleep(POLL_S)
+        return max(agent.returncode for agent in agents)
+    finally:
+        for agent in agents:
+            agent.kill()  # its ranks go with the node
+            agent.wait()
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end this process like Ctrl-C does: by an exception, which cleans up."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

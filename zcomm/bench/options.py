@@ -1,0 +1,165 @@
+"""The command line of ``zcomm bench``: nccl-tests' grammar, read once and checked before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from zcomm.bench.emulated_nodes import unavailable_reason
+from zcomm.errors import BackendUnavailableError, ConfigError
+from zcomm.formats import get_format
+from zcomm.route import WireFormat
+
+__all__ = ["COLLECTIVES", "Options", "add_arguments", "add_launch_arguments", "check_launch", "options_of"]
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "secondary_gather")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What was asked for."""
+
+    sizes: list[int]
+    """Bytes of the full tensor."""
+    collectives: list[str]
+    formats: list[str]
+    hops: list[int]
+    dtype: str
+    op: str
+    iters: int
+    warmup: int
+    check: bool
+    backend: str
+    ranks_per_node: int | None
+    interface: str | None
+    """Whose bytes are counted, too."""
+    json: bool
+    plot: str | None
+
+
+def _parse_size(text: str) -> int:
+    """``1K``, ``16M``, ``1G``, ``1000``: bytes."""
+    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"a size is a number of bytes, with K, M or G if you like: {text!r}")
+    return int(match[1]) * UNITS[match[2].upper()]
+
+
+def _parse_wire(text: str) -> WireFormat:
+    """``int8``, or ``int8+int4`` for (inside the node, between nodes) of a reduction."""
+    first, plus, second = text.partition("+")
+    return (get_format(first), get_format(second)) if plus else get_format(first)
+
+
+def _one_of(*choices: str) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        chosen = [name.strip() for name in text.split(",") if name.strip()]
+        if unknown := [name for name in chosen if name not in choices]:
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(choices)}: {unknown[0]!r}")
+        return chosen
+
+    return parse
+
+
+def _wires(text: str) -> list[str]:
+    wires = [wire.strip() for wire in text.split(",") if wire.strip()]
+    for wire in wires:
+        try:
+            if wire != "auto":
+                _parse_wire(wire)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    return wires
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 1: {text!r}")
+    return int(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every option of ``zcomm bench``."""
+    add = parser.add_argument
+    add("-b", "--minbytes", type=_parse_size, default="1K", metavar="SIZE", help="smallest full tensor (1K)")
+    add("-e", "--maxbytes", type=_parse_size, default="16M", metavar="SIZE", help="largest; at most what fits (16M)")
+    add("-f", "--stepfactor", type=_positive, default=4, metavar="N", help="from size to size (4)")
+    add("-i", "--stepbytes", type=_parse_size, metavar="SIZE", help="instead: add this from size to size")
+    add("-d", "--datatype", choices=DTYPES, default="bfloat16", help="of the tensors (bfloat16)")
+    add("-o", "--op", choices=("sum", "avg"), default="sum", help="of reductions (sum)")
+    add("-n", "--iters", type=_positive, default=20, metavar="N", help="timed calls of each case (20)")
+    add("-w", "--warmup_iters", "--warmup-iters", type=_positive, default=1, metavar="N", help="calls before (1)")
+    add("-c", "--check", type=int, choices=(0, 1), default=1, help="compare results with exact ones (1)")
+    add("--collectives", type=_one_of(*COLLECTIVES), default=",".join(COLLECTIVES), metavar="LIST",
+        help="comma separated; all: " + ",".join(COLLECTIVES))  # fmt: skip
+    add("--formats", type=_wires, default="none,int8,int4", metavar="LIST",
+        help="wire formats; int8+int4: inside nodes int8, between them int4 (none,int8,int4)")  # fmt: skip
+    add("--hops", type=_one_of("1", "2"), default="1,2", metavar="LIST", help="1, 2 or both (1,2)")
+    add("--backend", choices=("torch", "nccl"), default="torch", help="what moves the bytes (torch)")
+    add("--json", action="store_true", help="rows as JSON lines")
+    add("--plot", metavar="FILE.png", help="bus bandwidth by size, a panel for each collective")
+    add_launch_arguments(parser)
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what says which ranks there are; shared with ``zcomm probe``."""
+    add = parser.add_argument
+    add("--num-ranks", "--num_ranks", type=_positive, metavar="N", help="without torchrun: one a GPU, or 4")
+    add("--ranks-per-node", "--ranks_per_node", type=_positive, metavar="N",
+        help="so many consecutive ranks stand in for a node; as torchrun has it, on one machine 2")  # fmt: skip
+    add("--emulate-nodes", "--emulate_nodes", type=_positive, metavar="N",
+        help="run as on N machines: network namespaces of this one, needs root")  # fmt: skip
+    add("--rate", metavar="RATE", help="with --emulate-nodes: what each can send, as tc writes it: 200mbit")
+    add("--interface", metavar="NAME", help="count the bytes that this network interface sends, too")
+
+
+def check_launch(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError or BackendUnavailableError for what cannot be run here."""
+    if arguments.rate is not None and arguments.emulate_nodes is None:
+        raise ConfigError(f"--rate needs --emulate-nodes: --rate {arguments.rate}")
+    if arguments.emulate_nodes is None:
+        return
+    if arguments.num_ranks is not None:
+        raise ConfigError("with --emulate-nodes say --ranks-per-node instead of --num-ranks")
+    if (reason := unavailable_reason()) is not None:
+        raise BackendUnavailableError(reason)
+
+
+def options_of(arguments: argparse.Namespace) -> Options:
+    """The checked options; raises ConfigError or BackendUnavailableError."""
+    if arguments.backend == "nccl":
+        raise BackendUnavailableError(
+            "--backend nccl needs zcomm's own NCCL communicator, which this version does not have; --backend torch "
+            "runs on torch.distributed's process groups, with NCCL where there are GPUs"
+        )
+    if arguments.plot is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError("--plot needs matplotlib: pip install matplotlib")
+        if not Path(arguments.plot).resolve().parent.is_dir():
+            raise ConfigError(f"--plot must name a file in a folder that exists: --plot {arguments.plot}")
+    interface = "eth0" if arguments.emulate_nodes is not None else arguments.interface
+    return Options(
+        sizes=_sizes(arguments), collectives=arguments.collectives, formats=arguments.formats,
+        hops=[int(h) for h in arguments.hops], dtype=arguments.datatype, op=arguments.op, iters=arguments.iters,
+        warmup=arguments.warmup_iters, check=bool(arguments.check), backend=arguments.backend,
+        ranks_per_node=arguments.ranks_per_node, interface=interface, json=arguments.json, plot=arguments.plot,
+    )  # fmt: skip
+
+
+def _sizes(arguments: argparse.Namespace) -> list[int]:
+    size, last = arguments.minbytes, arguments.maxbytes
+    if size > last:
+        raise ConfigError(f"--minbytes must not be more than --maxbytes: {size}, {last}")
+    if arguments.stepbytes is None and arguments.stepfactor == 1:
+        last = size
+    sizes = []
+    while size <= last:
+        sizes.append(size)
+        size = size + arguments.stepbytes if arguments.stepbytes else size * max(arguments.stepfactor, 2)
+    return sizes

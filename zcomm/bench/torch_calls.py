@@ -1,0 +1,41 @@
+"""torch.distributed's own uncompressed collectives, as a user would call them: what every row is compared with."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["all_gather", "all_reduce", "all_to_all", "barrier", "reduce_scatter"]
+
+# torch 2.13 renamed both.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    dist.barrier()
+
+
+def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Every rank's shard."""
+    _gather(output, shard, group=group)
+
+
+def reduce_scatter(output: Tensor, full: Tensor, divisor: int) -> None:
+    """The sum, divided here: gloo does not average."""
+    _scatter(output, full)
+    if divisor != 1:
+        output.div_(divisor)
+
+
+def all_reduce(tensor: Tensor, divisor: int) -> None:
+    """In place."""
+    dist.all_reduce(tensor)
+    if divisor != 1:
+        tensor.div_(divisor)
+
+
+def all_to_all(output: Tensor, source: Tensor) -> None:
+    """Equal parts."""
+    dist.all_to_all_single(output, source)

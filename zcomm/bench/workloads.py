@@ -1,0 +1,207 @@
+"""The collectives of ``zcomm bench``: each on its tensors, as zcomm and as torch.distributed do it, and what is exact.
+
+Wires are in the order of a reduction's hops, (inside the node, between nodes); a gather's go the other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import zcomm
+from zcomm import Topology
+from zcomm.bench import torch_calls
+from zcomm.bench.bounds import rounding_of, step_bound
+from zcomm.bench.data import Tiles
+from zcomm.formats import Format, codec_for, get_format
+
+__all__ = ["BUSBW_FACTOR", "Part", "Wire", "Workload", "wire_of"]
+
+BUSBW_FACTOR: dict[str, Callable[[int], float]] = {
+    "all_gather": lambda ranks: (ranks - 1) / ranks,
+    "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
+    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "all_to_all": lambda ranks: (ranks - 1) / ranks,
+    "secondary_gather": lambda ranks: (ranks - 1) / ranks,
+}
+REDUCTIONS = ("reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Formats and hops of one case; one hop has the same format twice."""
+
+    inside: Format
+    between: Format
+    num_hops: int
+
+    def __str__(self) -> str:
+        """As the command line has it."""
+        return str(self.inside) if self.inside == self.between else f"{self.inside}+{self.between}"
+
+    def of_reduction(self) -> tuple[Format, ...]:
+        """In the order of the hops."""
+        return (self.inside, self.between)[: self.num_hops]
+
+    def of_gather(self) -> tuple[Format, ...]:
+        """In the order of the hops; one if the bytes of the first are forwarded."""
+        return (self.between,) if self.inside == self.between else (self.between, self.inside)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements of the output: where they are, and which elements of the ranks' tensors they come from."""
+
+    begin: int
+    numel: int
+    source: int
+    """The element that the first one comes from."""
+    ranks: range
+    """Whose tensors: one rank, or all that are summed."""
+
+
+class Workload:
+    """One collective on tensors of ``nbytes`` bytes together, rounded down to whole shards."""
+
+    def __init__(self, collective: str, nbytes: int, tiles: Tiles, topology: Topology, op: str) -> None:
+        self.collective, self.topology, self.op, self.tiles = collective, topology, op, tiles
+        self.dtype = tiles.tile.dtype
+        self.num_ranks = topology.ranks_per_node if collective == "secondary_gather" else topology.world_size
+        self.shard_numel = max(1, nbytes // self.dtype.itemsize // self.num_ranks)
+        self.numel = self.shard_numel * self.num_ranks
+        self.nbytes = self.numel * self.dtype.itemsize
+        self.divisor = topology.world_size if op == "avg" and collective in REDUCTIONS else 1
+        rank, is_gather = topology.rank, collective == "all_gather"
+        owner = 0 if collective == "secondary_gather" else rank
+        self.input = tiles.of_rank(owner, 0, self.shard_numel if is_gather else self.numel).clone()
+        self.output = torch.zeros(self.shard_numel if collective == "reduce_scatter" else self.numel, dtype=self.dtype)
+        if collective == "secondary_gather":
+            self._secondary = zcomm.SecondaryPartition(topology, self.numel, self.dtype)
+            self._secondary.fill(self.input)
+            start = topology.local_rank * self.shard_numel
+            self._shard = self.input[start : start + self.shard_numel]
+
+    def reset(self) -> None:
+        """Before a call: an all-reduce is in place."""
+        if self.collective == "all_reduce":
+            self.output.copy_(self.input)
+
+    def spoil(self) -> None:
+        """Before a checked call: nothing of an earlier result is left."""
+        if self.collective != "all_reduce":
+            self.output.fill_(float("nan"))
+        self.reset()
+
+    def torchs(self) -> None:
+        """torch.distributed's own call."""
+        if self.collective == "all_gather":
+            torch_calls.all_gather(self.output, self.input)
+        elif self.collective == "reduce_scatter":
+            torch_calls.reduce_scatter(self.output, self.input, self.divisor)
+        elif self.collective == "all_reduce":
+            torch_calls.all_reduce(self.output, self.divisor)
+        elif self.collective == "all_to_all":
+            torch_calls.all_to_all(self.output, self.input)
+        else:
+            torch_calls.all_gather(self.output, self._shard, self.topology.intra.group)
+
+    def ours(self, wire: Wire | str) -> None:
+        """zcomm's, over one hop or two; ``wire`` may be ``"auto"``."""
+        group = self.topology if isinstance(wire, str) or wire.num_hops == 2 else None
+        forward, backward = self._formats(wire)
+        if self.collective == "all_gather":
+            zcomm.all_gather_single(self.output, self.input, group, format=backward)
+        elif self.collective == "reduce_scatter":
+            zcomm.reduce_scatter_single(self.output, self.input, self.op, group=group, format=forward)
+        elif self.collective == "all_reduce":
+            zcomm.all_reduce(self.output, self.op, group, format=forward)
+        elif self.collective == "all_to_all":
+            zcomm.all_to_all_single(self.output, self.input, group, format=forward)
+        else:
+            self._secondary.gather(self.output)
+
+    @staticmethod
+    def _formats(wire: Wire | str) -> tuple[zcomm.route.WireFormat, zcomm.route.WireFormat]:
+        if isinstance(wire, str):
+            return wire, wire
+        if wire.num_hops == 1:
+            return wire.inside, wire.inside
+        return (wire.inside, wire.between), (wire.between, wire.inside)
+
+    def parts(self) -> Iterator[Part]:
+        """What this rank checks: all of the output, of an all-reduce's its own row (ranks compare the rest)."""
+        n, rank, everyone = self.shard_numel, self.topology.rank, range(self.topology.world_size)
+        if self.collective == "all_gather":
+            yield from (Part(r * n, n, 0, range(r, r + 1)) for r in everyone)
+        elif self.collective == "reduce_scatter":
+            yield Part(0, n, rank * n, everyone)
+        elif self.collective == "all_reduce":
+            yield Part(rank * n, n, rank * n, everyone)
+        elif self.collective == "all_to_all":
+            yield from (Part(r * n, n, rank * n, range(r, r + 1)) for r in everyone)
+        else:
+            yield Part(0, self.numel, 0, range(1))
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether all ranks end with the same."""
+        return self.collective in ("all_gather", "all_reduce", "secondary_gather")
+
+    def exact(self, part: Part, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of ``part``, float64."""
+        return self.tiles.sum_of(part.ranks, part.source + start, part.source + stop) / self.divisor
+
+    def bound(self, part: Part, start: int, stop: int, wire: Wire | None) -> Tensor:
+        """How far they may be off; None: of torch's own call, in whatever order it adds. ``start`` starts a block."""
+        span = (part.source + start, part.source + stop)
+        if self.collective in REDUCTIONS:
+            return self._reduction_bound(part, span, wire)
+        values = self.tiles.magnitudes(part.ranks, *span)
+        return torch.zeros_like(values) if wire is None else self._gather_bound(values, wire)
+
+    def _gather_bound(self, magnitudes: Tensor, wire: Wire) -> Tensor:
+        off = torch.zeros_like(magnitudes)
+        formats = wire.of_reduction() if self.collective == "all_to_all" else wire.of_gather()
+        for format in dict.fromkeys(formats[: wire.num_hops]):
+            if codec_for(format, self.dtype).dtype != self.dtype:
+                off = off + step_bound(magnitudes + off, format, self.dtype)
+        return off + (off > 0) * rounding_of(self.dtype) * (magnitudes + off)
+
+    def _reduction_bound(self, part: Part, span: tuple[int, int], wire: Wire | None) -> Tensor:
+        total, magnitudes = (f(part.ranks, *span) for f in (self.tiles.sum_of, self.tiles.magnitudes))
+        unit = rounding_of(self.dtype)
+        if wire is None:
+            return magnitudes * unit * (len(part.ranks) + 1) / self.divisor
+        off = magnitudes * rounding_of(torch.float32) * 2 * len(part.ranks)
+        for ranks in self._summed_together(wire.num_hops):
+            of_hop = torch.zeros_like(off)
+            if codec_for(wire.inside, self.dtype).dtype != self.dtype:
+                for rank in ranks:
+                    of_hop += step_bound(self.tiles.of_rank(rank, *span).double().abs(), wire.inside, self.dtype)
+            if wire.num_hops == 2:
+                partial = self.tiles.sum_of(ranks, *span).abs() + of_hop
+                of_hop = of_hop + step_bound(partial, wire.between, self.dtype)
+            off += of_hop
+        total, off = total.abs() / self.divisor, off / self.divisor
+        if self.collective == "all_reduce":
+            off = off + self._gather_bound(total + off, wire)
+        return off + unit * (total + off)
+
+    def _summed_together(self, num_hops: int) -> list[range]:
+        per_node, everyone = self.topology.ranks_per_node, self.topology.world_size
+        return (
+            [range(everyone)]
+            if num_hops == 1
+            else [range(first, first + per_node) for first in range(0, everyone, per_node)]
+        )
+
+
+def wire_of(text: str, num_hops: int) -> Wire | None:
+    """The wire that the command line calls ``text``; None if a pair is asked to travel one hop."""
+    first, plus, second = text.partition("+")
+    if plus and num_hops == 1:
+        return None
+    return Wire(get_format(first), get_format(second or first), num_hops)
