@@ -15,6 +15,8 @@ from zcomm.errors import (
     ZcommError,
 )
 from zcomm.formats import FORMATS, Format, get_format
+from zcomm.install import Installation, install_ddp
+from zcomm.recipes import RECIPES, Recipe
 from zcomm.reduce_scatter import reduce_scatter_single
 from zcomm.secondary import SecondaryPartition
 from zcomm.topology import Topology
@@ -23,12 +25,15 @@ from zcomm.work import Work
 
 __all__ = [
     "FORMATS",
+    "RECIPES",
     "BackendUnavailableError",
     "ConfigError",
     "Format",
     "FormatError",
+    "Installation",
     "LayoutError",
     "MessageError",
+    "Recipe",
     "SecondaryPartition",
     "StateError",
     "Topology",
@@ -41,6 +46,7 @@ __all__ = [
     "all_to_all_single",
     "control",
     "get_format",
+    "install_ddp",
     "reduce_scatter_single",
     "traffic",
     "volume",

@@ -13,7 +13,7 @@ from zcomm.reduce_scatter import reduce_steps
 from zcomm.route import Group, Route, WireFormat, check_flat, divisor_of, find_route
 from zcomm.work import Steps, Work, nothing, run
 
-__all__ = ["all_reduce"]
+__all__ = ["all_reduce", "all_reduce_steps"]
 
 
 def all_reduce(
@@ -52,12 +52,13 @@ def all_reduce(
     gathering = find_route("all_reduce", group, gather_format, first="inter")
     for _, hop_format in (*reducing.hops, *gathering.hops):
         codec_for(hop_format, tensor.dtype)
-    steps = _steps(tensor, reducing, gathering, divisor_of(op, reducing.world_size))
+    steps = all_reduce_steps(tensor, reducing, gathering, divisor_of(op, reducing.world_size))
     num_exchanges = len(reducing.hops) + len(gathering.hops)
     return run(steps, async_op=async_op, device=tensor.device, queue=reducing.queue, num_exchanges=num_exchanges)
 
 
-def _steps(tensor: Tensor, reducing: Route, gathering: Route, divisor: int) -> Steps:
+def all_reduce_steps(tensor: Tensor, reducing: Route, gathering: Route, divisor: int) -> Steps:
+    """The steps of :func:`all_reduce` on checked arguments."""
     if not tensor.numel():
         return nothing()
     return _exchanges(tensor, reducing, gathering, divisor)
