@@ -15,7 +15,7 @@ from zcomm.errors import (
     ZcommError,
 )
 from zcomm.formats import FORMATS, Format, get_format
-from zcomm.install import Installation, install_ddp
+from zcomm.install import Installation, install_ddp, install_fsdp2
 from zcomm.recipes import RECIPES, Recipe
 from zcomm.reduce_scatter import reduce_scatter_single
 from zcomm.secondary import SecondaryPartition
@@ -47,6 +47,7 @@ __all__ = [
     "control",
     "get_format",
     "install_ddp",
+    "install_fsdp2",
     "reduce_scatter_single",
     "traffic",
     "volume",

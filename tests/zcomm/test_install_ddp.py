@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zcomm
 from tests.ranks import run_ranks, topology
-from tests.zcomm import oracle
 from tests.zcomm.models import Given, batch, flat_grad, mean_grad, mlp
+from tests.zcomm.travelled import travelled
 from zcomm import ConfigError, LayoutError, Recipe, StateError, TopologyError
 
 TWO_HOPS = Recipe(gradients=("int8", "int4"), reduced="int8")
@@ -53,18 +53,10 @@ def _expected_mean(inputs: list[np.ndarray], per_node: int, wires: tuple[str, st
     for row in range(world_size):
         of_nodes = []
         for node in range(nodes):
-            terms = [_travelled(rows[node * per_node + local][row], wires[0]) for local in range(per_node)]
-            of_nodes.append(_travelled(sum(terms[1:], terms[0]), wires[1]))
-        result.append(_travelled(sum(of_nodes[1:], of_nodes[0]) / np.float32(world_size), wires[2]))
+            terms = [travelled(rows[node * per_node + local][row], wires[0]) for local in range(per_node)]
+            of_nodes.append(travelled(sum(terms[1:], terms[0]), wires[1]))
+        result.append(travelled(sum(of_nodes[1:], of_nodes[0]) / np.float32(world_size), wires[2]))
     return np.concatenate(result)[: len(inputs[0])]
-
-
-def _travelled(values: np.ndarray, name: str) -> np.ndarray:
-    if name == "none":
-        return values
-    if name == "bf16":
-        return torch.from_numpy(values).bfloat16().float().numpy()
-    return oracle.decode([values], name, {"int8": 256, "int4": 128}[name])[0]
 
 
 SIZES = {"small": 100, "body": 3001, "head": 2500, "norm": 64, "tail": 2999}

@@ -10,6 +10,7 @@ fsdp2.py      install_fsdp2
 from __future__ import annotations
 
 from zcomm.install.ddp import install_ddp
+from zcomm.install.fsdp2 import install_fsdp2
 from zcomm.install.report import Installation, Report
 
-__all__ = ["Installation", "Report", "install_ddp"]
+__all__ = ["Installation", "Report", "install_ddp", "install_fsdp2"]

@@ -222,8 +222,7 @@ class _Compressed:
         pieces, copy = self._pieces_of(bucket), bucket.buffer().clone()
         exact, compressed = plain_mean(bucket).wait(), self._start(copy, pieces).wait()
         for piece, tally in pieces:
-            sizes = [choice.numel for choice in piece.choices]
-            tally.measure(piece.take(exact.view(1, -1)), piece.take(compressed.view(1, -1)), sizes)
+            tally.measure(piece.take(exact.view(1, -1)), piece.take(compressed.view(1, -1)), piece.sizes)
         done = _future(copy.device)
         done.set_result(exact)
         return done

@@ -25,13 +25,15 @@ class Piece:
 
     choices: tuple[Choice, ...]
     """Whose columns, in order; all have the formats of the first."""
+    sizes: tuple[int, ...]
+    """Columns of each."""
     ranges: tuple[tuple[int, int], ...]
     """Columns [start, stop), neighbours merged."""
 
     @property
     def numel(self) -> int:
         """Columns."""
-        return sum(stop - start for start, stop in self.ranges)
+        return sum(self.sizes)
 
     @property
     def is_view(self) -> bool:
@@ -52,16 +54,21 @@ class Piece:
 
 def cut(choices: Sequence[Choice], sizes: Sequence[int], formats_of: Callable[[Choice], Hashable]) -> tuple[Piece, ...]:
     """The pieces of a buffer whose parameters have ``sizes`` columns each, in order; one for each of ``formats_of``."""
-    members: dict[Hashable, list[Choice]] = {}
+    members: dict[Hashable, list[tuple[Choice, int]]] = {}
     ranges: dict[Hashable, list[tuple[int, int]]] = {}
     start = 0
     for choice, size in zip(choices, sizes, strict=True):
         key, stop = formats_of(choice), start + size
-        members.setdefault(key, []).append(choice)
-        of_key = ranges.setdefault(key, [])
-        if of_key and of_key[-1][1] == start:
-            of_key[-1] = (of_key[-1][0], stop)
+        members.setdefault(key, []).append((choice, size))
+        known = ranges.setdefault(key, [])
+        if known and known[-1][1] == start:
+            known[-1] = (known[-1][0], stop)
         elif size:
-            of_key.append((start, stop))
+            known.append((start, stop))
         start = stop
-    return tuple(Piece(tuple(members[key]), tuple(ranges[key])) for key in members if ranges[key])
+    pieces = []
+    for key, of_key in members.items():
+        if ranges[key]:
+            chosen, columns = zip(*of_key, strict=True)
+            pieces.append(Piece(chosen, columns, tuple(ranges[key])))
+    return tuple(pieces)

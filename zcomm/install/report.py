@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,13 +36,12 @@ class Tally:
     squares: dict[str, list[float]] = field(default_factory=dict)
     """By parameter: the summed squares of errors, and of the exact values; only what was measured."""
 
-    def measure(self, exact: Tensor, compressed: Tensor, sizes: Iterable[int]) -> None:
+    def measure(self, exact: Tensor, compressed: Tensor, sizes: tuple[int, ...]) -> None:
         """Add the errors of this piece [num_rows, numel], whose choices have ``sizes`` columns each."""
         errors = (compressed.double() - exact.double()).square().sum(0)
         references = exact.double().square().sum(0)
-        sizes = list(sizes)
         for choice, error, reference in zip(
-            self.choices, torch.split(errors, sizes), torch.split(references, sizes), strict=True
+            self.choices, torch.split(errors, list(sizes)), torch.split(references, list(sizes)), strict=True
         ):
             squares = self.squares.setdefault(choice.name, [0.0, 0.0])
             squares[0] += float(error.sum())
