@@ -16,7 +16,9 @@ from zcomm.errors import (
     ZcommError,
 )
 from zcomm.formats import FORMATS, Format, get_format
+from zcomm.install import Installation, install_ddp, install_fsdp2
 from zcomm.philox import RandomKey
+from zcomm.recipes import RECIPES, Recipe
 from zcomm.reduce_scatter import reduce_scatter_single
 from zcomm.residual import Residual
 from zcomm.sampling import relative_error, relative_errors
@@ -27,13 +29,16 @@ from zcomm.work import Work
 
 __all__ = [
     "FORMATS",
+    "RECIPES",
     "BackendUnavailableError",
     "ConfigError",
     "Format",
     "FormatError",
+    "Installation",
     "LayoutError",
     "MessageError",
     "RandomKey",
+    "Recipe",
     "Residual",
     "SecondaryPartition",
     "Span",
@@ -49,6 +54,8 @@ __all__ = [
     "control",
     "functional",
     "get_format",
+    "install_ddp",
+    "install_fsdp2",
     "reduce_scatter_single",
     "relative_error",
     "relative_errors",

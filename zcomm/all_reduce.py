@@ -17,7 +17,7 @@ from zcomm.route import Group, WireFormat, check_flat, divisor_of, find_route
 from zcomm.topology import Numbering
 from zcomm.work import Steps, Work, nothing, run
 
-__all__ = ["all_reduce"]
+__all__ = ["all_reduce", "all_reduce_steps"]
 
 FIRST_GATHER_HOP = 2
 """Random numbers: hops of the reduce-scatter are 0 and 1, those of the gather 2 and 3."""
@@ -78,7 +78,7 @@ def all_reduce(
         "residual": residual is not None,
     }
     reducing.compare(numel=tensor.numel(), dtype=tensor.dtype, **facts)
-    steps = _steps(tensor, reducer, gatherer, numbering, divisor)
+    steps = all_reduce_steps(tensor, reducer, gatherer, numbering, divisor)
     num_exchanges = len(reducing.hops) + len(gathering.hops)
     work = run(steps, async_op=async_op, device=tensor.device, queue=reducing.queue, num_exchanges=num_exchanges)
     if residual is not None:
@@ -86,7 +86,8 @@ def all_reduce(
     return work
 
 
-def _steps(tensor: Tensor, reducer: Encoder, gatherer: Encoder, numbering: Numbering, divisor: int) -> Steps:
+def all_reduce_steps(tensor: Tensor, reducer: Encoder, gatherer: Encoder, numbering: Numbering, divisor: int) -> Steps:
+    """The steps of :func:`all_reduce` on checked arguments."""
     if not tensor.numel():
         return nothing()
     return _exchanges(tensor, reducer, gatherer, numbering, divisor)

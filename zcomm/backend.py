@@ -37,6 +37,7 @@ __all__ = [
     "max_",
     "new_group",
     "num_groups",
+    "sum_",
     "together",
 ]
 
@@ -215,6 +216,12 @@ def max_(tensor: Tensor, hop: Hop) -> None:
         work.wait()
     if tensor.numel():
         tensor.view(-1).copy_(of_ranks.amax(0))
+
+
+def sum_(tensor: Tensor, group: dist.ProcessGroup | None) -> torch.futures.Future[Tensor]:
+    """Start torch.distributed's own all-reduce of ``tensor``, in place. Not counted: it has no hops of ours."""
+    future: torch.futures.Future[list[Tensor]] = dist.all_reduce(tensor, group=group, async_op=True).get_future()
+    return cast("torch.futures.Future[Tensor]", future.then(lambda done: done.value()[0]))
 
 
 def device_of(backend: str, wanted: torch.device) -> torch.device:

@@ -167,6 +167,11 @@ class Topology:
         return self.rank if numbering == "rank" else self.local_rank * self.num_nodes + self.node_rank
 
     @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """The ranks of torch.distributed, in order."""
+        return tuple(_global_rank(self._parent, rank) for rank in range(self.world_size))
+
+    @property
     def has_two_hops(self) -> bool:
         """Whether there are several nodes of several ranks."""
         return self.num_nodes > 1 and self.ranks_per_node > 1

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from queue import SimpleQueue
 
 import torch
@@ -26,9 +26,11 @@ import torch
 from zcomm.backend import Pending
 from zcomm.errors import StateError
 
-__all__ = ["Steps", "Work", "WorkQueue", "nothing", "run"]
+__all__ = ["Steps", "Work", "WorkQueue", "nothing", "run", "run_then"]
 
 Steps = Generator[Pending | None, None, None]
+OnEnd = Callable[[BaseException | None], None]
+"""Called with what went wrong, or None, when a collective has ended."""
 
 
 class Work:
@@ -99,8 +101,9 @@ class Work:
 class _Queued(Work):
     """A collective that a thread drives."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Steps, on_end: OnEnd | None = None) -> None:
         super().__init__(steps)
+        self._on_end = on_end
         self.done = threading.Event()
         self.thread: threading.Thread | None = None
 
@@ -110,6 +113,8 @@ class _Queued(Work):
         except BaseException as error:  # handed to whoever waits
             self._fail(error)
         self.done.set()
+        if self._on_end is not None:
+            self._on_end(self._error)
 
     def wait(self) -> None:
         if threading.current_thread() is self.thread and not self.done.is_set():
@@ -143,14 +148,14 @@ class WorkQueue:
         if self._is_closed:
             raise StateError("the Topology is closed: make another, or use it before close()")
 
-    def submit(self, steps: Steps) -> Work:
-        """Run ``steps`` after everything submitted before."""
+    def submit(self, steps: Steps, on_end: OnEnd | None = None) -> Work:
+        """Run ``steps`` after everything submitted before; ``on_end`` is then called, in the thread."""
         self.check_open()
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._queue,), name="zcomm", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)
-        work = self._last = _Queued(steps)
+        work = self._last = _Queued(steps, on_end)
         work.thread = self._thread
         self._queue.put(work)
         return work
@@ -197,3 +202,20 @@ def run(
         return work
     work.wait()
     return None
+
+
+def run_then(steps: Steps, on_end: OnEnd, *, device: torch.device, queue: WorkQueue) -> None:
+    """Drive ``steps`` and call ``on_end``: from the thread of ``queue``, or at once where waiting only orders streams.
+
+    On CUDA everything happens on the current stream; ``on_end`` can record it.
+    """
+    if device.type == "cpu":
+        queue.submit(steps, on_end)
+        return
+    queue.check_open()
+    error: BaseException | None = None
+    try:
+        Work(steps).finish()
+    except BaseException as raised:  # handed to whoever waits
+        error = raised
+    on_end(error)

@@ -1,0 +1,93 @@
+"""Which formats each parameter travels in: the recipe's, unless an override names its module or it is small.
+
+override    {"lm_head": "bf16", "transformer.h.0": "none"}: by the longest dotted prefix of the parameter's name
+small       fewer than ``recipe.min_numel`` elements: as it is
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from zcomm.errors import ConfigError
+from zcomm.formats import FORMATS, Format
+from zcomm.recipes import Recipe, Wires, wire_format
+
+__all__ = ["Choice", "Named", "Override", "choose", "clean_name"]
+
+Override = str | Format | Recipe
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""What torch.compile and checkpoint wrappers add to names."""
+AS_IS = Wires(FORMATS["none"], (FORMATS["none"], FORMATS["none"]), FORMATS["none"])
+
+
+class Named(NamedTuple):
+    """A parameter by its names (several if it is tied) and size."""
+
+    names: tuple[str, ...]
+    numel: int
+
+
+class Choice(NamedTuple):
+    """What a parameter was given, and why that is not the recipe's."""
+
+    name: str
+    numel: int
+    wires: Wires
+    reason: str
+
+    @property
+    def module(self) -> str:
+        """The name of the module that holds it."""
+        return self.name.rpartition(".")[0]
+
+
+def clean_name(name: str) -> str:
+    """``name`` without what wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def choose(named: Iterable[Named], recipe: Recipe, overrides: Mapping[str, Override]) -> list[Choice]:
+    """The formats of every parameter, in order.
+
+    Raises:
+        ConfigError: An override's name matches no parameter; the nearest name is given.
+        FormatError: A format does not exist.
+    """
+    named = list(named)
+    wires, by_name = recipe.wires(), {name: _wires_of(override) for name, override in overrides.items()}
+    _check_matches(by_name, [name for parameter in named for name in parameter.names])
+    return [_choose(parameter, recipe, wires, by_name) for parameter in named]
+
+
+def _wires_of(override: Override) -> Wires:
+    if isinstance(override, Recipe):
+        return override.wires()
+    wire = wire_format(override)
+    return Wires(wire, (wire, wire), wire)
+
+
+def _choose(parameter: Named, recipe: Recipe, wires: Wires, overrides: Mapping[str, Wires]) -> Choice:
+    matches = [prefix for name in parameter.names for prefix in _prefixes(name) if prefix in overrides]
+    name = parameter.names[0]
+    if matches:
+        longest = max(matches, key=len)
+        return Choice(name, parameter.numel, overrides[longest], f"override {longest!r}")
+    if parameter.numel < recipe.min_numel:
+        return Choice(name, parameter.numel, AS_IS, f"fewer than {recipe.min_numel} elements")
+    return Choice(name, parameter.numel, wires, "")
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+
+
+def _check_matches(overrides: Iterable[str], names: list[str]) -> None:
+    known = {prefix for name in names for prefix in _prefixes(name)}
+    for override in overrides:
+        if override not in known:
+            close = difflib.get_close_matches(override, known, n=1, cutoff=0)
+            nearest = f"; the nearest name is {close[0]!r}" if close else ""
+            raise ConfigError(f"overrides must name modules or parameters of the model: {override!r}{nearest}")

@@ -1,0 +1,277 @@
+"""``zcomm.install_ddp``: DDP's gradients by a two-hop reduce-scatter and an all-gather of the reduced shards.
+
+    bucket ready --> pieces of one format --> reduce-scatter, mean in float32 --> all-gather --> bucket
+                     (small parameters and overrides apart)
+
+On a CPU the thread of the Topology drives all of it while backward goes on; on CUDA a stream of its own. Every rank
+decodes its own shard from its own message, so all ranks hold the same bits.
+
+DDP takes one hook, once and for ever. What is installed is therefore the hook's state: without an installation it does
+what DDP itself does, the all-reduce of the bucket divided by the world size.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zcomm import backend, volume
+from zcomm.all_reduce import all_reduce_steps
+from zcomm.encoder import Encoder
+from zcomm.errors import ConfigError, LayoutError, StateError, TopologyError
+from zcomm.formats import codec_for
+from zcomm.install.choices import Choice, Named, Override, choose, clean_name
+from zcomm.install.ddp_hook import GradBucket, exchange_gradients
+from zcomm.install.pieces import Piece, cut
+from zcomm.install.report import Account, Installation, Tally
+from zcomm.recipes import DEFAULT_RECIPE, Recipe, Wires, get_recipe
+from zcomm.route import find_route
+from zcomm.topology import Topology
+from zcomm.work import Steps, run_then
+
+__all__ = ["install_ddp"]
+
+OPERATION = "all_reduce"
+
+
+def install_ddp(
+    model: nn.Module,
+    recipe: str | Recipe = DEFAULT_RECIPE,
+    *,
+    overrides: Mapping[str, Override] | None = None,
+    topology: Topology | None = None,
+    shadow: bool = False,
+) -> Installation:
+    """Let a DistributedDataParallel model exchange its gradients in ``recipe``'s formats, over two hops.
+
+    Buckets, ``no_sync()``, ``join()``, ``gradient_as_bucket_view``, ``static_graph`` and ``find_unused_parameters``
+    work as before. Every rank holds the same gradients, bit for bit, and gets the same on every run.
+
+    Args:
+        model: wrapped in DistributedDataParallel; gradients float32, bfloat16, float16 or float64.
+        recipe: a name in :data:`zcomm.RECIPES`, or a :class:`zcomm.Recipe`: ``gradients`` is the format of the
+            reduce-scatter (inside the node, between nodes), ``reduced`` that of the gather. The same on every rank.
+        overrides: other formats (or recipes) for modules by name, such as ``{"lm_head": "bf16"}``; the longest prefix
+            of a parameter's name wins, ``"none"`` leaves it as it is.
+        topology: nodes and ranks of DDP's process group; default: as torchrun started them.
+        shadow: train as if nothing were installed, bit for bit, but carry out the compressed exchange beside it and
+            report its bytes and its error. Costs time.
+
+    Returns:
+        An Installation, with ``report()`` and ``uninstall()``.
+
+    Raises:
+        ConfigError, FormatError: A recipe, format or module name does not exist; the nearest is given.
+        LayoutError: A parameter cannot be served; its name is given.
+        StateError: The model already has a communication hook.
+        TopologyError: ``topology`` is not over DDP's ranks.
+
+    Collective if ``topology`` is not given. Cost of a step for each rank: that of :func:`zcomm.all_reduce` for each
+    bucket; one more if small or overridden parameters are in it, and then one copy each way.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise ConfigError(f"model must be a DistributedDataParallel: got {type(model).__name__}; wrap it first")
+    recipe = get_recipe(recipe)
+    if recipe.residual:
+        raise ConfigError(f"recipe {recipe.name!r} needs a residual, which install_ddp cannot keep yet")
+    choices = _choices(model, recipe, overrides or {})
+    state = _state_of(model)
+    group, owned = model.process_group, topology is None
+    if topology is None:
+        topology = Topology.from_env(None if dist.get_world_size(group) == dist.get_world_size() else group)
+    elif topology.world_size != dist.get_world_size(group) or topology.rank != dist.get_rank(group):
+        raise TopologyError(
+            f"the topology must be over the ranks of DDP's process group: {topology}, "
+            f"group of {dist.get_world_size(group)}, rank {dist.get_rank(group)}"
+        )
+    account = Account()
+    compressed = _Compressed(topology, choices, account, is_shadow=shadow)
+    state.compressed = compressed
+    title = f"install_ddp, recipe {recipe.name}, {topology.num_nodes} nodes x {topology.ranks_per_node} ranks"
+    remove = partial(_uninstall, state, topology if owned else None)
+    return Installation(title + (", shadow: nothing is changed" if shadow else ""), account, remove)
+
+
+def _uninstall(state: _State, topology: Topology | None) -> None:
+    state.compressed = None
+    if topology is not None:
+        topology.close()
+
+
+def _choices(ddp: DistributedDataParallel, recipe: Recipe, overrides: Mapping[str, Override]) -> dict[int, Choice]:
+    """Each parameter's formats, by its id; LayoutError for what cannot be served."""
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in ddp.module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(clean_name(name))
+        parameters[id(parameter)] = parameter
+    for module_name, module in ddp.module.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise LayoutError(f"module {clean_name(module_name)!r} has sparse gradients: use sparse=False")
+    chosen = choose((Named(tuple(names[key]), p.numel()) for key, p in parameters.items()), recipe, overrides)
+    for parameter, choice in zip(parameters.values(), chosen, strict=True):
+        if not parameter.is_floating_point():
+            raise LayoutError(f"parameter {choice.name!r} must be real floating point: dtype={parameter.dtype}")
+        for wire in (*choice.wires.gradients, choice.wires.reduced):
+            codec_for(wire, parameter.dtype)
+    return dict(zip(parameters, chosen, strict=True))
+
+
+def _state_of(ddp: DistributedDataParallel) -> _State:
+    """The state of our hook, which is registered if it was not."""
+    for hook, state in ddp._comm_hooks:
+        if not isinstance(state, _State):
+            raise StateError(
+                f"the model already has a communication hook, {hook.__qualname__}: install_ddp must come instead of it"
+            )
+        if state.compressed is not None:
+            raise StateError("the model already has an installation: uninstall() that first")
+        return state
+    if ddp.mixed_precision is not None:
+        raise StateError("DDP's mixed_precision has a communication hook of its own: use torch.autocast instead")
+    state = _State(ddp)
+    ddp.register_comm_hook(state, exchange_gradients)
+    return state
+
+
+class _State:
+    """What DDP keeps of us, for as long as the model lives."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)  # the reducer holds this in C++, where a cycle would never be collected
+        self.compressed: _Compressed | None = None
+
+    def start(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Begin to average ``bucket``."""
+        ddp: Any = self._ddp()
+        if ddp._join_config.enable and not getattr(ddp, "_divide_by_initial_world_size", True):
+            raise StateError(
+                "join() with divide_by_initial_world_size=False cannot be served: a communication hook is not told "
+                "how many ranks are left; use the default, which divides by all ranks"
+            )
+        if self.compressed is None:
+            return _plain_mean(ddp, bucket)
+        if self.compressed.is_shadow:
+            return self.compressed.shadow(bucket, partial(_plain_mean, ddp))
+        return self.compressed.start(bucket)
+
+
+def _plain_mean(ddp: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """What DDP does without a hook: multiply by 1 / world_size while copying into the bucket, then all-reduce.
+
+    A gradient that already lies in the bucket (``gradient_as_bucket_view``, kept over steps) DDP divides instead: the
+    same bits if the world size is a power of 2.
+    """
+    group = ddp.process_group
+    return backend.sum_(bucket.buffer().mul_(1.0 / dist.get_world_size(group)), group)
+
+
+class _Compressed:
+    """One installation: pieces of each bucket, and their exchange."""
+
+    def __init__(self, topology: Topology, choices: dict[int, Choice], account: Account, *, is_shadow: bool) -> None:
+        self._topology, self._choices, self._account, self.is_shadow = topology, choices, account, is_shadow
+        self._pieces: dict[tuple[int, ...], list[tuple[Piece, Tally]]] = {}
+        """By the parameters of a bucket: DDP rebuilds buckets after the first step."""
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def start(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Begin to average ``bucket`` in place."""
+        buffer = bucket.buffer()
+        if buffer.device.type != "cuda":
+            return self._start(buffer, self._pieces_of(bucket))
+        if buffer.device not in self._streams:
+            self._streams[buffer.device] = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
+        stream = self._streams[buffer.device]
+        stream.wait_stream(torch.cuda.current_stream(buffer.device))
+        buffer.record_stream(stream)
+        with torch.cuda.stream(stream):
+            return self._start(buffer, self._pieces_of(bucket))
+
+    def _start(self, buffer: Tensor, pieces: list[tuple[Piece, Tally]]) -> torch.futures.Future[Tensor]:
+        ended = _future(buffer.device)
+
+        def end(error: BaseException | None) -> None:
+            ended.set_result(buffer if error is None else error)
+
+        run_then(self._steps(buffer, pieces), end, device=buffer.device, queue=self._topology.queue)
+        return ended.then(_value_or_raise)
+
+    def _steps(self, buffer: Tensor, pieces: list[tuple[Piece, Tally]]) -> Steps:
+        rows = buffer.view(1, -1)
+        for piece, tally in pieces:
+            values, wires = piece.take(rows), piece.choices[0].wires
+            # Here a residual, kept by the names in piece.choices, joins the second hop of the reduce-scatter.
+            reducing = find_route(OPERATION, self._topology, wires.gradients, first="intra")
+            gathering = find_route(OPERATION, self._topology, wires.reduced, first="inter")
+            shard_numel = -(-values.numel() // self._topology.world_size)
+            reducer, gatherer = Encoder(reducing, shard_numel), Encoder(gathering, shard_numel)
+            yield from all_reduce_steps(values.view(-1), reducer, gatherer, "local", self._topology.world_size)
+            if not piece.is_view:
+                piece.put(values, rows)
+            tally.calls += 1
+
+    def shadow(
+        self, bucket: GradBucket, plain_mean: Callable[[GradBucket], torch.futures.Future[Tensor]]
+    ) -> torch.futures.Future[Tensor]:
+        """The plain mean; and beside it the compressed one, compared with it."""
+        pieces, copy = self._pieces_of(bucket), bucket.buffer().clone()
+        exact, compressed = plain_mean(bucket).wait(), self._start(copy, pieces).wait()
+        for piece, tally in pieces:
+            tally.measure(piece.take(exact.view(1, -1)), piece.take(compressed.view(1, -1)), piece.sizes)
+        done = _future(copy.device)
+        done.set_result(exact)
+        return done
+
+    def _pieces_of(self, bucket: GradBucket) -> list[tuple[Piece, Tally]]:
+        parameters = bucket.parameters()
+        key = tuple(map(id, parameters))
+        if key not in self._pieces:
+            choices = [self._choices[i] for i in key]
+            pieces = cut(choices, [p.numel() for p in parameters], _gradient_formats)
+            dtype = bucket.buffer().dtype
+            self._pieces[key] = [(piece, self._tally(piece, dtype)) for piece in pieces]
+        return self._pieces[key]
+
+    def _tally(self, piece: Piece, dtype: torch.dtype) -> Tally:
+        wires = piece.choices[0].wires
+        plain = volume.all_reduce_sent(piece.numel, dtype, *self._shape, ("none", "none"))
+        shard_numel = -(-piece.numel // self._topology.world_size)
+        reduced = volume.reduce_scatter_sent(shard_numel, dtype, *self._shape, wires.gradients)
+        gathered = volume.all_gather_sent(shard_numel, dtype, *self._shape, (wires.reduced, wires.reduced))
+        sent = volume.Sent(reduced.intra + gathered.intra, reduced.inter + gathered.inter)
+        return self._account.open(piece.choices, _described(wires), sent, plain)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self._topology.num_nodes, self._topology.ranks_per_node
+
+
+def _gradient_formats(choice: Choice) -> object:
+    # The reason is no format: what is left alone is told apart in the report by its rows, not by its messages.
+    return choice.wires.gradients, choice.wires.reduced
+
+
+def _described(wires: Wires) -> str:
+    formats = (*wires.gradients, wires.reduced)
+    return "as is" if {wire.name for wire in formats} == {"none"} else "{},{} back {}".format(*formats)
+
+
+def _future(device: torch.device) -> torch.futures.Future[Any]:
+    """One that, on CUDA, remembers the stream on which it was completed."""
+    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+
+
+def _value_or_raise(ended: torch.futures.Future[Any]) -> Tensor:
+    result = ended.value()
+    if isinstance(result, BaseException):
+        raise result
+    assert isinstance(result, Tensor), f"an exchange ended with {result!r}"
+    return result

@@ -1,0 +1,187 @@
+"""``zcomm.install_fsdp2``: FSDP2's all-gathers and reduce-scatters in quantized formats over two hops.
+
+    forward, backward    shards --quantize--> gather between nodes, inside the node --decode--> parameters
+    backward             gradients --> reduce-scatter inside the node, between nodes, summed in float32 --> shards
+
+Each FSDPModule gets objects of its own for both (:mod:`zcomm.install.fsdp2_comms`). FSDP2 is told to sum: it would
+otherwise fold a divide factor into an operation that no one else can read. The order of streams is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from zcomm.errors import ConfigError, LayoutError, StateError, TopologyError
+from zcomm.formats import codec_for
+from zcomm.install.choices import Choice, Override, choose
+from zcomm.install.fsdp2_comms import Gather, Plans, Reduce, ReplicaMean, ShadowGather, ShadowReduce
+from zcomm.install.fsdp2_units import Unit, units_of
+from zcomm.install.report import Account, Installation
+from zcomm.recipes import DEFAULT_RECIPE, Recipe, get_recipe
+from zcomm.topology import Topology
+
+__all__ = ["install_fsdp2"]
+
+
+def install_fsdp2(
+    model: nn.Module,
+    recipe: str | Recipe = DEFAULT_RECIPE,
+    *,
+    overrides: Mapping[str, Override] | None = None,
+    topology: Topology | None = None,
+    replicate_group: dist.ProcessGroup | None = None,
+    shadow: bool = False,
+) -> Installation:
+    """Let a model under ``fully_shard`` communicate in ``recipe``'s formats, over two hops.
+
+    Mixed precision, ``reshard_after_forward``, CPU offload, tied and frozen parameters and gradient accumulation work
+    as before; sums are in float32 whatever the reduce dtype. With ``reshard_after_forward=<int>`` backward gathers the
+    very values of forward, as they are, over the smaller group.
+
+    Args:
+        model: with ``fully_shard`` applied to it or to modules in it, over a 1-D mesh.
+        recipe: a name in :data:`zcomm.RECIPES`, or a :class:`zcomm.Recipe`: ``weights`` is the format of the gathers,
+            ``gradients`` that of the reduce-scatters (inside the node, between nodes). The same on every rank.
+        overrides: other formats (or recipes) for modules by name, such as ``{"lm_head": "bf16"}``; the longest prefix
+            of a parameter's name wins, ``"none"`` leaves it as it is.
+        topology: nodes and ranks, if parameters are sharded over all of them; default: as torchrun started them.
+            Parameters sharded over part of the ranks are exchanged over one hop.
+        replicate_group: this rank's peers in the other replicas, if parameters are sharded inside a node only: the
+            mean over replicas is taken in ``gradients[1]`` and ``reduced``. ``set_requires_all_reduce(False)`` defers
+            it, as in HSDP.
+        shadow: train as if nothing were installed, bit for bit, but carry out the compressed exchanges beside it and
+            report their bytes and errors. Costs time.
+
+    Returns:
+        An Installation, with ``report()`` and ``uninstall()``; the latter ends the mean over replicas, too.
+
+    Raises:
+        ConfigError, FormatError: A recipe, format or module name does not exist (the nearest is given); there is
+            nothing to install on.
+        LayoutError: A module cannot be served; its name is given, and what to do.
+        StateError: A module has a communication of its own already.
+        TopologyError: ``topology`` or ``replicate_group`` does not fit the ranks.
+
+    Collective if ``topology`` is not given. Cost: one collective for each kind of format in a module instead of one;
+    where small or overridden parameters lie between others, one copy each way.
+    """
+    recipe = get_recipe(recipe)
+    if recipe.residual:
+        raise ConfigError(f"recipe {recipe.name!r} needs a residual, which install_fsdp2 cannot keep yet")
+    units = units_of(model)
+    choices = choose((named for unit in units for named in unit.parameters), recipe, overrides or {})
+    of_units = _by_unit(units, choices)
+    for unit, chosen in zip(units, of_units, strict=True):
+        _check_dtypes(unit, chosen)
+    _check_replicas(units, replicate_group, topology, shadow=shadow)
+    owned = None
+    if topology is None and replicate_group is None and any(_is_everyone(unit) for unit in units):
+        owned = topology = Topology.from_env()
+    if topology is not None and not any(topology.global_ranks == unit.ranks for unit in units):
+        raise TopologyError(
+            f"the topology must be over the ranks that share parameters: {topology}, but {units[0].label} is sharded "
+            f"over ranks {units[0].ranks}"
+        )
+    account, undo = Account(), []
+    for unit, chosen in zip(units, of_units, strict=True):
+        is_over_all = topology is not None and topology.global_ranks == unit.ranks
+        plans = Plans(unit, chosen, topology if is_over_all else None, account)
+        undo.append(_Before(unit, replaces_hook=replicate_group is not None))
+        if shadow:
+            _install_shadow(unit, plans)
+        else:
+            _install(unit, plans, replicate_group)
+
+    def remove() -> None:
+        for before in undo:
+            before.restore()
+        if owned is not None:
+            owned.close()
+
+    ways = f"{topology.num_nodes} nodes x {topology.ranks_per_node} ranks" if topology else "one hop"
+    title = f"install_fsdp2, recipe {recipe.name}, {ways}"
+    return Installation(title + (", shadow: nothing is changed" if shadow else ""), account, remove)
+
+
+class _Before:
+    """What a unit had before, to be given back."""
+
+    def __init__(self, unit: Unit, *, replaces_hook: bool) -> None:
+        self._unit, self._replaces_hook = unit, replaces_hook
+        group = unit.group
+        self._gather, self._reduce = group._all_gather_comm, group._reduce_scatter_comm
+        self._hook, self._force_sum = group._all_reduce_hook, group.force_sum_reduction_for_comms
+
+    def restore(self) -> None:
+        """Give it back; parameters that are whole now were decoded, and are gathered anew."""
+        module: Any = self._unit.module
+        module.reshard()
+        module.set_custom_all_gather(self._gather)
+        module.set_custom_reduce_scatter(self._reduce)
+        module.set_force_sum_reduction_for_comms(self._force_sum)
+        if self._replaces_hook:
+            module.set_all_reduce_hook(self._hook)
+
+
+def _install(unit: Unit, plans: Plans, replicate_group: dist.ProcessGroup | None) -> None:
+    unit.module.reshard()
+    unit.module.set_custom_all_gather(Gather(plans))
+    unit.module.set_custom_reduce_scatter(Reduce(plans))
+    unit.module.set_force_sum_reduction_for_comms(True)
+    if replicate_group is not None:
+        unit.module.set_all_reduce_hook(ReplicaMean(plans, replicate_group))
+
+
+def _install_shadow(unit: Unit, plans: Plans) -> None:
+    group = unit.group
+    unit.module.set_custom_all_gather(ShadowGather(group._all_gather_comm, Gather(plans)))
+    unit.module.set_custom_reduce_scatter(ShadowReduce(group._reduce_scatter_comm, Reduce(plans), unit))
+
+
+def _by_unit(units: Sequence[Unit], choices: Sequence[Choice]) -> list[Sequence[Choice]]:
+    parts, start = [], 0
+    for unit in units:
+        parts.append(choices[start : start + len(unit.parameters)])
+        start += len(unit.parameters)
+    return parts
+
+
+def _is_everyone(unit: Unit) -> bool:
+    return unit.ranks == tuple(range(dist.get_world_size()))
+
+
+def _check_dtypes(unit: Unit, choices: Sequence[Choice]) -> None:
+    """Refuse what only turns out with the formats known."""
+    if len(unit.gather_dtypes) > 1:
+        dtypes = ", ".join(sorted(str(dtype) for dtype in unit.gather_dtypes))
+        raise LayoutError(
+            f"{unit.label} gathers parameters of several dtypes as bytes ({dtypes}): give it one with "
+            "MixedPrecisionPolicy(param_dtype=...), or call fully_shard on the modules that differ"
+        )
+    for choice in choices:
+        for dtype in unit.gather_dtypes:
+            codec_for(choice.wires.weights, dtype)
+
+
+def _check_replicas(
+    units: Sequence[Unit], group: dist.ProcessGroup | None, topology: Topology | None, *, shadow: bool
+) -> None:
+    if group is None:
+        return
+    if topology is not None:
+        raise ConfigError("replicate_group= and topology= cannot go together: replicas are the nodes")
+    if shadow:
+        raise ConfigError("replicate_group= has no plain counterpart that shadow=True could leave unchanged")
+    peers = set(dist.get_process_group_ranks(group))
+    for unit in units:
+        if len(peers & set(unit.ranks)) != 1:
+            raise TopologyError(
+                f"replicate_group must share one rank, this one, with the ranks of {unit.label}: {sorted(peers)}, "
+                f"{unit.ranks}"
+            )
+        if unit.group._all_reduce_hook is not None:
+            raise StateError(f"{unit.label} has an all-reduce hook already, which replicate_group= would replace")

@@ -1,0 +1,291 @@
+"""The objects that FSDP2 calls instead of torch.distributed: duck-typed, with torch's names for arguments.
+
+    Gather         all-gather in place: the input is this rank's row of the output
+    Reduce         reduce-scatter; FSDP2 looks at the output, not at what is returned
+    ReplicaMean    the mean over replicas, after the reduce-scatter, at the boundary of accumulation
+    Shadow...      torch's own, with one of ours beside it to measure
+
+FSDP2 may call one object with several groups (``reshard_after_forward=<int>`` gathers a second time over a smaller
+one), so what is known is kept by group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zcomm import volume
+from zcomm.all_gather import all_gather_single
+from zcomm.all_reduce import all_reduce
+from zcomm.formats import Format
+from zcomm.install.choices import AS_IS, Choice
+from zcomm.install.fsdp2_units import Unit
+from zcomm.install.pieces import Piece, cut
+from zcomm.install.report import Account, Tally
+from zcomm.reduce_scatter import reduce_scatter_single
+from zcomm.topology import Topology, hop_of_group
+
+__all__ = ["Gather", "Plans", "Reduce", "ReplicaMean", "ShadowGather", "ShadowReduce"]
+
+Planned = list[tuple[Piece, Tally]]
+Path = Topology | dist.ProcessGroup
+
+
+class Plans:
+    """What the objects of one unit share: its parameters' formats, the way over the ranks, the account."""
+
+    def __init__(self, unit: Unit, choices: Sequence[Choice], topology: Topology | None, account: Account) -> None:
+        self.unit, self.choices, self.account = unit, tuple(choices), account
+        self._topology = topology
+        self._trainable = [i for i, trainable in enumerate(unit.is_trainable) if trainable]
+
+    def path(self, group: dist.ProcessGroup) -> Path:
+        """The Topology, which is over all ranks of this unit, if ``group`` is, too; else ``group``."""
+        return self._topology if self._topology is not None and self.is_whole(group) else group
+
+    def is_whole(self, group: dist.ProcessGroup) -> bool:
+        """Whether ``group`` is the ranks that share the parameters."""
+        return tuple(dist.get_process_group_ranks(group)) == self.unit.ranks
+
+    def gathered(self, group: dist.ProcessGroup, dtype: torch.dtype) -> Planned:
+        """The pieces of a gather over ``group``."""
+        choices = self.choices
+        if not self.is_whole(group):
+            # Values that were decoded once already: a second rounding would make backward's weights others.
+            why = f"gathered again over {group.size()} ranks"
+            choices = tuple(choice._replace(wires=AS_IS, reason=why) for choice in choices)
+        pieces = cut(choices, self._columns(range(len(choices)), group), lambda choice: choice.wires.weights)
+        path = self.path(group)
+        return [(piece, self._tally("weights", piece, piece.choices[0].wires.weights, path, dtype)) for piece in pieces]
+
+    def reduced(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> Planned:
+        """The pieces of a reduce-scatter over ``group`` to ``numel`` columns."""
+        path = self.path(group)
+        pieces = self.gradient_pieces(group, numel, lambda choice: choice.wires.gradients)
+        return [
+            (piece, self._tally("gradients", piece, self.of_hops(piece.choices[0].wires.gradients, path), path, dtype))
+            for piece in pieces
+        ]
+
+    def gradient_pieces(
+        self, group: dist.ProcessGroup, numel: int, formats_of: Callable[[Choice], object]
+    ) -> tuple[Piece, ...]:
+        """The pieces of gradients of ``numel`` columns: FSDP2 does not say whose, if some have none in a step."""
+        columns = self._columns(self._trainable, group)
+        if numel == sum(columns):
+            return cut([self.choices[i] for i in self._trainable], columns, formats_of)
+        formats = {formats_of(choice) for choice in self.choices}
+        if len(formats) == 1:
+            return (self._part(self.choices[0]._replace(name=self._label, numel=numel)),)
+        self.account.note(f"{self.unit.label}: some parameters had no gradient; the others' travelled as they are")
+        return (self._part(Choice(self._label, numel, AS_IS, "unknown part of the module")),)
+
+    @staticmethod
+    def _part(choice: Choice) -> Piece:
+        return Piece((choice,), (choice.numel,), ((0, choice.numel),))
+
+    @property
+    def _label(self) -> str:
+        return f"{self.unit.name or '(root)'}.part"
+
+    def of_hops(self, gradients: tuple[Format, Format], path: Path) -> Any:
+        """The pair on a Topology; over a group, what the widest of its links takes."""
+        if isinstance(path, Topology):
+            return gradients
+        return gradients[1] if hop_of_group(path).num_inter_peers else gradients[0]
+
+    def _columns(self, indices: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+        return [self.unit.padded_numels[i] // group.size() for i in indices]
+
+    def _tally(self, kind: str, piece: Piece, wire: Any, path: Path, dtype: torch.dtype) -> Tally:
+        def bytes_of(wire: Any) -> volume.Sent:
+            if not isinstance(path, Topology):
+                hop = hop_of_group(path)
+                return volume.one_hop_sent(piece.numel, dtype, hop.num_intra_peers, hop.num_inter_peers, wire)
+            shape, pair = (path.num_nodes, path.ranks_per_node), wire if isinstance(wire, tuple) else (wire, wire)
+            if kind == "weights":
+                return volume.all_gather_sent(piece.numel, dtype, *shape, pair)
+            return volume.reduce_scatter_sent(piece.numel, dtype, *shape, pair)
+
+        return self.account.open(piece.choices, f"{kind} {described(wire)}", bytes_of(wire), bytes_of("none"))
+
+
+def described(wire: Format | tuple[Format, ...]) -> str:
+    """``as is``, or the formats."""
+    formats = wire if isinstance(wire, tuple) else (wire,)
+    return "as is" if {f.name for f in formats} == {"none"} else ",".join(map(str, formats))
+
+
+class _Allocates:
+    """``allocate`` as torch's own objects have it."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Room for a buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(_Allocates):
+    """All-gather of one unit's parameters."""
+
+    def __init__(self, plans: Plans) -> None:
+        self._plans = plans
+        self._planned: dict[tuple[dist.ProcessGroup, torch.dtype], Planned] = {}
+
+    def planned(self, group: dist.ProcessGroup, dtype: torch.dtype) -> Planned:
+        """The pieces over ``group``."""
+        key = (group, dtype)
+        if key not in self._planned:
+            self._planned[key] = self._plans.gathered(group, dtype)
+        return self._planned[key]
+
+    def __call__(self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object) -> None:
+        """Gather ``input_tensor`` into ``output_tensor``; on CUDA in the order of the current stream."""
+        path, rows = self._plans.path(group), output_tensor.view(group.size(), -1)
+        for piece, tally in self.planned(group, output_tensor.dtype):
+            wire, shard = piece.choices[0].wires.weights, piece.take(input_tensor.view(1, -1))[0]
+            if piece.is_view:
+                start, stop = piece.ranges[0]
+                all_gather_single(rows[:, start:stop], shard, path, format=wire)
+            else:
+                values = rows.new_empty(rows.shape[0], piece.numel)
+                all_gather_single(values, shard, path, format=wire)
+                piece.put(values, rows)
+            tally.calls += 1
+
+
+class Reduce(_Allocates):
+    """Reduce-scatter of one unit's gradients, summed in float32 whatever their dtype."""
+
+    def __init__(self, plans: Plans) -> None:
+        self._plans = plans
+        self._planned: dict[tuple[dist.ProcessGroup, int, torch.dtype], Planned] = {}
+
+    def planned(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> Planned:
+        """The pieces over ``group`` of ``numel`` columns."""
+        key = (group, numel, dtype)
+        if key not in self._planned:
+            self._planned[key] = self._plans.reduced(group, numel, dtype)
+        return self._planned[key]
+
+    def __call__(
+        self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, **_: object
+    ) -> None:
+        """Sum (or average) ``input_tensor`` over the ranks into ``output_tensor``."""
+        path, rows = self._plans.path(group), input_tensor.view(group.size(), -1)
+        for piece, tally in self.planned(group, output_tensor.numel(), output_tensor.dtype):
+            wire = self._plans.of_hops(piece.choices[0].wires.gradients, path)
+            start, stop = piece.ranges[0]
+            shard = output_tensor[start:stop] if piece.is_view else output_tensor.new_empty(piece.numel)
+            # Here a residual, kept by the names in piece.choices, joins the second hop.
+            reduce_scatter_single(shard, piece.take(rows), op, group=path, format=wire)
+            if not piece.is_view:
+                piece.put(shard.view(1, -1), output_tensor.view(1, -1))
+            tally.calls += 1
+
+
+class ReplicaMean:
+    """FSDP2's all-reduce hook over a 1-D mesh: the mean over replicas, as native HSDP takes it.
+
+    While ``set_requires_all_reduce(False)`` is in effect, what is reduced inside the replica is kept here; at the
+    boundary of accumulation it is added and crosses the network once.
+    """
+
+    def __init__(self, plans: Plans, group: dist.ProcessGroup) -> None:
+        self._plans, self._group = plans, group
+        self._partial: Tensor | None = None
+        self._planned: dict[tuple[int, torch.dtype], Planned] = {}
+
+    def __call__(self, reduce_output: Tensor) -> None:
+        """Replace ``reduce_output`` by its mean over the replicas."""
+        if not self._plans.unit.group.all_reduce_grads:
+            self._partial = reduce_output.clone() if self._partial is None else self._partial.add_(reduce_output)
+            reduce_output.zero_()
+            return
+        if self._partial is not None:
+            reduce_output += self._partial
+            self._partial = None
+        columns = reduce_output.view(1, -1)
+        for piece, tally in self._pieces(reduce_output):
+            values, wires = piece.take(columns), piece.choices[0].wires
+            all_reduce(values.view(-1), "avg", self._group, format=wires.gradients[1], gather_format=wires.reduced)
+            if not piece.is_view:
+                piece.put(values, columns)
+            tally.calls += 1
+
+    def _pieces(self, reduce_output: Tensor) -> Planned:
+        key = (reduce_output.numel(), reduce_output.dtype)
+        if key not in self._planned:
+            shard_group = self._plans.unit.group.mesh_info.shard_process_group
+            pieces = self._plans.gradient_pieces(
+                shard_group, reduce_output.numel(), lambda choice: (choice.wires.gradients[1], choice.wires.reduced)
+            )
+            self._planned[key] = [(piece, self._tally(piece, reduce_output.dtype)) for piece in pieces]
+        return self._planned[key]
+
+    def _tally(self, piece: Piece, dtype: torch.dtype) -> Tally:
+        hop, wires = hop_of_group(self._group), piece.choices[0].wires
+        shard_numel = -(-piece.numel // hop.size)
+
+        def bytes_of(*formats: Any) -> volume.Sent:
+            peers = hop.num_intra_peers, hop.num_inter_peers
+            sent = [volume.one_hop_sent(shard_numel, dtype, *peers, wire) for wire in formats]
+            return volume.Sent(sum(s.intra for s in sent), sum(s.inter for s in sent))
+
+        used = (wires.gradients[1], wires.reduced)
+        return self._plans.account.open(
+            piece.choices, f"replicas {described(used)}", bytes_of(*used), bytes_of("none", "none")
+        )
+
+
+class ShadowGather:
+    """torch's own all-gather; ours beside it, into a copy, to measure."""
+
+    def __init__(self, own: Any, compressed: Gather) -> None:
+        self._own, self._compressed = own, compressed
+        self.allocate = own.allocate
+
+    def __call__(self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
+        """What torch does."""
+        copy, values = torch.empty_like(output_tensor), input_tensor.clone()
+        work = self._own(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options)
+        if work is not None:
+            work.wait()
+        self._compressed(output_tensor=copy, input_tensor=values, group=group)
+        exact, got = output_tensor.view(group.size(), -1), copy.view(group.size(), -1)
+        _measure(self._compressed.planned(group, copy.dtype), exact, got)
+        return work
+
+
+class ShadowReduce:
+    """torch's own reduce-scatter; ours beside it."""
+
+    def __init__(self, own: Any, compressed: Reduce, unit: Unit) -> None:
+        self._own, self._compressed, self._unit = own, compressed, unit
+        self.allocate = own.allocate
+
+    def __call__(
+        self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, **options: Any
+    ) -> Any:
+        """What torch does."""
+        work = self._own(output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, **options)
+        if work is not None:
+            work.wait()
+        is_known = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        copy = torch.empty_like(output_tensor)
+        self._compressed(
+            output_tensor=copy, input_tensor=input_tensor, group=group, op=op if is_known else dist.ReduceOp.SUM
+        )
+        if not is_known:  # PREMUL_SUM, whose factor only the unit knows
+            copy /= self._unit.group.gradient_divide_factor
+        planned = self._compressed.planned(group, copy.numel(), copy.dtype)
+        _measure(planned, output_tensor.view(1, -1), copy.view(1, -1))
+        return work
+
+
+def _measure(planned: Planned, exact: Tensor, compressed: Tensor) -> None:
+    for piece, tally in planned:
+        tally.measure(piece.take(exact), piece.take(compressed), piece.sizes)

@@ -1,0 +1,129 @@
+"""What FSDP2 communicates as one: the parameter group of each FSDPModule, found, named and checked.
+
+torch keeps these groups to itself, so this is the one module that reads its private state (as torch 2.11 to 2.13 have
+it). A group's flat buffers have the parameters in order, each padded to ``padded_numel`` elements over all ranks; over
+G ranks it has ``padded_numel / G`` columns in every rank's row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from zcomm.errors import ConfigError, LayoutError, StateError
+from zcomm.install.choices import Named, clean_name
+
+__all__ = ["Unit", "units_of"]
+
+DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One FSDPModule and its parameter group."""
+
+    name: str
+    module: Any
+    """The FSDPModule."""
+    group: Any
+    """torch's FSDPParamGroup."""
+    parameters: tuple[Named, ...]
+    padded_numels: tuple[int, ...]
+    is_trainable: tuple[bool, ...]
+    gather_dtypes: frozenset[torch.dtype]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks that share the parameters."""
+        return tuple(dist.get_process_group_ranks(self.group.mesh_info.shard_process_group))
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return f"module {self.name or '(root)'!r}"
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """Every parameter group of ``model``, in order.
+
+    Raises:
+        ConfigError: There is none.
+        LayoutError: One cannot be served; its module is named.
+        StateError: One has a custom communication already.
+    """
+    names = {id(module): clean_name(name) for name, module in model.named_modules(remove_duplicate=False)}
+    units, seen = [], set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in _groups_of(module, names[id(module)]):
+                if id(group) not in seen and group.fsdp_params:
+                    seen.add(id(group))
+                    units.append(_unit(module, group, names))
+    if not units:
+        raise ConfigError(f"{type(model).__name__} has no module with sharded parameters: call fully_shard first")
+    return units
+
+
+def _groups_of(module: FSDPModule, name: str) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.13
+        groups = [group for group in (state._fsdp_param_group,) if group is not None]
+    if len(groups) > 1:
+        raise LayoutError(
+            f"module {name or '(root)'!r} has {len(groups)} parameter groups (shard_placement_fn with several meshes): "
+            "call fully_shard on its children, one mesh each"
+        )
+    return list(groups)
+
+
+def _unit(module: FSDPModule, group: Any, names: dict[int, str]) -> Unit:
+    name = names[id(module)]
+    label = f"module {name or '(root)'!r}"
+    mesh_info = group.mesh_info
+    if getattr(mesh_info, "replicate_mesh_dim", None) is not None:
+        raise LayoutError(
+            f"{label} is sharded over a 2-D mesh (HSDP), whose all-reduce between replicas cannot be replaced: shard "
+            'over the 1-D mesh of a node, fully_shard(module, mesh=mesh["shard"]), and pass '
+            'replicate_group=mesh["replicate"].get_group()'
+        )
+    for comm in (group._all_gather_comm, group._reduce_scatter_comm):
+        if type(comm).__name__ not in DEFAULT_COMMS:
+            raise StateError(
+                f"{label} already has a communication of its own, {type(comm).__name__}: uninstall() or remove it first"
+            )
+    named = []
+    for parameter in group.fsdp_params:
+        known = Named(tuple(_names_of(parameter, names)), parameter._orig_size.numel())
+        named.append(known)
+        if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
+            raise LayoutError(
+                f"{label}: parameter {known.names[0]!r} is a tensor subclass that gathers in a way of its own "
+                "(fsdp_pre_all_gather)"
+            )
+        dtype = parameter.sharded_param.dtype
+        if not dtype.is_floating_point:
+            raise LayoutError(f"{label}: parameter {known.names[0]!r} must be real floating point: dtype={dtype}")
+    shard_size = mesh_info.shard_process_group.size()
+    return Unit(
+        name,
+        module,
+        group,
+        tuple(named),
+        tuple(p.padded_sharded_param_size.numel() * shard_size for p in group.fsdp_params),
+        tuple(p.sharded_param.requires_grad for p in group.fsdp_params),
+        frozenset(group.mp_policy.param_dtype or p.sharded_param.dtype for p in group.fsdp_params),
+    )
+
+
+def _names_of(parameter: Any, names: dict[int, str]) -> Iterator[str]:
+    info = parameter._module_info
+    owners = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+    for module, name in owners:
+        yield ".".join(part for part in (names.get(id(module), ""), name) if part)

@@ -1,0 +1,74 @@
+"""A flat buffer of many parameters, cut into pieces of one format each.
+
+    rows [num_rows, n]   parameter p has the same columns in every row:  | p0 | p1 | p2 | p3 |
+    pieces               columns of equal formats, in order:             int8: p0 p2 p3,  none: p1
+
+A piece of neighbouring columns is a view of the rows; another is copied together, exchanged and copied back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zcomm.install.choices import Choice
+
+__all__ = ["Piece", "cut"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Columns that are exchanged as one."""
+
+    choices: tuple[Choice, ...]
+    """Whose columns, in order; all have the formats of the first."""
+    sizes: tuple[int, ...]
+    """Columns of each."""
+    ranges: tuple[tuple[int, int], ...]
+    """Columns [start, stop), neighbours merged."""
+
+    @property
+    def numel(self) -> int:
+        """Columns."""
+        return sum(self.sizes)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether :meth:`take` copies nothing."""
+        return len(self.ranges) == 1
+
+    def take(self, rows: Tensor) -> Tensor:
+        """These columns of ``rows`` [num_rows, n], as [num_rows, numel] with contiguous rows."""
+        parts = [rows[:, start:stop] for start, stop in self.ranges]
+        return parts[0] if self.is_view else torch.cat(parts, 1)
+
+    def put(self, values: Tensor, rows: Tensor) -> None:
+        """Write ``values`` [num_rows, numel] into these columns of ``rows``."""
+        sizes = [stop - start for start, stop in self.ranges]
+        for (start, stop), part in zip(self.ranges, torch.split(values, sizes, 1), strict=True):
+            rows[:, start:stop].copy_(part)
+
+
+def cut(choices: Sequence[Choice], sizes: Sequence[int], formats_of: Callable[[Choice], Hashable]) -> tuple[Piece, ...]:
+    """The pieces of a buffer whose parameters have ``sizes`` columns each, in order; one for each of ``formats_of``."""
+    members: dict[Hashable, list[tuple[Choice, int]]] = {}
+    ranges: dict[Hashable, list[tuple[int, int]]] = {}
+    start = 0
+    for choice, size in zip(choices, sizes, strict=True):
+        key, stop = formats_of(choice), start + size
+        members.setdefault(key, []).append((choice, size))
+        known = ranges.setdefault(key, [])
+        if known and known[-1][1] == start:
+            known[-1] = (known[-1][0], stop)
+        elif size:
+            known.append((start, stop))
+        start = stop
+    pieces = []
+    for key, of_key in members.items():
+        if ranges[key]:
+            chosen, columns = zip(*of_key, strict=True)
+            pieces.append(Piece(chosen, columns, tuple(ranges[key])))
+    return tuple(pieces)

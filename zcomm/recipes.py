@@ -1,0 +1,128 @@
+"""Recipes: which wire format each kind of data travels in, by name. The table of what install_ddp and install_fsdp2 do.
+
+    weights     FSDP2's parameters, gathered before use
+    gradients   (inside the node, between nodes) of the two-hop reduce-scatter
+    reduced     DDP's reduced gradients, gathered so that every rank has them all
+
+The error of a recipe is the relative error of the mean of 8 ranks' Gaussian gradients over 2 nodes x 4 ranks, after
+the reduce-scatter; bytes between nodes are relative to the same exchange in bf16.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zcomm.errors import ConfigError, FormatError
+from zcomm.formats import Format, get_format
+
+__all__ = ["DEFAULT_RECIPE", "RECIPES", "Recipe", "Wires", "get_recipe", "wire_format"]
+
+Wire = str | Format
+DEFAULT_RECIPE = "zeropp"
+
+
+class Wires(NamedTuple):
+    """The formats of one parameter."""
+
+    weights: Format
+    gradients: tuple[Format, Format]
+    reduced: Format
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Formats of everything that a training step sends.
+
+    A format is a name (``"int8"``), a name with a block (``"int8/2048"``) or a :class:`zcomm.Format`. Change a row of
+    the table with ``dataclasses.replace(zcomm.RECIPES["zeropp"], weights="none")``.
+    """
+
+    name: str = "own"
+    """For reports."""
+    weights: Wire = "int8"
+    """Of FSDP2's parameters."""
+    gradients: tuple[Wire, Wire] = ("int4", "int4")
+    """Of the reduce-scatter: inside the node, between nodes."""
+    reduced: Wire = "int8"
+    """Of DDP's reduced gradients on their way back."""
+    residual: bool = False
+    """Whether what the second hop loses is added back in the next step."""
+    min_numel: int = 2048
+    """Parameters of fewer elements travel as they are: norms and biases cost little and count much."""
+    description: str = ""
+    """One sentence."""
+
+    def wires(self) -> Wires:
+        """The formats, looked up.
+
+        Raises:
+            FormatError: There is no such format, or ``gradients`` is not a pair.
+        """
+        if not isinstance(self.gradients, tuple) or len(self.gradients) != 2:
+            raise FormatError(f"gradients must be a pair (inside the node, between nodes): got {self.gradients!r}")
+        inside, between = self.gradients
+        return Wires(wire_format(self.weights), (wire_format(inside), wire_format(between)), wire_format(self.reduced))
+
+
+def wire_format(wire: Wire) -> Format:
+    """The format that ``wire`` names; ``"int8/2048"`` is int8 in blocks of 2048.
+
+    Raises:
+        FormatError: There is no such format, or it does not take that block.
+    """
+    if not isinstance(wire, str):
+        return get_format(wire)
+    name, slash, block = wire.partition("/")
+    if slash and not block.isdecimal():
+        raise FormatError(f"a format with a block is written like 'int8/2048': got {wire!r}")
+    return get_format(name, block=int(block)) if slash else get_format(name)
+
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            name="zeropp",
+            description="INT8 B256 weights, INT4 B128 gradients on both hops: what ZeRO++ does, in small blocks",
+        ),
+        Recipe(
+            name="zeropp-paper",
+            weights="int8/2048",
+            gradients=("int4/2048", "int4/2048"),
+            reduced="int8/2048",
+            description="ZeRO++ as published, blocks of 2048: the same bytes, nearly twice the error",
+        ),
+        Recipe(
+            name="accurate",
+            gradients=("int8", "nf4"),
+            residual=True,
+            description="INT8 inside the node, NF4 B64 with a residual between nodes: errors do not accumulate",
+        ),
+        Recipe(
+            name="smallest",
+            gradients=("nf4/128", "nf4/128"),
+            reduced="nf4/128",
+            description="4 bits an element for gradients both ways; weights stay INT8, 4 bits would cost quality",
+        ),
+    )
+}
+"""By name."""
+
+
+def get_recipe(recipe: str | Recipe) -> Recipe:
+    """The recipe of that name, or ``recipe`` itself.
+
+    Raises:
+        ConfigError: There is no recipe of that name (the nearest is given), or it is no recipe.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str):
+        raise ConfigError(f"recipe must be a name or a zcomm.Recipe: got {recipe!r}")
+    if recipe not in RECIPES:
+        close = difflib.get_close_matches(recipe, RECIPES, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ConfigError(f"recipe must be one of {', '.join(RECIPES)}, or a zcomm.Recipe: recipe={recipe!r}{hint}")
+    return RECIPES[recipe]
