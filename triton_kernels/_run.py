@@ -27,11 +27,12 @@ def columns(block: int) -> int:
 
 def run(
     kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], *, num_units: int, numel: int, block: int,
-    written: tuple[str, ...] = (),
+    written: tuple[str, ...] = (), widest: int = 0,
 ) -> None:  # fmt: skip
     """Launch ``kernel`` for ``num_units`` segments of ``numel`` elements in blocks of ``block``.
 
-    ``written`` names pointers to what the kernel reads and overwrites, which tuning must put back.
+    ``written`` names pointers to what the kernel reads and overwrites, which tuning must put back; a tile has at least
+    ``widest`` elements.
     """
     if num_units == 0:
         return
@@ -43,10 +44,10 @@ def run(
 
     device = next(argument for argument in arguments if isinstance(argument, Tensor)).device
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        _launch(kernel, grid, arguments, constants, cols, num_units * numel, written)
+        _launch(kernel, grid, arguments, constants, max(cols, widest), num_units * numel, written)
     else:
         with torch.cuda.device(device):
-            _launch(kernel, grid, arguments, constants, cols, num_units * numel, written)
+            _launch(kernel, grid, arguments, constants, max(cols, widest), num_units * numel, written)
 
 
 def _launch(

@@ -82,11 +82,25 @@ def rotated_where_whole(values, remaining, BLOCK: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
+def decoded_tile(
+    headers, codes, remaining, KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROTATED: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Values float32 [ROWS, COLS] of a tile's headers and codes."""
+    values = decode_tile(headers, codes, KIND, BITS)
+    if ROTATED:
+        is_whole = ((tl.arange(0, ROWS) + 1) * BLOCK <= remaining)[:, None]
+        back = clamped(butterflies(values, ROWS, BLOCK) * (1.0 / BLOCK), FLOAT32_MAX)
+        values = tl.where(is_whole, back, values)
+    return values
+
+
+@triton.jit
 def load_message(
     message_ptr, segment, tile, remaining, shape, KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
     ROTATED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Values float32 [ROWS, COLS] of a tile of the message at ``message_ptr``.
+    """Values float32 [ROWS, COLS] of a tile of the message at ``message_ptr``; 0 where there is none.
 
     ``shape``: elements of a segment, bytes of its codes, offset of the codes.
     """
@@ -97,13 +111,23 @@ def load_message(
     else:
         headers = _load_headers(message_ptr, segment, tile, remaining, segment_numel, KIND, BLOCK, ROWS)
         codes_ptr = message_ptr + codes_offset + segment * segment_nbytes + tile * (BLOCK * ROWS * BITS // 8)
-        values = decode_tile(headers, _load_codes(codes_ptr, remaining, BITS, BLOCK, ROWS, COLS), KIND, BITS)
-        if ROTATED:
-            back = rotated_where_whole(values, remaining, BLOCK, ROWS)
-            is_whole = (tl.arange(0, ROWS) + 1) * BLOCK <= remaining
-            factors = tl.where(is_whole, 1.0 / BLOCK, 1.0)
-            values = clamped(back * factors[:, None], FLOAT32_MAX)
-        return values
+        codes = _load_codes(codes_ptr, remaining, BITS, BLOCK, ROWS, COLS)
+        return decoded_tile(headers, codes, remaining, KIND, BITS, BLOCK, ROTATED, ROWS)
+
+
+@triton.jit
+def load_sum(
+    messages_ptr, num_messages, pitch, segment, tile, remaining, shape, KIND: tl.constexpr, BITS: tl.constexpr,
+    BLOCK: tl.constexpr, ROTATED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """The sum of the messages' values, the first plus the second, plus the third, ..."""
+    total = load_message(
+        messages_ptr, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS, COLS
+    )  # fmt: skip
+    for _ in tl.range(1, num_messages, loop_unroll_factor=4):
+        messages_ptr += pitch
+        total += load_message(messages_ptr, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS, COLS)
+    return total
 
 
 @triton.jit
@@ -142,13 +166,13 @@ def _load_codes(codes_ptr, remaining, BITS: tl.constexpr, BLOCK: tl.constexpr, R
 
 @triton.jit
 def store_message(
-    message_ptr, segment, tile, remaining, shape, headers, codes, KIND: tl.constexpr, BITS: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    message_ptr, segment, tile, remaining, shape, headers, codes, stored, KIND: tl.constexpr,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile's headers and codes into the message at ``message_ptr``; ``shape`` as in load_message."""
+    """Write the headers and codes of the blocks that are ``stored``, bool [ROWS]; ``shape`` as in load_message."""
     segment_numel, segment_nbytes, codes_offset = shape
     pointers, mask = _header_pointers(message_ptr, segment, tile, remaining, segment_numel, KIND, BLOCK, ROWS)
-    tl.store(pointers, headers.to(pointers.dtype.element_ty), mask=mask)
+    tl.store(pointers, headers.to(pointers.dtype.element_ty), mask=mask & stored)
     codes_ptr = message_ptr + codes_offset + segment * segment_nbytes + tile * (BLOCK * ROWS * BITS // 8)
     offsets, mask = elements_of(remaining, BLOCK, ROWS, COLS)
     if BITS == 4:
@@ -156,7 +180,7 @@ def store_message(
         low, high = tl.split(tl.reshape(codes, (ROWS, COLS // 2, 2)))
         codes = (low & 0xF) | ((high & 0xF) << 4)
         offsets, mask = elements_of((remaining + 1) // 2, BLOCK // 2, ROWS, COLS // 2)
-    tl.store(codes_ptr + offsets, codes.to(tl.uint8), mask=mask)
+    tl.store(codes_ptr + offsets, codes.to(tl.uint8), mask=mask & stored[:, None])
 
 
 @triton.jit
@@ -176,8 +200,9 @@ def store_ends(message_ptr, nbytes, num_segments, shape, layout_hash, HEADER_NBY
 
 
 @triton.jit
-def check_hash(message_ptr, nbytes, layout_hash, is_valid_ptr):
-    """Clear the flag at ``is_valid_ptr`` if the message is not of the layout with this hash."""
-    found = tl.load((message_ptr + (nbytes - 8)).to(tl.pointer_type(tl.int32), bitcast=True))
-    if found != layout_hash:
-        tl.store(is_valid_ptr, 0)
+def check_hashes(messages_ptr, num_messages, pitch, layout_hash, is_valid_ptr):
+    """Clear the flag at ``is_valid_ptr`` if a message is not of the layout with this hash."""
+    for _ in tl.range(num_messages):
+        found = tl.load((messages_ptr + (pitch - 8)).to(tl.pointer_type(tl.int32), bitcast=True))
+        tl.store(is_valid_ptr, 0, mask=found != layout_hash)
+        messages_ptr += pitch
