@@ -1,18 +1,30 @@
 """Triton kernels of zcomm, installed as ``zcomm.triton_kernels``: arrays in, arrays out, no groups and no ranks.
 
-This version has no Triton kernels yet, and says so: GPU tensors take the PyTorch reference path of ``zcomm.kernels``.
+The launchers are in :mod:`zcomm.triton_kernels.launch`, which imports Triton; this module does not.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
+from functools import cache
+
 __all__ = ["available", "unavailable_reason"]
 
 
-def available() -> bool:
-    """Whether Triton kernels can serve a call."""
-    return not unavailable_reason()
+def available(device_type: str = "cuda") -> bool:
+    """Whether Triton kernels can serve tensors on devices of ``device_type``."""
+    return not unavailable_reason(device_type)
 
 
-def unavailable_reason() -> str:
-    """Why Triton kernels cannot serve a call; empty when they can."""
-    return "this version of zcomm has no Triton kernels"
+@cache
+def unavailable_reason(device_type: str = "cuda") -> str:
+    """Why Triton kernels cannot serve tensors on devices of ``device_type``; empty when they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install 'zcomm-zero[triton]'"
+    is_interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+    if device_type == "cpu" and not is_interpreted:
+        return "on CPU tensors they run in Triton's interpreter only: set TRITON_INTERPRET=1 before the start"
+    if device_type not in ("cpu", "cuda"):
+        return f"there are none for {device_type} tensors"
+    return ""

@@ -1,0 +1,122 @@
+"""What the launchers read of zcomm's message layouts and draws, and what they tell the kernels."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Draw", "Encoding", "Layout", "encoding_of", "random_of", "signed", "typed"]
+
+
+class Codec(Protocol):
+    """Of a :class:`zcomm.formats.Codec`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def bits(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype | None: ...
+    @property
+    def header_nbytes(self) -> int: ...
+
+
+class Layout(Protocol):
+    """Of a :class:`zcomm.message.MessageLayout`."""
+
+    @property
+    def codec(self) -> Codec: ...
+    @property
+    def block(self) -> int: ...
+    @property
+    def is_rotated(self) -> bool: ...
+    @property
+    def num_segments(self) -> int: ...
+    @property
+    def segment_numel(self) -> int: ...
+    @property
+    def segment_nbytes(self) -> int: ...
+    @property
+    def codes_offset(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def hash(self) -> int: ...
+
+
+class Draw(Protocol):
+    """Of a :class:`zcomm.philox.Draw`."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def tensor(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def hop(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def first(self) -> int: ...
+
+
+class Encoding(NamedTuple):
+    """A layout in the kernels' terms."""
+
+    kind: str
+    qmax: float
+    block: int
+    shape: tuple[int, int, int, int, int, int]
+    """num_segments, segment_numel, pitch, segment_nbytes, codes_offset, layout_hash."""
+
+
+KINDS = {
+    "int8": ("symmetric", 127.0),
+    "int4": ("symmetric", 7.0),
+    "nf4": ("nf4", 8.0),
+    "fp8_e4m3": ("fp8", 448.0),
+    "int8_asym": ("asymmetric", 255.0),
+    "int4_asym": ("asymmetric", 15.0),
+}
+"""Block codec -> its kind, and what a block's absmax, or range, is divided by."""
+CAST_BLOCK = 1024
+"""Of codecs without blocks: the width of a row of a tile."""
+
+
+@lru_cache(maxsize=4096)
+def encoding_of(layout: Layout) -> Encoding:
+    """The layout in the kernels' terms."""
+    kind, qmax = KINDS.get(layout.codec.name, ("cast", 0.0))
+    pitch = layout.nbytes if layout.codec.dtype is None else layout.num_segments * layout.segment_numel
+    shape = (
+        layout.num_segments, layout.segment_numel, pitch, layout.segment_nbytes, layout.codes_offset,
+        signed(layout.hash),
+    )  # fmt: skip
+    return Encoding(kind, qmax, layout.block or CAST_BLOCK, shape)
+
+
+def signed(word: int) -> int:
+    """The low 32 bits as an int32: a kernel argument's type must not depend on its value."""
+    return ((word + 2**31) & 0xFFFFFFFF) - 2**31
+
+
+def typed(messages: Tensor, layout: Layout) -> Tensor:
+    """Messages as the kernels take them: bytes, or elements of a cast codec's dtype."""
+    if layout.codec.dtype is not None:
+        return messages.view(-1).view(layout.codec.dtype)
+    if messages.data_ptr() % 16:
+        raise ValueError(f"messages must begin at a multiple of 16 bytes: address {messages.data_ptr():#x}")
+    return messages
+
+
+def random_of(draw: Draw | None, layout: Layout, strides: tuple[int, int]) -> tuple[tuple[int, ...], str]:
+    """Seed, tensor, step, hop, rank, first; and how the kernel draws: "", "elements" or "quads"."""
+    if draw is None:
+        return (0, 0, 0, 0, 0, 0), ""
+    words = tuple(signed(word) for word in (draw.seed, draw.tensor, draw.step, draw.hop, draw.rank))
+    is_aligned = not any(number % 4 for number in (draw.first, *strides, layout.block))
+    return (*words, draw.first), "quads" if is_aligned else "elements"

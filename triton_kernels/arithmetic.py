@@ -1,0 +1,145 @@
+"""The numerics contract's arithmetic in Triton: conversions, roundings, scales, butterflies, random numbers.
+
+What differs between a GPU and a host is spelled out: division is ``tl.div_rn`` (a plain ``/`` is approximate on GPUs),
+kernels are launched without fusing multiply and add, and bfloat16 passes through integers wherever Triton's
+interpreter would truncate it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+INFINITY_BITS = tl.constexpr(0x7F800000)
+TINY_BITS = tl.constexpr(0x0D800000)  # 2^-100
+ONE_BITS = tl.constexpr(0x3F800000)
+LARGEST_SCALE_BITS = tl.constexpr(0x7F7F0000)
+UPPER_HALF = tl.constexpr(-0x10000)
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+FLOAT16_MAX = tl.constexpr(65504.0)
+BFLOAT16_MAX = tl.constexpr(3.3895313892515355e38)
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it leaves whole numbers, half to even
+
+
+@triton.jit
+def bits_of(values):
+    """The bits of float32 values, int32."""
+    return values.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def float_of(bits):
+    """The float32 values of int32 bits."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def widened(values):
+    """float32, bfloat16 or float16 values in float32, denormals too."""
+    if values.dtype == tl.bfloat16:
+        return float_of(values.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def narrowed(values, DTYPE: tl.constexpr):
+    """float32 values rounded half to even to ``DTYPE``."""
+    if DTYPE == tl.bfloat16 and INTERPRETED:
+        bits = bits_of(values)
+        rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
+        is_nan = (bits & 0x7FFFFFFF) > INFINITY_BITS
+        return tl.where(is_nan, 0x7FC0, rounded).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return values.to(DTYPE)
+
+
+@triton.jit
+def clamped(values, LARGEST: tl.constexpr):
+    """Values in [-LARGEST, LARGEST]; NaN stays NaN."""
+    values = tl.where(values > LARGEST, LARGEST, values)
+    return tl.where(values < -LARGEST, -LARGEST, values)
+
+
+@triton.jit
+def clamped_to(values, DTYPE: tl.constexpr):
+    """float32 values in the finite range of ``DTYPE``; NaN stays NaN."""
+    if DTYPE == tl.float16:
+        return clamped(values, FLOAT16_MAX)
+    if DTYPE == tl.bfloat16:
+        return clamped(values, BFLOAT16_MAX)
+    return clamped(values, FLOAT32_MAX)
+
+
+@triton.jit
+def divided(values, divisor):
+    """IEEE division of float32 values by a number."""
+    return tl.div_rn(values, tl.zeros_like(values) + divisor)
+
+
+@triton.jit
+def scale_up(quotients):
+    """The bits of non-negative float32 values rounded up to bfloat16, at most its largest finite value."""
+    bits = bits_of(quotients)
+    return tl.where(bits >= LARGEST_SCALE_BITS, LARGEST_SCALE_BITS, (bits + 0xFFFF) & UPPER_HALF)
+
+
+@triton.jit
+def inverse_of(scale_bits):
+    """RN(1 / scale), of the bits of scales."""
+    scales = float_of(scale_bits)
+    return tl.div_rn(tl.zeros_like(scales) + 1.0, scales)
+
+
+@triton.jit
+def half_even(values):
+    """float32 values below 2^22 rounded to whole numbers, half to even."""
+    return (values + ROUNDER) - ROUNDER
+
+
+@triton.jit
+def stochastic(values, uniform):
+    """float32 values rounded up in magnitude iff ``uniform`` [0, 2^24) is below their fraction of 2^24."""
+    magnitude = tl.abs(values)
+    floor = tl.floor(magnitude)
+    rounded = floor + (uniform < (magnitude - floor) * 16777216.0).to(tl.float32)
+    return tl.where(values < 0, -rounded, rounded)
+
+
+@triton.jit
+def butterflies(values, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """Float32 [ROWS, SIZE], SIZE = 2^k, times the Hadamard matrix of order SIZE, unnormalised: strides 1, 2, 4, ...
+
+    The sum of a pair is a + b, and that of the pair with its second number negated is a - b: the same bits.
+    """
+    signs = (1 - 2 * tl.arange(0, 2)).to(tl.float32)[None, :, None]
+    for level in tl.static_range(0, 16):
+        if (1 << level) < SIZE:
+            pairs = tl.reshape(values, (ROWS * SIZE // (2 << level), 2, 1 << level))
+            added = tl.sum(pairs, axis=1, keep_dims=True)
+            subtracted = tl.sum(pairs * signs, axis=1, keep_dims=True)
+            values = tl.reshape(tl.where(signs < 0, subtracted, added), (ROWS, SIZE))
+    return values
+
+
+@triton.jit
+def philox_word(elements, seed, tensor, step, hop, rank):
+    """The random word, uint32, of each of int64 ``elements``: word e % 4 of counter (e / 4, step, hop, rank)."""
+    w0, w1, w2, w3 = philox_words(elements >> 2, seed, tensor, step, hop, rank)
+    place = (elements & 3).to(tl.int32)
+    return tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
+
+
+@triton.jit
+def philox_words(quads, seed, tensor, step, hop, rank):
+    """Philox4x32-10 of int64 counters ``quads``; the other words of the counter and the key are int32 bits."""
+    zeros = tl.zeros_like(quads).to(tl.int32)
+    high = ((quads >> 32) << 8).to(tl.int32) + hop
+    return tl.philox_impl(
+        quads.to(tl.uint32),
+        (zeros + step).to(tl.uint32, bitcast=True),
+        high.to(tl.uint32, bitcast=True),
+        (zeros + rank).to(tl.uint32, bitcast=True),
+        (zeros + seed).to(tl.uint32, bitcast=True),
+        (zeros + tensor).to(tl.uint32, bitcast=True),
+    )

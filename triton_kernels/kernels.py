@@ -1,0 +1,212 @@
+"""The kernels: one launch for a batch of messages, which also writes the messages' padding and trailers.
+
+Arguments, in elements where nothing else is said:
+
+    message_stride, segment_stride   where message i, segment s lies in an array: i * message_stride + s * segment_stride
+    num_segments, segment_numel      of a message
+    pitch                            from one message to the next: bytes, or elements of a cast codec's dtype
+    segment_nbytes, codes_offset     bytes of a segment's codes, and where the codes begin in a message
+    layout_hash                      the 32 bits of a message's trailer, as int32
+    num_messages                     that are summed, in their order
+    residual_ptr, _pitch, _offset    int8 messages with block 256 that hold what earlier messages lost
+    seed ... rank, first             of the random numbers; see zcomm.philox
+    is_valid_ptr                     int32 [1], cleared where a message has another hash
+    TILE                             elements that a program handles, at least one block
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .arithmetic import clamped_to, divided, narrowed, widened
+from .codecs import encode_tile
+from .tiles import (
+    check_hashes,
+    decoded_tile,
+    elements_of,
+    load_array,
+    load_message,
+    load_sum,
+    locate,
+    rotated_where_whole,
+    store_array,
+    store_ends,
+    store_message,
+    uniform_of,
+)
+RESIDUAL_BLOCK = tl.constexpr(256)
+"""Residuals are int8 messages with this block."""
+
+
+@triton.jit
+def encode_and_store(
+    message_ptr, segment, tile, remaining, shape, values, uniform, residual_ptr, residual_offset, beta,
+    KIND: tl.constexpr, BITS: tl.constexpr, QMAX: tl.constexpr, BLOCK: tl.constexpr, ROTATED: tl.constexpr,
+    IS_RANDOM: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Encode a tile of values, which are 0 where there is no element, into the message at ``message_ptr``.
+
+    With ``RESIDUAL``, what the message at ``residual_ptr`` holds is added, times ``beta``, and what is lost replaces it.
+    """
+    _, mask = elements_of(remaining, BLOCK, ROWS, COLS)
+    residual_shape = (shape[0], shape[0], residual_offset)
+    RESIDUAL_ROWS: tl.constexpr = BLOCK * ROWS // RESIDUAL_BLOCK
+    if RESIDUAL:
+        residual = load_message(
+            residual_ptr, segment, tile, remaining, residual_shape, "symmetric", 8, RESIDUAL_BLOCK, False,
+            RESIDUAL_ROWS, RESIDUAL_BLOCK,
+        )  # fmt: skip
+        values = values + tl.reshape(residual * beta, (ROWS, COLS))
+    whole = values
+    if ROTATED:
+        whole = rotated_where_whole(values, remaining, BLOCK, ROWS)
+    headers, codes, _ = encode_tile(whole, mask, uniform, KIND, QMAX, IS_RANDOM)
+    stored = tl.full((ROWS,), 1, tl.int1)
+    store_message(message_ptr, segment, tile, remaining, shape, headers, codes, stored, KIND, BITS, BLOCK, ROWS, COLS)
+    if RESIDUAL:
+        lost = values - decoded_tile(headers, codes, remaining, KIND, BITS, BLOCK, ROTATED, ROWS)
+        lost = tl.reshape(tl.where(mask, lost, 0.0), (RESIDUAL_ROWS, RESIDUAL_BLOCK))
+        _, mask = elements_of(remaining, RESIDUAL_BLOCK, RESIDUAL_ROWS, RESIDUAL_BLOCK)
+        headers, codes, is_finite = encode_tile(lost, mask, 0.0, "symmetric", 127.0, False)
+        tl.debug_barrier()  # no warp still reads what is overwritten
+        store_message(
+            residual_ptr, segment, tile, remaining, residual_shape, headers, codes, is_finite, "symmetric", 8,
+            RESIDUAL_BLOCK, RESIDUAL_ROWS, RESIDUAL_BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["layout_hash", "residual_hash", "seed", "tensor", "step", "hop", "rank"])
+def quantize_kernel(
+    x_ptr, held_ptr, out_ptr, residual_ptr, message_stride, segment_stride, num_segments, segment_numel,
+    pitch, segment_nbytes, codes_offset, layout_hash, residual_pitch, residual_offset, residual_hash, beta,
+    seed, tensor, step, hop, rank, first,
+    KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr, ROTATED: tl.constexpr,
+    QMAX: tl.constexpr, HEADER_NBYTES: tl.constexpr, RANDOM: tl.constexpr, RESIDUAL: tl.constexpr,
+    DELTA: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Messages of a block codec from the array x, or from x - held."""
+    ROWS: tl.constexpr = TILE // COLS if TILE > COLS else 1
+    message, segment, tile, remaining = locate(num_segments, segment_numel, BLOCK, ROWS)
+    shape = (segment_numel, segment_nbytes, codes_offset)
+    start = message * message_stride + segment * segment_stride + tile * (BLOCK * ROWS)
+    values = load_array(x_ptr, start, remaining, BLOCK, ROWS, COLS)
+    if DELTA:
+        values = values - load_array(held_ptr, start, remaining, BLOCK, ROWS, COLS)
+    uniform = uniform_of(start + first, (seed, tensor, step, hop, rank), BLOCK, ROWS, COLS, RANDOM)
+    message_ptr = out_ptr + message * pitch
+    if RESIDUAL:
+        residual_ptr += message * residual_pitch
+    encode_and_store(
+        message_ptr, segment, tile, remaining, shape, values, uniform, residual_ptr, residual_offset, beta,
+        KIND, BITS, QMAX, BLOCK, ROTATED, RANDOM != "", RESIDUAL, ROWS, COLS,
+    )  # fmt: skip
+    if (tile == 0) & (segment == 0):
+        store_ends(message_ptr, pitch, num_segments, shape, layout_hash, HEADER_NBYTES, BLOCK)
+        if RESIDUAL:
+            shape = (segment_numel, segment_numel, residual_offset)
+            store_ends(residual_ptr, residual_pitch, num_segments, shape, residual_hash, 2, RESIDUAL_BLOCK)
+
+
+@triton.jit(do_not_specialize=["in_hash", "layout_hash", "residual_hash", "seed", "tensor", "step", "hop", "rank"])
+def requantize_kernel(
+    in_ptr, is_valid_ptr, out_ptr, residual_ptr, num_messages, num_segments, segment_numel, in_pitch,
+    in_segment_nbytes, in_codes_offset, in_hash, pitch, segment_nbytes, codes_offset, layout_hash,
+    residual_pitch, residual_offset, residual_hash, beta, seed, tensor, step, hop, rank, first,
+    IN_KIND: tl.constexpr, IN_BITS: tl.constexpr, IN_BLOCK: tl.constexpr, IN_COLS: tl.constexpr,
+    IN_ROTATED: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr,
+    ROTATED: tl.constexpr, QMAX: tl.constexpr, HEADER_NBYTES: tl.constexpr, RANDOM: tl.constexpr,
+    RESIDUAL: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The sum of messages, in their order; segment s of it becomes message s of a block codec, one segment each.
+
+    A tile is a whole number of blocks of both codecs: they are equal, or powers of two.
+    """
+    ROWS: tl.constexpr = TILE // COLS if TILE > COLS else 1
+    IN_ROWS: tl.constexpr = TILE // IN_COLS if TILE > IN_COLS else 1
+    _, segment, tile, remaining = locate(num_segments, segment_numel, BLOCK, ROWS)
+    in_shape = (segment_numel, in_segment_nbytes, in_codes_offset)
+    values = load_sum(
+        in_ptr, num_messages, in_pitch, segment, tile, remaining, in_shape, IN_KIND, IN_BITS, IN_BLOCK, IN_ROTATED,
+        IN_ROWS, IN_COLS,
+    )  # fmt: skip
+    values = tl.reshape(values, (ROWS, COLS))
+    start = segment * segment_numel + tile * (BLOCK * ROWS) + first
+    uniform = uniform_of(start, (seed, tensor, step, hop, rank), BLOCK, ROWS, COLS, RANDOM)
+    message_ptr = out_ptr + segment * pitch
+    if RESIDUAL:
+        residual_ptr += segment * residual_pitch
+    shape = (segment_numel, segment_nbytes, codes_offset)
+    encode_and_store(
+        message_ptr, 0, tile, remaining, shape, values, uniform, residual_ptr, residual_offset, beta,
+        KIND, BITS, QMAX, BLOCK, ROTATED, RANDOM != "", RESIDUAL, ROWS, COLS,
+    )  # fmt: skip
+    if tile == 0:
+        store_ends(message_ptr, pitch, 1, shape, layout_hash, HEADER_NBYTES, BLOCK)
+        if RESIDUAL:
+            shape = (segment_numel, segment_numel, residual_offset)
+            store_ends(residual_ptr, residual_pitch, 1, shape, residual_hash, 2, RESIDUAL_BLOCK)
+        if IN_KIND != "cast":
+            if segment == 0:
+                check_hashes(in_ptr, num_messages, in_pitch, in_hash, is_valid_ptr)
+
+
+@triton.jit(do_not_specialize=["layout_hash"])
+def decode_kernel(
+    messages_ptr, out_ptr, is_valid_ptr, message_stride, segment_stride, num_segments, segment_numel,
+    pitch, segment_nbytes, codes_offset, layout_hash,
+    KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr, ROTATED: tl.constexpr,
+    ADDED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The values of messages into the array out, or added to it."""
+    ROWS: tl.constexpr = TILE // COLS if TILE > COLS else 1
+    message, segment, tile, remaining = locate(num_segments, segment_numel, BLOCK, ROWS)
+    shape = (segment_numel, segment_nbytes, codes_offset)
+    message_ptr = messages_ptr + message * pitch
+    values = load_message(message_ptr, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS, COLS)
+    start = message * message_stride + segment * segment_stride + tile * (BLOCK * ROWS)
+    if ADDED:
+        values = load_array(out_ptr, start, remaining, BLOCK, ROWS, COLS) + values
+    elif KIND != "cast":
+        values = clamped_to(values, out_ptr.dtype.element_ty)
+    store_array(out_ptr, start, values, remaining, BLOCK, ROWS, COLS)
+    if KIND != "cast":
+        if (tile == 0) & (segment == 0):
+            check_hashes(message_ptr, 1, pitch, layout_hash, is_valid_ptr)
+
+
+@triton.jit(do_not_specialize=["layout_hash"])
+def decode_sum_kernel(
+    messages_ptr, out_ptr, is_valid_ptr, segment_stride, num_messages, divisor, num_segments, segment_numel,
+    pitch, segment_nbytes, codes_offset, layout_hash,
+    KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr, ROTATED: tl.constexpr,
+    DIVIDED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The sum of messages, in their order, over ``divisor``."""
+    ROWS: tl.constexpr = TILE // COLS if TILE > COLS else 1
+    _, segment, tile, remaining = locate(num_segments, segment_numel, BLOCK, ROWS)
+    shape = (segment_numel, segment_nbytes, codes_offset)
+    total = load_sum(
+        messages_ptr, num_messages, pitch, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS, COLS
+    )
+    if DIVIDED:
+        total = divided(total, divisor)
+    store_array(out_ptr, segment * segment_stride + tile * (BLOCK * ROWS), total, remaining, BLOCK, ROWS, COLS)
+    if KIND != "cast":
+        if (tile == 0) & (segment == 0):
+            check_hashes(messages_ptr, num_messages, pitch, layout_hash, is_valid_ptr)
+
+
+@triton.jit
+def cast_kernel(
+    x_ptr, out_ptr, message_stride, segment_stride, out_message_stride, out_segment_stride, num_segments,
+    segment_numel, TILE: tl.constexpr,
+):  # fmt: skip
+    """Copy an array of segments to another, converting its dtype."""
+    message, segment, tile, remaining = locate(num_segments, segment_numel, TILE, 1)
+    offsets = tl.arange(0, TILE)
+    mask = offsets < remaining
+    source = x_ptr + (message * message_stride + segment * segment_stride + tile * TILE)
+    target = out_ptr + (message * out_message_stride + segment * out_segment_stride + tile * TILE)
+    values = widened(tl.load(source + offsets, mask=mask))
+    tl.store(target + offsets, narrowed(values, out_ptr.dtype.element_ty), mask=mask)

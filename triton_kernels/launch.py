@@ -1,0 +1,190 @@
+"""Launchers of the kernels: preallocated arrays in, one kernel launch, nothing else on the host.
+
+``layout`` is a :class:`zcomm.message.MessageLayout`, ``draw`` a :class:`zcomm.philox.Draw` (both by their attributes).
+Arrays are float32, bfloat16 or float16 and are addressed as in :mod:`zcomm.quant`: message i, segment s begins at
+``i * message_stride + s * segment_stride`` elements. Messages are uint8 [num_messages, nbytes], contiguous and, for
+block codecs, at an address that is a multiple of 16.
+
+``is_valid`` is int32 [1] on the messages' device: a kernel that decodes clears it if a trailer is not this layout's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from ._layout import Draw, Layout, encoding_of, random_of, typed
+from ._run import columns, run
+
+__all__ = ["Residual", "decode", "decode_sum", "decode_sum_requantize", "quantize"]
+
+RESIDUAL_BLOCK = 256
+
+
+class Residual(NamedTuple):
+    """What earlier messages lost: it is added before encoding, and replaced by what encoding loses.
+
+    u = RN(x + RN(beta * r)) is encoded, and u minus what the message decodes to is the new r. A block of it that is
+    not finite keeps its old bytes.
+    """
+
+    messages: Tensor
+    """uint8 [num_messages, nbytes], overwritten; zeros hold no residual."""
+    layout: Layout
+    """int8 with block 256, and segments as in the messages to be written."""
+    beta: float
+
+
+def quantize(
+    x: Tensor, layout: Layout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None = None,
+    *, held: Tensor | None = None, residual: Residual | None = None,
+) -> None:  # fmt: skip
+    """Write messages ``out`` from the array ``x``, or from RN(x - held), ``held`` being addressed as ``x`` is.
+
+    ``residual`` needs a block that is a power of two.
+    """
+    if layout.codec.dtype is not None:
+        strides = (layout.num_segments * layout.segment_numel, layout.segment_numel)
+        _cast(x, (message_stride, segment_stride), typed(out, layout), strides, layout, out.shape[0])
+        return
+    encoding = encoding_of(layout)
+    words, random = random_of(draw, layout, (message_stride, segment_stride))
+    run(
+        kernels.quantize_kernel,
+        (x, held, typed(out, layout), _bytes_of(residual), message_stride, segment_stride, *encoding.shape,
+         *_residual_numbers(residual, layout), *words),
+        _encoder(layout, random, residual) | {"DELTA": held is not None},
+        num_units=out.shape[0] * layout.num_segments,
+        numel=layout.segment_numel,
+        block=encoding.block,
+        written=() if residual is None else ("residual_ptr",),
+        widest=0 if residual is None else RESIDUAL_BLOCK,
+    )  # fmt: skip
+
+
+def decode(
+    messages: Tensor, layout: Layout, out: Tensor, message_stride: int, segment_stride: int, is_valid: Tensor,
+    *, added: bool = False,
+) -> None:  # fmt: skip
+    """Write the values of ``messages`` into the array ``out``, or with ``added`` RN(out + value)."""
+    if layout.codec.dtype is not None and not added:
+        strides = (layout.num_segments * layout.segment_numel, layout.segment_numel)
+        _cast(typed(messages, layout), strides, out, (message_stride, segment_stride), layout, messages.shape[0])
+        return
+    encoding = encoding_of(layout)
+    run(
+        kernels.decode_kernel,
+        (typed(messages, layout), out, is_valid, message_stride, segment_stride, *encoding.shape),
+        _decoder(layout) | {"ADDED": added},
+        num_units=messages.shape[0] * layout.num_segments,
+        numel=layout.segment_numel,
+        block=encoding.block,
+        written=("out_ptr",) if added else (),
+    )
+
+
+def decode_sum(
+    messages: Tensor, layout: Layout, out: Tensor, segment_stride: int, divisor: float, is_valid: Tensor
+) -> None:
+    """Write the sum of ``messages`` over ``divisor`` into ``out``: segment s at ``s * segment_stride``."""
+    encoding = encoding_of(layout)
+    run(
+        kernels.decode_sum_kernel,
+        (typed(messages, layout), out, is_valid, segment_stride, messages.shape[0], float(divisor), *encoding.shape),
+        _decoder(layout) | {"DIVIDED": divisor != 1},
+        num_units=layout.num_segments,
+        numel=layout.segment_numel,
+        block=encoding.block,
+    )
+
+
+def decode_sum_requantize(
+    messages: Tensor, layout: Layout, out: Tensor, out_layout: Layout, is_valid: Tensor, draw: Draw | None = None,
+    *, residual: Residual | None = None,
+) -> None:  # fmt: skip
+    """Sum ``messages``; segment s of the sum becomes message s of ``out``, which has one segment a message.
+
+    One launch where the blocks are equal or powers of two; else two, with a float32 array between them.
+    """
+    if out_layout.codec.dtype is not None:
+        decode_sum(messages, layout, typed(out, out_layout), layout.segment_numel, 1, is_valid)
+        return
+    if not _is_fused(layout, out_layout):
+        total = torch.empty(layout.num_segments * layout.segment_numel, dtype=torch.float32, device=out.device)
+        decode_sum(messages, layout, total, layout.segment_numel, 1, is_valid)
+        quantize(total, out_layout, out, layout.segment_numel, 0, draw, residual=residual)
+        return
+    encoding, out_encoding = encoding_of(layout), encoding_of(out_layout)
+    decoder = _decoder(layout)
+    if layout.codec.dtype is not None:  # no blocks of its own: rows as the output's
+        decoder |= {"BLOCK": out_encoding.block, "COLS": columns(out_encoding.block)}
+    words, random = random_of(draw, out_layout, (layout.segment_numel, 0))
+    run(
+        kernels.requantize_kernel,
+        (typed(messages, layout), is_valid, typed(out, out_layout), _bytes_of(residual), messages.shape[0],
+         *encoding.shape, *out_encoding.shape[2:], *_residual_numbers(residual, out_layout), *words),
+        {f"IN_{name}": value for name, value in decoder.items()} | _encoder(out_layout, random, residual),
+        num_units=layout.num_segments,
+        numel=layout.segment_numel,
+        block=out_encoding.block,
+        written=() if residual is None else ("residual_ptr",),
+        widest=max(columns(decoder["BLOCK"]), 0 if residual is None else RESIDUAL_BLOCK),
+    )  # fmt: skip
+
+
+def _is_fused(layout: Layout, out_layout: Layout) -> bool:
+    blocks = (layout.block or out_layout.block, out_layout.block)
+    return blocks[0] == blocks[1] or not any(block & (block - 1) for block in blocks)
+
+
+def _decoder(layout: Layout) -> dict[str, Any]:
+    """The constants of a kernel that decodes."""
+    encoding = encoding_of(layout)
+    return {
+        "KIND": encoding.kind,
+        "BITS": layout.codec.bits,
+        "BLOCK": encoding.block,
+        "COLS": columns(encoding.block),
+        "ROTATED": layout.is_rotated,
+    }
+
+
+def _encoder(layout: Layout, random: str, residual: Residual | None) -> dict[str, Any]:
+    """The constants of a kernel that encodes."""
+    return _decoder(layout) | {
+        "QMAX": encoding_of(layout).qmax,
+        "HEADER_NBYTES": layout.codec.header_nbytes,
+        "RANDOM": random,
+        "RESIDUAL": residual is not None,
+    }
+
+
+def _bytes_of(residual: Residual | None) -> Tensor | None:
+    return None if residual is None else typed(residual.messages, residual.layout)
+
+
+def _residual_numbers(residual: Residual | None, layout: Layout) -> tuple[int, int, int, float]:
+    """Pitch, offset of the codes, hash, beta."""
+    if residual is None:
+        return 0, 0, 0, 0.0
+    if layout.block & (layout.block - 1):
+        raise ValueError(f"with a residual, the block must be a power of two: block={layout.block}")
+    _, _, pitch, _, codes_offset, layout_hash = encoding_of(residual.layout).shape
+    return pitch, codes_offset, layout_hash, residual.beta
+
+
+def _cast(
+    source: Tensor, source_strides: tuple[int, int], target: Tensor, target_strides: tuple[int, int], layout: Layout,
+    num_messages: int,
+) -> None:  # fmt: skip
+    run(
+        kernels.cast_kernel,
+        (source, target, *source_strides, *target_strides, layout.num_segments, layout.segment_numel),
+        {},
+        num_units=num_messages * layout.num_segments,
+        numel=layout.segment_numel,
+        block=1,
+    )

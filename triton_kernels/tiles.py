@@ -1,0 +1,208 @@
+"""Where a program's tile lies, in arrays and in messages, and moving it to and from registers.
+
+A program handles one tile: ROWS consecutive blocks of one segment of one message (a *unit*), as [ROWS, COLS] with
+COLS >= BLOCK a power of two. Offsets are one int64 number for the tile plus int32 numbers inside it.
+
+    program -> unit = program / tiles of a segment -> message = unit / num_segments, segment = unit % num_segments
+               tile = program % tiles of a segment -> first block = tile * ROWS
+
+In a message of block codecs, ``pitch`` is its bytes; in one of cast codecs, its elements, and ``KIND`` is "cast".
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .arithmetic import butterflies, clamped, narrowed, philox_word, philox_words, widened
+from .arithmetic import FLOAT32_MAX
+from .codecs import decode_tile
+
+
+@triton.jit
+def locate(num_segments, segment_numel, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Message, segment, tile (int64), and how many elements the segment has from the tile's first on (int32)."""
+    tiles = tl.maximum(tl.cdiv(segment_numel, BLOCK * ROWS), 1).to(tl.int32)
+    program = tl.program_id(0)
+    unit = program // tiles
+    message = unit // num_segments
+    tile = (program - unit * tiles).to(tl.int64)
+    segment = (unit - message * num_segments).to(tl.int64)
+    remaining = tl.minimum(segment_numel - tile * (BLOCK * ROWS), BLOCK * ROWS).to(tl.int32)
+    return message.to(tl.int64), segment, tile, remaining
+
+
+@triton.jit
+def elements_of(remaining, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Offsets int32 [ROWS, COLS] of a tile's elements from its first, and which of them exist."""
+    cols = tl.arange(0, COLS)[None, :]
+    offsets = tl.arange(0, ROWS)[:, None] * BLOCK + cols
+    return offsets, (cols < BLOCK) & (offsets < remaining)
+
+
+@triton.jit
+def load_array(ptr, first, remaining, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Float32 [ROWS, COLS] from element ``first`` (int64) of an array of a floating dtype; 0 where there is none."""
+    offsets, mask = elements_of(remaining, BLOCK, ROWS, COLS)
+    return tl.where(mask, widened(tl.load(ptr + first + offsets, mask=mask)), 0.0)
+
+
+@triton.jit
+def store_array(ptr, first, values, remaining, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Float32 [ROWS, COLS] into an array of a floating dtype, rounded half to even."""
+    offsets, mask = elements_of(remaining, BLOCK, ROWS, COLS)
+    tl.store(ptr + first + offsets, narrowed(values, ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def uniform_of(first, draw, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, RANDOM: tl.constexpr):
+    """Random numbers float32 [ROWS, COLS] in [0, 2^24) of the elements from int64 ``first`` on.
+
+    ``draw``: seed, tensor, step, hop, rank. ``RANDOM`` is "" (none), "elements" or, where ``first`` and BLOCK are
+    multiples of 4, "quads": then four elements share one evaluation of the generator.
+    """
+    rows = tl.arange(0, ROWS)[:, None] * BLOCK
+    if RANDOM == "quads":
+        quads = (first >> 2) + (rows // 4 + tl.arange(0, COLS // 4)[None, :])
+        w0, w1, w2, w3 = philox_words(quads, draw[0], draw[1], draw[2], draw[3], draw[4])
+        words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, COLS))
+        return (words >> 8).to(tl.float32)
+    elif RANDOM == "elements":
+        elements = first + (rows + tl.arange(0, COLS)[None, :])
+        return (philox_word(elements, draw[0], draw[1], draw[2], draw[3], draw[4]) >> 8).to(tl.float32)
+    else:
+        return 0.0
+
+
+@triton.jit
+def rotated_where_whole(values, remaining, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The tile with its whole blocks rotated; a last short block is left alone."""
+    is_whole = (tl.arange(0, ROWS) + 1) * BLOCK <= remaining
+    return tl.where(is_whole[:, None], butterflies(values, ROWS, BLOCK), values)
+
+
+@triton.jit
+def decoded_tile(
+    headers, codes, remaining, KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROTATED: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Values float32 [ROWS, COLS] of a tile's headers and codes."""
+    values = decode_tile(headers, codes, KIND, BITS)
+    if ROTATED:
+        is_whole = ((tl.arange(0, ROWS) + 1) * BLOCK <= remaining)[:, None]
+        back = clamped(butterflies(values, ROWS, BLOCK) * (1.0 / BLOCK), FLOAT32_MAX)
+        values = tl.where(is_whole, back, values)
+    return values
+
+
+@triton.jit
+def load_message(
+    message_ptr, segment, tile, remaining, shape, KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    ROTATED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Values float32 [ROWS, COLS] of a tile of the message at ``message_ptr``; 0 where there is none.
+
+    ``shape``: elements of a segment, bytes of its codes, offset of the codes.
+    """
+    segment_numel, segment_nbytes, codes_offset = shape
+    if KIND == "cast":
+        first = segment * segment_numel + tile * (BLOCK * ROWS)
+        return load_array(message_ptr, first, remaining, BLOCK, ROWS, COLS)
+    else:
+        headers = _load_headers(message_ptr, segment, tile, remaining, segment_numel, KIND, BLOCK, ROWS)
+        codes_ptr = message_ptr + codes_offset + segment * segment_nbytes + tile * (BLOCK * ROWS * BITS // 8)
+        codes = _load_codes(codes_ptr, remaining, BITS, BLOCK, ROWS, COLS)
+        return decoded_tile(headers, codes, remaining, KIND, BITS, BLOCK, ROTATED, ROWS)
+
+
+@triton.jit
+def load_sum(
+    messages_ptr, num_messages, pitch, segment, tile, remaining, shape, KIND: tl.constexpr, BITS: tl.constexpr,
+    BLOCK: tl.constexpr, ROTATED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """The sum of the messages' values, the first plus the second, plus the third, ..."""
+    total = load_message(
+        messages_ptr, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS, COLS
+    )  # fmt: skip
+    for _ in tl.range(1, num_messages, loop_unroll_factor=4):
+        messages_ptr += pitch
+        total += load_message(messages_ptr, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS, COLS)
+    return total
+
+
+@triton.jit
+def _header_pointers(
+    message_ptr, segment, tile, remaining, segment_numel, KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    rows = tl.arange(0, ROWS)
+    first = segment * tl.cdiv(segment_numel, BLOCK) + tile * ROWS
+    if KIND == "asymmetric":
+        pointers = message_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first + rows
+    else:
+        pointers = message_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + first + rows
+    return pointers, rows * BLOCK < remaining
+
+
+@triton.jit
+def _load_headers(
+    message_ptr, segment, tile, remaining, segment_numel, KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    pointers, mask = _header_pointers(message_ptr, segment, tile, remaining, segment_numel, KIND, BLOCK, ROWS)
+    return tl.load(pointers, mask=mask, other=0).to(tl.int32)
+
+
+@triton.jit
+def _load_codes(codes_ptr, remaining, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Codes int32 [ROWS, COLS], their sign extended; 0 where there is none."""
+    if BITS == 8:
+        offsets, mask = elements_of(remaining, BLOCK, ROWS, COLS)
+        codes = tl.load(codes_ptr + offsets, mask=mask, other=0)
+        return codes.to(tl.int8, bitcast=True).to(tl.int32)
+    else:
+        offsets, mask = elements_of((remaining + 1) // 2, BLOCK // 2, ROWS, COLS // 2)
+        pairs = tl.load(codes_ptr + offsets, mask=mask, other=0).to(tl.int32)
+        return tl.reshape(tl.join((pairs << 28) >> 28, (pairs << 24) >> 28), (ROWS, COLS))
+
+
+@triton.jit
+def store_message(
+    message_ptr, segment, tile, remaining, shape, headers, codes, stored, KIND: tl.constexpr,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Write the headers and codes of the blocks that are ``stored``, bool [ROWS]; ``shape`` as in load_message."""
+    segment_numel, segment_nbytes, codes_offset = shape
+    pointers, mask = _header_pointers(message_ptr, segment, tile, remaining, segment_numel, KIND, BLOCK, ROWS)
+    tl.store(pointers, headers.to(pointers.dtype.element_ty), mask=mask & stored)
+    codes_ptr = message_ptr + codes_offset + segment * segment_nbytes + tile * (BLOCK * ROWS * BITS // 8)
+    offsets, mask = elements_of(remaining, BLOCK, ROWS, COLS)
+    if BITS == 4:
+        codes = tl.where(mask, codes, 0)  # the unused half of a last byte
+        low, high = tl.split(tl.reshape(codes, (ROWS, COLS // 2, 2)))
+        codes = (low & 0xF) | ((high & 0xF) << 4)
+        offsets, mask = elements_of((remaining + 1) // 2, BLOCK // 2, ROWS, COLS // 2)
+    tl.store(codes_ptr + offsets, codes.to(tl.uint8), mask=mask & stored[:, None])
+
+
+@triton.jit
+def store_ends(message_ptr, nbytes, num_segments, shape, layout_hash, HEADER_NBYTES: tl.constexpr, BLOCK: tl.constexpr):
+    """Write what lies around headers and codes: zeros, and the trailer."""
+    segment_numel, segment_nbytes, codes_offset = shape
+    offsets = tl.arange(0, 16)
+    zeros = tl.zeros((16,), tl.uint8)
+    num_headers = tl.full((), num_segments, tl.int64) * tl.cdiv(segment_numel, BLOCK)
+    place = num_headers * HEADER_NBYTES + offsets
+    tl.store(message_ptr + place, zeros, mask=place < codes_offset)
+    place = codes_offset + tl.full((), num_segments, tl.int64) * segment_nbytes + offsets
+    tl.store(message_ptr + place, zeros, mask=place < nbytes - 8)
+    trailer = (message_ptr + (nbytes - 8)).to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.store(trailer, layout_hash)
+    tl.store(trailer + 1, 0)
+
+
+@triton.jit
+def check_hashes(messages_ptr, num_messages, pitch, layout_hash, is_valid_ptr):
+    """Clear the flag at ``is_valid_ptr`` if a message is not of the layout with this hash."""
+    for _ in tl.range(num_messages):
+        found = tl.load((messages_ptr + (pitch - 8)).to(tl.pointer_type(tl.int32), bitcast=True))
+        tl.store(is_valid_ptr, 0, mask=found != layout_hash)
+        messages_ptr += pitch
