@@ -52,7 +52,9 @@ class Runtime:
         self._settle()
         self.gatherer = Gatherer(self.buckets, topology, settings, self.effective, self.pool)
         topologies = (topology.companion, topology)
-        self.reducer = Reducer(self.buckets, topologies, settings, self.effective, self.pool)
+        self.reducer = Reducer(
+            self.buckets, topologies, settings, self.effective, self.pool, lambda: self.gatherer.checksum
+        )
         self.hooks = Hooks(
             self.gatherer, self.reducer, self._should_reduce, shards_parameters=self.stage.shards_parameters
         )
