@@ -10,6 +10,7 @@ An order that changes costs a missed prefetch, never a wrong result.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -129,10 +130,11 @@ class Gatherer:
                 self.acquire(bucket)
             self.release_if_unneeded(bucket)
 
-    def parameters_changed(self) -> None:
-        """The shards have new values: replicas of the old ones are worthless."""
-        for secondary in self._secondary.values():
-            secondary.invalidate()
+    def parameters_changed(self, buckets: Iterable[Bucket]) -> None:
+        """The shards of ``buckets`` have new values: replicas of the old ones are worthless."""
+        for bucket in buckets:
+            if bucket.index in self._secondary:
+                self._secondary[bucket.index].invalidate()
 
     @property
     def secondary_nbytes(self) -> int:

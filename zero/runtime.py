@@ -112,6 +112,7 @@ class Runtime:
         self._num_backwards = 0
         self.gatherer.release_all()
         self.gatherer.trace.restart()
+        self.pool.drop_unused()
         self.publish([bucket for bucket in self.buckets if bucket.is_trainable])
 
     def publish(self, buckets: list[Bucket]) -> None:
@@ -125,12 +126,8 @@ class Runtime:
                 works += issue_gather(bucket, bucket.full, self.topology, self.settings, self.effective)
         for work in works:
             work.wait()
-        self.gatherer_changed()
-
-    def gatherer_changed(self) -> None:
-        """Replicas of parameters are out of date."""
         if hasattr(self, "gatherer"):
-            self.gatherer.parameters_changed()
+            self.gatherer.parameters_changed(buckets)
 
     @contextmanager
     def gathered(self, buckets: list[Bucket]) -> Iterator[None]:
