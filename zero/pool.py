@@ -29,7 +29,8 @@ class BufferPool:
         free = self._free.setdefault(dtype, [])
         fitting = [i for i, buffer in enumerate(free) if numel <= buffer.numel() <= 2 * numel]
         if fitting:
-            buffer = free.pop(min(fitting, key=lambda i: free[i].numel()))
+            # The last to come back first: it is in the cache, and buffers beyond what a step needs lie idle.
+            buffer = free.pop(min(reversed(fitting), key=lambda i: free[i].numel()))
         else:
             with torch.inference_mode(mode=False):  # it will serve training too
                 buffer = torch.empty(numel, dtype=dtype, device=self._device)
