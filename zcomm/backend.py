@@ -11,6 +11,7 @@ returns.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, cast
@@ -146,7 +147,7 @@ def _gather_directly(rows: Tensor, message: Tensor, hop: Hop) -> Pending:
         works.append(cast(Pending, dist.isend(source, group=group, tag=TAG, group_dst=peer)))
     if mine.data_ptr() != source.data_ptr():
         mine.copy_(source)
-    return _Each(works)
+    return _Each(works, (rows, message))
 
 
 def together(exchanges: Sequence[Pending | None]) -> Pending | None:
@@ -155,10 +156,14 @@ def together(exchanges: Sequence[Pending | None]) -> Pending | None:
 
 
 class _Each:
-    """Several exchanges as one."""
+    """Several sends and receives as one exchange. They end with it: what is left over would meet the next one's."""
 
-    def __init__(self, works: Sequence[Pending]) -> None:
-        self._works = list(works)
+    def __init__(self, works: Sequence[Pending], tensors: tuple[Tensor, ...]) -> None:
+        self._works, self._tensors = list(works), tensors
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # the process group may be gone
+            self.wait()
 
     def wait(self) -> None:
         while self._works:  # gloo's sends and receives can be waited for only once

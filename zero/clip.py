@@ -26,7 +26,8 @@ def clip_grad_norm_(runtime: Runtime, max_norm: float, norm_type: float, *, erro
         largest = [part.abs().amax().to(torch.float64) for part in parts]  # amax, unlike max(), keeps a NaN
         mine = torch.stack(largest).amax() if largest else torch.zeros((), dtype=torch.float64)
     else:
-        squares = [torch.linalg.vector_norm(part, dtype=torch.float64).item() ** 2 for part in parts]
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+        squares = [norm**2 for norm in (torch.stack(norms).tolist() if norms else [])]  # one host sync
         mine = torch.tensor(sum(squares), dtype=torch.float64)
     by_rank = control.gather_float64(mine.reshape(1).cpu(), runtime.topology).flatten()
     total = by_rank.amax().item() if norm_type == math.inf else math.sqrt(sum(by_rank.tolist()))

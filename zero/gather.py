@@ -9,6 +9,9 @@ An order that changes costs a missed prefetch, never a wrong result.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from zcomm import SecondaryPartition, Topology, Work, all_gather_single
@@ -75,6 +78,8 @@ class Gatherer:
                 partition = SecondaryPartition(topology, b.layout.numel, b.dtype, device=b.device)
                 self._secondary[b.index] = partition
         self.trace = Trace()
+        self.checksum = 0
+        """Of all gathers issued so far, in order: they match those of other ranks only if it is the same there."""
         self.by_storage: dict[int, Bucket] = {}
 
     def acquire(self, bucket: Bucket, *, prefetch: bool = False) -> None:
@@ -98,6 +103,7 @@ class Gatherer:
     def _issue(self, bucket: Bucket) -> None:
         if bucket.state is not BucketState.SHARDED:
             return
+        self.checksum = zlib.crc32(bucket.index.to_bytes(4, "little"), self.checksum)
         full = self._pool.take(bucket.layout.numel, bucket.dtype)
         bucket.begin_gather(full)
         secondary = self._secondary.get(bucket.index)
@@ -124,10 +130,11 @@ class Gatherer:
                 self.acquire(bucket)
             self.release_if_unneeded(bucket)
 
-    def parameters_changed(self) -> None:
-        """The shards have new values: replicas of the old ones are worthless."""
-        for secondary in self._secondary.values():
-            secondary.invalidate()
+    def parameters_changed(self, buckets: Iterable[Bucket]) -> None:
+        """The shards of ``buckets`` have new values: replicas of the old ones are worthless."""
+        for bucket in buckets:
+            if bucket.index in self._secondary:
+                self._secondary[bucket.index].invalidate()
 
     @property
     def secondary_nbytes(self) -> int:

@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -76,10 +77,13 @@ class Reducer:
         settings: ZeroSettings,
         effective: Effective,
         pool: BufferPool,
+        gathers: Callable[[], int],
     ) -> None:
         # Reductions may be ahead on some ranks when the others agree on what is left: two sets of process groups.
         self._topology, self._agreeing = topologies
         self._settings, self._effective, self._pool = settings, effective, pool
+        self._gathers = gathers
+        """The checksum of the gathers so far."""
         self._stage = effective.stage
         self.all = [self._new(bucket) for bucket in buckets if bucket.is_trainable]
         self.by_bucket = {grads.bucket.index: grads for grads in self.all}
@@ -175,9 +179,17 @@ class Reducer:
         used = [int(bit) for grads in self.all for bit in grads.used]
         pending = [int(any(grads.written)) for grads in self._order]
         late = [bit if id(grads) in issued else 0 for grads, bit in zip(self._order, pending, strict=True)]
-        agreed = used + pending + late + [self._cursor]
+        checksum = self._gathers()
+        agreed = [checksum, -checksum, *used, *pending, *late, self._cursor]
         if self._topology.world_size > 1:
             agreed = control.agree_max(torch.tensor(agreed, dtype=torch.int64), self._agreeing).tolist()
+        largest, smallest = agreed.pop(0), -agreed.pop(0)
+        if largest != smallest:
+            raise StateError(
+                "the ranks have gathered different parameters, so results since the last step are wrong: at stage 3 "
+                "every rank must run the same modules in the same order (for layers that only some ranks use, take "
+                "stage 1 or 2)"
+            )
         bits = iter(agreed)
         for grads in self.all:
             grads.used = [bool(next(bits)) for _ in grads.used]

@@ -110,12 +110,13 @@ def build_inner(
 def check_elementwise(optimizer: Optimizer, device: torch.device) -> None:
     """Refuse an optimizer whose update of an element depends on other elements, or on the tensor's shape.
 
-    Tried on 64 made-up elements: updating them as one tensor and as two halves must give the same values.
+    Tried on 64 made-up elements: updating them as one tensor, as two halves and as a matrix must give the same values.
     """
     name = type(optimizer).__name__
     try:
-        whole = _try_steps(optimizer, device, parts=1)
-        halves = _try_steps(optimizer, device, parts=2)
+        whole = _try_steps(optimizer, device, (1, -1))
+        halves = _try_steps(optimizer, device, (2, -1))
+        matrix = _try_steps(optimizer, device, (1, 8, 8))
     except Exception as error:
         raise ConfigError(
             f"{name} cannot update flat shards: a step on a 1-D tensor raised {type(error).__name__}: {error}"
@@ -126,12 +127,19 @@ def check_elementwise(optimizer: Optimizer, device: torch.device) -> None:
             f"{(whole - halves).abs().max().item():.3g}. ZeRO updates shards of tensors, so use an elementwise "
             "optimizer (Adam, AdamW, SGD, Adagrad, RMSprop, Lion, ...)"
         )
+    if not torch.allclose(whole, matrix, rtol=1e-5, atol=1e-7):
+        raise ConfigError(
+            f"{name} is not elementwise: it updates 64 elements as a vector and as a matrix differently, by up to "
+            f"{(whole - matrix).abs().max().item():.3g}. ZeRO updates flat shards of matrices, so use an elementwise "
+            "optimizer (Adam, AdamW, SGD, Adagrad, RMSprop, Lion, ...)"
+        )
 
 
-def _try_steps(optimizer: Optimizer, device: torch.device, *, parts: int) -> Tensor:
+def _try_steps(optimizer: Optimizer, device: torch.device, shape: tuple[int, ...]) -> Tensor:
+    """The values after two steps on ``shape[0]`` tensors of shape ``shape[1:]``."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(64, generator=generator).to(device) * torch.linspace(0.1, 3, 64, device=device)
-    params = [part.clone() for part in values.chunk(parts)]
+    params = [part.clone() for part in values.view(shape)]
     trial: Optimizer = object.__new__(type(optimizer))
     trial.__dict__.update(optimizer.__dict__)
     trial.state = defaultdict(dict)
@@ -141,7 +149,7 @@ def _try_steps(optimizer: Optimizer, device: torch.device, *, parts: int) -> Ten
     trial.param_groups = [{**settings, "params": params}]
     for _ in range(2):
         grad = torch.randn(64, generator=generator).to(device)
-        for param, part in zip(params, grad.chunk(parts), strict=True):
+        for param, part in zip(params, grad.view(shape), strict=True):
             param.grad = part.clone()
         trial.step()
-    return torch.cat(params)
+    return torch.cat([param.flatten() for param in params])

@@ -21,6 +21,7 @@ class BufferPool:
         self._device = device
         self._free: dict[torch.dtype, list[Tensor]] = {}
         self._owned: dict[int, Tensor] = {}
+        self._taken: set[int] = set()
         self.poisons = os.environ.get("ZERO_DEBUG", "0") not in ("", "0")
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -28,12 +29,24 @@ class BufferPool:
         free = self._free.setdefault(dtype, [])
         fitting = [i for i, buffer in enumerate(free) if numel <= buffer.numel() <= 2 * numel]
         if fitting:
-            buffer = free.pop(min(fitting, key=lambda i: free[i].numel()))
+            # The last to come back first: it is in the cache, and buffers beyond what a step needs lie idle.
+            buffer = free.pop(min(reversed(fitting), key=lambda i: free[i].numel()))
         else:
             with torch.inference_mode(mode=False):  # it will serve training too
                 buffer = torch.empty(numel, dtype=dtype, device=self._device)
             self._owned[buffer.untyped_storage().data_ptr()] = buffer
+        self._taken.add(buffer.untyped_storage().data_ptr())
         return buffer[:numel]
+
+    def drop_unused(self) -> None:
+        """Free the buffers that nobody took since the last call: those of one-off uses, such as loading a model."""
+        for free in self._free.values():
+            for buffer in free.copy():
+                at = buffer.untyped_storage().data_ptr()
+                if buffer.numel() and at not in self._taken:
+                    free[:] = [other for other in free if other is not buffer]
+                    del self._owned[at]
+        self._taken.clear()
 
     def give(self, buffer: Tensor) -> None:
         """Take back what :meth:`take` handed out."""

@@ -52,7 +52,9 @@ class Runtime:
         self._settle()
         self.gatherer = Gatherer(self.buckets, topology, settings, self.effective, self.pool)
         topologies = (topology.companion, topology)
-        self.reducer = Reducer(self.buckets, topologies, settings, self.effective, self.pool)
+        self.reducer = Reducer(
+            self.buckets, topologies, settings, self.effective, self.pool, lambda: self.gatherer.checksum
+        )
         self.hooks = Hooks(
             self.gatherer, self.reducer, self._should_reduce, shards_parameters=self.stage.shards_parameters
         )
@@ -110,6 +112,7 @@ class Runtime:
         self._num_backwards = 0
         self.gatherer.release_all()
         self.gatherer.trace.restart()
+        self.pool.drop_unused()
         self.publish([bucket for bucket in self.buckets if bucket.is_trainable])
 
     def publish(self, buckets: list[Bucket]) -> None:
@@ -123,12 +126,8 @@ class Runtime:
                 works += issue_gather(bucket, bucket.full, self.topology, self.settings, self.effective)
         for work in works:
             work.wait()
-        self.gatherer_changed()
-
-    def gatherer_changed(self) -> None:
-        """Replicas of parameters are out of date."""
         if hasattr(self, "gatherer"):
-            self.gatherer.parameters_changed()
+            self.gatherer.parameters_changed(buckets)
 
     @contextmanager
     def gathered(self, buckets: list[Bucket]) -> Iterator[None]:

@@ -220,3 +220,17 @@ def _check_control_in_order(rank: int) -> None:
 
 def test_control_keeps_the_order_of_calls() -> None:
     run_ranks(2, _check_control_in_order)
+
+
+def _check_dropped_gathers(rank: int) -> None:
+    numel = 2**17  # large enough for sends and receives of our own
+    for value in range(3):
+        zcomm.all_gather_single(torch.empty(2 * numel), torch.full((numel,), 10.0 * value), async_op=True)
+    output = torch.empty(2 * numel)
+    zcomm.all_gather_single(output, torch.full((numel,), float(rank)))
+    assert output[:numel].eq(0).all()
+    assert output[numel:].eq(1).all()
+
+
+def test_a_gather_that_nobody_waits_for_does_not_meet_the_next() -> None:
+    run_ranks(2, _check_dropped_gathers)

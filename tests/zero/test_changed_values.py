@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zcomm
 from tests.ranks import run_ranks
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
 from zcomm import StateError
@@ -174,3 +175,31 @@ def test_assigned_memory_is_taken_over_or_refused(stage: int) -> None:
         weight.data = torch.ones(WIDTH, WIDTH)
         with pytest.raises(StateError, match=r"'1\.weight' got other memory, of torch\.float32 on cpu"):
             optimizer.step()
+
+
+def test_the_pool_forgets_one_off_buffers() -> None:
+    model = new_layers(num=8)
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=3, lr=0.1)
+    for _ in range(3):
+        train_once(model, optimizer)
+    usual = optimizer.memory().buffers["pool"]
+    model.load_state_dict(new_layers(num=8).state_dict())  # holds all layers at once
+    assert optimizer.memory().buffers["pool"] > usual
+    for _ in range(2):
+        train_once(model, optimizer)
+    assert optimizer.memory().buffers["pool"] == usual
+
+
+def _check_frozen_stays_in_the_node(rank: int) -> None:
+    model = new_layers(num=2)
+    model[0].requires_grad_(False)
+    options = {"ranks_per_node": 2, "stage": 3, "hpz_partition_size": 2}
+    with zero_optimizer(model, torch.optim.SGD(model[1].parameters(), lr=0.1), **options) as optimizer:
+        train_once(model, optimizer)
+        with zcomm.traffic() as sent:
+            train_once(model, optimizer)
+    assert sent.calls(operation="all_gather", link="inter") == 1  # the layer that changed
+
+
+def test_secondary_partition_of_frozen_parameters_stays_valid() -> None:
+    run_ranks(4, _check_frozen_stays_in_the_node)

@@ -43,6 +43,17 @@ class Lamb(torch.optim.SGD):
             param.sub_(param.grad * (param.norm() / param.grad.norm()))
 
 
+class Centralizing(torch.optim.SGD):
+    """Not elementwise for matrices: takes the mean of each column off the gradient first."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.ndim > 1:
+                param.grad -= param.grad.mean(0)
+        super().step(closure)
+
+
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW amsgrad": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),
     "AdamW fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
@@ -240,6 +251,7 @@ def test_bad_configuration_is_refused() -> None:
     )
     _refused(ConfigError, "LBFGS cannot update flat shards", lambda: ZeroOptimizer(new_model(), torch.optim.LBFGS))
     _refused(ConfigError, "Lamb is not elementwise", lambda: ZeroOptimizer(new_model(), Lamb, lr=0.1))
+    _refused(ConfigError, "vector and as a matrix", lambda: ZeroOptimizer(new_model(), Centralizing, lr=0.1))
     _refused(ConfigError, "Adafactor is not elementwise", lambda: ZeroOptimizer(new_model(), torch.optim.Adafactor))
     frozen = new_model().requires_grad_(False)
     _refused(ConfigError, "none of them trainable", lambda: ZeroOptimizer(frozen, adamw))

@@ -244,3 +244,26 @@ def _check_state_dict(rank: int) -> None:
 
 def test_state_dict_of_the_model_is_whole_and_loads() -> None:
     run_ranks(2, _check_state_dict)
+
+
+class Experts(nn.Module):
+    """Of equal size: a gather of one on one rank meets a gather of the other, and nothing else can tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+
+    def forward(self, x: Tensor, index: int) -> Tensor:
+        return self.experts[index](x)
+
+
+def _check_ranks_run_different_modules(rank: int) -> None:
+    model = Experts()
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3):
+        loss = model(torch.ones(2, 5), rank).sum()
+        with pytest.raises(StateError, match="every rank must run the same modules"):
+            loss.backward()
+
+
+def test_ranks_that_run_different_modules_all_raise() -> None:
+    run_ranks(2, _check_ranks_run_different_modules)
