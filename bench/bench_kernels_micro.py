@@ -14,13 +14,13 @@ import torch
 
 from zcomm import _native
 
-CODECS = {"int8": (3, 256), "int4": (4, 128)}
+CODECS = {"int8": (3, 256, False), "int4": (4, 128, False)}
 LAYOUT_HASH = 1
 
 
 @pytest.fixture(params=CODECS)
-def codec(request: pytest.FixtureRequest) -> tuple[int, int]:
-    """Codec number and block."""
+def codec(request: pytest.FixtureRequest) -> tuple[int, int, bool]:
+    """Codec number, block, rotation."""
     return CODECS[request.param]
 
 
@@ -30,21 +30,23 @@ def values(request: pytest.FixtureRequest) -> torch.Tensor:
     return torch.randn(request.param, generator=torch.Generator().manual_seed(0))
 
 
-def _message(codec: tuple[int, int], values: torch.Tensor) -> torch.Tensor:
+def _message(codec: tuple[int, int, bool], values: torch.Tensor) -> torch.Tensor:
     return torch.zeros(_native.message_nbytes(*codec, 1, values.numel()), dtype=torch.uint8)
 
 
 def _quantize(
-    function: Callable[..., None], codec: tuple[int, int], values: torch.Tensor, message: torch.Tensor
+    function: Callable[..., None], codec: tuple[int, int, bool], values: torch.Tensor, message: torch.Tensor
 ) -> None:
     numel = values.numel()
     function(
         *codec, 1, 1, numel, 0, values.data_ptr(), numel, numel, message.data_ptr(), message.numel(), LAYOUT_HASH,
-        torch.get_num_threads(),
+        None, torch.get_num_threads(),
     )  # fmt: skip
 
 
-def _decode(function: Callable[..., None], codec: tuple[int, int], message: torch.Tensor, out: torch.Tensor) -> None:
+def _decode(
+    function: Callable[..., None], codec: tuple[int, int, bool], message: torch.Tensor, out: torch.Tensor
+) -> None:
     numel = out.numel()
     function(
         *codec, 1, 1, numel, message.data_ptr(), message.numel(), LAYOUT_HASH, 0, out.data_ptr(), numel, numel,
@@ -52,7 +54,7 @@ def _decode(function: Callable[..., None], codec: tuple[int, int], message: torc
     )  # fmt: skip
 
 
-def test_quantize(benchmark: Any, codec: tuple[int, int], values: torch.Tensor) -> None:
+def test_quantize(benchmark: Any, codec: tuple[int, int, bool], values: torch.Tensor) -> None:
     """One message from a contiguous array."""
     message, expected = _message(codec, values), _message(codec, values)
     benchmark(_quantize, _native.quantize, codec, values, message)
@@ -60,7 +62,7 @@ def test_quantize(benchmark: Any, codec: tuple[int, int], values: torch.Tensor) 
     assert torch.equal(message, expected)
 
 
-def test_decode(benchmark: Any, codec: tuple[int, int], values: torch.Tensor) -> None:
+def test_decode(benchmark: Any, codec: tuple[int, int, bool], values: torch.Tensor) -> None:
     """One message into a contiguous array."""
     message, out, expected = _message(codec, values), torch.zeros_like(values), torch.zeros_like(values)
     _quantize(_native.quantize, codec, values, message)

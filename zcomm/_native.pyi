@@ -1,6 +1,7 @@
 """Native CPU kernels of the wire formats (C++). The contracts stand in ``cpp/include/zcomm/*.h``.
 
-Codec ids: 0 float32, 1 bfloat16, 2 float16 (the message is a plain array), 3 int8, 4 int4 (scales, codes, trailer).
+Codec ids: the numbers of ``zcomm.formats.CODECS``, but for float64. ``is_rotated``: whole blocks are Hadamard-rotated.
+``draw``: seed, tensor, step, hop, rank, first of a ``zcomm.philox.Draw``, for the stochastic rounding of int codecs.
 dtype ids: 0 float32, 1 bfloat16, 2 float16. Addresses (``*_ptr``) are ints. Strides of arrays count elements, strides
 of messages bytes. The calls release the GIL, may run at the same time, and raise ValueError on bad arguments and on a
 message whose trailer does not carry ``layout_hash``. Each operation has an ``_ref`` twin with the same bits: scalar,
@@ -8,6 +9,8 @@ single-threaded, the oracle of the tests.
 """
 
 from typing import TypedDict
+
+Draw = tuple[int, int, int, int, int, int]
 
 class BuildInfo(TypedDict):
     """What the binary was built from."""
@@ -20,6 +23,7 @@ class BuildInfo(TypedDict):
 def quantize(
     codec: int,
     block: int,
+    is_rotated: bool,
     num_messages: int,
     num_segments: int,
     segment_numel: int,
@@ -30,6 +34,7 @@ def quantize(
     out_ptr: int,
     out_stride_bytes: int,
     layout_hash: int,
+    draw: Draw | None,
     num_threads: int,
 ) -> None:
     """Write messages from rows: message i, segment s from x[i * message_stride + s * segment_stride + ...]."""
@@ -37,6 +42,7 @@ def quantize(
 def quantize_ref(
     codec: int,
     block: int,
+    is_rotated: bool,
     num_messages: int,
     num_segments: int,
     segment_numel: int,
@@ -47,6 +53,7 @@ def quantize_ref(
     out_ptr: int,
     out_stride_bytes: int,
     layout_hash: int,
+    draw: Draw | None,
     num_threads: int,
 ) -> None:
     """Oracle of quantize."""
@@ -54,6 +61,7 @@ def quantize_ref(
 def decode(
     codec: int,
     block: int,
+    is_rotated: bool,
     num_messages: int,
     num_segments: int,
     segment_numel: int,
@@ -71,6 +79,7 @@ def decode(
 def decode_ref(
     codec: int,
     block: int,
+    is_rotated: bool,
     num_messages: int,
     num_segments: int,
     segment_numel: int,
@@ -88,6 +97,7 @@ def decode_ref(
 def decode_sum(
     codec: int,
     block: int,
+    is_rotated: bool,
     num_messages: int,
     num_segments: int,
     segment_numel: int,
@@ -105,6 +115,7 @@ def decode_sum(
 def decode_sum_ref(
     codec: int,
     block: int,
+    is_rotated: bool,
     num_messages: int,
     num_segments: int,
     segment_numel: int,
@@ -122,6 +133,7 @@ def decode_sum_ref(
 def decode_sum_requantize(
     codec: int,
     block: int,
+    is_rotated: bool,
     num_messages: int,
     num_segments: int,
     segment_numel: int,
@@ -130,9 +142,11 @@ def decode_sum_requantize(
     layout_hash: int,
     out_codec: int,
     out_block: int,
+    out_is_rotated: bool,
     out_ptr: int,
     out_stride_bytes: int,
     out_layout_hash: int,
+    draw: Draw | None,
     num_threads: int,
 ) -> None:
     """Sum the messages; segment s of the sum becomes message s, of one segment."""
@@ -140,6 +154,7 @@ def decode_sum_requantize(
 def decode_sum_requantize_ref(
     codec: int,
     block: int,
+    is_rotated: bool,
     num_messages: int,
     num_segments: int,
     segment_numel: int,
@@ -148,14 +163,16 @@ def decode_sum_requantize_ref(
     layout_hash: int,
     out_codec: int,
     out_block: int,
+    out_is_rotated: bool,
     out_ptr: int,
     out_stride_bytes: int,
     out_layout_hash: int,
+    draw: Draw | None,
     num_threads: int,
 ) -> None:
     """Oracle of decode_sum_requantize."""
 
-def message_nbytes(codec: int, block: int, num_segments: int, segment_numel: int) -> int:
+def message_nbytes(codec: int, block: int, is_rotated: bool, num_segments: int, segment_numel: int) -> int:
     """Bytes of one message."""
 
 def isa() -> str:

@@ -38,7 +38,6 @@ __all__ = [
 ]
 
 P = ParamSpec("P")
-NATIVE_CODECS = frozenset({"f32", "bf16", "fp16", "int8", "int4"})
 DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -70,17 +69,39 @@ def _uses_native(array: Tensor, *layouts: MessageLayout) -> bool:
     return (
         array.device.type == "cpu"
         and (array.dtype in DTYPE_NUMBERS or array.dtype == torch.uint8)
-        and all(layout.codec.name in NATIVE_CODECS and not layout.is_rotated for layout in layouts)
+        and all(layout.codec.dtype != torch.float64 for layout in layouts)
         and _native_is_chosen()
     )
 
 
 def _call(name: str, layout: MessageLayout, *arguments: Any) -> None:
-    codec = layout.codec
     try:
-        getattr(_native, name)(codec.number, layout.block or 2, *arguments, torch.get_num_threads())
+        getattr(_native, name)(*_wire(layout), *arguments, torch.get_num_threads())
     except ValueError as error:
-        raise MessageError(f"{layout.operation}, {codec.name}, {layout.numel} elements: {error}") from error
+        raise MessageError(f"{layout.operation}, {layout.codec.name}, {layout.numel} elements: {error}") from error
+
+
+def _wire(layout: MessageLayout) -> tuple[int, int, bool]:
+    return layout.codec.number, layout.block, layout.is_rotated
+
+
+def _rows(layout: MessageLayout, num_messages: int) -> tuple[int, int, int]:
+    return num_messages, layout.num_segments, layout.segment_numel
+
+
+def _incoming(messages: Tensor, layout: MessageLayout) -> tuple[int, ...]:
+    return *_rows(layout, messages.shape[0]), messages.data_ptr(), layout.nbytes, layout.hash
+
+
+def _array(array: Tensor) -> tuple[int, int]:
+    return DTYPE_NUMBERS[array.dtype], array.data_ptr()
+
+
+def _draw(draw: Draw | None) -> tuple[int, ...] | None:
+    if draw is None:
+        return None
+    words = (draw.seed, draw.tensor, draw.step, draw.hop, draw.rank)
+    return *(word & 0xFFFFFFFF for word in words), draw.first
 
 
 def _shown(kernel: Callable[P, None]) -> Callable[P, None]:
@@ -101,11 +122,9 @@ def quantize(
     x: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None = None
 ) -> None:
     """Write messages ``out`` [num_messages, nbytes] from the array that begins at ``x``; see :mod:`zcomm.quant`."""
-    if out.numel() and draw is None and _uses_native(x, layout):
-        _call(
-            "quantize", layout, out.shape[0], layout.num_segments, layout.segment_numel, DTYPE_NUMBERS[x.dtype],
-            x.data_ptr(), message_stride, segment_stride, out.data_ptr(), layout.nbytes, layout.hash,
-        )  # fmt: skip
+    if out.numel() and _uses_native(x, layout):
+        target = out.data_ptr(), layout.nbytes, layout.hash, _draw(draw)
+        _call("quantize", layout, *_rows(layout, out.shape[0]), *_array(x), message_stride, segment_stride, *target)
     else:
         quant.quantize(x, layout, out, message_stride, segment_stride, draw)
     message.sign(out, layout)
@@ -116,10 +135,7 @@ def decode(messages: Tensor, layout: MessageLayout, out: Tensor, message_stride:
     """Write the values of ``messages`` into the array that begins at ``out``."""
     message.verify(messages, layout)
     if messages.numel() and _uses_native(out, layout):
-        _call(
-            "decode", layout, messages.shape[0], layout.num_segments, layout.segment_numel, messages.data_ptr(),
-            layout.nbytes, layout.hash, DTYPE_NUMBERS[out.dtype], out.data_ptr(), message_stride, segment_stride,
-        )  # fmt: skip
+        _call("decode", layout, *_incoming(messages, layout), *_array(out), message_stride, segment_stride)
     else:
         quant.decode(messages, layout, out, message_stride, segment_stride)
 
@@ -129,10 +145,7 @@ def decode_sum(messages: Tensor, layout: MessageLayout, out: Tensor, segment_str
     """Write the sum of ``messages`` over ``divisor`` into ``out``."""
     message.verify(messages, layout)
     if messages.numel() and _uses_native(out, layout):
-        _call(
-            "decode_sum", layout, messages.shape[0], layout.num_segments, layout.segment_numel, messages.data_ptr(),
-            layout.nbytes, layout.hash, DTYPE_NUMBERS[out.dtype], out.data_ptr(), segment_stride, divisor,
-        )  # fmt: skip
+        _call("decode_sum", layout, *_incoming(messages, layout), *_array(out), segment_stride, divisor)
     else:
         quant.decode_sum(messages, layout, out, segment_stride, divisor)
 
@@ -143,12 +156,9 @@ def decode_sum_requantize(
 ) -> None:
     """Sum ``messages``; segment s of the sum becomes message s of ``out``."""
     message.verify(messages, layout)
-    if messages.numel() and draw is None and _uses_native(out, layout, out_layout):
-        _call(
-            "decode_sum_requantize", layout, messages.shape[0], layout.num_segments, layout.segment_numel,
-            messages.data_ptr(), layout.nbytes, layout.hash, out_layout.codec.number, out_layout.block or 2,
-            out.data_ptr(), out_layout.nbytes, out_layout.hash,
-        )  # fmt: skip
+    if messages.numel() and _uses_native(out, layout, out_layout):
+        target = out.data_ptr(), out_layout.nbytes, out_layout.hash, _draw(draw)
+        _call("decode_sum_requantize", layout, *_incoming(messages, layout), *_wire(out_layout), *target)
     else:
         quant.decode_sum_requantize(messages, layout, out, out_layout, draw)
     message.sign(out, out_layout)

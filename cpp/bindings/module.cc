@@ -2,17 +2,22 @@
 // every torch version and a call costs no DLPack handshake. The contracts stand in the headers.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "zcomm/check.h"
 #include "zcomm/decode.h"
 #include "zcomm/isa.h"
 #include "zcomm/quantize.h"
+#include "zcomm/random.h"
 #include "zcomm/reduce.h"
 
 namespace nb = nanobind;
@@ -30,10 +35,21 @@ std::size_t Size(const char* name, std::int64_t value) {
   return static_cast<std::size_t>(value);
 }
 
-MessageLayout Layout(int codec, std::int64_t block, std::int64_t num_segments, std::int64_t segment_numel) {
-  ZCOMM_CHECK(codec >= 0 && codec < static_cast<int>(zcomm::kNumCodecs), "unknown codec id: codec=", codec);
+MessageLayout Layout(int codec, std::int64_t block, bool is_rotated, std::int64_t num_segments,
+                     std::int64_t segment_numel) {
+  ZCOMM_CHECK(zcomm::IsCodec(codec), "unknown codec id: codec=", codec);
   return zcomm::MakeMessageLayout(static_cast<Codec>(codec), Size("block", block), Size("num_segments", num_segments),
-                                  Size("segment_numel", segment_numel));
+                                  Size("segment_numel", segment_numel), is_rotated);
+}
+
+// seed, tensor, step, hop, rank, first
+using DrawArgument =
+    std::optional<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t, std::uint64_t>>;
+
+std::optional<zcomm::Draw> MakeDraw(const DrawArgument& argument) {
+  if (!argument.has_value()) return std::nullopt;
+  const auto& [seed, tensor, step, hop, rank, first] = *argument;
+  return zcomm::Draw{seed, tensor, step, hop, rank, first};
 }
 
 template <class Rows>
@@ -50,26 +66,27 @@ Messages MakeMessages(std::uintptr_t pointer, std::int64_t stride_nbytes, std::i
 }
 
 template <bool kRef>
-void Quantize(int codec, std::int64_t block, std::int64_t num_messages, std::int64_t num_segments,
+void Quantize(int codec, std::int64_t block, bool is_rotated, std::int64_t num_messages, std::int64_t num_segments,
               std::int64_t segment_numel, int x_dtype, std::uintptr_t x_ptr, std::int64_t message_stride,
               std::int64_t segment_stride, std::uintptr_t out_ptr, std::int64_t out_stride_bytes,
-              std::uint32_t layout_hash, std::int64_t num_threads) {
-  const MessageLayout layout = Layout(codec, block, num_segments, segment_numel);
+              std::uint32_t layout_hash, const DrawArgument& draw_argument, std::int64_t num_threads) {
+  const MessageLayout layout = Layout(codec, block, is_rotated, num_segments, segment_numel);
+  const std::optional<zcomm::Draw> draw = MakeDraw(draw_argument);
   const auto input = MakeRows<zcomm::ConstRows>(x_dtype, x_ptr, message_stride, segment_stride);
   const auto output = MakeMessages<zcomm::MutableMessages>(out_ptr, out_stride_bytes, num_messages, layout_hash);
   if constexpr (kRef) {
-    zcomm::QuantizeRef(layout, input, output);
+    zcomm::QuantizeRef(layout, input, output, draw ? &*draw : nullptr);
   } else {
-    zcomm::Quantize(layout, input, output, Size("num_threads", num_threads));
+    zcomm::Quantize(layout, input, output, draw ? &*draw : nullptr, Size("num_threads", num_threads));
   }
 }
 
 template <bool kRef>
-void Decode(int codec, std::int64_t block, std::int64_t num_messages, std::int64_t num_segments,
+void Decode(int codec, std::int64_t block, bool is_rotated, std::int64_t num_messages, std::int64_t num_segments,
             std::int64_t segment_numel, std::uintptr_t in_ptr, std::int64_t in_stride_bytes, std::uint32_t layout_hash,
             int out_dtype, std::uintptr_t out_ptr, std::int64_t message_stride, std::int64_t segment_stride,
             std::int64_t num_threads) {
-  const MessageLayout layout = Layout(codec, block, num_segments, segment_numel);
+  const MessageLayout layout = Layout(codec, block, is_rotated, num_segments, segment_numel);
   const auto input = MakeMessages<zcomm::ConstMessages>(in_ptr, in_stride_bytes, num_messages, layout_hash);
   const auto output = MakeRows<zcomm::MutableRows>(out_dtype, out_ptr, message_stride, segment_stride);
   if constexpr (kRef) {
@@ -80,11 +97,11 @@ void Decode(int codec, std::int64_t block, std::int64_t num_messages, std::int64
 }
 
 template <bool kRef>
-void DecodeSum(int codec, std::int64_t block, std::int64_t num_messages, std::int64_t num_segments,
+void DecodeSum(int codec, std::int64_t block, bool is_rotated, std::int64_t num_messages, std::int64_t num_segments,
                std::int64_t segment_numel, std::uintptr_t in_ptr, std::int64_t in_stride_bytes,
                std::uint32_t layout_hash, int out_dtype, std::uintptr_t out_ptr, std::int64_t segment_stride,
                float divisor, std::int64_t num_threads) {
-  const MessageLayout layout = Layout(codec, block, num_segments, segment_numel);
+  const MessageLayout layout = Layout(codec, block, is_rotated, num_segments, segment_numel);
   const auto input = MakeMessages<zcomm::ConstMessages>(in_ptr, in_stride_bytes, num_messages, layout_hash);
   const auto output = MakeRows<zcomm::MutableRows>(out_dtype, out_ptr, 0, segment_stride);
   if constexpr (kRef) {
@@ -95,18 +112,21 @@ void DecodeSum(int codec, std::int64_t block, std::int64_t num_messages, std::in
 }
 
 template <bool kRef>
-void DecodeSumRequantize(int codec, std::int64_t block, std::int64_t num_messages, std::int64_t num_segments,
-                         std::int64_t segment_numel, std::uintptr_t in_ptr, std::int64_t in_stride_bytes,
-                         std::uint32_t layout_hash, int out_codec, std::int64_t out_block, std::uintptr_t out_ptr,
-                         std::int64_t out_stride_bytes, std::uint32_t out_layout_hash, std::int64_t num_threads) {
-  const MessageLayout layout = Layout(codec, block, num_segments, segment_numel);
+void DecodeSumRequantize(int codec, std::int64_t block, bool is_rotated, std::int64_t num_messages,
+                         std::int64_t num_segments, std::int64_t segment_numel, std::uintptr_t in_ptr,
+                         std::int64_t in_stride_bytes, std::uint32_t layout_hash, int out_codec, std::int64_t out_block,
+                         bool out_is_rotated, std::uintptr_t out_ptr, std::int64_t out_stride_bytes,
+                         std::uint32_t out_layout_hash, const DrawArgument& draw_argument, std::int64_t num_threads) {
+  const std::optional<zcomm::Draw> draw = MakeDraw(draw_argument);
+  const MessageLayout layout = Layout(codec, block, is_rotated, num_segments, segment_numel);
   const auto input = MakeMessages<zcomm::ConstMessages>(in_ptr, in_stride_bytes, num_messages, layout_hash);
-  const MessageLayout out_layout = Layout(out_codec, out_block, 1, segment_numel);
+  const MessageLayout out_layout = Layout(out_codec, out_block, out_is_rotated, 1, segment_numel);
   const auto output = MakeMessages<zcomm::MutableMessages>(out_ptr, out_stride_bytes, num_segments, out_layout_hash);
   if constexpr (kRef) {
-    zcomm::DecodeSumRequantizeRef(layout, input, out_layout, output);
+    zcomm::DecodeSumRequantizeRef(layout, input, out_layout, output, draw ? &*draw : nullptr);
   } else {
-    zcomm::DecodeSumRequantize(layout, input, out_layout, output, Size("num_threads", num_threads));
+    zcomm::DecodeSumRequantize(layout, input, out_layout, output, draw ? &*draw : nullptr,
+                               Size("num_threads", num_threads));
   }
 }
 
@@ -114,18 +134,19 @@ template <bool kRef>
 void DefineOperations(nb::module_& m) {
   const std::string suffix = kRef ? "_ref" : "";
   const auto release = nb::call_guard<nb::gil_scoped_release>();
-  m.def(("quantize" + suffix).c_str(), &Quantize<kRef>, release, "codec"_a, "block"_a, "num_messages"_a,
+  m.def(("quantize" + suffix).c_str(), &Quantize<kRef>, release, "codec"_a, "block"_a, "is_rotated"_a, "num_messages"_a,
         "num_segments"_a, "segment_numel"_a, "x_dtype"_a, "x_ptr"_a, "message_stride"_a, "segment_stride"_a,
-        "out_ptr"_a, "out_stride_bytes"_a, "layout_hash"_a, "num_threads"_a);
-  m.def(("decode" + suffix).c_str(), &Decode<kRef>, release, "codec"_a, "block"_a, "num_messages"_a, "num_segments"_a,
-        "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a, "layout_hash"_a, "out_dtype"_a, "out_ptr"_a,
-        "message_stride"_a, "segment_stride"_a, "num_threads"_a);
-  m.def(("decode_sum" + suffix).c_str(), &DecodeSum<kRef>, release, "codec"_a, "block"_a, "num_messages"_a,
+        "out_ptr"_a, "out_stride_bytes"_a, "layout_hash"_a, "draw"_a.none(), "num_threads"_a);
+  m.def(("decode" + suffix).c_str(), &Decode<kRef>, release, "codec"_a, "block"_a, "is_rotated"_a, "num_messages"_a,
         "num_segments"_a, "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a, "layout_hash"_a, "out_dtype"_a,
-        "out_ptr"_a, "segment_stride"_a, "divisor"_a, "num_threads"_a);
-  m.def(("decode_sum_requantize" + suffix).c_str(), &DecodeSumRequantize<kRef>, release, "codec"_a, "block"_a,
+        "out_ptr"_a, "message_stride"_a, "segment_stride"_a, "num_threads"_a);
+  m.def(("decode_sum" + suffix).c_str(), &DecodeSum<kRef>, release, "codec"_a, "block"_a, "is_rotated"_a,
         "num_messages"_a, "num_segments"_a, "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a, "layout_hash"_a,
-        "out_codec"_a, "out_block"_a, "out_ptr"_a, "out_stride_bytes"_a, "out_layout_hash"_a, "num_threads"_a);
+        "out_dtype"_a, "out_ptr"_a, "segment_stride"_a, "divisor"_a, "num_threads"_a);
+  m.def(("decode_sum_requantize" + suffix).c_str(), &DecodeSumRequantize<kRef>, release, "codec"_a, "block"_a,
+        "is_rotated"_a, "num_messages"_a, "num_segments"_a, "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a,
+        "layout_hash"_a, "out_codec"_a, "out_block"_a, "out_is_rotated"_a, "out_ptr"_a, "out_stride_bytes"_a,
+        "out_layout_hash"_a, "draw"_a.none(), "num_threads"_a);
 }
 
 nb::dict BuildInfo() {
@@ -159,10 +180,10 @@ NB_MODULE(_native, m) {
   DefineOperations<true>(m);
   m.def(
       "message_nbytes",
-      [](int codec, std::int64_t block, std::int64_t num_segments, std::int64_t segment_numel) {
-        return Layout(codec, block, num_segments, segment_numel).nbytes;
+      [](int codec, std::int64_t block, bool is_rotated, std::int64_t num_segments, std::int64_t segment_numel) {
+        return Layout(codec, block, is_rotated, num_segments, segment_numel).nbytes;
       },
-      "codec"_a, "block"_a, "num_segments"_a, "segment_numel"_a);
+      "codec"_a, "block"_a, "is_rotated"_a, "num_segments"_a, "segment_numel"_a);
   m.def("isa", [] { return std::string(zcomm::IsaName(zcomm::ActiveIsa())); });
   m.def("build_info", &BuildInfo);
 }

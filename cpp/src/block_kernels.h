@@ -6,16 +6,19 @@
 #include "zcomm/arrays.h"
 #include "zcomm/isa.h"
 #include "zcomm/message_layout.h"
+#include "zcomm/random.h"
 
 namespace zcomm {
 
 // Elements that the operations keep in the first-level cache between two kernels. Even, as a byte holds two int4 codes.
 inline constexpr std::size_t kTileNumel = 2048;
 
-// Elements [begin, begin + numel) of one segment of one message. `begin` is even.
+// Elements [begin, begin + numel) of one segment of `count` messages. `begin` is even.
 struct CodeRange {
-  const std::uint8_t* scales;  // of the segment: bf16, 2 bytes each; unused by cast codecs
-  const std::uint8_t* codes;   // of the segment
+  const std::uint8_t* headers;  // of the segment in the first message; unused by cast codecs
+  const std::uint8_t* codes;    // of the segment in the first message
+  std::size_t stride_nbytes;    // from one message to the next
+  std::size_t count;
   std::size_t block;
   std::size_t begin;
   std::size_t numel;
@@ -23,18 +26,28 @@ struct CodeRange {
 
 // The inner loops, compiled once for each ISA level from block_kernels_impl.h. Nothing here checks its arguments.
 struct BlockKernels {
-  // Quantizes consecutive blocks of one segment (the last may be short): 2 bytes of scale each, codes packed.
-  using QuantizeFn = void (*)(const void* x, std::size_t numel, std::size_t block, std::uint8_t* scales,
+  // Quantizes consecutive blocks of one segment (the last may be short): headers, and codes packed.
+  using QuantizeFn = void (*)(const void* x, std::size_t numel, std::size_t block, std::uint8_t* headers,
                               std::uint8_t* codes);
-  // Stores decoded values, |d| <= limit for block codecs; decode_add adds them to floats.
-  using DecodeFn = void (*)(const CodeRange& range, float limit, void* out);
+  // The same from float32 with stochastic rounding; uniform[i] is the random number of x[i].
+  using QuantizeAtRandomFn = void (*)(const float* x, const float* uniform, std::size_t numel, std::size_t block,
+                                      std::uint8_t* headers, std::uint8_t* codes);
+  // The sum of the messages' values, each |d| <= limit for block codecs, over `divisor`.
+  using DecodeSumFn = void (*)(const CodeRange& range, float limit, float divisor, void* out);
   // Rounds to nearest, ties to even, overflow to infinity.
   using ConvertFn = void (*)(const void* in, std::size_t numel, void* out);
 
-  QuantizeFn quantize[kNumCodecs][kNumDTypes];  // null for cast codecs
-  DecodeFn decode[kNumCodecs][kNumDTypes];
-  DecodeFn decode_add[kNumCodecs];
+  QuantizeFn quantize[kNumCodecs][kNumDTypes];        // null for cast codecs
+  QuantizeAtRandomFn quantize_at_random[kNumCodecs];  // null but for int codecs
+  DecodeSumFn decode_sum[kNumCodecs][kNumDTypes];
   ConvertFn convert[kNumDTypes][kNumDTypes];  // [from][to]
+  // The random numbers of elements element, element + 1, ...
+  void (*uniform)(const Draw& draw, std::uint64_t element, std::size_t numel, float* out);
+  // Hadamard-rotates blocks in place, without the factor 2^-k of the way back.
+  void (*rotate)(float* values, std::size_t numel, std::size_t block);
+  // values = values * factor, within +-limit.
+  void (*scale)(float* values, std::size_t numel, float factor, float limit);
+  void (*add)(float* sum, const float* terms, std::size_t numel);
   void (*divide)(float* values, std::size_t numel, float divisor);
   // Copies past the caches: for outputs larger than them, where a plain store would first read the line.
   void (*stream)(void* out, const void* in, std::size_t nbytes);

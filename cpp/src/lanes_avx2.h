@@ -1,22 +1,28 @@
-// 8 float32 lanes, AVX2 and F16C. Each *Lanes function does a prefix of its range, whole vectors, and returns how many
-// elements that was; the scalar loop after it does the rest.
+// 8 lanes: AVX2 and F16C. What the functions do stands in lanes_generic.h.
 
 constexpr std::size_t kLanes = 8;
+constexpr std::size_t kEncodeVectors = 4;
 
-inline __m256 LoadLanes(const float* x) { return _mm256_loadu_ps(x); }
+#include "lanes_common.h"
 
-inline __m256 LoadLanes(const Bfloat16* x) {
+inline __m256i Raw(I value) { return reinterpret_cast<__m256i>(value); }
+inline I Ints(__m256i value) { return reinterpret_cast<I>(value); }
+
+inline F Splat(float value) { return _mm256_set1_ps(value); }
+inline I SplatInt(std::int32_t value) { return Ints(_mm256_set1_epi32(value)); }
+
+inline F Load(const float* x) { return _mm256_loadu_ps(x); }
+
+inline F Load(const Bfloat16* x) {
   const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
 
-inline __m256 LoadLanes(const Float16* x) {
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
-}
+inline F Load(const Float16* x) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))); }
 
-inline void StoreLanes(float* out, __m256 value) { _mm256_storeu_ps(out, value); }
+inline void Store(float* out, F value) { _mm256_storeu_ps(out, value); }
 
-inline void StoreLanes(Bfloat16* out, __m256 value) {
+inline void Store(Bfloat16* out, F value) {
   const __m256i bits = _mm256_castps_si256(value);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
@@ -28,22 +34,101 @@ inline void StoreLanes(Bfloat16* out, __m256 value) {
                    _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
 }
 
-inline void StoreLanes(Float16* out, __m256 value) {
+inline void Store(Float16* out, F value) {
   const __m128i half = _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out), half);
 }
 
-inline void StoreLanes(Accumulator* out, __m256 value) {
-  auto* sum = reinterpret_cast<float*>(out);
-  _mm256_storeu_ps(sum, _mm256_add_ps(_mm256_loadu_ps(sum), value));
-}
-
 // The operand order keeps a NaN: min and max return their second operand then.
-inline __m256 ClampLanes(__m256 value, float limit) {
-  return _mm256_max_ps(_mm256_set1_ps(-limit), _mm256_min_ps(_mm256_set1_ps(limit), value));
+inline F Clamp(F value, F limit) { return _mm256_max_ps(-limit, _mm256_min_ps(limit, value)); }
+inline F Max(F a, F b) { return _mm256_max_ps(a, b); }
+inline I MaxInt(I a, I b) { return Ints(_mm256_max_epi32(Raw(a), Raw(b))); }
+inline I MinInt(I a, I b) { return Ints(_mm256_min_epi32(Raw(a), Raw(b))); }
+
+inline I AddGreater(I base, F a, F b) { return base - (a > b); }
+
+inline I LoadBytes(const std::uint8_t* codes) {
+  return Ints(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))));
+}
+inline I LoadSignedBytes(const std::uint8_t* codes) {
+  return Ints(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))));
 }
 
-// `absmax` is an OrderedMagnitude, raised to the largest of the prefix.
+inline F LoadFp8(const std::uint8_t* codes) {
+  const __m128i codes16 = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+  const __m128i half = _mm_and_si128(_mm_slli_epi16(codes16, 7), _mm_set1_epi16(kHalfOfFp8));
+  return _mm256_cvtph_ps(half) * Splat(kFp8OverHalf);
+}
+
+struct Table16 {
+  F low;
+  F high;
+};
+inline Table16 LoadTable16(const float* values) { return {Load(values), Load(values + kLanes)}; }
+
+// A lane's index is its low 4 bits: 3 for the shuffles, and the fourth, moved to the sign, chooses between them.
+inline F Lookup16(const Table16& table, __m256i index) {
+  const __m256 low = _mm256_permutevar8x32_ps(table.low, index);
+  const __m256 high = _mm256_permutevar8x32_ps(table.high, index);
+  return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+}
+inline void LookupNibbles(const Table16& table, const std::uint8_t* codes, F* even, F* odd) {
+  const __m256i bytes = Raw(LoadBytes(codes));
+  *even = Lookup16(table, bytes);
+  *odd = Lookup16(table, _mm256_srli_epi32(bytes, 4));
+}
+
+struct Table8 {
+  F values;
+};
+inline Table8 LoadTable8(const float* values) { return {Load(values)}; }
+inline F Lookup8(const Table8& table, I index) { return _mm256_permutevar8x32_ps(table.values, Raw(index)); }
+
+inline void Interleave(F* even, F* odd) {
+  const __m256 low = _mm256_unpacklo_ps(*even, *odd);
+  const __m256 high = _mm256_unpackhi_ps(*even, *odd);
+  *even = _mm256_permute2f128_ps(low, high, 0x20);
+  *odd = _mm256_permute2f128_ps(low, high, 0x31);
+}
+
+template <std::size_t kStride>
+inline F SwapLanes(F value) {
+  if constexpr (kStride == 1) return _mm256_permute_ps(value, 0xB1);
+  if constexpr (kStride == 2) return _mm256_permute_ps(value, 0x4E);
+  if constexpr (kStride == 4) return _mm256_permute2f128_ps(value, value, 0x01);
+}
+
+// 32 codes, the low bits of the lanes, as bytes in order. The saturation of the packs never acts: the codes fit.
+inline __m256i PackBytes(const I (&codes)[kEncodeVectors], std::int32_t mask) {
+  const __m256i low_bits = _mm256_set1_epi32(mask);
+  const __m256i words01 =
+      _mm256_packus_epi32(_mm256_and_si256(Raw(codes[0]), low_bits), _mm256_and_si256(Raw(codes[1]), low_bits));
+  const __m256i words23 =
+      _mm256_packus_epi32(_mm256_and_si256(Raw(codes[2]), low_bits), _mm256_and_si256(Raw(codes[3]), low_bits));
+  // The packs work within 128-bit halves: groups of 4 come out as 0 2 4 6 | 1 3 5 7.
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words01, words23), order);
+}
+
+inline void StoreBytes(std::uint8_t* out, const I (&codes)[kEncodeVectors]) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), PackBytes(codes, 0xFF));
+}
+
+// even + 16 * odd in each pair of nibbles, then the low bytes of the 16-bit sums.
+inline void StoreNibbles(std::uint8_t* out, const I (&codes)[kEncodeVectors]) {
+  const __m256i pairs = _mm256_maddubs_epi16(PackBytes(codes, 0x0F), _mm256_set1_epi16(0x1001));
+  const __m128i packed = _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), packed);
+}
+
+inline U MulHigh(U a, std::uint32_t b) {
+  const __m256i wide = reinterpret_cast<__m256i>(a);
+  const __m256i factor = _mm256_set1_epi32(static_cast<std::int32_t>(b));
+  const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(wide, factor), 32);
+  const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(wide, 32), factor);
+  return reinterpret_cast<U>(_mm256_blend_epi32(even, odd, 0xAA));
+}
+
 inline std::size_t AbsMaxLanes(const float* x, std::size_t numel, std::int32_t* absmax) {
   const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
   __m256i max0 = _mm256_setzero_si256();
@@ -78,89 +163,6 @@ inline std::size_t AbsMaxLanes(const T* x, std::size_t numel, std::int16_t* absm
   return i;
 }
 
-// 32 codes as bytes, in order. The saturation of the packs never acts: the codes fit.
-template <class T>
-inline __m256i Quantize32(const T* x, __m256 inverse) {
-  __m256i code[4];
-  for (std::size_t j = 0; j < 4; ++j) {
-    const __m256 rounded =
-        _mm256_add_ps(_mm256_mul_ps(LoadLanes(x + j * kLanes), inverse), _mm256_set1_ps(kRoundMagic));
-    code[j] = _mm256_sub_epi32(_mm256_castps_si256(rounded), _mm256_castps_si256(_mm256_set1_ps(kRoundMagic)));
-  }
-  const __m256i words01 = _mm256_packs_epi32(code[0], code[1]);
-  const __m256i words23 = _mm256_packs_epi32(code[2], code[3]);
-  // The packs work within 128-bit halves: groups of 4 come out as 0 2 4 6 | 1 3 5 7.
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words01, words23), order);
-}
-
-template <class T>
-inline std::size_t QuantizeInt8Lanes(const T* x, std::size_t numel, float inverse, std::uint8_t* codes) {
-  const __m256 factor = _mm256_set1_ps(inverse);
-  std::size_t i = 0;
-  for (; i + 32 <= numel; i += 32) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i), Quantize32(x + i, factor));
-  }
-  return i;
-}
-
-// even + 16 * odd in each pair of nibbles, then the low bytes of the 16-bit sums.
-template <class T>
-inline std::size_t QuantizeInt4Lanes(const T* x, std::size_t numel, float inverse, std::uint8_t* codes) {
-  const __m256 factor = _mm256_set1_ps(inverse);
-  const __m256i nibble = _mm256_set1_epi8(0x0F);
-  const __m256i weights = _mm256_set1_epi16(0x1001);
-  std::size_t i = 0;
-  for (; i + 32 <= numel; i += 32) {
-    const __m256i pairs = _mm256_maddubs_epi16(_mm256_and_si256(Quantize32(x + i, factor), nibble), weights);
-    const __m128i packed = _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i / 2), packed);
-  }
-  return i;
-}
-
-template <class Out>
-inline void DecodeEight(__m128i codes, __m256 scale, float limit, Out* out) {
-  const __m256 code = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
-  StoreLanes(out, ClampLanes(_mm256_mul_ps(code, scale), limit));
-}
-
-template <class Out>
-inline std::size_t DecodeInt8Lanes(const std::int8_t* codes, std::size_t numel, float scale, float limit, Out* out) {
-  const __m256 factor = _mm256_set1_ps(scale);
-  std::size_t i = 0;
-  for (; i + kLanes <= numel; i += kLanes) {
-    DecodeEight(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)), factor, limit, out + i);
-  }
-  return i;
-}
-
-// A byte shuffle maps nibbles to int8 codes; unpacking restores the order of the elements.
-template <class Out>
-inline std::size_t DecodeInt4Lanes(const std::uint8_t* codes, std::size_t numel, float scale, float limit, Out* out) {
-  const __m128i code_values = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
-  const __m128i nibble = _mm_set1_epi8(0x0F);
-  const __m256 factor = _mm256_set1_ps(scale);
-  std::size_t i = 0;
-  for (; i + 16 <= numel; i += 16) {
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i / 2));
-    const __m128i even = _mm_and_si128(bytes, nibble);
-    const __m128i odd = _mm_and_si128(_mm_srli_epi16(bytes, 4), nibble);
-    const __m128i signed_codes = _mm_shuffle_epi8(code_values, _mm_unpacklo_epi8(even, odd));
-    DecodeEight(signed_codes, factor, limit, out + i);
-    DecodeEight(_mm_srli_si128(signed_codes, 8), factor, limit, out + i + kLanes);
-  }
-  return i;
-}
-
-template <class In, class Out>
-inline std::size_t ConvertLanes(const In* in, std::size_t numel, Out* out) {
-  std::size_t i = 0;
-  for (; i + kLanes <= numel; i += kLanes) StoreLanes(out + i, LoadLanes(in + i));
-  return i;
-}
-
-// `out` and `in` are whole cache lines, `out` aligned to one.
 inline void StreamLines(std::uint8_t* out, const std::uint8_t* in, std::size_t nbytes) {
   for (std::size_t i = 0; i < nbytes; i += sizeof(__m256i)) {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(out + i),

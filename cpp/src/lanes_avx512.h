@@ -1,23 +1,29 @@
-// 16 float32 lanes, AVX-512 F, BW, DQ, VL. Each *Lanes function does a prefix of its range, whole vectors, and returns
-// how many elements that was; the scalar loop after it does the rest.
+// 16 lanes: AVX-512 F, BW, DQ, VL. What the functions do stands in lanes_generic.h.
 
 constexpr std::size_t kLanes = 16;
+constexpr std::size_t kEncodeVectors = 2;
 
-inline __m512 LoadLanes(const float* x) { return _mm512_loadu_ps(x); }
+#include "lanes_common.h"
 
-inline __m512 LoadLanes(const Bfloat16* x) {
+inline __m512i Raw(I value) { return reinterpret_cast<__m512i>(value); }
+inline I Ints(__m512i value) { return reinterpret_cast<I>(value); }
+
+inline F Splat(float value) { return _mm512_set1_ps(value); }
+inline I SplatInt(std::int32_t value) { return Ints(_mm512_set1_epi32(value)); }
+
+inline F Load(const float* x) { return _mm512_loadu_ps(x); }
+
+inline F Load(const Bfloat16* x) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-inline __m512 LoadLanes(const Float16* x) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
-}
+inline F Load(const Float16* x) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))); }
 
-inline void StoreLanes(float* out, __m512 value) { _mm512_storeu_ps(out, value); }
+inline void Store(float* out, F value) { _mm512_storeu_ps(out, value); }
 
 // Not AVX512-BF16's conversion, which flushes denormals.
-inline void StoreLanes(Bfloat16* out, __m512 value) {
+inline void Store(Bfloat16* out, F value) {
   const __m512i bits = _mm512_castps_si512(value);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
@@ -26,22 +32,96 @@ inline void StoreLanes(Bfloat16* out, __m512 value) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtepi32_epi16(_mm512_srli_epi32(result, 16)));
 }
 
-inline void StoreLanes(Float16* out, __m512 value) {
+inline void Store(Float16* out, F value) {
   const __m256i half = _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), half);
 }
 
-inline void StoreLanes(Accumulator* out, __m512 value) {
-  auto* sum = reinterpret_cast<float*>(out);
-  _mm512_storeu_ps(sum, _mm512_add_ps(_mm512_loadu_ps(sum), value));
-}
-
 // The operand order keeps a NaN: min and max return their second operand then.
-inline __m512 ClampLanes(__m512 value, float limit) {
-  return _mm512_max_ps(_mm512_set1_ps(-limit), _mm512_min_ps(_mm512_set1_ps(limit), value));
+inline F Clamp(F value, F limit) { return _mm512_max_ps(-limit, _mm512_min_ps(limit, value)); }
+inline F Max(F a, F b) { return _mm512_max_ps(a, b); }
+inline I MaxInt(I a, I b) { return Ints(_mm512_max_epi32(Raw(a), Raw(b))); }
+inline I MinInt(I a, I b) { return Ints(_mm512_min_epi32(Raw(a), Raw(b))); }
+
+inline I AddGreater(I base, F a, F b) {
+  const __mmask16 greater = _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ);
+  return Ints(_mm512_mask_sub_epi32(Raw(base), greater, Raw(base), _mm512_set1_epi32(-1)));
 }
 
-// `absmax` is an OrderedMagnitude, raised to the largest of the prefix.
+inline I LoadBytes(const std::uint8_t* codes) {
+  return Ints(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
+}
+inline I LoadSignedBytes(const std::uint8_t* codes) {
+  return Ints(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
+}
+
+inline F LoadFp8(const std::uint8_t* codes) {
+  const __m256i codes16 = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(codes16, 7), _mm256_set1_epi16(kHalfOfFp8));
+  return _mm512_cvtph_ps(half) * Splat(kFp8OverHalf);
+}
+
+struct Table16 {
+  F values;
+};
+inline Table16 LoadTable16(const float* values) { return {Load(values)}; }
+
+// A lane's index is its low 4 bits, the rest is ignored.
+inline void LookupNibbles(const Table16& table, const std::uint8_t* codes, F* even, F* odd) {
+  const __m512i bytes = Raw(LoadBytes(codes));
+  *even = _mm512_permutexvar_ps(bytes, table.values);
+  *odd = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table.values);
+}
+
+struct Table8 {
+  F values;
+};
+inline Table8 LoadTable8(const float* values) { return {_mm512_broadcast_f32x8(_mm256_loadu_ps(values))}; }
+inline F Lookup8(const Table8& table, I index) { return _mm512_permutexvar_ps(Raw(index), table.values); }
+
+inline void Interleave(F* even, F* odd) {
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  const F first = _mm512_permutex2var_ps(*even, low, *odd);
+  *odd = _mm512_permutex2var_ps(*even, high, *odd);
+  *even = first;
+}
+
+template <std::size_t kStride>
+inline F SwapLanes(F value) {
+  if constexpr (kStride == 1) return _mm512_permute_ps(value, 0xB1);
+  if constexpr (kStride == 2) return _mm512_permute_ps(value, 0x4E);
+  if constexpr (kStride == 4) return _mm512_shuffle_f32x4(value, value, 0xB1);
+  if constexpr (kStride == 8) return _mm512_shuffle_f32x4(value, value, 0x4E);
+}
+
+inline void StoreBytes(std::uint8_t* out, const I (&codes)[kEncodeVectors]) {
+  for (std::size_t j = 0; j < kEncodeVectors; ++j) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + j * kLanes), _mm512_cvtepi32_epi8(Raw(codes[j])));
+  }
+}
+
+// 32 codes as 16-bit lanes in order; then each pair, a 32-bit lane, brings its odd nibble down from bit 16 to bit 4.
+inline void StoreNibbles(std::uint8_t* out, const I (&codes)[kEncodeVectors]) {
+  constexpr int kSelect = 0xCA;  // a ? b : c, bit by bit
+  // Word k of the result is word 2k of both: the low word of element k.
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i low_words =
+      _mm512_add_epi32(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x00040004)), _mm512_set1_epi32(0x00020000));
+  const __m512i words = _mm512_permutex2var_epi16(Raw(codes[0]), low_words, Raw(codes[1]));
+  const __m512i packed =
+      _mm512_ternarylogic_epi32(_mm512_set1_epi32(0x0F), words, _mm512_srli_epi32(words, 12), kSelect);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(packed));
+}
+
+inline U MulHigh(U a, std::uint32_t b) {
+  const __m512i wide = reinterpret_cast<__m512i>(a);
+  const __m512i factor = _mm512_set1_epi32(static_cast<std::int32_t>(b));
+  const __m512i even = _mm512_srli_epi64(_mm512_mul_epu32(wide, factor), 32);
+  const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(wide, 32), factor);
+  return reinterpret_cast<U>(_mm512_mask_blend_epi32(0xAAAA, even, odd));
+}
+
 inline std::size_t AbsMaxLanes(const float* x, std::size_t numel, std::int32_t* absmax) {
   const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
   __m512i max0 = _mm512_setzero_si512();
@@ -71,106 +151,6 @@ inline std::size_t AbsMaxLanes(const T* x, std::size_t numel, std::int16_t* absm
   return i;
 }
 
-// The codes are in the low bits of each lane.
-template <class T>
-inline __m512i QuantizeLanes(const T* x, __m512 inverse) {
-  return _mm512_castps_si512(_mm512_add_ps(_mm512_mul_ps(LoadLanes(x), inverse), _mm512_set1_ps(kRoundMagic)));
-}
-
-template <class T>
-inline std::size_t QuantizeInt8Lanes(const T* x, std::size_t numel, float inverse, std::uint8_t* codes) {
-  const __m512 factor = _mm512_set1_ps(inverse);
-  std::size_t i = 0;
-  for (; i + kLanes <= numel; i += kLanes) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), _mm512_cvtepi32_epi8(QuantizeLanes(x + i, factor)));
-  }
-  return i;
-}
-
-// 32 codes as 16-bit lanes in order; then each pair, a 32-bit lane, brings its odd nibble down from bit 16 to bit 4.
-template <class T>
-inline std::size_t QuantizeInt4Lanes(const T* x, std::size_t numel, float inverse, std::uint8_t* codes) {
-  constexpr int kSelect = 0xCA;  // a ? b : c, bit by bit
-  const __m512 factor = _mm512_set1_ps(inverse);
-  const __m512i low_nibble = _mm512_set1_epi32(0x0F);
-  // Word k of the result is word 2k of both: the low word of element k.
-  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i low_words =
-      _mm512_add_epi32(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x00040004)), _mm512_set1_epi32(0x00020000));
-  std::size_t i = 0;
-  for (; i + 2 * kLanes <= numel; i += 2 * kLanes) {
-    const __m512i words =
-        _mm512_permutex2var_epi16(QuantizeLanes(x + i, factor), low_words, QuantizeLanes(x + i + kLanes, factor));
-    const __m512i packed = _mm512_ternarylogic_epi32(low_nibble, words, _mm512_srli_epi32(words, 12), kSelect);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i / 2), _mm512_cvtepi32_epi8(packed));
-  }
-  return i;
-}
-
-template <class Out>
-inline std::size_t DecodeInt8Lanes(const std::int8_t* codes, std::size_t numel, float scale, float limit, Out* out) {
-  const __m512 factor = _mm512_set1_ps(scale);
-  std::size_t i = 0;
-  for (; i + kLanes <= numel; i += kLanes) {
-    const __m512i code = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)));
-    StoreLanes(out + i, ClampLanes(_mm512_mul_ps(_mm512_cvtepi32_ps(code), factor), limit));
-  }
-  return i;
-}
-
-// The 16 values that a block's int4 codes can decode to, in the order of the nibbles 0..15.
-inline __m512 Int4Values(float scale, float limit) {
-  const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
-  return ClampLanes(_mm512_mul_ps(codes, _mm512_set1_ps(scale)), limit);
-}
-
-// Each nibble selects its value from one register. The index is in the low bits of a lane, the rest is ignored.
-template <class Out>
-inline std::size_t DecodeInt4Lanes(const std::uint8_t* codes, std::size_t numel, float scale, float limit, Out* out) {
-  const __m512 values = Int4Values(scale, limit);
-  std::size_t i = 0;
-  for (; i + kLanes <= numel; i += kLanes) {
-    const __m512i byte = _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i / 2)));
-    const __m512i index = _mm512_or_si512(byte, _mm512_slli_epi64(byte, 28));
-    StoreLanes(out + i, _mm512_permutexvar_ps(index, values));
-  }
-  return i;
-}
-
-// The same with 32 lanes of 16 bits and the values converted once. An index has 5 bits, of which the fifth is a bit of
-// the other nibble: the register holds the 16 values twice.
-template <class Out>
-inline std::size_t DecodeInt4Words(const std::uint8_t* codes, std::size_t numel, float scale, float limit, Out* out) {
-  Out values[16];
-  StoreLanes(values, Int4Values(scale, limit));
-  const __m512i table = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values)));
-  std::size_t i = 0;
-  for (; i + 2 * kLanes <= numel; i += 2 * kLanes) {
-    const __m512i byte = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i / 2)));
-    const __m512i index = _mm512_or_si512(byte, _mm512_slli_epi32(byte, 12));
-    _mm512_storeu_si512(out + i, _mm512_permutexvar_epi16(index, table));
-  }
-  return i;
-}
-
-inline std::size_t DecodeInt4Lanes(const std::uint8_t* codes, std::size_t numel, float scale, float limit,
-                                   Bfloat16* out) {
-  return DecodeInt4Words(codes, numel, scale, limit, out);
-}
-
-inline std::size_t DecodeInt4Lanes(const std::uint8_t* codes, std::size_t numel, float scale, float limit,
-                                   Float16* out) {
-  return DecodeInt4Words(codes, numel, scale, limit, out);
-}
-
-template <class In, class Out>
-inline std::size_t ConvertLanes(const In* in, std::size_t numel, Out* out) {
-  std::size_t i = 0;
-  for (; i + kLanes <= numel; i += kLanes) StoreLanes(out + i, LoadLanes(in + i));
-  return i;
-}
-
-// `out` and `in` are whole cache lines, `out` aligned to one.
 inline void StreamLines(std::uint8_t* out, const std::uint8_t* in, std::size_t nbytes) {
   for (std::size_t i = 0; i < nbytes; i += sizeof(__m512i)) {
     _mm512_stream_si512(reinterpret_cast<__m512i*>(out + i), _mm512_loadu_si512(in + i));

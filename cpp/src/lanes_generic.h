@@ -1,40 +1,159 @@
-// No vectors by hand: the compiler's auto-vectorizer does the loops of block_kernels_impl.h (SSE2 on x86-64, NEON on
-// arm64). Each *Lanes function does a prefix of its range and returns how many elements that was: here none.
+// 4 lanes in the compiler's own vectors: SSE2 on x86-64, NEON on arm64. Every lanes_<level>.h has these functions.
 
-// `absmax` is an OrderedMagnitude, raised to the largest of the prefix.
+constexpr std::size_t kLanes = 4;
+// How many vectors of codes StoreBytes and StoreNibbles take.
+constexpr std::size_t kEncodeVectors = 4;
+
+#include "lanes_common.h"
+
+inline F Splat(float value) { return F{value, value, value, value}; }
+inline I SplatInt(std::int32_t value) { return I{value, value, value, value}; }
+
+// kLanes elements to float32.
+inline F Load(const float* x) {
+  F value;
+  std::memcpy(&value, x, sizeof(value));
+  return value;
+}
+
+inline U LoadWords(const void* words) {
+  using Words = std::uint16_t __attribute__((vector_size(2 * kLanes)));
+  Words value;
+  std::memcpy(&value, words, sizeof(value));
+  return __builtin_convertvector(value, U);
+}
+
+inline F Load(const Bfloat16* x) { return FloatOf(Signed(LoadWords(x) << 16)); }
+
+// As the scalar Widen.
+inline F Load(const Float16* x) {
+  const U half = LoadWords(x);
+  const I magnitude = Signed((half & 0x7FFF) << 13);
+  const F smallest = FloatOf(SplatInt(113 << 23));
+  const I denormal = BitsOf(FloatOf(magnitude + (113 << 23)) - smallest);
+  const I finite = magnitude < SplatInt(1 << 23) ? denormal : magnitude + (112 << 23);
+  const I bits = magnitude >= SplatInt(31 << 23) ? magnitude + (224 << 23) : finite;
+  return FloatOf(bits | Signed((half & 0x8000) << 16));
+}
+
+// Round kLanes values to the element type, to nearest, ties to even, overflow to infinity.
+inline void Store(float* out, F value) { std::memcpy(out, &value, sizeof(value)); }
+
+inline void StoreWords(void* out, I words) {
+  using Words = std::uint16_t __attribute__((vector_size(2 * kLanes)));
+  const Words value = __builtin_convertvector(Unsigned(words), Words);
+  std::memcpy(out, &value, sizeof(value));
+}
+
+inline void Store(Bfloat16* out, F value) {
+  const U bits = Unsigned(BitsOf(value));
+  const U rounded = bits + 0x7FFF + ((bits >> 16) & 1);
+  StoreWords(out, Signed((value == value ? rounded : bits | 0x400000U) >> 16));
+}
+
+// Denormals by an addition that leaves the rounded half-precision integer in the low bits (0.5 has spacing 2^-24).
+inline void Store(Float16* out, F value) {
+  const I magnitude = BitsOf(value) & 0x7FFFFFFF;
+  const I denormal = BitsOf(FloatOf(magnitude) + Splat(0.5F)) - BitsOf(Splat(0.5F));
+  const I normal = (magnitude - (112 << 23) + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
+  const I finite = magnitude < SplatInt(113 << 23) ? denormal : normal;
+  const I special = magnitude > SplatInt(kInfinityBits) ? SplatInt(0x7E00) : SplatInt(0x7C00);
+  const I half = magnitude >= SplatInt(143 << 23) ? special : finite;
+  StoreWords(out, half | ((BitsOf(value) >> 16) & 0x8000));
+}
+
+// To +-limit; a NaN stays one.
+inline F Clamp(F value, F limit) {
+  const F below = value > limit ? limit : value;
+  return below < -limit ? -limit : below;
+}
+inline F Max(F a, F b) { return a > b ? a : b; }  // no NaNs
+inline I MaxInt(I a, I b) { return a > b ? a : b; }
+inline I MinInt(I a, I b) { return a < b ? a : b; }
+
+// base + 1 where a > b.
+inline I AddGreater(I base, F a, F b) { return base - (a > b); }
+
+// kLanes bytes, without or with a sign.
+inline I LoadBytes(const std::uint8_t* codes) { return I{codes[0], codes[1], codes[2], codes[3]}; }
+inline I LoadSignedBytes(const std::uint8_t* codes) { return (LoadBytes(codes) ^ 0x80) - 0x80; }
+
+// kLanes float8 e4m3 codes to their values. Denormals by an exact subtraction.
+inline F LoadFp8(const std::uint8_t* codes) {
+  const I bits = LoadBytes(codes);
+  const I magnitude = (bits & 0x7F) << 20;
+  const I denormal = BitsOf(FloatOf(magnitude + (121 << 23)) - FloatOf(SplatInt(121 << 23)));
+  const I finite = magnitude < SplatInt(1 << 23) ? denormal : magnitude + (120 << 23);
+  return FloatOf(finite | Signed(Unsigned(bits & 0x80) << 24));
+}
+
+// 16 floats, chosen from by 4-bit codes: kLanes bytes give the values of their low and of their high nibbles.
+struct Table16 {
+  float values[16];
+};
+inline Table16 LoadTable16(const float* values) {
+  Table16 table;
+  std::memcpy(table.values, values, sizeof(table.values));
+  return table;
+}
+inline void LookupNibbles(const Table16& table, const std::uint8_t* codes, F* even, F* odd) {
+  const float* v = table.values;
+  *even = F{v[codes[0] & 15], v[codes[1] & 15], v[codes[2] & 15], v[codes[3] & 15]};
+  *odd = F{v[codes[0] >> 4], v[codes[1] >> 4], v[codes[2] >> 4], v[codes[3] >> 4]};
+}
+
+// 8 floats, chosen from by lanes in [0, 8).
+struct Table8 {
+  float values[8];
+};
+inline Table8 LoadTable8(const float* values) {
+  Table8 table;
+  std::memcpy(table.values, values, sizeof(table.values));
+  return table;
+}
+inline F Lookup8(const Table8& table, I index) {
+  return F{table.values[index[0]], table.values[index[1]], table.values[index[2]], table.values[index[3]]};
+}
+
+// a0 a1 .. and b0 b1 .. to a0 b0 a1 b1 ..
+inline void Interleave(F* even, F* odd) {
+  const F a = *even;
+  const F b = *odd;
+  *even = F{a[0], b[0], a[1], b[1]};
+  *odd = F{a[2], b[2], a[3], b[3]};
+}
+
+// Lane j gets lane j ^ kStride.
+template <std::size_t kStride>
+inline F SwapLanes(F value) {
+  return F{value[0 ^ kStride], value[1 ^ kStride], value[2 ^ kStride], value[3 ^ kStride]};
+}
+
+// Packs the low 8 or 4 bits of the lanes; the other bits are ignored.
+inline void StoreBytes(std::uint8_t* out, const I (&codes)[kEncodeVectors]) {
+  std::int32_t lanes[kEncodeVectors * kLanes];
+  std::memcpy(lanes, codes, sizeof(lanes));
+  for (std::size_t j = 0; j < kEncodeVectors * kLanes; ++j) out[j] = static_cast<std::uint8_t>(lanes[j]);
+}
+inline void StoreNibbles(std::uint8_t* out, const I (&codes)[kEncodeVectors]) {
+  std::uint8_t bytes[kEncodeVectors * kLanes];
+  StoreBytes(bytes, codes);
+  for (std::size_t j = 0; j < kEncodeVectors * kLanes / 2; ++j) {
+    out[j] = static_cast<std::uint8_t>((bytes[2 * j] & 0x0F) | (bytes[2 * j + 1] << 4));
+  }
+}
+
+// The upper halves of the 64-bit products.
+inline U MulHigh(U a, std::uint32_t b) {
+  const auto high = [b](std::uint32_t lane) { return static_cast<std::uint32_t>((std::uint64_t{lane} * b) >> 32); };
+  return U{high(a[0]), high(a[1]), high(a[2]), high(a[3])};
+}
+
+// `absmax` is an OrderedMagnitude, raised to the largest of a prefix of x, whose length is returned.
 template <class T, class Magnitude>
 inline std::size_t AbsMaxLanes(const T* /*x*/, std::size_t /*numel*/, Magnitude* /*absmax*/) {
-  return 0;
+  return 0;  // the compiler vectorizes the loop over the rest
 }
 
-template <class T>
-inline std::size_t QuantizeInt8Lanes(const T* /*x*/, std::size_t /*numel*/, float /*inverse*/,
-                                     std::uint8_t* /*codes*/) {
-  return 0;
-}
-
-template <class T>
-inline std::size_t QuantizeInt4Lanes(const T* /*x*/, std::size_t /*numel*/, float /*inverse*/,
-                                     std::uint8_t* /*codes*/) {
-  return 0;
-}
-
-template <class Out>
-inline std::size_t DecodeInt8Lanes(const std::int8_t* /*codes*/, std::size_t /*numel*/, float /*scale*/,
-                                   float /*limit*/, Out* /*out*/) {
-  return 0;
-}
-
-template <class Out>
-inline std::size_t DecodeInt4Lanes(const std::uint8_t* /*codes*/, std::size_t /*numel*/, float /*scale*/,
-                                   float /*limit*/, Out* /*out*/) {
-  return 0;
-}
-
-template <class In, class Out>
-inline std::size_t ConvertLanes(const In* /*in*/, std::size_t /*numel*/, Out* /*out*/) {
-  return 0;
-}
-
-// `out` and `in` are whole cache lines, `out` aligned to one.
+// Past the caches. `out` and `in` are whole cache lines, `out` aligned to one.
 inline void StreamLines(std::uint8_t* out, const std::uint8_t* in, std::size_t nbytes) { std::memcpy(out, in, nbytes); }

@@ -9,7 +9,6 @@ namespace {
 
 constexpr std::size_t kAlign = 16;
 constexpr std::size_t kTrailerNbytes = 8;
-constexpr std::size_t kScaleNbytes = 2;
 constexpr std::size_t kMaxNbytes = std::size_t{1} << 62;
 
 std::size_t RoundUp(std::size_t value, std::size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -20,24 +19,28 @@ bool IsAligned(const void* pointer, std::size_t alignment) {
 
 }  // namespace
 
-MessageLayout MakeMessageLayout(Codec codec, std::size_t block, std::size_t num_segments, std::size_t segment_numel) {
+MessageLayout MakeMessageLayout(Codec codec, std::size_t block, std::size_t num_segments, std::size_t segment_numel,
+                                bool is_rotated) {
   // 8 bytes an element and a segment bound every sum and product below.
   ZCOMM_CHECK(segment_numel <= kMaxNbytes / 32 && num_segments <= kMaxNbytes / 32 &&
                   (num_segments == 0 || segment_numel + 1 <= kMaxNbytes / 32 / num_segments),
               "a message's size must stay below 2^62 bytes: num_segments=", num_segments,
               ", segment_numel=", segment_numel);
-  MessageLayout layout{codec, 0, num_segments, segment_numel, 0, 0, 0, 0};
+  MessageLayout layout{codec, 0, num_segments, segment_numel, is_rotated, 0, 0, 0, 0};
   if (!IsBlockCodec(codec)) {
+    ZCOMM_CHECK(!is_rotated, "only block codecs are rotated: codec=", static_cast<int>(codec));
     layout.segment_codes_nbytes = segment_numel * ItemSize(static_cast<DType>(codec));
     layout.nbytes = num_segments * layout.segment_codes_nbytes;
     return layout;
   }
   ZCOMM_CHECK(block % 2 == 0 && block >= kMinBlock && block <= kMaxBlock, "block must be even and in ", kMinBlock, "..",
               kMaxBlock, ": block=", block);
+  ZCOMM_CHECK(!is_rotated || (block & (block - 1)) == 0,
+              "rotation needs a block that is a power of two: block=", block);
   layout.block = block;
   layout.blocks_per_segment = (segment_numel + block - 1) / block;
-  layout.codes_offset = RoundUp(num_segments * layout.blocks_per_segment * kScaleNbytes, kAlign);
-  layout.segment_codes_nbytes = codec == Codec::kInt8 ? segment_numel : (segment_numel + 1) / 2;
+  layout.codes_offset = RoundUp(num_segments * layout.blocks_per_segment * HeaderNbytes(codec), kAlign);
+  layout.segment_codes_nbytes = (segment_numel * CodeBits(codec) + 7) / 8;
   const std::size_t codes_nbytes = num_segments * layout.segment_codes_nbytes;
   layout.nbytes = RoundUp(layout.codes_offset + codes_nbytes + kTrailerNbytes, kAlign);
   return layout;
@@ -45,8 +48,8 @@ MessageLayout MakeMessageLayout(Codec codec, std::size_t block, std::size_t num_
 
 void WriteTrailer(const MessageLayout& layout, std::uint32_t layout_hash, std::uint8_t* message) {
   if (!IsBlockCodec(layout.codec)) return;
-  const std::size_t scales_nbytes = layout.num_segments * layout.blocks_per_segment * kScaleNbytes;
-  std::memset(message + scales_nbytes, 0, layout.codes_offset - scales_nbytes);
+  const std::size_t headers_nbytes = layout.num_segments * layout.blocks_per_segment * HeaderNbytes(layout.codec);
+  std::memset(message + headers_nbytes, 0, layout.codes_offset - headers_nbytes);
   const std::size_t codes_end = layout.codes_offset + layout.num_segments * layout.segment_codes_nbytes;
   std::memset(message + codes_end, 0, layout.nbytes - codes_end);
   std::memcpy(message + layout.trailer_offset(), &layout_hash, sizeof(layout_hash));

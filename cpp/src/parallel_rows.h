@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 
+#include "float_mode.h"
 #include "zcomm/thread_pool.h"
 
 namespace zcomm {
@@ -21,6 +22,7 @@ void ParallelOverRows(std::size_t num_rows, std::size_t row_numel, std::size_t u
   const std::size_t mean_unit_numel = (row_numel + units_per_row - 1) / units_per_row;
   const std::size_t grain = (kMinPartNumel + mean_unit_numel - 1) / mean_unit_numel;
   ParallelFor(num_rows * units_per_row, grain, num_threads, [&](std::size_t unit, std::size_t end_unit) {
+    const IeeeFloatMode ieee;
     while (unit < end_unit) {
       const std::size_t row = unit / units_per_row;
       const std::size_t first = unit % units_per_row;

@@ -1,28 +1,25 @@
 #include "zcomm/quantize.h"
 
-#include <algorithm>
-
 #include "parallel_rows.h"
 #include "tiles.h"
 
 namespace zcomm {
 
-void Quantize(const MessageLayout& layout, const ConstRows& input, const MutableMessages& output,
+void Quantize(const MessageLayout& layout, const ConstRows& input, const MutableMessages& output, const Draw* draw,
               std::size_t num_threads) {
   CheckThreads(num_threads);
   CheckMessages(layout, AsConst(output), "output");
   if (output.count != 0) CheckRows(layout, input, "input");
   const BlockKernels& kernels = ActiveKernels();
-  const std::size_t unit_numel =
-      IsBlockCodec(layout.codec) ? std::max<std::size_t>(1, kTileNumel / layout.block) * layout.block : kTileNumel;
-  ParallelOverRows(output.count * layout.num_segments, layout.segment_numel, unit_numel, num_threads,
+  ParallelOverRows(output.count * layout.num_segments, layout.segment_numel, TileOfBlocks(layout), num_threads,
                    [&](std::size_t row, std::size_t begin, std::size_t end) {
                      const std::size_t message = row / layout.num_segments;
                      const std::size_t segment = row % layout.num_segments;
                      const std::size_t offset = message * input.message_stride + segment * input.segment_stride + begin;
+                     Workspace workspace;
                      QuantizeRange(kernels, layout, segment, begin, end, input.dtype,
-                                   ElementAt(input.data, input.dtype, offset),
-                                   output.data + message * output.stride_nbytes);
+                                   ElementAt(input.data, input.dtype, offset), {draw, offset},
+                                   output.data + message * output.stride_nbytes, &workspace);
                    });
   for (std::size_t i = 0; i < output.count; ++i) {
     WriteTrailer(layout, output.layout_hash, output.data + i * output.stride_nbytes);

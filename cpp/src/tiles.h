@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "block_kernels.h"
 
@@ -19,25 +20,46 @@ inline void* ElementAt(void* data, DType dtype, std::size_t index) {
   return static_cast<std::uint8_t*>(data) + index * ItemSize(dtype);
 }
 
-// One segment of one message as a CodeRange, of `numel` elements from `begin`.
-inline CodeRange RangeOf(const MessageLayout& layout, const std::uint8_t* message, std::size_t segment,
-                         std::size_t begin, std::size_t numel) {
-  return {message + 2 * segment * layout.blocks_per_segment,
-          message + layout.codes_offset + segment * layout.segment_codes_nbytes, layout.block, begin, numel};
-}
-
 template <class Enum>
 constexpr std::size_t Index(Enum value) {
   return static_cast<std::size_t>(value);
 }
 
-// Rounds at most kTileNumel values to `dtype` and writes them to `out`.
-void StoreTile(const BlockKernels& kernels, const float* values, std::size_t numel, DType dtype, void* out,
-               bool stream);
+// Elements of whole blocks that make about a tile; kTileNumel for cast codecs.
+std::size_t TileOfBlocks(const MessageLayout& layout);
+
+// Room for tiles of float32 values, kept from one to the next. One a thread.
+struct Workspace {
+  std::vector<float> values;
+  std::vector<float> terms;
+  std::vector<float> uniform;
+};
+
+// What becomes of the values of messages: each within +-limit (block codecs), summed, divided, stored as `dtype`, past
+// the caches or not.
+struct DecodeTarget {
+  float limit;
+  float divisor;
+  DType dtype;
+  bool stream;
+};
+
+// Decodes and sums elements [begin, end) of a segment of the messages; `out` points at element `begin`. `begin` is
+// even.
+void DecodeSumRange(const BlockKernels& kernels, const MessageLayout& layout, const ConstMessages& input,
+                    std::size_t segment, std::size_t begin, std::size_t end, const DecodeTarget& target, void* out,
+                    Workspace* workspace);
+
+// Random numbers for stochastic rounding: of the elements from `element` on.
+struct DrawFrom {
+  const Draw* draw;  // null: rounding to nearest
+  std::uint64_t element;
+};
 
 // Quantizes elements [begin, end) of segment `segment` of a message from `x`, which points at element `begin`. `begin`
 // is a multiple of the block; `end` too, or the segment's end. Cast codecs: any range.
 void QuantizeRange(const BlockKernels& kernels, const MessageLayout& layout, std::size_t segment, std::size_t begin,
-                   std::size_t end, DType dtype, const void* x, std::uint8_t* message);
+                   std::size_t end, DType dtype, const void* x, const DrawFrom& from, std::uint8_t* message,
+                   Workspace* workspace);
 
 }  // namespace zcomm

@@ -40,8 +40,11 @@ void CheckAllSizes() {
       for (const std::size_t block : {2, 16, 30, 128, 256, 1024, 4096}) {
         if (!IsBlockCodec(codec) && block != 2) continue;
         for (const std::size_t size : SizesAround(block)) {
-          const MessageLayout layout = MakeMessageLayout(codec, block, 1 + random.Below(3), size);
-          CheckAgainstReference(layout, 1 + random.Below(3), dtype, 1, &random);
+          for (const bool is_rotated : {false, true}) {
+            if (is_rotated && !MayRotate(codec, block)) continue;
+            const MessageLayout layout = MakeMessageLayout(codec, block, 1 + random.Below(3), size, is_rotated);
+            CheckAgainstReference(layout, 1 + random.Below(3), dtype, 1, &random);
+          }
         }
       }
     }
@@ -55,6 +58,8 @@ void CheckThreadCounts() {
       CheckAgainstReference(MakeMessageLayout(codec, 256, 3, 70001), 2, DType::kFloat32, num_threads, &random);
       CheckAgainstReference(MakeMessageLayout(codec, 65536, 1, 300001), 1, DType::kBfloat16, num_threads, &random);
       CheckAgainstReference(MakeMessageLayout(codec, 128, 5, 101), 400, DType::kFloat16, num_threads, &random);
+      if (!IsBlockCodec(codec)) continue;
+      CheckAgainstReference(MakeMessageLayout(codec, 256, 3, 70001, true), 2, DType::kBfloat16, num_threads, &random);
     }
   }
 }
@@ -63,6 +68,7 @@ void CheckThreadCounts() {
 void CheckLargeOutputs() {
   Random random(3);
   CheckAgainstReference(MakeMessageLayout(Codec::kInt8, 256, 2, (5 << 20) + 77), 1, DType::kFloat32, 2, &random);
+  CheckAgainstReference(MakeMessageLayout(Codec::kNf4, 64, 3, (6 << 20) + 77, true), 1, DType::kFloat16, 2, &random);
   CheckAgainstReference(MakeMessageLayout(Codec::kInt4, 128, 3, (6 << 20) + 77), 1, DType::kBfloat16, 2, &random);
 }
 

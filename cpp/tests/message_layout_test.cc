@@ -13,6 +13,10 @@ void CheckOffsets() {
   EXPECT(int4.segment_codes_nbytes == 65 && int4.nbytes == 160, "%zu", int4.nbytes);
   const MessageLayout cast = MakeMessageLayout(Codec::kBfloat16, 0, 3, 5);
   EXPECT(cast.nbytes == 30 && cast.codes_offset == 0, "%zu", cast.nbytes);
+  const MessageLayout asym = MakeMessageLayout(Codec::kInt4Asym, 64, 2, 129);
+  EXPECT(asym.codes_offset == 32 && asym.segment_codes_nbytes == 65, "6 headers of 4 bytes: %zu", asym.codes_offset);
+  const MessageLayout fp8 = MakeMessageLayout(Codec::kFp8E4m3, 128, 1, 129);
+  EXPECT(fp8.codes_offset == 16 && fp8.segment_codes_nbytes == 129, "%zu", fp8.segment_codes_nbytes);
   EXPECT(MakeMessageLayout(Codec::kInt4, 128, 0, 0).nbytes == 16, "an empty message is its trailer");
   EXPECT(MakeMessageLayout(Codec::kFloat32, 0, 4, 0).nbytes == 0, "an empty array");
 }
@@ -22,6 +26,10 @@ void CheckBadArguments() {
     const std::string text = MessageOfThrow([&] { MakeMessageLayout(Codec::kInt8, block, 1, 1); });
     EXPECT(Contains(text, "block=" + std::to_string(block)), "%s", text.c_str());
   }
+  MessageOfThrow([] { MakeMessageLayout(Codec::kFloat32, 0, 1, 1, true); });
+  const std::string text = MessageOfThrow([] { MakeMessageLayout(Codec::kInt8, 48, 1, 1, true); });
+  EXPECT(Contains(text, "power of two: block=48"), "%s", text.c_str());
+  EXPECT(!IsCodec(5) && !IsCodec(-1) && !IsCodec(10) && IsCodec(9), "codec ids");
   const std::size_t large = std::size_t{1} << 40;
   EXPECT(Contains(MessageOfThrow([&] { MakeMessageLayout(Codec::kFloat32, 0, large, large); }), "2^62"), "overflow");
   EXPECT(Contains(MessageOfThrow([&] { MakeMessageLayout(Codec::kInt4, 2, 1, ~std::size_t{0}); }), "2^62"), "overflow");

@@ -23,7 +23,7 @@ Messages MakeMessages(const MessageLayout& layout, std::size_t count, Kind kind,
   Messages messages{{}, layout.nbytes / 16 * 16 + 32, count};
   messages.bytes.resize(count * messages.stride);
   Quantize(layout, {DType::kFloat32, x.data(), layout.numel(), layout.segment_numel},
-           {messages.bytes.data(), messages.stride, count, kHash}, 1);
+           {messages.bytes.data(), messages.stride, count, kHash}, nullptr, 1);
   return messages;
 }
 
@@ -40,14 +40,17 @@ void CheckSum(const MessageLayout& layout, const Messages& messages, float divis
 }
 
 void CheckRequantize(const MessageLayout& layout, const Messages& messages, Codec out_codec, std::size_t out_block,
-                     std::size_t num_threads) {
-  const MessageLayout out_layout = MakeMessageLayout(out_codec, out_block, 1, layout.segment_numel);
+                     std::size_t num_threads, Random* random) {
+  const bool is_rotated = MayRotate(out_codec, out_block) && random->Below(2) == 1;
+  const MessageLayout out_layout = MakeMessageLayout(out_codec, out_block, 1, layout.segment_numel, is_rotated);
+  const std::optional<Draw> maybe = MaybeDraw(random);
+  const Draw* draw = maybe ? &*maybe : nullptr;
   const std::size_t stride = out_layout.nbytes / 16 * 16 + 32;
   std::vector<std::uint8_t> got(layout.num_segments * stride, 0xAB);
   std::vector<std::uint8_t> expected = got;
   const std::size_t count = layout.num_segments;
-  DecodeSumRequantize(layout, messages.view(), out_layout, {got.data(), stride, count, kOutHash}, num_threads);
-  DecodeSumRequantizeRef(layout, messages.view(), out_layout, {expected.data(), stride, count, kOutHash});
+  DecodeSumRequantize(layout, messages.view(), out_layout, {got.data(), stride, count, kOutHash}, draw, num_threads);
+  DecodeSumRequantizeRef(layout, messages.view(), out_layout, {expected.data(), stride, count, kOutHash}, draw);
   for (std::size_t i = 0; i < count; ++i) {
     ExpectSameMessages(out_layout, got.data() + i * stride, expected.data() + i * stride, "DecodeSumRequantize");
     EXPECT(got[i * stride + out_layout.nbytes] == 0xAB, "wrote past message %zu", i);
@@ -61,12 +64,13 @@ void CheckAllSizes() {
       if (!IsBlockCodec(codec) && block != 2) continue;
       for (const std::size_t size : SizesAround(block)) {
         const auto kind = static_cast<Kind>(random.Below(static_cast<std::uint32_t>(Kind::kNumKinds)));
-        const MessageLayout layout = MakeMessageLayout(codec, block, 1 + random.Below(3), size);
+        const bool is_rotated = MayRotate(codec, block) && random.Below(2) == 1;
+        const MessageLayout layout = MakeMessageLayout(codec, block, 1 + random.Below(3), size, is_rotated);
         const Messages messages = MakeMessages(layout, 1 + random.Below(4), kind, &random);
         CheckSum(layout, messages, static_cast<float>(1 + random.Below(4)), 1);
         for (const Codec out_codec : kCodecs) {
           const std::size_t out_block = random.Below(2) == 0 ? 128 : 2 * (1 + random.Below(3000));
-          CheckRequantize(layout, messages, out_codec, out_block, 1);
+          CheckRequantize(layout, messages, out_codec, out_block, 1, &random);
         }
       }
     }
@@ -76,12 +80,12 @@ void CheckAllSizes() {
 void CheckThreadCounts() {
   Random random(2);
   for (const Codec codec : kCodecs) {
-    const MessageLayout layout = MakeMessageLayout(codec, 256, 3, 70001);
+    const MessageLayout layout = MakeMessageLayout(codec, 256, 3, 70001, IsBlockCodec(codec) && random.Below(2) == 1);
     const Messages messages = MakeMessages(layout, 3, Kind::kNans, &random);
     for (const std::size_t num_threads : {1, 2, 7}) {
       CheckSum(layout, messages, 3.0F, num_threads);
-      CheckRequantize(layout, messages, Codec::kInt4, 128, num_threads);
-      CheckRequantize(layout, messages, Codec::kInt8, 65536, num_threads);
+      CheckRequantize(layout, messages, Codec::kInt4, 128, num_threads, &random);
+      CheckRequantize(layout, messages, Codec::kInt8, 65536, num_threads, &random);
     }
   }
 }
@@ -111,11 +115,11 @@ void CheckBadArguments() {
   const MutableRows rows{DType::kFloat32, out, 0, 4};
   MessageOfThrow([&] { DecodeSum(layout, {bytes, 64, 0, kHash}, rows, 1.0F, 1); });
   MessageOfThrow([&] { DecodeSum(layout, messages.view(), rows, 1.0F, 0); });
-  MessageOfThrow([&] { DecodeSumRequantize(layout, messages.view(), layout, {bytes, 64, 2, 0}, 1); });
-  MessageOfThrow([&] { DecodeSumRequantize(layout, messages.view(), out_layout, {bytes, 32, 1, 0}, 1); });
+  MessageOfThrow([&] { DecodeSumRequantize(layout, messages.view(), layout, {bytes, 64, 2, 0}, nullptr, 1); });
+  MessageOfThrow([&] { DecodeSumRequantize(layout, messages.view(), out_layout, {bytes, 32, 1, 0}, nullptr, 1); });
   messages.bytes[messages.stride + layout.trailer_offset()] ^= 1;
   EXPECT(Contains(MessageOfThrow([&] { DecodeSum(layout, messages.view(), rows, 1.0F, 1); }), "message 1"), "trailer");
-  MessageOfThrow([&] { DecodeSumRequantize(layout, messages.view(), out_layout, {bytes, 32, 2, 0}, 1); });
+  MessageOfThrow([&] { DecodeSumRequantize(layout, messages.view(), out_layout, {bytes, 32, 2, 0}, nullptr, 1); });
   EXPECT(bytes[0] == 0 && bytes[16] == 0, "nothing may be written");
 }
 

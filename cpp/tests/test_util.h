@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "zcomm/arrays.h"
 #include "zcomm/float_formats.h"
 #include "zcomm/message_layout.h"
+#include "zcomm/random.h"
 
 // Ends the test with the condition's text, place and a printf-style context unless the condition holds.
 #define EXPECT(cond, ...)                                             \
@@ -120,14 +122,25 @@ inline void ExpectSameMessages(const MessageLayout& layout, const std::uint8_t* 
     return;
   }
   for (std::size_t i = 0; i < layout.nbytes; ++i) {
-    EXPECT(a[i] == b[i], "%s: byte %zu of %zu is %d, expected %d; codec %d block %zu segments %zu x %zu", what, i,
-           layout.nbytes, a[i], b[i], static_cast<int>(layout.codec), layout.block, layout.num_segments,
-           layout.segment_numel);
+    EXPECT(a[i] == b[i], "%s: byte %zu of %zu is %d, expected %d; codec %d block %zu rotated %d segments %zu x %zu",
+           what, i, layout.nbytes, a[i], b[i], static_cast<int>(layout.codec), layout.block,
+           static_cast<int>(layout.is_rotated), layout.num_segments, layout.segment_numel);
   }
 }
 
 inline constexpr DType kDTypes[] = {DType::kFloat32, DType::kBfloat16, DType::kFloat16};
-inline constexpr Codec kCodecs[] = {Codec::kFloat32, Codec::kBfloat16, Codec::kFloat16, Codec::kInt8, Codec::kInt4};
+inline constexpr Codec kCodecs[] = {Codec::kFloat32, Codec::kBfloat16, Codec::kFloat16,  Codec::kInt8,    Codec::kInt4,
+                                    Codec::kNf4,     Codec::kFp8E4m3,  Codec::kInt8Asym, Codec::kInt4Asym};
+
+// Whether a codec with this block can be rotated.
+inline bool MayRotate(Codec codec, std::size_t block) { return IsBlockCodec(codec) && (block & (block - 1)) == 0; }
+
+// A draw, or nothing, by chance.
+inline std::optional<Draw> MaybeDraw(Random* random) {
+  if (random->Below(2) == 0) return std::nullopt;
+  const auto first = static_cast<std::uint64_t>(random->Next()) << random->Below(5);
+  return Draw{random->Next(), random->Next(), random->Next(), random->Next(), random->Next(), first};
+}
 
 // Sizes around the vector widths (8, 16, 32, 64), the block and the tile, odd ones included.
 inline std::vector<std::size_t> SizesAround(std::size_t block) {

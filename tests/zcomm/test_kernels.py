@@ -141,6 +141,41 @@ def test_native_equals_reference(codec: str, dtype: torch.dtype) -> None:
                 assert same_values(outs[1], outs[3]), (numel, out_dtype)
 
 
+def _draw_of(wire: Wire) -> Draw | None:
+    return Draw(*wire.random, first=5) if wire.random else None
+
+
+@given(
+    wire=wires(),
+    out_wire=wires(),
+    dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 700)),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=200, deadline=None)
+def test_native_equals_reference_on_every_wire(
+    wire: Wire, out_wire: Wire, dtypes: tuple[torch.dtype, torch.dtype], sizes: tuple[int, int, int], seed: int
+) -> None:
+    assert kernels.native_unavailable_reason() == ""
+    num_messages, num_segments, numel = sizes
+    layout = layout_of("test", _format_of(wire), torch.float32, num_segments, numel)
+    out_layout = layout_of("test", _format_of(out_wire), torch.float32, 1, numel)
+    x = mixture(num_messages * layout.numel, seed, dtypes[0])
+    results: list[list[torch.Tensor]] = []
+    for module in (quant, kernels):
+        messages = layout.new(num_messages, x.device).fill_(0xAB)
+        module.quantize(x, layout, messages, layout.numel, numel, _draw_of(wire))
+        decoded = torch.full((num_messages * layout.numel,), 7, dtype=dtypes[1])
+        module.decode(messages, layout, decoded, layout.numel, numel)
+        total = torch.full((layout.numel,), 7, dtype=dtypes[1])
+        module.decode_sum(messages, layout, total, numel, num_messages)
+        again = out_layout.new(num_segments, x.device).fill_(0xAB)
+        module.decode_sum_requantize(messages, layout, again, out_layout, _draw_of(out_wire))
+        results.append([messages, decoded, total, again])
+    for expected, got in zip(*results, strict=True):
+        assert same_values(got, expected)
+
+
 @pytest.mark.parametrize("out_codec", CODEC_NAMES)
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 def test_native_requantizes_as_the_reference(codec: str, out_codec: str) -> None:

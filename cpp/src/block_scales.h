@@ -1,0 +1,60 @@
+// Headers of blocks, and what their codes are computed with (N1, N2 and N9 of zcomm/quant.py). The loops over blocks
+// vectorize without help.
+
+// So many blocks go through the passes of quantization together.
+constexpr std::size_t kMaxBlocks = 64;
+
+// Element i belongs to block i of the tile. A block whose values are not finite has no codes but 0.
+struct TileScales {
+  std::uint32_t headers[kMaxBlocks];
+  std::int32_t are_finite[kMaxBlocks];
+  float inverses[kMaxBlocks];
+  float zeros[kMaxBlocks];  // of codecs with a zero point
+};
+
+// float32 bits rounded up to bf16. Below 0x7F7F, as every quotient is. Unsigned: the bits of a NaN may carry over.
+inline std::int32_t RoundUpToBfloat16(float quotient) {
+  return static_cast<std::int32_t>((static_cast<std::uint32_t>(Bits(quotient)) + 0xFFFFU) & 0xFFFF0000U);
+}
+
+// A block below 2^-100 gets scale and reciprocal 0; one with a NaN or infinity the NaN scale.
+inline void ComputeScales(const std::int32_t* __restrict absmax, std::size_t count, float qmax,
+                          TileScales* __restrict scales) {
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::int32_t bits = RoundUpToBfloat16(FromBits(absmax[i]) / qmax);
+    const float inverse = 1.0F / FromBits(bits);
+    const std::uint32_t scale = absmax[i] >= kInfinityBits ? kNanScale : static_cast<std::uint32_t>(bits) >> 16;
+    scales->headers[i] = absmax[i] < kTinyBits ? 0 : scale;
+    scales->inverses[i] = absmax[i] < kTinyBits ? 0.0F : inverse;
+    scales->are_finite[i] = absmax[i] < kInfinityBits ? 1 : 0;
+  }
+}
+
+constexpr float kLargestAsymmetric = 8.507059173023462e37F;  // 2^126
+
+// The same from float32 bits of the lowest and highest values, with a zero point in the header's upper half.
+inline void ComputeScalesAndZeros(const std::int32_t* __restrict low, const std::int32_t* __restrict high,
+                                  std::size_t count, float qmax, TileScales* __restrict scales) {
+  constexpr std::int32_t kMagnitude = 0x7FFFFFFF;
+  for (std::size_t i = 0; i < count; ++i) {
+    const bool is_finite = (low[i] & kMagnitude) < kInfinityBits && (high[i] & kMagnitude) < kInfinityBits;
+    const float lowest = is_finite ? FromBits(low[i]) : 0.0F;
+    const float highest = is_finite ? FromBits(high[i]) : 0.0F;
+    const std::int32_t bottom = Bits(lowest < -kLargestAsymmetric  ? -kLargestAsymmetric
+                                     : lowest > kLargestAsymmetric ? kLargestAsymmetric
+                                                                   : lowest);
+    const float top = highest > kLargestAsymmetric ? kLargestAsymmetric : highest;
+    // Rounded down: a negative number's magnitude goes up.
+    const std::uint32_t down = (static_cast<std::uint32_t>(bottom) + (bottom < 0 ? 0xFFFFU : 0U)) & 0xFFFF0000U;
+    const std::uint32_t zero_bits = (bottom & kMagnitude) < kTinyBits ? 0 : down;
+    const float zero = FromBits(static_cast<std::int32_t>(zero_bits));
+    const float spread = (top < -kLargestAsymmetric ? -kLargestAsymmetric : top) - zero;
+    const bool is_tiny = Bits(spread) < kTinyBits;  // negative ones too
+    const std::int32_t bits = RoundUpToBfloat16((is_tiny ? 1.0F : spread) / qmax);
+    const std::uint32_t scale = is_tiny ? 0 : static_cast<std::uint32_t>(bits) >> 16;
+    scales->headers[i] = is_finite ? zero_bits | scale : kNanScale;
+    scales->inverses[i] = is_tiny ? 0.0F : 1.0F / FromBits(bits);
+    scales->zeros[i] = zero;
+    scales->are_finite[i] = is_finite ? 1 : 0;
+  }
+}

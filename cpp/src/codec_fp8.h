@@ -1,0 +1,28 @@
+// fp8_e4m3 (N5 of zcomm/quant.py): bias 7, no infinities, largest value 448.
+
+template <>
+struct Encoder<Codec::kFp8E4m3> {
+  F inverse;
+
+  Encoder(const TileScales& scales, std::size_t block) : inverse(Splat(scales.inverses[block])) {}
+
+  // |y| counted in eighths of its power of two (2^-6 at least, as the denormals): adding 2^20 of those powers leaves
+  // the count, rounded half to even, in the low bits. It is 8 to 16 for normal numbers and continues where the
+  // exponent's eights end. |y| stays below 464, where the count would pass the largest code (see SymmetricEncoder).
+  I Codes(F x) const {
+    constexpr std::int32_t kSmallest = (127 - 6) << 23;
+    const I bits = BitsOf(x * inverse);
+    const I power = MaxInt(bits & 0x7F800000, SplatInt(kSmallest));
+    const I unit = power + (20 << 23);
+    const I count = BitsOf(FloatOf(bits & 0x7FFFFFFF) + FloatOf(unit)) - unit;
+    const I code = count + ((power - kSmallest) >> 20);
+    return code | ((bits >> 24) & (-code >> 31) & 0x80);  // never a negative zero
+  }
+};
+
+template <>
+struct Decoder<Codec::kFp8E4m3> : ByteDecoder {
+  Decoder(const std::uint8_t* header, float limit) : ByteDecoder(header, limit, 480.0F) {}
+
+  F Value(const std::uint8_t* codes) const { return LoadFp8(codes) * scale; }
+};

@@ -1,0 +1,96 @@
+// int8 and int4, symmetric or with a zero point (N3, N4, N6 and N9 of zcomm/quant.py).
+
+// Stochastic rounding: |y| up iff uniform < fraction * 2^24, both exact; the sign of y.
+inline I RoundAtRandom(F y, F uniform) {
+  const I sign = BitsOf(y) >> 31;
+  const F magnitude = FloatOf(BitsOf(y) & 0x7FFFFFFF);
+  const I floor = Truncate(magnitude);
+  const I rounded = AddGreater(floor, (magnitude - ToFloat(floor)) * Splat(16777216.0F), uniform);
+  return (rounded ^ sign) - sign;
+}
+
+// The low bits of a lane are its code.
+template <std::int32_t kQMax>
+struct SymmetricEncoder {
+  F inverse;
+
+  SymmetricEncoder(const TileScales& scales, std::size_t block) : inverse(Splat(scales.inverses[block])) {}
+
+  // No clamp: scale >= absmax / qmax up to a rounding error of 2^-24, so |y| stays below qmax + 1/2.
+  I Codes(F x) const { return BitsOf(x * inverse + Splat(kRoundMagic)); }
+
+  I RandomCodes(F x, F uniform) const {
+    const I code = RoundAtRandom(x * inverse, uniform);
+    return MaxInt(MinInt(code, SplatInt(kQMax)), SplatInt(-kQMax));
+  }
+};
+
+template <std::int32_t kQMax>
+struct AsymmetricEncoder {
+  F inverse;
+  F zero;
+
+  AsymmetricEncoder(const TileScales& scales, std::size_t block)
+      : inverse(Splat(scales.inverses[block])), zero(Splat(scales.zeros[block])) {}
+
+  F Scaled(F x) const { return (Clamp(x, Splat(kLargestAsymmetric)) - zero) * inverse; }
+
+  // Below 0 where a zero point under 2^-100 became +0; above as for symmetric codes.
+  I Codes(F x) const { return BitsOf(Max(Scaled(x), Splat(0.0F)) + Splat(kRoundMagic)); }
+
+  I RandomCodes(F x, F uniform) const {
+    return MaxInt(MinInt(RoundAtRandom(Scaled(x), uniform), SplatInt(kQMax)), SplatInt(0));
+  }
+};
+
+template <>
+struct Encoder<Codec::kInt8> : SymmetricEncoder<127> {
+  using SymmetricEncoder::SymmetricEncoder;
+};
+template <>
+struct Encoder<Codec::kInt4> : SymmetricEncoder<7> {
+  using SymmetricEncoder::SymmetricEncoder;
+};
+template <>
+struct Encoder<Codec::kInt8Asym> : AsymmetricEncoder<255> {
+  using AsymmetricEncoder::AsymmetricEncoder;
+};
+template <>
+struct Encoder<Codec::kInt4Asym> : AsymmetricEncoder<15> {
+  using AsymmetricEncoder::AsymmetricEncoder;
+};
+
+template <>
+struct Decoder<Codec::kInt8> : ByteDecoder {
+  Decoder(const std::uint8_t* header, float limit) : ByteDecoder(header, limit, 128.0F) {}
+
+  F Value(const std::uint8_t* codes) const { return ToFloat(LoadSignedBytes(codes)) * scale; }
+};
+
+template <>
+struct Decoder<Codec::kInt8Asym> : ByteDecoder {
+  F zero;
+
+  Decoder(const std::uint8_t* header, float limit)
+      : ByteDecoder(header, limit, 255.0F, ZeroPointOf(header)), zero(Splat(ZeroPointOf(header))) {}
+
+  F Value(const std::uint8_t* codes) const { return zero + ToFloat(LoadBytes(codes)) * scale; }
+};
+
+template <>
+struct Decoder<Codec::kInt4> : NibbleDecoder {
+  static constexpr float kLevels[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+
+  Decoder(const std::uint8_t* header, float limit)
+      : NibbleDecoder(limit, [&](std::size_t i) { return Load(kLevels + i) * Splat(ScaleOf(header)); }) {}
+};
+
+template <>
+struct Decoder<Codec::kInt4Asym> : NibbleDecoder {
+  static constexpr float kLevels[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+  Decoder(const std::uint8_t* header, float limit)
+      : NibbleDecoder(limit, [&](std::size_t i) {
+          return Splat(ZeroPointOf(header)) + Load(kLevels + i) * Splat(ScaleOf(header));
+        }) {}
+};
