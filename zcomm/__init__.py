@@ -18,6 +18,7 @@ from zcomm.errors import (
 from zcomm.formats import FORMATS, Format, get_format
 from zcomm.philox import RandomKey
 from zcomm.reduce_scatter import reduce_scatter_single
+from zcomm.relayout import load_residuals, relayout_residuals
 from zcomm.residual import Residual
 from zcomm.secondary import SecondaryPartition
 from zcomm.topology import Topology
@@ -48,7 +49,9 @@ __all__ = [
     "control",
     "functional",
     "get_format",
+    "load_residuals",
     "reduce_scatter_single",
+    "relayout_residuals",
     "traffic",
     "volume",
 ]

@@ -22,7 +22,7 @@ bits, damps and resets it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,16 +30,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from zcomm import kernels
+from zcomm import backend, kernels
+from zcomm.backend import Sent
 from zcomm.buffer_layout import BufferLayout, Span
 from zcomm.errors import ConfigError, LayoutError, StateError
 from zcomm.formats import FORMATS, codec_for
 from zcomm.message import MessageLayout, layout_of
 from zcomm.route import Group, Route, find_route
 from zcomm.topology import Numbering
-from zcomm.work import Work
+from zcomm.work import Steps, Work, run
 
-__all__ = ["Residual"]
+__all__ = ["Residual", "decode_state"]
 
 FORMAT = FORMATS["int8"]
 BLOCK = FORMAT.block
@@ -68,6 +69,18 @@ class _Blocks:
         largest = torch.finfo(torch.float32).max
         return values.clamp_(-largest, largest).flatten(1)[:, :numel]
 
+    def to_bytes(self) -> Tensor:
+        """Both tensors, uint8 [n]."""
+        return torch.cat([self.scales.flatten().view(torch.uint8), self.codes.flatten().view(torch.uint8)])
+
+    def of_bytes(self, content: Tensor) -> _Blocks:
+        """Blocks as many as these from what :meth:`to_bytes` gave."""
+        scales, codes = content[: self.scales.nbytes], content[self.scales.nbytes :]
+        return _Blocks(
+            codes.view(torch.int8).view(self.codes.shape),
+            scales.clone().view(torch.bfloat16).view(self.scales.shape),  # clone: aligned
+        )
+
     def encode(self, values: Tensor, first: int) -> None:
         """Overwrite columns from ``first`` by float32 ``values`` [num_rows, numel]; blocks not finite stay."""
         num_rows, numel = values.shape
@@ -81,6 +94,12 @@ class _Blocks:
         is_kept = scales.isnan()
         self.scales[:, part] = torch.where(is_kept, self.scales[:, part], scales)
         self.codes[:, part] = torch.where(is_kept.unsqueeze(-1), self.codes[:, part], codes)
+
+
+def decode_state(state: Mapping[str, Any]) -> Tensor:
+    """The values of a :meth:`Residual.state_dict`, float32 [num_rows, shard_numel], padded to whole blocks."""
+    blocks = _Blocks(state["codes"], state["scales"])
+    return blocks.decode(0, blocks.codes[0].numel())
 
 
 def _blocks_of(first: int, numel: int) -> slice:
@@ -145,6 +164,24 @@ class Residual:
     def values(self) -> Tensor:
         """The committed residual, float32 [num_rows, shard_numel]: rows ``layout.rows_of(local_rank)``."""
         return self._current.decode(0, self.layout.shard_numel).contiguous()
+
+    def values_of_node(self) -> Iterator[tuple[int, Tensor]]:
+        """The committed residual of this node, rank by rank: (local rank, values).
+
+        Collective inside the node if there are two hops. With one hop it is this rank's alone.
+        """
+        if not self.layout.has_two_hops:
+            yield self.route.local_rank, self.values()
+            return
+        mine = self._current.to_bytes()
+        of_ranks = mine.new_empty((self.layout.ranks_per_node, mine.numel()))
+        run(self._gather_steps(of_ranks, mine), async_op=False, device=mine.device, queue=self.route.queue)
+        for local_rank, content in enumerate(of_ranks):
+            yield local_rank, self._current.of_bytes(content).decode(0, self.layout.shard_numel)
+
+    def _gather_steps(self, of_ranks: Tensor, mine: Tensor) -> Steps:
+        hop, _ = self.route.hops[0]
+        yield backend.all_gather(of_ranks, mine, hop, Sent("residual", str(FORMAT), self._current.codes.numel()))
 
     def norm(self) -> float:
         """The Euclidean norm of this rank's committed residual."""
