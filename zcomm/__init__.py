@@ -5,6 +5,7 @@ from zcomm.all_gather import all_gather_single
 from zcomm.all_reduce import all_reduce
 from zcomm.all_to_all import all_to_all_single
 from zcomm.buffer_layout import Span
+from zcomm.delta import DeltaGather
 from zcomm.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -29,6 +30,7 @@ __all__ = [
     "FORMATS",
     "BackendUnavailableError",
     "ConfigError",
+    "DeltaGather",
     "Format",
     "FormatError",
     "LayoutError",

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,12 +189,12 @@ class Residual:
         return math.sqrt(float(self.values().double().square().sum()))
 
     def commit(self) -> None:
-        """What the exchanges since the last commit have left becomes current.
+        """What the exchanges since the last commit have left becomes current; waits for them, and raises their errors.
 
-        Raises:
-            StateError: An exchange has not been waited for.
+        An exchange that failed has left nothing to rely on: call :meth:`rollback`.
         """
-        self._check_idle("commit()")
+        while self._works:
+            self._works.pop().wait()
         if self._next is not None:
             self._current, self._next = self._next, None
         self.num_commits += 1
@@ -201,28 +202,21 @@ class Residual:
             self.reset()
 
     def rollback(self) -> None:
-        """Forget what the exchanges since the last commit have left: their step was skipped. Raises as commit()."""
-        self._check_idle("rollback()")
+        """Forget what the exchanges since the last commit have left, after they have ended: their step was skipped."""
+        while self._works:
+            with suppress(Exception):  # raised where the caller waits for it
+                self._works.pop().wait()
         self._next = None
 
     def reset(self) -> None:
-        """Nothing is added to the next exchange. Raises as :meth:`commit`."""
-        self._check_idle("reset()")
-        self._next = None
+        """Forget everything: nothing is added to the next exchange."""
+        self.rollback()
         self._current.codes.zero_()
         self._current.scales.zero_()
 
-    def _check_idle(self, call: str) -> None:
-        self._works = [work for work in self._works if not work.is_completed()]
-        if self._works:
-            raise StateError(
-                f"{len(self._works)} exchange(s) with this residual have not been waited for: call wait() before {call}"
-            )
-
     def check_committed(self, call: str) -> None:
-        """Raise StateError if there is something to commit or to wait for."""
-        self._check_idle(call)
-        if self._next is not None:
+        """Raise StateError if there is something to commit."""
+        if self._works or self._next is not None:
             raise StateError(f"exchanges since the last commit: call commit() or rollback() before {call}")
 
     def state_dict(self) -> dict[str, Any]:
@@ -284,7 +278,7 @@ class Residual:
             raise LayoutError("a residual is float32, and cannot follow an exchange in float64: use a format or dtype")
 
     def watch(self, work: Work | None) -> None:
-        """``work`` is of an exchange with this residual."""
+        """``work`` is of an exchange with this residual; None: it has ended."""
         if work is not None:
             self._works.append(work)
 
