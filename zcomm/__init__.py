@@ -5,6 +5,7 @@ from zcomm.all_gather import all_gather_single
 from zcomm.all_reduce import all_reduce
 from zcomm.all_to_all import all_to_all_single
 from zcomm.buffer_layout import Span
+from zcomm.delta import DeltaGather
 from zcomm.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -20,6 +21,7 @@ from zcomm.install import Installation, install_ddp, install_fsdp2
 from zcomm.philox import RandomKey
 from zcomm.recipes import RECIPES, Recipe
 from zcomm.reduce_scatter import reduce_scatter_single
+from zcomm.relayout import load_residuals, relayout_residuals
 from zcomm.residual import Residual
 from zcomm.sampling import relative_error, relative_errors
 from zcomm.secondary import SecondaryPartition
@@ -32,6 +34,7 @@ __all__ = [
     "RECIPES",
     "BackendUnavailableError",
     "ConfigError",
+    "DeltaGather",
     "Format",
     "FormatError",
     "Installation",
@@ -56,9 +59,11 @@ __all__ = [
     "get_format",
     "install_ddp",
     "install_fsdp2",
+    "load_residuals",
     "reduce_scatter_single",
     "relative_error",
     "relative_errors",
+    "relayout_residuals",
     "traffic",
     "volume",
 ]

@@ -20,11 +20,11 @@ from zcomm.encoder import Encoder, check_random
 from zcomm.formats import Format, codec_for, is_same_wire
 from zcomm.message import MessageLayout, layout_of
 from zcomm.philox import RandomKey
-from zcomm.route import Group, WireFormat, check_numbering, check_own_row, check_shard, find_route, rows_of
+from zcomm.route import Group, Route, WireFormat, check_numbering, check_own_row, check_shard, find_route, rows_of
 from zcomm.topology import Numbering
 from zcomm.work import Steps, Work, nothing, run
 
-__all__ = ["all_gather_single", "gather_steps"]
+__all__ = ["all_gather_single", "gather_messages", "gather_steps", "own_message"]
 
 
 def all_gather_single(
@@ -97,6 +97,27 @@ def gather_steps(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Enc
     return pipelined([steps(rows[:, c], shard[c], numbering, encoder.at(c.start)) for c in chunks], num_exchanges=2)
 
 
+def own_message(messages: Tensor, route: Route) -> Tensor:
+    """This rank's of ``messages``, uint8 [1, nbytes], for :func:`gather_messages`."""
+    index = route.own_row("local" if len(route.hops) == 2 else "rank")
+    return messages[index : index + 1]
+
+
+def gather_messages(messages: Tensor, layout: MessageLayout, route: Route) -> Steps:
+    """Forward every rank's message to all ranks; ``messages`` uint8 [world_size, nbytes] holds this rank's.
+
+    One hop: in rank order. Two hops, in the order inter, intra: numbered local.
+    """
+    hop, wire = route.hops[0]
+    if len(route.hops) == 1:
+        yield backend.all_gather(messages, own_message(messages, route), hop, _sent(layout, wire))
+        return
+    of_nodes = messages.view(route.ranks_per_node, route.num_nodes, -1)[route.local_rank]
+    yield backend.all_gather(of_nodes, of_nodes[hop.rank : hop.rank + 1], hop, _sent(layout, wire))
+    hop, wire = route.hops[1]
+    yield backend.all_gather(messages, of_nodes, hop, Sent(route.operation, str(wire), route.num_nodes * layout.numel))
+
+
 def _sent(layout: MessageLayout, format: Format) -> Sent:
     return Sent(layout.operation, str(format), layout.numel)
 
@@ -109,9 +130,8 @@ def _one_hop(rows: Tensor, shard: Tensor, encoder: Encoder) -> Steps:
         yield backend.all_gather(rows, shard, hop, _sent(layout, wire))
         return
     messages = layout.new(hop.size, shard.device)
-    mine = messages[hop.rank : hop.rank + 1]
-    kernels.quantize(shard, layout, mine, 0, 0, encoder.draw(0))
-    yield backend.all_gather(messages, mine, hop, _sent(layout, wire))
+    kernels.quantize(shard, layout, own_message(messages, route), 0, 0, encoder.draw(0))
+    yield from gather_messages(messages, layout, route)
     kernels.decode(messages, layout, rows, rows.stride(0), 0)
 
 
@@ -144,20 +164,14 @@ def _two_hops_in_pieces(rows: Tensor, shard: Tensor, numbering: Numbering, encod
 
 def _two_hops_forwarded(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
     route = encoder.route
-    (inter, wire), (intra, wire_inside) = route.hops
-    layout = layout_of(route.operation, wire, shard.dtype, 1, shard.numel())
-    messages = layout.new(route.world_size, shard.device).view(route.ranks_per_node, route.num_nodes, -1)
-    of_nodes = messages[route.local_rank]
-    mine = of_nodes[inter.rank : inter.rank + 1]
-    kernels.quantize(shard, layout, mine, 0, 0, encoder.draw(0))
-    yield backend.all_gather(of_nodes, mine, inter, _sent(layout, wire))
-    yield backend.all_gather(
-        messages, of_nodes, intra, Sent(route.operation, str(wire_inside), route.num_nodes * layout.numel)
-    )
+    layout = layout_of(route.operation, route.hops[0][1], shard.dtype, 1, shard.numel())
+    messages = layout.new(route.world_size, shard.device)
+    kernels.quantize(shard, layout, own_message(messages, route), 0, 0, encoder.draw(0))
+    yield from gather_messages(messages, layout, route)
     if numbering == "local":
-        kernels.decode(messages.flatten(0, 1), layout, rows, rows.stride(0), 0)
+        kernels.decode(messages, layout, rows, rows.stride(0), 0)
         return
-    for local_rank, of_nodes in enumerate(messages):
+    for local_rank, of_nodes in enumerate(messages.view(route.ranks_per_node, route.num_nodes, -1)):
         kernels.decode(of_nodes, layout, rows[local_rank:], route.ranks_per_node * rows.stride(0), 0)
 
 

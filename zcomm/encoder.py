@@ -48,6 +48,8 @@ class Encoder:
     residual: Residual | None = None
     first_hop: int = 0
     """The number of the route's first hop in a collective of several routes."""
+    rank: int | None = None
+    """Which rank's random numbers are drawn, if not that of the route."""
     first: int = 0
     """The first column of this chunk."""
 
@@ -60,7 +62,9 @@ class Encoder:
         if not self.route.hops[hop][1].is_random:
             return None
         assert self.random is not None, "checked before the exchange"
-        key, rank = self.random, self.route.node_rank * self.route.ranks_per_node + self.route.local_rank
+        key, rank = self.random, self.rank
+        if rank is None:
+            rank = self.route.node_rank * self.route.ranks_per_node + self.route.local_rank
         return Draw(key.seed, key.tensor, key.step, self.first_hop + hop, rank, self.first)
 
     def buffer(self, hop: int, num_rows: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

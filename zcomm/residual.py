@@ -22,7 +22,8 @@ bits, damps and resets it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,16 +31,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from zcomm import kernels
+from zcomm import backend, kernels
+from zcomm.backend import Sent
 from zcomm.buffer_layout import BufferLayout, Span
 from zcomm.errors import ConfigError, LayoutError, StateError
 from zcomm.formats import FORMATS, codec_for
 from zcomm.message import MessageLayout, layout_of
 from zcomm.route import Group, Route, find_route
 from zcomm.topology import Numbering
-from zcomm.work import Work
+from zcomm.work import Steps, Work, run
 
-__all__ = ["Residual"]
+__all__ = ["Residual", "decode_state"]
 
 FORMAT = FORMATS["int8"]
 BLOCK = FORMAT.block
@@ -68,6 +70,18 @@ class _Blocks:
         largest = torch.finfo(torch.float32).max
         return values.clamp_(-largest, largest).flatten(1)[:, :numel]
 
+    def to_bytes(self) -> Tensor:
+        """Both tensors, uint8 [n]."""
+        return torch.cat([self.scales.flatten().view(torch.uint8), self.codes.flatten().view(torch.uint8)])
+
+    def of_bytes(self, content: Tensor) -> _Blocks:
+        """Blocks as many as these from what :meth:`to_bytes` gave."""
+        scales, codes = content[: self.scales.nbytes], content[self.scales.nbytes :]
+        return _Blocks(
+            codes.view(torch.int8).view(self.codes.shape),
+            scales.clone().view(torch.bfloat16).view(self.scales.shape),  # clone: aligned
+        )
+
     def encode(self, values: Tensor, first: int) -> None:
         """Overwrite columns from ``first`` by float32 ``values`` [num_rows, numel]; blocks not finite stay."""
         num_rows, numel = values.shape
@@ -81,6 +95,12 @@ class _Blocks:
         is_kept = scales.isnan()
         self.scales[:, part] = torch.where(is_kept, self.scales[:, part], scales)
         self.codes[:, part] = torch.where(is_kept.unsqueeze(-1), self.codes[:, part], codes)
+
+
+def decode_state(state: Mapping[str, Any]) -> Tensor:
+    """The values of a :meth:`Residual.state_dict`, float32 [num_rows, shard_numel], padded to whole blocks."""
+    blocks = _Blocks(state["codes"], state["scales"])
+    return blocks.decode(0, blocks.codes[0].numel())
 
 
 def _blocks_of(first: int, numel: int) -> slice:
@@ -146,17 +166,35 @@ class Residual:
         """The committed residual, float32 [num_rows, shard_numel]: rows ``layout.rows_of(local_rank)``."""
         return self._current.decode(0, self.layout.shard_numel).contiguous()
 
+    def values_of_node(self) -> Iterator[tuple[int, Tensor]]:
+        """The committed residual of this node, rank by rank: (local rank, values).
+
+        Collective inside the node if there are two hops. With one hop it is this rank's alone.
+        """
+        if not self.layout.has_two_hops:
+            yield self.route.local_rank, self.values()
+            return
+        mine = self._current.to_bytes()
+        of_ranks = mine.new_empty((self.layout.ranks_per_node, mine.numel()))
+        run(self._gather_steps(of_ranks, mine), async_op=False, device=mine.device, queue=self.route.queue)
+        for local_rank, content in enumerate(of_ranks):
+            yield local_rank, self._current.of_bytes(content).decode(0, self.layout.shard_numel)
+
+    def _gather_steps(self, of_ranks: Tensor, mine: Tensor) -> Steps:
+        hop, _ = self.route.hops[0]
+        yield backend.all_gather(of_ranks, mine, hop, Sent("residual", str(FORMAT), self._current.codes.numel()))
+
     def norm(self) -> float:
         """The Euclidean norm of this rank's committed residual."""
         return math.sqrt(float(self.values().double().square().sum()))
 
     def commit(self) -> None:
-        """What the exchanges since the last commit have left becomes current.
+        """What the exchanges since the last commit have left becomes current; waits for them, and raises their errors.
 
-        Raises:
-            StateError: An exchange has not been waited for.
+        An exchange that failed has left nothing to rely on: call :meth:`rollback`.
         """
-        self._check_idle("commit()")
+        while self._works:
+            self._works.pop().wait()
         if self._next is not None:
             self._current, self._next = self._next, None
         self.num_commits += 1
@@ -164,28 +202,21 @@ class Residual:
             self.reset()
 
     def rollback(self) -> None:
-        """Forget what the exchanges since the last commit have left: their step was skipped. Raises as commit()."""
-        self._check_idle("rollback()")
+        """Forget what the exchanges since the last commit have left, after they have ended: their step was skipped."""
+        while self._works:
+            with suppress(Exception):  # raised where the caller waits for it
+                self._works.pop().wait()
         self._next = None
 
     def reset(self) -> None:
-        """Nothing is added to the next exchange. Raises as :meth:`commit`."""
-        self._check_idle("reset()")
-        self._next = None
+        """Forget everything: nothing is added to the next exchange."""
+        self.rollback()
         self._current.codes.zero_()
         self._current.scales.zero_()
 
-    def _check_idle(self, call: str) -> None:
-        self._works = [work for work in self._works if not work.is_completed()]
-        if self._works:
-            raise StateError(
-                f"{len(self._works)} exchange(s) with this residual have not been waited for: call wait() before {call}"
-            )
-
     def check_committed(self, call: str) -> None:
-        """Raise StateError if there is something to commit or to wait for."""
-        self._check_idle(call)
-        if self._next is not None:
+        """Raise StateError if there is something to commit."""
+        if self._works or self._next is not None:
             raise StateError(f"exchanges since the last commit: call commit() or rollback() before {call}")
 
     def state_dict(self) -> dict[str, Any]:
@@ -247,7 +278,7 @@ class Residual:
             raise LayoutError("a residual is float32, and cannot follow an exchange in float64: use a format or dtype")
 
     def watch(self, work: Work | None) -> None:
-        """``work`` is of an exchange with this residual."""
+        """``work`` is of an exchange with this residual; None: it has ended."""
         if work is not None:
             self._works.append(work)
 

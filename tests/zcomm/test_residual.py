@@ -215,24 +215,51 @@ def test_chunks_change_nothing() -> None:
     run_ranks(4, _check_chunks)
 
 
-def _check_unwaited(rank: int) -> None:
+def _check_asynchronous(rank: int) -> None:
+    """commit() and rollback() wait for what they are about."""
+    residuals = []
+    for async_op in (False, True):
+        residual = Residual(topology(2), [("w", 0, 2048)], 2048)
+        for step in range(4):
+            for micro_batch in range(2):
+                x = _data(rank, 2 * step + micro_batch, 2048)
+                zcomm.reduce_scatter_single(
+                    torch.empty(512), x, group=topology(2), format="int4", residual=residual, async_op=async_op
+                )
+            if step == 1:
+                with pytest.raises(StateError, match=r"commit\(\) or rollback\(\) before state_dict\(\)"):
+                    residual.state_dict()
+                residual.rollback()
+            else:
+                residual.commit()
+        residuals.append(residual)
+    assert torch.equal(residuals[0].values(), residuals[1].values())
+    assert residuals[0].values().any()
+
+
+def test_commit_waits() -> None:
+    run_ranks(4, _check_asynchronous)
+
+
+def _check_failed_exchange(rank: int) -> None:
+    """An exchange that another rank spoils: commit() raises, rollback() restores."""
     t = topology(2)
-    residual = Residual(t, [], 4)
+    residual = Residual(t, [("w", 0, 1000)], 1000)
+    wire = zcomm.get_format("int8", block=256 if rank == 0 else 250)  # as many blocks, so as many bytes
     work = zcomm.reduce_scatter_single(
-        torch.empty(1), torch.ones(4), group=t, format="int4", residual=residual, async_op=True
+        torch.empty(500), _data(rank, 0, 1000), group=t, format=wire, residual=residual, async_op=True
     )
     assert work is not None
-    if not work.is_completed():
-        with pytest.raises(StateError, match=r"wait\(\) before commit\(\)"):
-            residual.commit()
-    work.wait()
-    with pytest.raises(StateError, match=r"commit\(\) or rollback\(\) before state_dict\(\)"):
-        residual.state_dict()
+    for call in (work.wait, residual.commit):
+        with pytest.raises(zcomm.MessageError, match="hash"):
+            call()
+    residual.rollback()
     residual.commit()
+    assert not residual.values().any()
 
 
-def test_an_exchange_must_be_waited_for() -> None:
-    run_ranks(4, _check_unwaited)
+def test_a_failed_exchange_is_rolled_back() -> None:
+    run_ranks(2, _check_failed_exchange)
 
 
 @pytest.mark.parametrize(
@@ -302,6 +329,7 @@ def _check_error_of_the_mean(rank: int, limits: dict[tuple[str, str], float]) ->
         assert 0.8 * limit < error / norm <= limit, (wire, error / norm)
 
 
+@pytest.mark.slow
 def test_relative_error_of_the_mean_of_eight_ranks() -> None:
     limits = {("int4", "int4"): 0.170, ("int8", "int4"): 0.120, ("int8", "nf4"): 0.094}
     run_ranks(8, _check_error_of_the_mean, limits)
@@ -322,5 +350,6 @@ def _check_accumulated_error(rank: int, num_steps: int) -> None:
     assert errors[False] > 0.005, errors
 
 
+@pytest.mark.slow
 def test_a_residual_on_hop_two_quarters_the_accumulated_error() -> None:
     run_ranks(8, _check_accumulated_error, 64)
