@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zcomm import backend, kernels
+from zcomm.auto import resolve
 from zcomm.backend import Sent
 from zcomm.chunks import chunks_of, pipelined
 from zcomm.formats import Format, codec_for, is_same_wire
@@ -44,7 +45,7 @@ def all_gather_single(
             every rank.
         group: a ProcessGroup (default: all ranks) for one hop, or a :class:`zcomm.Topology` for two.
         format: a wire format; with a Topology also a pair, (between nodes, inside the node). ``"none"`` is ``input``'s
-            dtype. The same on every rank.
+            dtype, ``"auto"`` what was measured to be fastest (:mod:`zcomm.auto`). The same on every rank.
         numbering: which row is whose; "rank" as in torch, or "local" (:mod:`zcomm.topology`).
         async_op: return a Work at once; ``output`` may be read, and ``input`` changed, after its ``wait()``.
 
@@ -58,8 +59,9 @@ def all_gather_single(
     Cost for each rank: sends its message to every other rank; with two hops its message to one rank of every other
     node, and as many messages as there are nodes inside the node. No host sync on CUDA beyond the process group's.
     """
-    route = find_route("all_gather", group, format, first="inter")
     check_numbering(numbering)
+    chosen = resolve(format, "all_gather", group, input, output.numel(), first="inter", numbering=numbering)
+    route = find_route("all_gather", group, chosen.format, first="inter", num_hops=chosen.num_hops)
     rows = rows_of("output", output, route.world_size)
     check_shard("input", input, "output", rows)
     check_own_row(input, rows, route.own_row(numbering))

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from zcomm.all_gather import gather_steps
+from zcomm.auto import resolve
 from zcomm.formats import Format, codec_for
 from zcomm.reduce_scatter import reduce_steps
 from zcomm.route import Group, Route, WireFormat, check_flat, divisor_of, find_route
+from zcomm.topology import Numbering
 from zcomm.work import Steps, Work, nothing, run
 
 __all__ = ["all_reduce"]
@@ -31,7 +33,7 @@ def all_reduce(
         tensor: floating point, [n] contiguous, any n (padded inside). The same n on every rank.
         op: "sum" or "avg", or ``ReduceOp.SUM`` / ``AVG``.
         group: a ProcessGroup (default: all ranks), or a :class:`zcomm.Topology`.
-        format: of the reduce-scatter, as there.
+        format: of the reduce-scatter, as there; also ``"auto"``.
         gather_format: of the all-gather, as there; default: ``format``, each kind of link as in the reduce-scatter.
         async_op: return a Work at once. Over a Topology everything overlaps; over a ProcessGroup the gather begins in
             ``wait()``, so call that at the same point of the program on every rank.
@@ -48,8 +50,12 @@ def all_reduce(
     check_flat("tensor", tensor)
     if gather_format is None:
         gather_format = format if isinstance(format, (str, Format)) else format[::-1]
-    reducing = find_route("all_reduce", group, format, first="intra")
-    gathering = find_route("all_reduce", group, gather_format, first="inter")
+    there = resolve(format, "all_reduce", group, tensor, tensor.numel(), first="intra")
+    back = resolve(gather_format, "all_reduce", group, tensor, tensor.numel(), first="inter")
+    # Both ways over the same hops: where only one is automatic, over two.
+    num_hops = max(there.num_hops, back.num_hops)
+    reducing = find_route("all_reduce", group, there.format, first="intra", num_hops=num_hops)
+    gathering = find_route("all_reduce", group, back.format, first="inter", num_hops=num_hops)
     for _, hop_format in (*reducing.hops, *gathering.hops):
         codec_for(hop_format, tensor.dtype)
     steps = _steps(tensor, reducing, gathering, divisor_of(op, reducing.world_size))
@@ -64,13 +70,14 @@ def _steps(tensor: Tensor, reducing: Route, gathering: Route, divisor: int) -> S
 
 
 def _exchanges(tensor: Tensor, reducing: Route, gathering: Route, divisor: int) -> Steps:
+    numbering: Numbering = "local" if len(reducing.hops) == 2 else "rank"
     rows = _padded_rows(tensor, reducing.world_size)
     if any(wire.name == "none" for _, wire in gathering.hops):
-        shard = rows[reducing.own_row("local")]  # every rank has sent its rows before sums are written
+        shard = rows[reducing.own_row(numbering)]  # every rank has sent its rows before sums are written
     else:
         shard = torch.empty(rows.shape[1], dtype=_sum_dtype(tensor.dtype), device=tensor.device)
-    yield from reduce_steps(shard, rows, reducing, "local", divisor)
-    yield from gather_steps(rows, shard, gathering, "local")
+    yield from reduce_steps(shard, rows, reducing, numbering, divisor)
+    yield from gather_steps(rows, shard, gathering, numbering)
     if rows.data_ptr() != tensor.data_ptr():
         tensor.copy_(rows.view(-1)[: tensor.numel()])
 

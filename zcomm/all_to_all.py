@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zcomm import backend, kernels
+from zcomm.auto import resolve
 from zcomm.backend import Sent
 from zcomm.chunks import chunks_of, pipelined
 from zcomm.errors import LayoutError
@@ -35,7 +36,8 @@ def all_to_all_single(
         output: floating point, [world_size * n] contiguous.
         input: floating point, [world_size * n] contiguous, equal parts. The same n on every rank.
         group: a ProcessGroup (default: all ranks) for one hop, or a :class:`zcomm.Topology` for two.
-        format: a wire format; with a Topology also a pair, (inside the node, between nodes).
+        format: a wire format; with a Topology also a pair, (inside the node, between nodes); or
+            ``"auto"``, what was measured to be fastest (:mod:`zcomm.auto`).
         async_op: return a Work at once.
 
     Returns:
@@ -47,7 +49,8 @@ def all_to_all_single(
     Cost for each rank: one message to every other rank; with two hops num_nodes messages to every other rank of the
     node and ranks_per_node messages to one rank of every other node.
     """
-    route = find_route("all_to_all", group, format, first="intra")
+    chosen = resolve(format, "all_to_all", group, input, input.numel(), first="intra")
+    route = find_route("all_to_all", group, chosen.format, first="intra", num_hops=chosen.num_hops)
     check_flat("input", input)
     check_flat("output", output)
     if input.numel() % route.world_size or output.numel() != input.numel() or output.device != input.device:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from zcomm import backend, kernels
+from zcomm.auto import resolve
 from zcomm.backend import Sent
 from zcomm.chunks import chunks_of, pipelined
 from zcomm.formats import codec_for
@@ -46,7 +47,7 @@ def reduce_scatter_single(
         op: "sum" or "avg", or ``ReduceOp.SUM`` / ``AVG``. A mean is one division, after the last hop.
         group: a ProcessGroup (default: all ranks) for one hop, or a :class:`zcomm.Topology` for two.
         format: a wire format; with a Topology also a pair, (inside the node, between nodes). ``"none"`` is ``input``'s
-            dtype on both hops. The same on every rank.
+            dtype on both hops, ``"auto"`` what was measured to be fastest (:mod:`zcomm.auto`). The same on every rank.
         numbering: which row is whose; "rank" as in torch, or "local" (:mod:`zcomm.topology`).
         async_op: return a Work at once.
 
@@ -60,8 +61,9 @@ def reduce_scatter_single(
     Cost for each rank: sends one message to every other rank; with two hops one of num_nodes segments to every other
     rank of the node, and one segment to one rank of every other node. Scratch: the messages sent and received.
     """
-    route = find_route("reduce_scatter", group, format, first="intra")
     check_numbering(numbering)
+    chosen = resolve(format, "reduce_scatter", group, input, input.numel(), first="intra", numbering=numbering)
+    route = find_route("reduce_scatter", group, chosen.format, first="intra", num_hops=chosen.num_hops)
     divisor = divisor_of(op, route.world_size)
     rows = rows_of("input", input, route.world_size)
     check_shard("output", output, "input", rows)
