@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -45,19 +46,22 @@ class Timing:
         return sorted(self.seconds)[min(len(self.seconds) - 1, int(0.99 * len(self.seconds)))]
 
 
+Key = TypeVar("Key")
+
+
 def interleave(
-    cases: Mapping[str, Callable[[], object]],
+    cases: Mapping[Key, Callable[[], object]],
     *,
     rounds: int,
     warmup: int = 1,
     beginning: Callable[[], object] | None = None,
     ending: Callable[[], object] | None = None,
-) -> dict[str, Timing]:
+) -> dict[Key, Timing]:
     """Time each case once a round, in turn, so that a slow moment of the machine falls on all of them.
 
     ``beginning`` runs before each case, not timed (a barrier), ``ending`` after it, timed (a device's synchronize).
     """
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    seconds: dict[Key, list[float]] = {name: [] for name in cases}
     for _ in range(warmup + rounds):
         for name, call in cases.items():
             if beginning is not None:
@@ -154,7 +158,13 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    # Of this file: an installed copy may lie in the work tree of something else.
-    command = ["git", "-C", str(Path(__file__).parent), "log", "-1", "--format=%h", "--", "."]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout.strip() or "unknown"
+    """Of the work tree that this file is tracked in; an installed copy may lie in that of something else."""
+    here = Path(__file__)
+    return _git(here, "rev-parse", "--short", "HEAD") if _git(here, "ls-files", here.name) else "unknown"
+
+
+def _git(file: Path, *arguments: str) -> str:
+    if shutil.which("git") is None:
+        return ""
+    command = ["git", "-C", str(file.parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
