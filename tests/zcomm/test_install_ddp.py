@@ -123,6 +123,32 @@ def test_default_recipe_sends_at_most_two_fifths_of_bf16_between_nodes() -> None
     run_ranks(4, _check_bytes, "zeropp", 0.40)
 
 
+def _check_residual(rank: int) -> None:
+    sizes, errors = {"a": 5000, "b": 3001, "small": 10}, []
+    for has_residual in (False, True):
+        recipe = Recipe(gradients=("int8", "int4"), reduced="none", residual=has_residual)
+        model = Given(sizes)
+        ddp = DistributedDataParallel(model)
+        installed = zcomm.install_ddp(ddp, recipe, topology=topology(2))
+        inputs = {name: _given(rank, name, numel) for name, numel in sizes.items()}
+        ddp(inputs).backward()  # buckets are rebuilt after this step
+        ddp.zero_grad()
+        for _ in range(16):  # gradients add up over steps, as weights do
+            ddp(inputs).backward()
+            model.total = getattr(model, "total", 0) + flat_grad(model)
+            ddp.zero_grad()
+        exact = sum(torch.cat([_given(r, n, numel) for n, numel in sizes.items()]).double() for r in range(4)) / 4
+        errors.append(_error(model.total / 16, exact))
+        keys = [span.key for residual in installed.residuals for span in residual.layout.spans]
+        assert sorted(keys) == (["a.weight", "b.weight"] if has_residual else [])
+        assert ("bytes held in residuals" in str(installed.report())) == has_residual
+    assert errors[1] < errors[0] / 4
+
+
+def test_a_residual_keeps_errors_from_adding_up() -> None:
+    run_ranks(4, _check_residual)
+
+
 # --- DDP's features
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from zcomm.errors import ConfigError
-from zcomm.formats import FORMATS, Format
-from zcomm.recipes import Recipe, Wires, wire_format
+from zcomm.formats import FORMATS, Format, get_format
+from zcomm.recipes import Recipe, Wires
 
 __all__ = ["Choice", "Named", "Override", "choose", "clean_name"]
 
@@ -64,8 +64,8 @@ def choose(named: Iterable[Named], recipe: Recipe, overrides: Mapping[str, Overr
 def _wires_of(override: Override) -> Wires:
     if isinstance(override, Recipe):
         return override.wires()
-    wire = wire_format(override)
-    return Wires(wire, (wire, wire), wire)
+    wire = get_format(override)
+    return Recipe(weights=wire, gradients=(wire, wire), reduced=wire).wires()
 
 
 def _choose(parameter: Named, recipe: Recipe, wires: Wires, overrides: Mapping[str, Wires]) -> Choice:

@@ -30,8 +30,10 @@ from zcomm.formats import codec_for
 from zcomm.install.choices import Choice, Named, Override, choose, clean_name
 from zcomm.install.ddp_hook import GradBucket, exchange_gradients
 from zcomm.install.pieces import Piece, cut
+from zcomm.install.planned import Planned
 from zcomm.install.report import Account, Installation, Tally
 from zcomm.recipes import DEFAULT_RECIPE, Recipe, Wires, get_recipe
+from zcomm.residual import Residual
 from zcomm.route import find_route
 from zcomm.topology import Topology
 from zcomm.work import Steps, run_then
@@ -79,8 +81,6 @@ def install_ddp(
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"model must be a DistributedDataParallel: got {type(model).__name__}; wrap it first")
     recipe = get_recipe(recipe)
-    if recipe.residual:
-        raise ConfigError(f"recipe {recipe.name!r} needs a residual, which install_ddp cannot keep yet")
     choices = _choices(model, recipe, overrides or {})
     state = _state_of(model)
     group, owned = model.process_group, topology is None
@@ -92,7 +92,7 @@ def install_ddp(
             f"group of {dist.get_world_size(group)}, rank {dist.get_rank(group)}"
         )
     account = Account()
-    compressed = _Compressed(topology, choices, account, is_shadow=shadow)
+    compressed = _Compressed(topology, choices, account, has_residual=recipe.residual, is_shadow=shadow)
     state.compressed = compressed
     title = f"install_ddp, recipe {recipe.name}, {topology.num_nodes} nodes x {topology.ranks_per_node} ranks"
     remove = partial(_uninstall, state, topology if owned else None)
@@ -176,9 +176,18 @@ def _plain_mean(ddp: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
 class _Compressed:
     """One installation: pieces of each bucket, and their exchange."""
 
-    def __init__(self, topology: Topology, choices: dict[int, Choice], account: Account, *, is_shadow: bool) -> None:
-        self._topology, self._choices, self._account, self.is_shadow = topology, choices, account, is_shadow
-        self._pieces: dict[tuple[int, ...], list[tuple[Piece, Tally]]] = {}
+    def __init__(
+        self,
+        topology: Topology,
+        choices: dict[int, Choice],
+        account: Account,
+        *,
+        has_residual: bool,
+        is_shadow: bool,
+    ) -> None:
+        self._topology, self._choices, self._account = topology, choices, account
+        self._has_residual, self.is_shadow = has_residual, is_shadow
+        self._planned: dict[tuple[int, ...], list[Planned]] = {}
         """By the parameters of a bucket: DDP rebuilds buckets after the first step."""
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -186,59 +195,76 @@ class _Compressed:
         """Begin to average ``bucket`` in place."""
         buffer = bucket.buffer()
         if buffer.device.type != "cuda":
-            return self._start(buffer, self._pieces_of(bucket))
+            return self._start(buffer, self._planned_of(bucket))
         if buffer.device not in self._streams:
             self._streams[buffer.device] = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
         stream = self._streams[buffer.device]
         stream.wait_stream(torch.cuda.current_stream(buffer.device))
         buffer.record_stream(stream)
         with torch.cuda.stream(stream):
-            return self._start(buffer, self._pieces_of(bucket))
+            return self._start(buffer, self._planned_of(bucket))
 
-    def _start(self, buffer: Tensor, pieces: list[tuple[Piece, Tally]]) -> torch.futures.Future[Tensor]:
+    def _start(self, buffer: Tensor, planned: list[Planned]) -> torch.futures.Future[Tensor]:
         ended = _future(buffer.device)
+        for one in planned:
+            one.begin()
 
         def end(error: BaseException | None) -> None:
             ended.set_result(buffer if error is None else error)
 
-        run_then(self._steps(buffer, pieces), end, device=buffer.device, queue=self._topology.queue)
+        run_then(self._steps(buffer, planned), end, device=buffer.device, queue=self._topology.queue)
         return ended.then(_value_or_raise)
 
-    def _steps(self, buffer: Tensor, pieces: list[tuple[Piece, Tally]]) -> Steps:
+    def _steps(self, buffer: Tensor, planned: list[Planned]) -> Steps:
         rows = buffer.view(1, -1)
-        for piece, tally in pieces:
-            values, wires = piece.take(rows), piece.choices[0].wires
-            # Here a residual, kept by the names in piece.choices, joins the second hop of the reduce-scatter.
+        for one in planned:
+            values, wires = one.piece.take(rows), one.wires
             reducing = find_route(OPERATION, self._topology, wires.gradients, first="intra")
             gathering = find_route(OPERATION, self._topology, wires.reduced, first="inter")
             shard_numel = -(-values.numel() // self._topology.world_size)
-            reducer, gatherer = Encoder(reducing, shard_numel), Encoder(gathering, shard_numel)
+            reducer, gatherer = Encoder(reducing, shard_numel, residual=one.residual), Encoder(gathering, shard_numel)
             yield from all_reduce_steps(values.view(-1), reducer, gatherer, "local", self._topology.world_size)
-            if not piece.is_view:
-                piece.put(values, rows)
-            tally.calls += 1
+            if not one.piece.is_view:
+                one.piece.put(values, rows)
+            one.tally.calls += 1
 
     def shadow(
         self, bucket: GradBucket, plain_mean: Callable[[GradBucket], torch.futures.Future[Tensor]]
     ) -> torch.futures.Future[Tensor]:
         """The plain mean; and beside it the compressed one, compared with it."""
-        pieces, copy = self._pieces_of(bucket), bucket.buffer().clone()
-        exact, compressed = plain_mean(bucket).wait(), self._start(copy, pieces).wait()
-        for piece, tally in pieces:
-            tally.measure(piece.take(exact.view(1, -1)), piece.take(compressed.view(1, -1)), piece.sizes)
+        planned, copy = self._planned_of(bucket), bucket.buffer().clone()
+        exact, compressed = plain_mean(bucket).wait(), self._start(copy, planned).wait()
+        for one in planned:
+            one.tally.measure(
+                one.piece.take(exact.view(1, -1)), one.piece.take(compressed.view(1, -1)), one.piece.sizes
+            )
         done = _future(copy.device)
         done.set_result(exact)
         return done
 
-    def _pieces_of(self, bucket: GradBucket) -> list[tuple[Piece, Tally]]:
+    def _planned_of(self, bucket: GradBucket) -> list[Planned]:
         parameters = bucket.parameters()
         key = tuple(map(id, parameters))
-        if key not in self._pieces:
-            choices = [self._choices[i] for i in key]
-            pieces = cut(choices, [p.numel() for p in parameters], _gradient_formats)
-            dtype = bucket.buffer().dtype
-            self._pieces[key] = [(piece, self._tally(piece, dtype)) for piece in pieces]
-        return self._pieces[key]
+        if key not in self._planned:
+            self._forget(key)
+            pieces = cut([self._choices[i] for i in key], [p.numel() for p in parameters], _gradient_formats)
+            self._planned[key] = [self._plan(piece, bucket.buffer()) for piece in pieces]
+        return self._planned[key]
+
+    def _forget(self, parameters: tuple[int, ...]) -> None:
+        """Drop the buckets that held any of ``parameters`` before DDP rebuilt them."""
+        for key in [key for key in self._planned if set(key) & set(parameters)]:
+            for one in self._planned.pop(key):
+                if one.residual is not None:
+                    self._account.residuals.remove(one.residual)
+
+    def _plan(self, piece: Piece, buffer: Tensor) -> Planned:
+        tally = self._tally(piece, buffer.dtype)
+        if not self._has_residual or not tally.choices[0].wires.gradients[1].block:
+            return Planned(piece, tally)
+        residual = Residual(self._topology, piece.spans(), piece.numel, numbering="local", device=buffer.device)
+        self._account.residuals.append(residual)
+        return Planned(piece, tally, residual)
 
     def _tally(self, piece: Piece, dtype: torch.dtype) -> Tally:
         wires = piece.choices[0].wires

@@ -70,8 +70,6 @@ def install_fsdp2(
     where small or overridden parameters lie between others, one copy each way.
     """
     recipe = get_recipe(recipe)
-    if recipe.residual:
-        raise ConfigError(f"recipe {recipe.name!r} needs a residual, which install_fsdp2 cannot keep yet")
     units = units_of(model)
     choices = choose((named for unit in units for named in unit.parameters), recipe, overrides or {})
     of_units = _by_unit(units, choices)
@@ -89,7 +87,8 @@ def install_fsdp2(
     account, undo = Account(), []
     for unit, chosen in zip(units, of_units, strict=True):
         is_over_all = topology is not None and topology.global_ranks == unit.ranks
-        plans = Plans(unit, chosen, topology if is_over_all else None, account)
+        last_hop = (Reduce if replicate_group is None else ReplicaMean) if recipe.residual else None
+        plans = Plans(unit, chosen, topology if is_over_all else None, account, residual_of=last_hop)
         undo.append(_Before(unit, replaces_hook=replicate_group is not None))
         if shadow:
             _install_shadow(unit, plans)

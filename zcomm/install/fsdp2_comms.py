@@ -25,22 +25,31 @@ from zcomm.formats import Format
 from zcomm.install.choices import AS_IS, Choice
 from zcomm.install.fsdp2_units import Unit
 from zcomm.install.pieces import Piece, cut
+from zcomm.install.planned import Planned
 from zcomm.install.report import Account, Tally
 from zcomm.reduce_scatter import reduce_scatter_single
+from zcomm.residual import Residual
 from zcomm.topology import Topology, hop_of_group
 
 __all__ = ["Gather", "Plans", "Reduce", "ReplicaMean", "ShadowGather", "ShadowReduce"]
 
-Planned = list[tuple[Piece, Tally]]
 Path = Topology | dist.ProcessGroup
 
 
 class Plans:
     """What the objects of one unit share: its parameters' formats, the way over the ranks, the account."""
 
-    def __init__(self, unit: Unit, choices: Sequence[Choice], topology: Topology | None, account: Account) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        choices: Sequence[Choice],
+        topology: Topology | None,
+        account: Account,
+        *,
+        residual_of: type[Reduce] | type[ReplicaMean] | None = None,
+    ) -> None:
         self.unit, self.choices, self.account = unit, tuple(choices), account
-        self._topology = topology
+        self._topology, self._residual_of = topology, residual_of
         self._trainable = [i for i, trainable in enumerate(unit.is_trainable) if trainable]
 
     def path(self, group: dist.ProcessGroup) -> Path:
@@ -51,7 +60,7 @@ class Plans:
         """Whether ``group`` is the ranks that share the parameters."""
         return tuple(dist.get_process_group_ranks(group)) == self.unit.ranks
 
-    def gathered(self, group: dist.ProcessGroup, dtype: torch.dtype) -> Planned:
+    def gathered(self, group: dist.ProcessGroup, dtype: torch.dtype) -> list[Planned]:
         """The pieces of a gather over ``group``."""
         choices = self.choices
         if not self.is_whole(group):
@@ -60,16 +69,38 @@ class Plans:
             choices = tuple(choice._replace(wires=AS_IS, reason=why) for choice in choices)
         pieces = cut(choices, self._columns(range(len(choices)), group), lambda choice: choice.wires.weights)
         path = self.path(group)
-        return [(piece, self._tally("weights", piece, piece.choices[0].wires.weights, path, dtype)) for piece in pieces]
+        return [
+            Planned(piece, self._tally("weights", piece, piece.choices[0].wires.weights, path, dtype))
+            for piece in pieces
+        ]
 
-    def reduced(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> Planned:
+    def reduced(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> list[Planned]:
         """The pieces of a reduce-scatter over ``group`` to ``numel`` columns."""
         path = self.path(group)
         pieces = self.gradient_pieces(group, numel, lambda choice: choice.wires.gradients)
-        return [
-            (piece, self._tally("gradients", piece, self.of_hops(piece.choices[0].wires.gradients, path), path, dtype))
-            for piece in pieces
-        ]
+        planned = []
+        for piece in pieces:
+            wire = self.of_hops(piece.choices[0].wires.gradients, path)
+            tally = self._tally("gradients", piece, wire, path, dtype)
+            residual = self.residual(Reduce, piece, path, group.size()) if self._loses(wire) else None
+            planned.append(Planned(piece, tally, residual))
+        return planned
+
+    @staticmethod
+    def _loses(wire: Any) -> bool:
+        """Whether the last hop quantizes."""
+        return bool((wire[1] if isinstance(wire, tuple) else wire).block)
+
+    def residual(
+        self, kind: type[Reduce] | type[ReplicaMean], piece: Piece, path: Path, num_rows: int
+    ) -> Residual | None:
+        """Of exchanges of ``piece`` by ``kind``, if the recipe has one there and it is known whose values they are."""
+        if kind is not self._residual_of or any(choice.name == self._label for choice in piece.choices):
+            return None
+        spans, numel = piece.spans(num_rows), num_rows * piece.numel
+        residual = Residual(path, spans, numel, device=self.unit.group.device)
+        self.account.residuals.append(residual)
+        return residual
 
     def gradient_pieces(
         self, group: dist.ProcessGroup, numel: int, formats_of: Callable[[Choice], object]
@@ -133,9 +164,9 @@ class Gather(_Allocates):
 
     def __init__(self, plans: Plans) -> None:
         self._plans = plans
-        self._planned: dict[tuple[dist.ProcessGroup, torch.dtype], Planned] = {}
+        self._planned: dict[tuple[dist.ProcessGroup, torch.dtype], list[Planned]] = {}
 
-    def planned(self, group: dist.ProcessGroup, dtype: torch.dtype) -> Planned:
+    def planned(self, group: dist.ProcessGroup, dtype: torch.dtype) -> list[Planned]:
         """The pieces over ``group``."""
         key = (group, dtype)
         if key not in self._planned:
@@ -145,8 +176,9 @@ class Gather(_Allocates):
     def __call__(self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object) -> None:
         """Gather ``input_tensor`` into ``output_tensor``; on CUDA in the order of the current stream."""
         path, rows = self._plans.path(group), output_tensor.view(group.size(), -1)
-        for piece, tally in self.planned(group, output_tensor.dtype):
-            wire, shard = piece.choices[0].wires.weights, piece.take(input_tensor.view(1, -1))[0]
+        for one in self.planned(group, output_tensor.dtype):
+            piece, wire = one.piece, one.wires.weights
+            shard = piece.take(input_tensor.view(1, -1))[0]
             if piece.is_view:
                 start, stop = piece.ranges[0]
                 all_gather_single(rows[:, start:stop], shard, path, format=wire)
@@ -154,7 +186,7 @@ class Gather(_Allocates):
                 values = rows.new_empty(rows.shape[0], piece.numel)
                 all_gather_single(values, shard, path, format=wire)
                 piece.put(values, rows)
-            tally.calls += 1
+            one.tally.calls += 1
 
 
 class Reduce(_Allocates):
@@ -162,9 +194,9 @@ class Reduce(_Allocates):
 
     def __init__(self, plans: Plans) -> None:
         self._plans = plans
-        self._planned: dict[tuple[dist.ProcessGroup, int, torch.dtype], Planned] = {}
+        self._planned: dict[tuple[dist.ProcessGroup, int, torch.dtype], list[Planned]] = {}
 
-    def planned(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> Planned:
+    def planned(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> list[Planned]:
         """The pieces over ``group`` of ``numel`` columns."""
         key = (group, numel, dtype)
         if key not in self._planned:
@@ -176,15 +208,14 @@ class Reduce(_Allocates):
     ) -> None:
         """Sum (or average) ``input_tensor`` over the ranks into ``output_tensor``."""
         path, rows = self._plans.path(group), input_tensor.view(group.size(), -1)
-        for piece, tally in self.planned(group, output_tensor.numel(), output_tensor.dtype):
-            wire = self._plans.of_hops(piece.choices[0].wires.gradients, path)
+        for one in self.planned(group, output_tensor.numel(), output_tensor.dtype):
+            piece, wire = one.piece, self._plans.of_hops(one.wires.gradients, path)
             start, stop = piece.ranges[0]
             shard = output_tensor[start:stop] if piece.is_view else output_tensor.new_empty(piece.numel)
-            # Here a residual, kept by the names in piece.choices, joins the second hop.
-            reduce_scatter_single(shard, piece.take(rows), op, group=path, format=wire)
+            reduce_scatter_single(shard, piece.take(rows), op, group=path, format=wire, residual=one.begin())
             if not piece.is_view:
                 piece.put(shard.view(1, -1), output_tensor.view(1, -1))
-            tally.calls += 1
+            one.tally.calls += 1
 
 
 class ReplicaMean:
@@ -197,7 +228,7 @@ class ReplicaMean:
     def __init__(self, plans: Plans, group: dist.ProcessGroup) -> None:
         self._plans, self._group = plans, group
         self._partial: Tensor | None = None
-        self._planned: dict[tuple[int, torch.dtype], Planned] = {}
+        self._planned: dict[tuple[int, torch.dtype], list[Planned]] = {}
 
     def __call__(self, reduce_output: Tensor) -> None:
         """Replace ``reduce_output`` by its mean over the replicas."""
@@ -209,22 +240,28 @@ class ReplicaMean:
             reduce_output += self._partial
             self._partial = None
         columns = reduce_output.view(1, -1)
-        for piece, tally in self._pieces(reduce_output):
-            values, wires = piece.take(columns), piece.choices[0].wires
-            all_reduce(values.view(-1), "avg", self._group, format=wires.gradients[1], gather_format=wires.reduced)
+        for one in self._pieces(reduce_output):
+            piece, between, reduced = one.piece, one.wires.gradients[1], one.wires.reduced
+            values = piece.take(columns)
+            all_reduce(values.view(-1), "avg", self._group, format=between, gather_format=reduced, residual=one.begin())
             if not piece.is_view:
                 piece.put(values, columns)
-            tally.calls += 1
+            one.tally.calls += 1
 
-    def _pieces(self, reduce_output: Tensor) -> Planned:
+    def _pieces(self, reduce_output: Tensor) -> list[Planned]:
         key = (reduce_output.numel(), reduce_output.dtype)
         if key not in self._planned:
             shard_group = self._plans.unit.group.mesh_info.shard_process_group
             pieces = self._plans.gradient_pieces(
                 shard_group, reduce_output.numel(), lambda choice: (choice.wires.gradients[1], choice.wires.reduced)
             )
-            self._planned[key] = [(piece, self._tally(piece, reduce_output.dtype)) for piece in pieces]
+            self._planned[key] = [self._plan(piece, reduce_output.dtype) for piece in pieces]
         return self._planned[key]
+
+    def _plan(self, piece: Piece, dtype: torch.dtype) -> Planned:
+        loses = piece.choices[0].wires.gradients[1].block
+        residual = self._plans.residual(ReplicaMean, piece, self._group, 1) if loses else None
+        return Planned(piece, self._tally(piece, dtype), residual)
 
     def _tally(self, piece: Piece, dtype: torch.dtype) -> Tally:
         hop, wires = hop_of_group(self._group), piece.choices[0].wires
@@ -286,6 +323,6 @@ class ShadowReduce:
         return work
 
 
-def _measure(planned: Planned, exact: Tensor, compressed: Tensor) -> None:
-    for piece, tally in planned:
-        tally.measure(piece.take(exact), piece.take(compressed), piece.sizes)
+def _measure(planned: list[Planned], exact: Tensor, compressed: Tensor) -> None:
+    for one in planned:
+        one.tally.measure(one.piece.take(exact), one.piece.take(compressed), one.piece.sizes)

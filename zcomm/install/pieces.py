@@ -8,12 +8,13 @@ A piece of neighbouring columns is a view of the rows; another is copied togethe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from zcomm.buffer_layout import Span
 from zcomm.install.choices import Choice
 
 __all__ = ["Piece", "cut"]
@@ -39,6 +40,14 @@ class Piece:
     def is_view(self) -> bool:
         """Whether :meth:`take` copies nothing."""
         return len(self.ranges) == 1
+
+    def spans(self, num_rows: int = 1) -> Iterator[Span]:
+        """Where the parameters lie in what :meth:`take` gives, read row after row."""
+        for row in range(num_rows):
+            first = row * self.numel
+            for choice, size in zip(self.choices, self.sizes, strict=True):
+                yield Span(choice.name, first, size, row * size)
+                first += size
 
     def take(self, rows: Tensor) -> Tensor:
         """These columns of ``rows`` [num_rows, n], as [num_rows, numel] with contiguous rows."""

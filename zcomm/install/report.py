@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zcomm.install.choices import Choice
+from zcomm.residual import Residual
 from zcomm.volume import Sent
 
 __all__ = ["Account", "Installation", "Report", "Row", "Tally"]
@@ -123,8 +124,9 @@ class Account:
 
     def __init__(self) -> None:
         self.tallies: list[Tally] = []
-        self.notes: dict[str, int] = {}
-        """What happened that a user should know -> how often."""
+        self.residuals: list[Residual] = []
+        self.notes: list[str] = []
+        """What happened that a user should know."""
 
     def open(self, choices: tuple[Choice, ...], format: str, sent: Sent, plain: Sent) -> Tally:
         """A tally for a new piece."""
@@ -133,8 +135,9 @@ class Account:
         return tally
 
     def note(self, text: str) -> None:
-        """Count ``text``."""
-        self.notes[text] = self.notes.get(text, 0) + 1
+        """Put ``text`` into the report, once."""
+        if text not in self.notes:
+            self.notes.append(text)
 
     def report(self, title: str) -> Report:
         """Everything so far."""
@@ -155,7 +158,8 @@ class Account:
                 row.plain += part * sum(tally.plain)
                 for index, value in enumerate(tally.squares.get(choice.name, ())):
                     row.squares[index] += value
-        notes = tuple(f"{text} ({count} times)" for text, count in self.notes.items())
+        held = sum(residual.nbytes for residual in self.residuals)
+        notes = (*self.notes, *((f"bytes held in residuals: {held}",) if held else ()))
         return Report(title, tuple(rows.values()), self._total("sent"), self._total("plain"), notes)
 
     def _total(self, column: str) -> Sent:
@@ -170,6 +174,11 @@ class Installation:
         self._title, self._account, self._remove = title, account, remove
         self.is_installed = True
         """Until :meth:`uninstall`."""
+
+    @property
+    def residuals(self) -> tuple[Residual, ...]:
+        """What quantization has lost and is still to be added, keyed by parameter; for checkpoints."""
+        return tuple(self._account.residuals)
 
     def report(self) -> Report:
         """What this rank has sent since the installation; print it. No communication."""

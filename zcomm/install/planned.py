@@ -1,0 +1,33 @@
+"""A piece of a buffer with what is kept for it from one exchange to the next: its tally, its residual."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zcomm.install.pieces import Piece
+from zcomm.install.report import Tally
+from zcomm.recipes import Wires
+from zcomm.residual import Residual
+
+__all__ = ["Planned"]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One exchange, as often as it happens."""
+
+    piece: Piece
+    tally: Tally
+    residual: Residual | None = None
+    """By parameter; what an exchange has lost is added to the next one, whatever the optimizer did with the step."""
+
+    @property
+    def wires(self) -> Wires:
+        """The formats, the same for the whole piece."""
+        return self.piece.choices[0].wires
+
+    def begin(self) -> Residual | None:
+        """Before an exchange, when the one before has ended: what that has lost counts from now on."""
+        if self.residual is not None:
+            self.residual.commit()
+        return self.residual
