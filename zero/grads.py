@@ -184,12 +184,6 @@ class Reducer:
         if self._topology.world_size > 1:
             agreed = control.agree_max(torch.tensor(agreed, dtype=torch.int64), self._agreeing).tolist()
         largest, smallest = agreed.pop(0), -agreed.pop(0)
-        if largest != smallest:
-            raise StateError(
-                "the ranks have gathered different parameters, so results since the last step are wrong: at stage 3 "
-                "every rank must run the same modules in the same order (for layers that only some ranks use, take "
-                "stage 1 or 2)"
-            )
         bits = iter(agreed)
         for grads in self.all:
             grads.used = [bool(next(bits)) for _ in grads.used]
@@ -202,6 +196,13 @@ class Reducer:
             if late[index]:  # a gradient came, on some rank, after its bucket was reduced
                 self._issue(self._order[index])
         self._cursor = len(self._order)
+        if largest != smallest:  # only now: no exchange may be left without its other side
+            self._finish(list(self._in_flight))
+            raise StateError(
+                "the ranks have gathered different parameters, so results since the last step are wrong: at stage 3 "
+                "every rank must run the same modules in the same order (for layers that only some ranks use, take "
+                "stage 1 or 2)"
+            )
 
     def flush(self) -> None:
         """Reduce local gradients that ``no_sync`` or an unfinished accumulation window left. Same on every rank."""

@@ -263,6 +263,7 @@ def _check_ranks_run_different_modules(rank: int) -> None:
         loss = model(torch.ones(2, 5), rank).sum()
         with pytest.raises(StateError, match="every rank must run the same modules"):
             loss.backward()
+    assert _run(rank, 3, LOOPS["inference between"]).keys()  # no exchange was left over on the same groups
 
 
 def test_ranks_that_run_different_modules_all_raise() -> None:
