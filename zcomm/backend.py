@@ -158,7 +158,7 @@ def together(exchanges: Sequence[Pending | None]) -> Pending | None:
 class _Each:
     """Several sends and receives as one exchange. They end with it: what is left over would meet the next one's."""
 
-    def __init__(self, works: Sequence[Pending], tensors: tuple[Tensor, ...]) -> None:
+    def __init__(self, works: Sequence[Pending], tensors: tuple[Tensor, ...] = ()) -> None:
         self._works, self._tensors = list(works), tensors
 
     def __del__(self) -> None:
