@@ -6,7 +6,7 @@
 Every case trains the same model on the same batches (the standard library's source files, bytes as tokens); ``plain``
 is torch's own communication. The loss is over held-out text. ``M`` counts the bytes that cross between nodes in a step,
 in units of the bf16 model; ``vs bf16`` compares them with the same exchanges in bf16. ``#wrong`` counts a loss further
-than ``LOSS_TOLERANCE`` from plain, and bytes above the limit of that recipe; the exit code is then 1.
+than ``--tolerance`` from plain, and bytes above the limit of that recipe; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
 import torch
 import torch.distributed as dist
-from harness import Column, Report
-from ranks_setup import choose_topology, process_group, relaunch_under_torchrun
 from text_data import Text, held_out_windows, load_text, training_batch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -32,9 +30,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import zcomm
 from zcomm import Recipe, Topology
+from zcomm.bench.harness import Column, Report
+from zcomm.bench.ranks_setup import choose_topology, process_group, relaunch_under_torchrun
 from zcomm.volume import inter_node_model_units
 
-LOSS_TOLERANCE = 0.02
 LIMITS = {("ddp", "zeropp"): 0.40, ("ddp", "accurate"): 0.40, ("ddp", "smallest"): 0.27, ("fsdp2", "zeropp"): 0.45}
 """Of the bytes between nodes of the same exchanges in bf16."""
 BF16 = Recipe(name="bf16", weights="bf16", gradients=("bf16", "bf16"), reduced="bf16", min_numel=0)
@@ -61,6 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, default=192)
     parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--tolerance", type=float, default=0.02, help="of the loss, in nats")
     parser.add_argument("--max-bytes", type=int, default=4_000_000, help="of text")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     return parser.parse_args()
@@ -139,7 +139,7 @@ def compare(arguments: argparse.Namespace, device: torch.device, topology: Topol
     for name in arguments.recipes:
         result = train(arguments, name, text, device, topology)
         difference, ratio = result["loss"] - plain["loss"], result["units"] / as_bf16["units"]
-        num_wrong = int(not abs(difference) <= LOSS_TOLERANCE)
+        num_wrong = int(not abs(difference) <= arguments.tolerance)
         num_wrong += int(ratio > LIMITS.get((arguments.engine, name), 1.0))
         row = {"case": f"{arguments.engine} {name}", "difference": difference, "ratio": ratio, **result}
         if topology.rank == 0:

@@ -16,11 +16,18 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(
 
 
 @pytest.mark.parametrize(
-    ("text", "num_ranks", "printed"), [("ZeroOptimizer(", 2, "stage 3"), ("zcomm.traffic()", 4, "reduce_scatter")]
+    ("text", "num_ranks", "printed"),
+    [
+        ("ZeroOptimizer(", 2, "stage 3"),
+        ("zcomm.traffic()", 4, "reduce_scatter"),
+        ("install_ddp", 4, "override '2'"),
+        ("install_fsdp2", 4, "gradients int4,int4"),
+    ],
 )
 def test_example_runs(tmp_path: Path, text: str, num_ranks: int, printed: str) -> None:
     (example,) = (e for e in EXAMPLES if text in e)
     path = tmp_path / "example.py"
+    assert len(example.splitlines()) <= 30
     path.write_text(example)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     done = subprocess.run([*torchrun, str(path)], capture_output=True, text=True, timeout=100, check=False)
