@@ -70,8 +70,8 @@ class Case:
     def measure(self, options: Options) -> None:
         """Call once, judge the result, count what is sent."""
         self.workload.spoil()
-        torch_calls.barrier()
         before = sent_nbytes(options.interface) if options.interface else 0
+        torch_calls.barrier()  # nobody on this node starts before the counter is read
         with zcomm.traffic() as sent:
             self.call()
         torch_calls.barrier()  # everything has left

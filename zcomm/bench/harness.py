@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -154,7 +155,13 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    # Of this file: an installed copy may lie in the work tree of something else.
-    command = ["git", "-C", str(Path(__file__).parent), "log", "-1", "--format=%h", "--", "."]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout.strip() or "unknown"
+    """Of the work tree that this file is tracked in; an installed copy may lie in that of something else."""
+    here = Path(__file__)
+    return _git(here, "rev-parse", "--short", "HEAD") if _git(here, "ls-files", here.name) else "unknown"
+
+
+def _git(file: Path, *arguments: str) -> str:
+    if shutil.which("git") is None:
+        return ""
+    command = ["git", "-C", str(file.parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

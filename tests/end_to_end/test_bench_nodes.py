@@ -1,0 +1,105 @@
+"""``zcomm bench --emulate-nodes``: bytes, speed-ups on a slow network, and nothing left behind by any end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.job import ROOT
+from zcomm.bench.emulated_nodes import emulated_nodes, unavailable_reason
+
+REASON = unavailable_reason()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+]
+BENCH = [sys.executable, "-m", "zcomm", "bench", "--emulate-nodes", "2", "--rate", "200mbit"]
+HEADERS = 1514 / 1448  # of a full TCP segment over Ethernet
+
+
+def _namespaces() -> set[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return {line.split()[0] for line in listed.splitlines() if line.strip()}
+
+
+def _rows(*arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
+    done = subprocess.run(
+        [*BENCH, "--json", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return {(row["collective"], row["format"]): row for row in rows if "collective" in row}
+
+
+def test_speed_and_bytes_on_a_slow_network() -> None:
+    rows = _rows("-b", "16M", "-e", "16M", "-n", "3", "--hops", "2", "--formats", "bf16,int8,int4",
+                 "--collectives", "all_gather,reduce_scatter")  # fmt: skip
+    for row in rows.values():
+        assert row["num_wrong"] == 0
+        if row["format"] != "torch":
+            assert row["inter_nbytes"] <= row["wire_nbytes"] <= 1.05 * HEADERS * row["inter_nbytes"]
+    gather = {name: row["p50_us"] for (collective, name), row in rows.items() if collective == "all_gather"}
+    reduce = {name: row["p50_us"] for (collective, name), row in rows.items() if collective == "reduce_scatter"}
+    assert gather["bf16"] >= 1.85 * gather["int8"]
+    assert reduce["bf16"] >= 3.5 * reduce["int4"]
+    assert reduce["torch"] > reduce["bf16"]
+    torchs = rows["reduce_scatter", "torch"]["wire_nbytes"]
+    assert torchs > 1.9 * rows["reduce_scatter", "bf16"]["wire_nbytes"]  # gloo sends twice what it must
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("when", ["in the set-up", "in a run"])
+def test_a_signal_leaves_nothing_behind(number: signal.Signals, when: str) -> None:
+    before = _namespaces()
+    process = subprocess.Popen(
+        [*BENCH, "-b", "64M", "-e", "64M", "-n", "1000"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        start_new_session=True, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    with process:
+        if when == "in a run":
+            assert process.stdout.readline().startswith("# zcomm bench")
+        else:
+            while _namespaces() == before:
+                time.sleep(0.01)
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    mine = f"zcomm{process.pid}"
+    assert not [name for name in _namespaces() if name.startswith(mine)]
+    assert not list(Path("/etc/netns").glob(f"{mine}*"))
+    assert not _in_session(process.pid), "a rank outlived its node"
+
+
+def _in_session(session: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                if os.getsid(int(entry.name)) == session:
+                    found.append(int(entry.name))
+            except ProcessLookupError:
+                continue
+    return found
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next() -> None:
+    script = (
+        "import os, sys\nfrom zcomm.bench.emulated_nodes import emulated_nodes\n"
+        "with emulated_nodes(1):\n    print('made', flush=True)\n    os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert killed.communicate(timeout=60)[0] == "made\n"
+    mine = f"zcomm{killed.pid}"
+    assert [name for name in _namespaces() if name.startswith(mine)]
+    with emulated_nodes(1):
+        assert not [name for name in _namespaces() if name.startswith(mine)]
+        assert not list(Path("/etc/netns").glob(f"{mine}*"))

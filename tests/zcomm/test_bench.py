@@ -1,0 +1,158 @@
+"""``zcomm bench``: its grammar, its verdicts, what it refuses, and the columns against formulas."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import zcomm
+from tests.ranks import run_ranks, topology
+from tests.zcomm import oracle
+from tests.zcomm.oracle import Wire as OracleWire
+from zcomm import cli
+from zcomm.bench import bounds
+from zcomm.bench.checking import check
+from zcomm.bench.data import Tiles
+from zcomm.bench.interface import sent_nbytes
+from zcomm.bench.workloads import Workload, wire_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    try:
+        status: Any = cli.main(["bench", *arguments])
+    except SystemExit as exit_:
+        status = exit_.code
+    assert status == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["-b", "1T"], "a size is a number of bytes, with K, M or G"),
+        (["-b", "2M", "-e", "1M"], "--minbytes must not be more than --maxbytes: 2097152, 1048576"),
+        (["--formats", "int5"], "did you mean 'int"),
+        (["--collectives", "broadcast"], "must be of all_gather, reduce_scatter"),
+        (["--backend", "nccl"], "NCCL communicator, which this version does not have; --backend torch"),
+        (["--rate", "1mbit"], "--rate needs --emulate-nodes"),
+        (["--plot", "/nowhere/at/all.png"], "must name a file in a folder that exists"),
+        (["--interface", "nothing0"], "must name a network interface of this machine: 'nothing0'"),
+        (["-n", "0"], "at least 1"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
+    assert expected in _refused(capsys, *arguments)
+
+
+def test_emulated_nodes_need_root(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    assert "emulated nodes need root" in _refused(capsys, "--emulate-nodes", "2")
+
+
+def test_tiles_are_what_they_say() -> None:
+    tiles = Tiles(torch.bfloat16)
+    x = tiles.of_rank(3, 5, 200_000)
+    for i in (0, 1, 65_531, 65_532, 150_000, 199_994):
+        assert x[i] == tiles.tile[(i + 5 + 3 * 7919) % 65537]
+    parts = [tiles.of_rank(rank, 70_000, 70_100).double() for rank in range(2, 5)]
+    assert torch.equal(tiles.sum_of(range(2, 5), 70_000, 70_100), sum(parts))
+    assert torch.equal(tiles.magnitudes(range(2, 5), 70_000, 70_100), sum(part.abs() for part in parts))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "nf4", "fp8_e4m3"])
+def test_a_bound_holds_and_is_met(name: str) -> None:
+    """By the oracle, which shares no code: no value is off by more, and some are off by nearly as much."""
+    format = zcomm.get_format(name)
+    x = np.random.default_rng(0).uniform(-1, 1, 40_000).astype(np.float32)
+    off = np.abs(oracle.decode([x], OracleWire(name, format.block))[0].astype(np.float64) - x)
+    bound = bounds.step_bound(torch.from_numpy(x).double().abs(), format, torch.float32).numpy()
+    assert (off <= bound).all()
+    assert (off / bound).max() > 0.9
+
+
+def _check_verdicts(rank: int, op: str) -> None:
+    t = topology(2)
+    for dtype in (torch.bfloat16, torch.float32):
+        tiles = Tiles(dtype)
+        for collective in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "secondary_gather"):
+            w = Workload(collective, 300_000, tiles, t, op)
+            wires = [(wire_of(text, hops)) for text in ("none", "int8", "int4", "int8+int4") for hops in (1, 2)]
+            for wire in [None, *wires]:
+                if wire is None or (wire.num_hops == 1 and wire.inside != wire.between):
+                    continue
+                w.spoil()
+                w.ours(wire)
+                verdict = check(w, wire)
+                assert verdict.num_wrong == 0, (collective, str(wire), wire.num_hops)
+                if collective != "secondary_gather":
+                    _check_a_fault_is_seen(rank, w, wire)
+            w.spoil()
+            w.torchs()
+            assert check(w, None).num_wrong == 0, collective
+
+
+def _check_a_fault_is_seen(rank: int, w: Workload, wire: Any) -> None:
+    """One element, on one rank, moved by a little more than it may be; or one that ranks hold differently."""
+    part = list(w.parts())[-1]
+    spot = part.begin + part.numel // 2
+    usual = w.output[spot].clone()
+    if rank == 2:
+        w.output[spot] = usual.double() + 3 * w.bound(part, 0, part.numel, wire)[part.numel // 2] + 1e-2
+    assert check(w, wire).num_wrong >= 1
+    w.output[spot] = usual
+    if w.is_replicated:
+        if rank == 1:
+            w.output[-1] = torch.nextafter(w.output[-1], torch.tensor(9.0, dtype=w.dtype))
+        assert check(w, wire).num_wrong >= 1
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_verdicts(op: str) -> None:
+    run_ranks(4, _check_verdicts, op)
+
+
+def test_an_interfaces_counter() -> None:
+    assert sent_nbytes("lo") >= 0
+    with pytest.raises(zcomm.ConfigError, match="'lo0'"):
+        sent_nbytes("lo0")
+
+
+def _bench(*arguments: str, timeout_s: int = 100) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zcomm", "bench", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_rows_and_plot_of_a_run(tmp_path: Path) -> None:
+    picture = tmp_path / "bench.png"
+    done = _bench("-b", "8K", "-e", "64K", "-f", "8", "-n", "3", "--formats", "none,int8", "--json",
+                  "--plot", str(picture))  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = [line for line in lines if "collective" in line]
+    assert len(rows) == 2 * (4 * 5 + 2)
+    for row in rows:
+        assert row["num_wrong"] == 0
+        assert row["p50_us"] > 0
+        assert row["algbw_gbps"] == pytest.approx(row["nbytes"] / row["p50_us"] / 1e3)
+    by_key = {(r["collective"], r["nbytes"], r["format"], r["hops"]): r for r in rows}
+    row = by_key["all_gather", 65536, "int8", 2]
+    sent = zcomm.volume.all_gather_sent(8192, torch.bfloat16, 2, 2, ("int8", "int8"))
+    assert (row["sent_nbytes"], row["inter_nbytes"]) == (sum(sent), 2 * sent.inter)
+    assert row["busbw_gbps"] == pytest.approx(row["algbw_gbps"] * 3 / 4)
+    assert 0 < row["relative_error"] < 0.01
+    assert by_key["all_gather", 65536, "torch", "-"]["over_torch"] == 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert lines[-1]["context"] == "wrong results : 0 OK"
