@@ -14,6 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from zcomm import backend, kernels
+from zcomm.auto import resolve
 from zcomm.backend import Sent
 from zcomm.chunks import chunks_of, pipelined
 from zcomm.encoder import Encoder, check_random
@@ -46,7 +47,7 @@ def all_gather_single(
             every rank.
         group: a ProcessGroup (default: all ranks) for one hop, or a :class:`zcomm.Topology` for two.
         format: a wire format; with a Topology also a pair, (between nodes, inside the node). ``"none"`` is ``input``'s
-            dtype. The same on every rank.
+            dtype, ``"auto"`` what was measured to be fastest (:mod:`zcomm.auto`). The same on every rank.
         numbering: which row is whose; "rank" as in torch, or "local" (:mod:`zcomm.topology`).
         random: for formats that round stochastically, and for those alone; another key for each call.
         async_op: return a Work at once; ``output`` may be read, and ``input`` changed, after its ``wait()``.
@@ -61,14 +62,15 @@ def all_gather_single(
     Cost for each rank: sends its message to every other rank; with two hops its message to one rank of every other
     node, and as many messages as there are nodes inside the node. No host sync on CUDA beyond the process group's.
     """
-    route = find_route("all_gather", group, format, first="inter")
     check_numbering(numbering)
+    chosen = resolve(format, "all_gather", group, input, output.numel(), first="inter", numbering=numbering)
+    route = find_route("all_gather", group, chosen.format, first="inter", num_hops=chosen.num_hops)
     rows = rows_of("output", output, route.world_size)
     check_shard("input", input, "output", rows)
     check_own_row(input, rows, route.own_row(numbering))
     for _, hop_format in route.hops:
         codec_for(hop_format, input.dtype)
-    check_random(random, format)
+    check_random(random, chosen.format)
     route.compare(numel=input.numel(), dtype=input.dtype, numbering=numbering, random=random)
     steps = gather_steps(rows, input, numbering, Encoder(route, input.numel(), random))
     return run(steps, async_op=async_op, device=output.device, queue=route.queue, num_exchanges=len(route.hops))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zcomm.all_gather import gather_steps
+from zcomm.auto import resolve
 from zcomm.encoder import Encoder, check_random
 from zcomm.formats import Format, codec_for
 from zcomm.philox import RandomKey
@@ -40,7 +41,7 @@ def all_reduce(
         tensor: floating point, [n] contiguous, any n (padded inside). The same n on every rank.
         op: "sum" or "avg", or ``ReduceOp.SUM`` / ``AVG``.
         group: a ProcessGroup (default: all ranks), or a :class:`zcomm.Topology`.
-        format: of the reduce-scatter, as there.
+        format: of the reduce-scatter, as there; also ``"auto"``.
         gather_format: of the all-gather, as there; default: ``format``, each kind of link as in the reduce-scatter.
         residual: of the reduce-scatter, as there; what the gather loses is not kept.
         random: for formats that round stochastically, and for those alone; another key for each call.
@@ -59,14 +60,19 @@ def all_reduce(
     check_flat("tensor", tensor)
     if gather_format is None:
         gather_format = format if isinstance(format, (str, Format)) else format[::-1]
-    reducing = find_route("all_reduce", group, format, first="intra")
-    gathering = find_route("all_reduce", group, gather_format, first="inter")
+    there = resolve(format, "all_reduce", group, tensor, tensor.numel(), first="intra")
+    back = resolve(gather_format, "all_reduce", group, tensor, tensor.numel(), first="inter")
+    # Both ways over the same hops: two where only one is automatic, or where a residual belongs to two.
+    num_hops = max(there.num_hops, back.num_hops) if residual is None else 2
+    reducing = find_route("all_reduce", group, there.format, first="intra", num_hops=num_hops)
+    gathering = find_route("all_reduce", group, back.format, first="inter", num_hops=num_hops)
     for _, hop_format in (*reducing.hops, *gathering.hops):
         codec_for(hop_format, tensor.dtype)
-    check_random(random, format, gather_format)
+    check_random(random, there.format, back.format)
     shard_numel = -(-tensor.numel() // reducing.world_size)
-    numbering: Numbering = "local" if residual is None else residual.layout.numbering
+    numbering: Numbering = "local" if num_hops == 2 else "rank"
     if residual is not None:
+        numbering = residual.layout.numbering
         residual.check(reducing, numbering, shard_numel, tensor)
     reducer = Encoder(reducing, shard_numel, random, residual)
     gatherer = Encoder(gathering, shard_numel, random, first_hop=FIRST_GATHER_HOP)

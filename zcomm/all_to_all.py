@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from zcomm import backend, kernels
+from zcomm.auto import resolve
 from zcomm.backend import Sent
 from zcomm.chunks import chunks_of, pipelined
 from zcomm.encoder import Encoder, check_random
@@ -37,7 +38,8 @@ def all_to_all_single(
         output: floating point, [world_size * n] contiguous.
         input: floating point, [world_size * n] contiguous, equal parts. The same n on every rank.
         group: a ProcessGroup (default: all ranks) for one hop, or a :class:`zcomm.Topology` for two.
-        format: a wire format; with a Topology also a pair, (inside the node, between nodes).
+        format: a wire format; with a Topology also a pair, (inside the node, between nodes); or
+            ``"auto"``, what was measured to be fastest (:mod:`zcomm.auto`).
         random: for formats that round stochastically, and for those alone; another key for each call.
         async_op: return a Work at once.
 
@@ -50,7 +52,8 @@ def all_to_all_single(
     Cost for each rank: one message to every other rank; with two hops num_nodes messages to every other rank of the
     node and ranks_per_node messages to one rank of every other node.
     """
-    route = find_route("all_to_all", group, format, first="intra")
+    chosen = resolve(format, "all_to_all", group, input, input.numel(), first="intra")
+    route = find_route("all_to_all", group, chosen.format, first="intra", num_hops=chosen.num_hops)
     check_flat("input", input)
     check_flat("output", output)
     if input.numel() % route.world_size or output.numel() != input.numel() or output.device != input.device:
@@ -62,7 +65,7 @@ def all_to_all_single(
     check_apart("output", output, "input", input)
     for _, hop_format in route.hops:
         codec_for(hop_format, input.dtype)
-    check_random(random, format)
+    check_random(random, chosen.format)
     route.compare(numel=input.numel(), dtype=input.dtype, random=random)
     steps = _steps(output, input, Encoder(route, input.numel() // route.world_size, random))
     return run(steps, async_op=async_op, device=output.device, queue=route.queue, num_exchanges=len(route.hops))

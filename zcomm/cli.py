@@ -2,6 +2,7 @@
 
 zcomm env      the report for a bug report
 zcomm bench    collectives, measured and checked
+zcomm probe    links and kernels, measured; what is fastest, for format="auto"
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     if options.command == "env":
         return _print_environment(as_json=options.json)
-    from zcomm.bench.command import run_bench
+    from zcomm.bench.command import run
 
-    return run_bench(options, words)
+    return run(options, words)
 
 
 def _parser() -> argparse.ArgumentParser:
-    from zcomm.bench.command import add_bench
+    from zcomm.bench.command import add_bench, add_probe
 
     parser = argparse.ArgumentParser(prog="zcomm", description="Quantized, hierarchical collectives for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -37,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     environment.add_argument("--json", action="store_true", help="as JSON")
     add_bench(commands.add_parser("bench", help="measure and check collectives, beside torch.distributed's own"))
+    add_probe(commands.add_parser("probe", help='measure links and kernels, and what is fastest, for format="auto"'))
     return parser
 
 

@@ -50,5 +50,5 @@ def broadcast_(tensor: Tensor, src: int, topology: Topology) -> None:
 def _keep_order(topology: Topology) -> None:
     """Let what is queued finish first if it runs over the same group: exchanges of a group start in program order."""
     topology.queue.check_open()
-    if not topology.has_two_hops:
+    if not topology.has_two_hops or topology.uses_world:
         topology.queue.drain()

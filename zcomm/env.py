@@ -16,6 +16,7 @@ class Variable(NamedTuple):
 
     default: str
     choices: tuple[str, ...]
+    """Empty: any text."""
     meaning: str
 
 
@@ -24,6 +25,7 @@ VARIABLES = {
     "ZCOMM_CHECK": Variable("0", SWITCH, "1: messages carry a checksum, verified when they are decoded"),
     "ZCOMM_DEBUG": Variable("0", SWITCH, "1: compare the calls of all ranks before each exchange"),
     "ZCOMM_KERNELS": Variable("auto", ("auto", "native", "reference"), "kernels of CPU tensors; auto: native if built"),
+    "ZCOMM_PROBE": Variable("", (), "file of `zcomm probe`, for format=auto; default: in the user's cache folder"),
     "ZCOMM_ISA": Variable("", ("", "avx512", "avx2", "baseline"), "highest instruction set of the native kernels"),
     "ZERO_DEBUG": Variable("0", SWITCH, "1: buffers that zero gives back are filled with NaN"),
 }
@@ -34,7 +36,7 @@ def value(name: str) -> str:
     """The setting of variable ``name``; ConfigError if it is not one of the choices."""
     variable = VARIABLES[name]
     setting = os.environ.get(name) or variable.default
-    if setting not in variable.choices:
+    if variable.choices and setting not in variable.choices:
         raise ConfigError(f"{name} must be one of {', '.join(c for c in variable.choices if c)}: {name}={setting}")
     return setting
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zcomm import backend, kernels
+from zcomm.auto import resolve
 from zcomm.backend import Sent
 from zcomm.chunks import chunks_of, pipelined
 from zcomm.encoder import Encoder, check_random
@@ -52,7 +53,7 @@ def reduce_scatter_single(
         op: "sum" or "avg", or ``ReduceOp.SUM`` / ``AVG``. A mean is one division, after the last hop.
         group: a ProcessGroup (default: all ranks) for one hop, or a :class:`zcomm.Topology` for two.
         format: a wire format; with a Topology also a pair, (inside the node, between nodes). ``"none"`` is ``input``'s
-            dtype on both hops. The same on every rank.
+            dtype on both hops, ``"auto"`` what was measured to be fastest (:mod:`zcomm.auto`). The same on every rank.
         numbering: which row is whose; "rank" as in torch, or "local" (:mod:`zcomm.topology`).
         residual: what earlier calls have lost on the last hop is added back on it, and what this one loses is kept,
             until ``residual.commit()``. Given on every rank or on none.
@@ -71,14 +72,16 @@ def reduce_scatter_single(
     rank of the node, and one segment to one rank of every other node. Scratch: the messages sent and received; with
     a residual also the sums in float32, three times.
     """
-    route = find_route("reduce_scatter", group, format, first="intra")
     check_numbering(numbering)
+    hops_of = numbering if residual is None else "local"  # a residual belongs to two hops
+    chosen = resolve(format, "reduce_scatter", group, input, input.numel(), first="intra", numbering=hops_of)
+    route = find_route("reduce_scatter", group, chosen.format, first="intra", num_hops=chosen.num_hops)
     divisor = divisor_of(op, route.world_size)
     rows = rows_of("input", input, route.world_size)
     check_shard("output", output, "input", rows)
     for _, hop_format in route.hops:
         codec_for(hop_format, input.dtype)
-    check_random(random, format)
+    check_random(random, chosen.format)
     if residual is not None:
         residual.check(route, numbering, rows.shape[1], rows)
     kind = "avg" if divisor > 1 else "sum"

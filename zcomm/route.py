@@ -68,8 +68,13 @@ class Route:
         return (row, row * self.ranks_per_node) if numbering == "rank" else (row * self.num_nodes, row)
 
 
-def find_route(operation: str, group: Group, format: WireFormat, *, first: Literal["intra", "inter"]) -> Route:
-    """The hops over ``group``; with two, ``first`` says which comes first, and formats are in that order."""
+def find_route(
+    operation: str, group: Group, format: WireFormat, *, first: Literal["intra", "inter"], num_hops: int = 2
+) -> Route:
+    """The hops over ``group``; with two, ``first`` says which comes first, and formats are in that order.
+
+    ``num_hops`` 1: all ranks at once although there are nodes, in the format that would travel between them.
+    """
     pair = (get_format(format), get_format(format)) if isinstance(format, (str, Format)) else _pair(format)
     if not isinstance(group, Topology):
         if not isinstance(format, (str, Format)):
@@ -77,7 +82,7 @@ def find_route(operation: str, group: Group, format: WireFormat, *, first: Liter
         hop = hop_of_group(group)
         return Route(operation, ((hop, pair[0]),), 1, hop.size, hop.rank, None, hop)
     t = group
-    if t.has_two_hops:
+    if t.has_two_hops and num_hops == 2:
         hops = (t.intra, t.inter) if first == "intra" else (t.inter, t.intra)
         return Route(
             operation,

@@ -8,21 +8,23 @@ busbw      algbw x BUSBW_FACTOR                   wire(B)   one node sends, by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 import zcomm
 from zcomm import Topology, control
+from zcomm.auto import AUTO
 from zcomm.bench import torch_calls
 from zcomm.bench.checking import Verdict, check
 from zcomm.bench.data import Tiles
-from zcomm.bench.harness import Column, Report, Timing, interleave
+from zcomm.bench.harness import Column, Report, Timing
 from zcomm.bench.interface import sent_nbytes
 from zcomm.bench.options import Options
 from zcomm.bench.plot import draw
-from zcomm.bench.workloads import BUSBW_FACTOR, REDUCTIONS, Wire, Workload, wire_of
+from zcomm.bench.timing import slowest_of_ranks
+from zcomm.bench.workloads import BUSBW_FACTOR, REDUCTIONS, Wire, Workload, auto_wire, wire_of
 
 __all__ = ["run"]
 
@@ -133,7 +135,10 @@ def _measured(workload: Workload, options: Options) -> Iterator[tuple[dict[str, 
     cases = [Case(workload, None), *(Case(workload, wire) for wire in _wires(workload, options))]
     for case in cases:
         case.measure(options)
-    timings = _timed({case.name: case.call for case in cases}, workload, options)
+    timings = slowest_of_ranks(
+        {case.name: case.call for case in cases}, workload.topology, rounds=options.iters, warmup=options.warmup,
+        reset=workload.reset,
+    )  # fmt: skip
     for case in cases:
         yield case.row(timings[case.name], timings["torch"]), case.verdict.num_wrong
 
@@ -142,20 +147,8 @@ def _wires(workload: Workload, options: Options) -> list[Wire]:
     if workload.collective == "secondary_gather":
         return [wire for wire in [wire_of("none", 1)] if wire is not None]
     hops = [1, 2] if workload.topology.has_two_hops else [1]
-    wires = [wire_of(text, h) for text in options.formats for h in hops if h in options.hops]
+    texts = [text for text in options.formats if text != AUTO]
+    wires = [wire_of(text, h) for text in texts for h in hops if h in options.hops]
+    if AUTO in options.formats:
+        wires.append(auto_wire(workload))
     return [wire for wire in wires if wire is not None]
-
-
-def _timed(calls: dict[str, Callable[[], None]], workload: Workload, options: Options) -> dict[str, Timing]:
-    """Of each call the time that the slowest rank took."""
-
-    def begin() -> None:
-        workload.reset()
-        torch_calls.barrier()
-
-    mine = interleave(calls, rounds=options.iters, warmup=options.warmup, beginning=begin)
-    slowest = {}
-    for name, timing in mine.items():
-        of_ranks = control.gather_float64(torch.tensor(timing.seconds, dtype=torch.float64), workload.topology)
-        slowest[name] = Timing(tuple(of_ranks.amax(0).tolist()))
-    return slowest

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -46,19 +46,22 @@ class Timing:
         return sorted(self.seconds)[min(len(self.seconds) - 1, int(0.99 * len(self.seconds)))]
 
 
+Key = TypeVar("Key")
+
+
 def interleave(
-    cases: Mapping[str, Callable[[], object]],
+    cases: Mapping[Key, Callable[[], object]],
     *,
     rounds: int,
     warmup: int = 1,
     beginning: Callable[[], object] | None = None,
     ending: Callable[[], object] | None = None,
-) -> dict[str, Timing]:
+) -> dict[Key, Timing]:
     """Time each case once a round, in turn, so that a slow moment of the machine falls on all of them.
 
     ``beginning`` runs before each case, not timed (a barrier), ``ending`` after it, timed (a device's synchronize).
     """
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    seconds: dict[Key, list[float]] = {name: [] for name in cases}
     for _ in range(warmup + rounds):
         for name, call in cases.items():
             if beginning is not None:

@@ -9,12 +9,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from zcomm.auto import AUTO
 from zcomm.bench.emulated_nodes import unavailable_reason
 from zcomm.errors import BackendUnavailableError, ConfigError
 from zcomm.formats import get_format
 from zcomm.route import WireFormat
 
-__all__ = ["COLLECTIVES", "Options", "add_arguments", "add_launch_arguments", "check_launch", "options_of"]
+__all__ = [
+    "COLLECTIVES",
+    "Options",
+    "add_arguments",
+    "add_launch_arguments",
+    "add_probe_arguments",
+    "check_launch",
+    "options_of",
+    "sizes_of",
+]
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "secondary_gather")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -71,7 +81,7 @@ def _wires(text: str) -> list[str]:
     wires = [wire.strip() for wire in text.split(",") if wire.strip()]
     for wire in wires:
         try:
-            if wire != "auto":
+            if wire != AUTO:
                 _parse_wire(wire)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
@@ -87,24 +97,39 @@ def _positive(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every option of ``zcomm bench``."""
     add = parser.add_argument
-    add("-b", "--minbytes", type=_parse_size, default="1K", metavar="SIZE", help="smallest full tensor (1K)")
-    add("-e", "--maxbytes", type=_parse_size, default="16M", metavar="SIZE", help="largest; at most what fits (16M)")
-    add("-f", "--stepfactor", type=_positive, default=4, metavar="N", help="from size to size (4)")
-    add("-i", "--stepbytes", type=_parse_size, metavar="SIZE", help="instead: add this from size to size")
-    add("-d", "--datatype", choices=DTYPES, default="bfloat16", help="of the tensors (bfloat16)")
+    _add_sizes(parser, smallest="1K", iters=20)
     add("-o", "--op", choices=("sum", "avg"), default="sum", help="of reductions (sum)")
-    add("-n", "--iters", type=_positive, default=20, metavar="N", help="timed calls of each case (20)")
-    add("-w", "--warmup_iters", "--warmup-iters", type=_positive, default=1, metavar="N", help="calls before (1)")
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="compare results with exact ones (1)")
     add("--collectives", type=_one_of(*COLLECTIVES), default=",".join(COLLECTIVES), metavar="LIST",
         help="comma separated; all: " + ",".join(COLLECTIVES))  # fmt: skip
     add("--formats", type=_wires, default="none,int8,int4", metavar="LIST",
-        help="wire formats; int8+int4: inside nodes int8, between them int4 (none,int8,int4)")  # fmt: skip
+        help="wire formats; int8+int4: inside nodes int8, between them int4; auto (none,int8,int4)")  # fmt: skip
     add("--hops", type=_one_of("1", "2"), default="1,2", metavar="LIST", help="1, 2 or both (1,2)")
     add("--backend", choices=("torch", "nccl"), default="torch", help="what moves the bytes (torch)")
-    add("--json", action="store_true", help="rows as JSON lines")
+    add("--interface", metavar="NAME", help="count the bytes that this network interface sends, too")
     add("--plot", metavar="FILE.png", help="bus bandwidth by size, a panel for each collective")
     add_launch_arguments(parser)
+
+
+def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every option of ``zcomm probe``."""
+    add = parser.add_argument
+    _add_sizes(parser, smallest="64K", iters=11)
+    add("--formats", type=_wires, metavar="LIST", help="candidates; by default 8 bits, for sums also int8+int4, int4")
+    add("--output", metavar="FILE", help='default: where format="auto" looks, $ZCOMM_PROBE or in ~/.cache/zcomm')
+    add_launch_arguments(parser)
+
+
+def _add_sizes(parser: argparse.ArgumentParser, *, smallest: str, iters: int) -> None:
+    add = parser.add_argument
+    add("-b", "--minbytes", type=_parse_size, default=smallest, metavar="SIZE", help=f"smallest tensor ({smallest})")
+    add("-e", "--maxbytes", type=_parse_size, default="16M", metavar="SIZE", help="largest; at most what fits (16M)")
+    add("-f", "--stepfactor", type=_positive, default=4, metavar="N", help="from size to size (4)")
+    add("-i", "--stepbytes", type=_parse_size, metavar="SIZE", help="instead: add this from size to size")
+    add("-d", "--datatype", choices=DTYPES, default="bfloat16", help="of the tensors (bfloat16)")
+    add("-n", "--iters", type=_positive, default=iters, metavar="N", help=f"timed calls of each case ({iters})")
+    add("-w", "--warmup_iters", "--warmup-iters", type=_positive, default=1, metavar="N", help="calls before (1)")
+    add("--json", action="store_true", help="rows as JSON lines")
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +141,6 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     add("--emulate-nodes", "--emulate_nodes", type=_positive, metavar="N",
         help="run as on N machines: network namespaces of this one, needs root")  # fmt: skip
     add("--rate", metavar="RATE", help="with --emulate-nodes: what each can send, as tc writes it: 200mbit")
-    add("--interface", metavar="NAME", help="count the bytes that this network interface sends, too")
 
 
 def check_launch(arguments: argparse.Namespace) -> None:
@@ -145,20 +169,21 @@ def options_of(arguments: argparse.Namespace) -> Options:
             raise ConfigError(f"--plot must name a file in a folder that exists: --plot {arguments.plot}")
     interface = "eth0" if arguments.emulate_nodes is not None else arguments.interface
     return Options(
-        sizes=_sizes(arguments), collectives=arguments.collectives, formats=arguments.formats,
+        sizes=sizes_of(arguments), collectives=arguments.collectives, formats=arguments.formats,
         hops=[int(h) for h in arguments.hops], dtype=arguments.datatype, op=arguments.op, iters=arguments.iters,
         warmup=arguments.warmup_iters, check=bool(arguments.check), backend=arguments.backend,
         ranks_per_node=arguments.ranks_per_node, interface=interface, json=arguments.json, plot=arguments.plot,
     )  # fmt: skip
 
 
-def _sizes(arguments: argparse.Namespace) -> list[int]:
+def sizes_of(arguments: argparse.Namespace) -> list[int]:
+    """The sizes in bytes, ascending; raises ConfigError."""
     size, last = arguments.minbytes, arguments.maxbytes
     if size > last:
         raise ConfigError(f"--minbytes must not be more than --maxbytes: {size}, {last}")
     if arguments.stepbytes is None and arguments.stepfactor == 1:
         last = size
-    sizes = []
+    sizes: list[int] = []
     while size <= last:
         sizes.append(size)
         size = size + arguments.stepbytes if arguments.stepbytes else size * max(arguments.stepfactor, 2)

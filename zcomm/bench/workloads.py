@@ -13,12 +13,13 @@ from torch import Tensor
 
 import zcomm
 from zcomm import Topology
+from zcomm.auto import AUTO, table_of
 from zcomm.bench import torch_calls
 from zcomm.bench.bounds import rounding_of, step_bound
 from zcomm.bench.data import Tiles
 from zcomm.formats import Format, codec_for, get_format
 
-__all__ = ["BUSBW_FACTOR", "Part", "Wire", "Workload", "wire_of"]
+__all__ = ["BUSBW_FACTOR", "Part", "Wire", "Workload", "auto_wire", "wire_of"]
 
 BUSBW_FACTOR: dict[str, Callable[[int], float]] = {
     "all_gather": lambda ranks: (ranks - 1) / ranks,
@@ -37,9 +38,13 @@ class Wire:
     inside: Format
     between: Format
     num_hops: int
+    is_auto: bool = False
+    """Asked for as ``"auto"``, which means this here."""
 
     def __str__(self) -> str:
         """As the command line has it."""
+        if self.is_auto:
+            return "auto"
         return str(self.inside) if self.inside == self.between else f"{self.inside}+{self.between}"
 
     def of_reduction(self) -> tuple[Format, ...]:
@@ -108,9 +113,9 @@ class Workload:
         else:
             torch_calls.all_gather(self.output, self._shard, self.topology.intra.group)
 
-    def ours(self, wire: Wire | str) -> None:
-        """zcomm's, over one hop or two; ``wire`` may be ``"auto"``."""
-        group = self.topology if isinstance(wire, str) or wire.num_hops == 2 else None
+    def ours(self, wire: Wire) -> None:
+        """zcomm's, over one hop or two."""
+        group = self.topology if wire.is_auto or wire.num_hops == 2 else None
         forward, backward = self._formats(wire)
         if self.collective == "all_gather":
             zcomm.all_gather_single(self.output, self.input, group, format=backward)
@@ -124,9 +129,9 @@ class Workload:
             self._secondary.gather(self.output)
 
     @staticmethod
-    def _formats(wire: Wire | str) -> tuple[zcomm.route.WireFormat, zcomm.route.WireFormat]:
-        if isinstance(wire, str):
-            return wire, wire
+    def _formats(wire: Wire) -> tuple[zcomm.route.WireFormat, zcomm.route.WireFormat]:
+        if wire.is_auto:
+            return AUTO, AUTO
         if wire.num_hops == 1:
             return wire.inside, wire.inside
         return (wire.inside, wire.between), (wire.between, wire.inside)
@@ -197,6 +202,14 @@ class Workload:
             if num_hops == 1
             else [range(first, first + per_node) for first in range(0, everyone, per_node)]
         )
+
+
+def auto_wire(workload: Workload) -> Wire:
+    """What ``format="auto"`` means for ``workload``; at the first use collective."""
+    table = table_of(workload.topology)
+    choice = table.choose(workload.collective, workload.nbytes, workload.output.device)
+    hops = choice.num_hops if workload.topology.has_two_hops else 1
+    return Wire(choice.inside, choice.between, hops, is_auto=True)
 
 
 def wire_of(text: str, num_hops: int) -> Wire | None:

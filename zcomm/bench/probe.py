@@ -1,0 +1,182 @@
+"""``zcomm probe``: what the links and kernels can do, and which formats and hops are fastest for each size.
+
+links      latency of an all-gather of 8 bytes; bandwidth: bytes that a rank (within) or a node (between) sends
+kernels    GB/s of uncompressed tensor, one thread a rank, all ranks at once as in a collective
+choices    every candidate timed in turn; another than two hops of ``none`` only if at least ``MARGIN`` faster
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from zcomm import Topology, kernels
+from zcomm.auto import VERSION, Table, shape_of
+from zcomm.backend import Hop
+from zcomm.bench import torch_calls
+from zcomm.bench.data import Tiles
+from zcomm.bench.harness import Column, Report, Timing
+from zcomm.bench.timing import slowest_of_ranks
+from zcomm.bench.workloads import Workload, wire_of
+from zcomm.errors import ConfigError
+from zcomm.formats import get_format
+from zcomm.message import layout_of
+
+__all__ = ["ProbeOptions", "probe"]
+
+Key = TypeVar("Key")
+MARGIN = 1.1
+"""Measured twice, the same call differs by a few percent, and rounding is not free: a gain must be worth it."""
+CANDIDATES = {
+    "all_gather": ["int8"],
+    "reduce_scatter": ["int8", "int8+int4", "int4"],
+    "all_reduce": ["int8", "int8+int4"],
+    "all_to_all": ["int8"],
+}
+"""Besides ``none``: 8 bits for values, down to 4 for sums, as ZeRO++ does."""
+LINK_NBYTES = 2**22
+KERNEL_NUMEL = 2**20
+COLUMNS = [
+    Column("nbytes", "      size(B)"),
+    Column("collective", "      collective"),
+    Column("format", "    format"),
+    Column("hops", "hops"),
+    Column("p50_us", "  p50(us)", ".1f"),
+    Column("none_us", " none(us)", ".1f"),
+    Column("speedup", "/none", ".2f"),
+    Column("runner_up", "            runner-up"),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions:
+    """What was asked for."""
+
+    sizes: list[int]
+    formats: list[str] | None
+    dtype: str
+    iters: int
+    warmup: int
+    output: Path
+    json: bool
+
+
+def probe(options: ProbeOptions, topology: Topology) -> int:
+    """Measure, print, and write the file for ``format="auto"``; the exit status. Collective; the first rank writes."""
+    report = Report(COLUMNS, as_json=options.json) if topology.rank == 0 else None
+    shape = shape_of(topology)
+    if report is not None:
+        report.start("probe", shape=shape, iters=options.iters, dtype=options.dtype)
+    facts: dict[str, Any] = {"device": "cpu", "dtype": options.dtype, "links": _links(options, topology)}
+    facts["kernels_gbps"] = _kernel_rates(options, topology)
+    if report is not None:
+        _note_rates(report, facts)
+    facts["choices"] = {}
+    tiles = Tiles(getattr(torch, options.dtype))
+    for collective, candidates in CANDIDATES.items():
+        chosen = facts["choices"][collective] = []
+        for nbytes in options.sizes:
+            row = _fastest(Workload(collective, nbytes, tiles, topology, "sum"), options.formats or candidates, options)
+            chosen.append([nbytes, row["format"], row["hops"]])
+            if report is not None:
+                report.row(row, num_wrong=0)
+    if report is None:
+        return 0
+    _write(options.output, shape, facts)
+    report.note(f'written for format="auto" : {options.output}')
+    return 0
+
+
+def _fastest(workload: Workload, formats: list[str], options: ProbeOptions) -> dict[str, Any]:
+    hops = [2, 1] if workload.topology.has_two_hops else [1]
+    wires = [wire_of(text, h) for text in ["none", *formats] for h in hops]
+    calls = {(str(wire), wire.num_hops): partial(workload.ours, wire) for wire in wires if wire is not None}
+    p50 = {key: timing.p50 for key, timing in _timed(calls, workload.reset, options, workload.topology).items()}
+    none = ("none", hops[0])
+    best, *others = sorted(p50, key=lambda key: p50[key])
+    if p50[best] * MARGIN > p50[none]:
+        best, others = none, [key for key in sorted(p50, key=lambda key: p50[key]) if key != none]
+    return {
+        "nbytes": workload.nbytes, "collective": workload.collective, "format": best[0], "hops": best[1],
+        "p50_us": p50[best] * 1e6, "none_us": p50[none] * 1e6, "speedup": p50[none] / p50[best],
+        "runner_up": f"{others[0][0]}, {others[0][1]}: {p50[others[0]] * 1e6:.0f} us",
+    }  # fmt: skip
+
+
+def _timed(
+    calls: Mapping[Key, Callable[[], None]], reset: Callable[[], None], options: ProbeOptions, topology: Topology
+) -> dict[Key, Timing]:
+    return slowest_of_ranks(calls, topology, rounds=options.iters, warmup=options.warmup, reset=reset)
+
+
+def _links(options: ProbeOptions, topology: Topology) -> dict[str, dict[str, float]]:
+    """Latency and bandwidth of each kind of link there is."""
+    found = {}
+    for name, hop, senders in (("within", topology.intra, 1), ("between", topology.inter, topology.ranks_per_node)):
+        if hop.size == 1:
+            continue
+        p50 = _gather_seconds(hop, options, topology)
+        sent = (hop.size - 1) * LINK_NBYTES * senders
+        found[name] = {"latency_us": p50["small"] * 1e6, "bandwidth_gbps": sent / p50["large"] / 1e9}
+    return found
+
+
+def _gather_seconds(hop: Hop, options: ProbeOptions, topology: Topology) -> dict[str, float]:
+    calls = {}
+    for name, nbytes in (("small", 8), ("large", LINK_NBYTES)):
+        mine, all_ = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(hop.size * nbytes, dtype=torch.uint8)
+        calls[name] = partial(torch_calls.all_gather, all_, mine, hop.group)
+    return {name: timing.p50 for name, timing in _timed(calls, lambda: None, options, topology).items()}
+
+
+def _kernel_rates(options: ProbeOptions, topology: Topology) -> dict[str, dict[str, float]]:
+    dtype = getattr(torch, options.dtype)
+    x = Tiles(dtype).of_rank(0, 0, KERNEL_NUMEL)
+    calls = {}
+    names = {name for wires in CANDIDATES.values() for wire in options.formats or wires for name in wire.split("+")}
+    for name in sorted(names):
+        layout = layout_of("probe", get_format(name), dtype, 1, x.numel())
+        message, out = layout.new(1, x.device), torch.empty_like(x)
+        calls[name, "quantize"] = partial(kernels.quantize, x, layout, message, 0, 0)
+        calls[name, "decode"] = partial(kernels.decode, message, layout, out, 0, 0)
+    timings = _timed(calls, lambda: None, options, topology)
+    rates: dict[str, dict[str, float]] = {name: {} for name in sorted(names)}
+    for (name, kernel), timing in timings.items():
+        rates[name][kernel] = x.nbytes / timing.p50 / 1e9
+    return rates
+
+
+def _note_rates(report: Report, facts: dict[str, Any]) -> None:
+    for name, link in facts["links"].items():
+        report.note(f"{name} nodes: {link['latency_us']:.0f} us, {link['bandwidth_gbps']:.3f} GB/s")
+    for name, rates in facts["kernels_gbps"].items():
+        report.note(f"{name}: " + ", ".join(f"{kernel} {rate:.2f} GB/s" for kernel, rate in rates.items()))
+
+
+def _write(path: Path, shape: str, facts: dict[str, Any]) -> None:
+    """Add or replace the table of this shape; readers see the old file or the new one, whole."""
+    topologies: dict[str, Any] = {}
+    if path.exists():
+        text = path.read_text()
+        Table.parse(str(path), text, shape=shape)
+        topologies = json.loads(text)["topologies"]
+    topologies[shape] = facts
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.write_text(json.dumps({"version": VERSION, "topologies": topologies}, indent=1) + "\n")
+    new.replace(path)
+
+
+def check_output(path: Path, shape: str = "") -> None:
+    """Raise ConfigError if ``path`` is a file of another kind, which would be lost."""
+    if path.is_dir():
+        raise ConfigError(f"--output must be a file: {path} is a folder")
+    if path.exists():
+        Table.parse(str(path), path.read_text(), shape=shape)
