@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from zcomm.all_gather import gather_steps
-from zcomm.auto import resolve
+from zcomm.auto import AUTO, resolve
 from zcomm.encoder import Encoder, check_random
 from zcomm.formats import Format, codec_for
 from zcomm.philox import RandomKey
 from zcomm.reduce_scatter import reduce_steps
 from zcomm.residual import Residual
-from zcomm.route import Group, WireFormat, check_flat, divisor_of, find_route
+from zcomm.route import Group, Route, WireFormat, check_flat, divisor_of, find_route
 from zcomm.topology import Numbering
 from zcomm.work import Steps, Work, nothing, run
 
@@ -60,20 +60,14 @@ def all_reduce(
     check_flat("tensor", tensor)
     if gather_format is None:
         gather_format = format if isinstance(format, (str, Format)) else format[::-1]
-    there = resolve(format, "all_reduce", group, tensor, tensor.numel(), first="intra")
-    back = resolve(gather_format, "all_reduce", group, tensor, tensor.numel(), first="inter")
-    # Both ways over the same hops: where only one is automatic, over two.
-    num_hops = max(there.num_hops, back.num_hops)
-    reducing = find_route("all_reduce", group, there.format, first="intra", num_hops=num_hops)
-    gathering = find_route("all_reduce", group, back.format, first="inter", num_hops=num_hops)
+    reducing, gathering = _routes(tensor, group, format, gather_format, is_bound=residual is not None)
     for _, hop_format in (*reducing.hops, *gathering.hops):
         codec_for(hop_format, tensor.dtype)
-    check_random(random, there.format, back.format)
+    check_random(random, *(wire for wire in (format, gather_format) if wire != AUTO))
     shard_numel = -(-tensor.numel() // reducing.world_size)
     numbering: Numbering = "local" if len(reducing.hops) == 2 else "rank"
     if residual is not None:
         numbering = residual.layout.numbering
-    if residual is not None:
         residual.check(reducing, numbering, shard_numel, tensor)
     reducer = Encoder(reducing, shard_numel, random, residual)
     gatherer = Encoder(gathering, shard_numel, random, first_hop=FIRST_GATHER_HOP)
@@ -91,6 +85,19 @@ def all_reduce(
     if residual is not None:
         residual.watch(work)
     return work
+
+
+def _routes(
+    tensor: Tensor, group: Group, format: WireFormat, gather_format: WireFormat, *, is_bound: bool
+) -> tuple[Route, Route]:
+    """Both ways over the same hops: two where only one is automatic, or where a residual ``is_bound`` to two."""
+    there = resolve(format, "all_reduce", group, tensor, tensor.numel(), first="intra")
+    back = resolve(gather_format, "all_reduce", group, tensor, tensor.numel(), first="inter")
+    num_hops = 2 if is_bound else max(there.num_hops, back.num_hops)
+    return (
+        find_route("all_reduce", group, there.format, first="intra", num_hops=num_hops),
+        find_route("all_reduce", group, back.format, first="inter", num_hops=num_hops),
+    )
 
 
 def all_reduce_steps(tensor: Tensor, reducer: Encoder, gatherer: Encoder, numbering: Numbering, divisor: int) -> Steps:

@@ -73,7 +73,8 @@ def reduce_scatter_single(
     a residual also the sums in float32, three times.
     """
     check_numbering(numbering)
-    chosen = resolve(format, "reduce_scatter", group, input, input.numel(), first="intra", numbering=numbering)
+    hops_of = numbering if residual is None else "local"  # a residual belongs to two hops
+    chosen = resolve(format, "reduce_scatter", group, input, input.numel(), first="intra", numbering=hops_of)
     route = find_route("reduce_scatter", group, chosen.format, first="intra", num_hops=chosen.num_hops)
     divisor = divisor_of(op, route.world_size)
     rows = rows_of("input", input, route.world_size)

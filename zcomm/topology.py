@@ -70,6 +70,10 @@ class Topology:
 
     def _register(self) -> None:
         self.queue = WorkQueue()
+        self.auto_table: object | None = None
+        """What ``format="auto"`` means here, once :mod:`zcomm.auto` has agreed on it."""
+        self.uses_world = False
+        """Whether collectives may run over all ranks at once although there are nodes."""
         self.key = f"topology-{next(_NUMBERS)}"
         """Names it in this process; compiled code carries names instead of objects."""
         _BY_KEY[self.key] = self

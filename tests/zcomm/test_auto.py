@@ -175,25 +175,36 @@ def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert auto.probe_path() == Path.home() / ".cache" / "zcomm" / "probe.json"
 
 
-def _check_speed(rank: int, numel: int, num_pairs: int) -> None:
-    """Of ``num_pairs`` pairs, the median of what auto takes more; in each pair the other is first."""
+def _check_speed(rank: int, numel: int) -> None:
+    """Of 200 pairs auto may take more than the limit in half; 130 would be no chance (4 standard deviations)."""
     with _topology_with("/no/such/file") as t:
         full, shard = torch.empty(4 * numel), torch.ones(numel)
         taken: dict[str, list[float]] = {"auto": [], "none": []}
-        for pair in range(num_pairs + 3):
+        for pair in range(203):
             for wire in sorted(taken, reverse=pair % 2 == 1):
                 dist.barrier()
                 start = time.perf_counter()
                 zcomm.all_gather_single(full, shard, t, format=wire)
                 dist.barrier()
                 taken[wire].append(time.perf_counter() - start)
-        none = statistics.median(taken["none"][3:])
-        more = statistics.median(a - b for a, b in zip(taken["auto"][3:], taken["none"][3:], strict=True))
-        assert more <= max(0.05 * none, 20e-6 if 16 * numel < 2**16 else 0), f"{more * 1e6:.0f} of {none * 1e6:.0f} us"
+        limit = max(0.05 * statistics.median(taken["none"]), 20e-6 if 16 * numel < 2**16 else 0)
+        slower = [a - b > limit for a, b in zip(taken["auto"][3:], taken["none"][3:], strict=True)]
+        assert sum(slower) < 130, f"{sum(slower)} of {len(slower)}"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("nbytes", [2**10, 2**14, 2**18, 2**22])
-def test_auto_costs_nothing_on_links_that_are_not_known_to_be_slow(nbytes: int) -> None:
-    run_ranks(4, _check_speed, nbytes // 16, 200)
+def test_auto_is_no_slower_on_links_that_are_not_known_to_be_slow(nbytes: int) -> None:
+    run_ranks(4, _check_speed, nbytes // 16)
+
+
+def test_the_decision_costs_microseconds() -> None:
+    t, x = Topology.single(), torch.zeros(1024)
+    auto.table_of(t)
+    times = []
+    for _ in range(200):
+        start = time.perf_counter()
+        auto.resolve("auto", "all_gather", t, x, 1024, first="inter")
+        times.append(time.perf_counter() - start)
+    assert statistics.median(times) < 20e-6

@@ -18,13 +18,12 @@ from tests.ranks import run_ranks, topology
 from tests.zcomm import oracle
 from tests.zcomm.oracle import Wire as OracleWire
 from zcomm import cli
+from zcomm.auto import Table
 from zcomm.bench import bounds
 from zcomm.bench.checking import check
 from zcomm.bench.data import Tiles
 from zcomm.bench.interface import sent_nbytes
 from zcomm.bench.workloads import Workload, wire_of
-
-ROOT = Path(__file__).parents[2]
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -128,19 +127,20 @@ def test_an_interfaces_counter() -> None:
         sent_nbytes("lo0")
 
 
-def _bench(*arguments: str, timeout_s: int = 100) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zcomm", "bench", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+def _zcomm(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    """The JSON lines of a run in ``folder``, away from the source tree."""
+    command = [sys.executable, "-m", "zcomm", *arguments, "--json"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_rows_and_plot_of_a_run(tmp_path: Path) -> None:
     picture = tmp_path / "bench.png"
-    done = _bench("-b", "8K", "-e", "64K", "-f", "8", "-n", "3", "--formats", "none,int8", "--json",
-                  "--plot", str(picture))  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = _zcomm(tmp_path, "bench", "-b", "8K", "-e", "64K", "-f", "8", "-n", "3", "--formats", "none,int8",
+                   "--plot", str(picture))  # fmt: skip
     rows = [line for line in lines if "collective" in line]
     assert len(rows) == 2 * (4 * 5 + 2)
     for row in rows:
@@ -156,3 +156,29 @@ def test_rows_and_plot_of_a_run(tmp_path: Path) -> None:
     assert by_key["all_gather", 65536, "torch", "-"]["over_torch"] == 1
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert lines[-1]["context"] == "wrong results : 0 OK"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_probe_writes_what_auto_reads(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "probe.json"
+    arguments = ["-b", "64K", "-e", "256K", "-n", "3", "--formats", "int8", "--output", str(path)]
+    rows = [line for line in _zcomm(tmp_path, "probe", *arguments) if "collective" in line]
+    facts = json.loads(path.read_text())["topologies"]["2x2 on 1 host"]
+    assert facts["links"]["within"]["bandwidth_gbps"] > 0
+    assert facts["links"]["between"]["latency_us"] > 0
+    assert facts["kernels_gbps"]["int8"].keys() == {"quantize", "decode"}
+    table = Table.parse(str(path), path.read_text(), shape="2x2 on 1 host")
+    assert len(rows) == 4 * 2
+    for row in rows:
+        choice = table.choose(row["collective"], row["nbytes"], torch.device("cpu"))
+        assert (str(choice.inside), choice.num_hops) == (row["format"], row["hops"])
+        assert row["format"] == "none" or row["speedup"] >= 1.25
+
+
+def test_probe_overwrites_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    other = tmp_path / "precious.json"
+    other.write_text('{"mine": 1}')
+    assert cli.main(["probe", "--output", str(other)]) == 2
+    assert "precious.json is not what `zcomm probe` writes" in capsys.readouterr().err
+    assert other.read_text() == '{"mine": 1}'
