@@ -68,19 +68,19 @@ class Encoding(NamedTuple):
     """A layout in the kernels' terms."""
 
     kind: str
-    qmax: float
+    qmax: int
     block: int
     shape: tuple[int, int, int, int, int, int]
     """num_segments, segment_numel, pitch, segment_nbytes, codes_offset, layout_hash."""
 
 
 KINDS = {
-    "int8": ("symmetric", 127.0),
-    "int4": ("symmetric", 7.0),
-    "nf4": ("nf4", 8.0),
-    "fp8_e4m3": ("fp8", 448.0),
-    "int8_asym": ("asymmetric", 255.0),
-    "int4_asym": ("asymmetric", 15.0),
+    "int8": ("symmetric", 127),
+    "int4": ("symmetric", 7),
+    "nf4": ("nf4", 8),
+    "fp8_e4m3": ("fp8", 448),
+    "int8_asym": ("asymmetric", 255),
+    "int4_asym": ("asymmetric", 15),
 }
 """Block codec -> its kind, and what a block's absmax, or range, is divided by."""
 CAST_BLOCK = 1024
@@ -90,7 +90,7 @@ CAST_BLOCK = 1024
 @lru_cache(maxsize=4096)
 def encoding_of(layout: Layout) -> Encoding:
     """The layout in the kernels' terms."""
-    kind, qmax = KINDS.get(layout.codec.name, ("cast", 0.0))
+    kind, qmax = KINDS.get(layout.codec.name, ("cast", 0))
     pitch = layout.nbytes if layout.codec.dtype is None else layout.num_segments * layout.segment_numel
     shape = (
         layout.num_segments, layout.segment_numel, pitch, layout.segment_nbytes, layout.codes_offset,

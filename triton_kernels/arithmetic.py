@@ -18,9 +18,8 @@ ONE_BITS = tl.constexpr(0x3F800000)
 LARGEST_SCALE_BITS = tl.constexpr(0x7F7F0000)
 UPPER_HALF = tl.constexpr(-0x10000)
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
-FLOAT16_MAX = tl.constexpr(65504.0)
-BFLOAT16_MAX = tl.constexpr(3.3895313892515355e38)
-ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it leaves whole numbers, half to even
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: its neighbours are whole numbers
+ROUNDER_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
@@ -48,27 +47,17 @@ def narrowed(values, DTYPE: tl.constexpr):
     """float32 values rounded half to even to ``DTYPE``."""
     if DTYPE == tl.bfloat16 and INTERPRETED:
         bits = bits_of(values)
-        rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
+        nearest = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
         is_nan = (bits & 0x7FFFFFFF) > INFINITY_BITS
-        return tl.where(is_nan, 0x7FC0, rounded).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return tl.where(is_nan, 0x7FC0, nearest).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return values.to(DTYPE)
 
 
 @triton.jit
 def clamped(values, LARGEST: tl.constexpr):
     """Values in [-LARGEST, LARGEST]; NaN stays NaN."""
-    values = tl.where(values > LARGEST, LARGEST, values)
-    return tl.where(values < -LARGEST, -LARGEST, values)
-
-
-@triton.jit
-def clamped_to(values, DTYPE: tl.constexpr):
-    """float32 values in the finite range of ``DTYPE``; NaN stays NaN."""
-    if DTYPE == tl.float16:
-        return clamped(values, FLOAT16_MAX)
-    if DTYPE == tl.bfloat16:
-        return clamped(values, BFLOAT16_MAX)
-    return clamped(values, FLOAT32_MAX)
+    values = tl.minimum(values, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(values, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -92,18 +81,18 @@ def inverse_of(scale_bits):
 
 
 @triton.jit
-def half_even(values):
-    """float32 values below 2^22 rounded to whole numbers, half to even."""
-    return (values + ROUNDER) - ROUNDER
+def rounded(values):
+    """float32 values below 2^22 as int32, rounded half to even; anything for others, and for NaN."""
+    return bits_of(values + ROUNDER) - ROUNDER_BITS
 
 
 @triton.jit
 def stochastic(values, uniform):
-    """float32 values rounded up in magnitude iff ``uniform`` [0, 2^24) is below their fraction of 2^24."""
+    """float32 values as int32, rounded up in magnitude iff ``uniform`` [0, 2^24) is below their fraction of 2^24."""
     magnitude = tl.abs(values)
     floor = tl.floor(magnitude)
-    rounded = floor + (uniform < (magnitude - floor) * 16777216.0).to(tl.float32)
-    return tl.where(values < 0, -rounded, rounded)
+    codes = floor.to(tl.int32) + (uniform < (magnitude - floor) * 16777216.0).to(tl.int32)
+    return tl.where(values < 0, -codes, codes)
 
 
 @triton.jit

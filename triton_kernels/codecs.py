@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from .arithmetic import (
-    FLOAT32_MAX,
     INFINITY_BITS,
     ONE_BITS,
     TINY_BITS,
@@ -19,8 +18,8 @@ from .arithmetic import (
     clamped,
     divided,
     float_of,
-    half_even,
     inverse_of,
+    rounded,
     scale_up,
     stochastic,
 )
@@ -51,8 +50,7 @@ def encode_tile(values, mask, uniform, KIND: tl.constexpr, QMAX: tl.constexpr, I
         is_normal = is_finite & (absmax >= TINY_BITS)
         scale_bits = scale_up(divided(float_of(tl.where(is_normal, absmax, ONE_BITS)), QMAX))
         inverse = tl.where(is_normal, inverse_of(scale_bits), 0.0)
-        scaled = tl.where(is_normal[:, None], values, 0.0) * inverse[:, None]
-        codes = _codes_of(scaled, uniform, KIND, QMAX, IS_RANDOM)
+        codes = _codes_of(values * inverse[:, None], uniform, KIND, QMAX, IS_RANDOM)
         codes = tl.where(is_finite[:, None], codes, 0)
         headers = tl.where(is_normal, scale_bits >> 16, tl.where(is_finite, 0, NAN_HEADER))
     return headers, codes, is_finite
@@ -61,21 +59,32 @@ def encode_tile(values, mask, uniform, KIND: tl.constexpr, QMAX: tl.constexpr, I
 @triton.jit
 def _codes_of(scaled, uniform, KIND: tl.constexpr, QMAX: tl.constexpr, IS_RANDOM: tl.constexpr):
     if KIND == "nf4":
-        codes = tl.zeros_like(scaled).to(tl.int32)
-        for i in tl.static_range(15):
-            codes += (scaled > MIDPOINTS[i]).to(tl.int32)
+        codes = _nf4_codes(scaled)
     elif KIND == "fp8":
         codes = _fp8_codes(scaled)
     else:
-        codes = clamped(_rounded(scaled, uniform, IS_RANDOM), QMAX).to(tl.int32)
+        codes = tl.minimum(tl.maximum(_rounded(scaled, uniform, IS_RANDOM), -QMAX), QMAX)
     return codes
+
+
+@triton.jit
+def _nf4_codes(scaled):
+    """How many midpoints are below: a binary search, by selections."""
+    b3 = scaled > MIDPOINTS[7]
+    b2 = scaled > tl.where(b3, MIDPOINTS[11], MIDPOINTS[3])
+    low = tl.where(b2, MIDPOINTS[5], MIDPOINTS[1])
+    b1 = scaled > tl.where(b3, tl.where(b2, MIDPOINTS[13], MIDPOINTS[9]), low)
+    low = tl.where(b2, tl.where(b1, MIDPOINTS[6], MIDPOINTS[4]), tl.where(b1, MIDPOINTS[2], MIDPOINTS[0]))
+    high = tl.where(b2, tl.where(b1, MIDPOINTS[14], MIDPOINTS[12]), tl.where(b1, MIDPOINTS[10], MIDPOINTS[8]))
+    b0 = scaled > tl.where(b3, high, low)
+    return (b3.to(tl.int32) << 3) | (b2.to(tl.int32) << 2) | (b1.to(tl.int32) << 1) | b0.to(tl.int32)
 
 
 @triton.jit
 def _rounded(values, uniform, IS_RANDOM: tl.constexpr):
     if IS_RANDOM:
         return stochastic(values, uniform)
-    return half_even(values)
+    return rounded(values)
 
 
 @triton.jit
@@ -85,7 +94,7 @@ def _fp8_codes(values):
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
     is_denormal = magnitude < FP8_SMALLEST_NORMAL_BITS
-    denormal = half_even(float_of(tl.where(is_denormal, magnitude, 0)) * 512.0).to(tl.int32)
+    denormal = rounded(float_of(magnitude) * 512.0)
     codes = tl.minimum(tl.where(is_denormal, denormal, normal), FP8_LARGEST)
     return tl.where((bits < 0) & (codes > 0), codes | 0x80, codes)
 
@@ -104,15 +113,14 @@ def _encode_asymmetric(values, mask, uniform, is_finite, QMAX: tl.constexpr, IS_
     scale_bits = scale_up(divided(tl.where(is_wide, spread, 1.0), QMAX))
     inverse = tl.where(is_wide, inverse_of(scale_bits), 0.0)
     scaled = (values - zero[:, None]) * inverse[:, None]
-    rounded = _rounded(scaled, uniform, IS_RANDOM)
-    codes = tl.minimum(tl.maximum(rounded, 0.0), QMAX).to(tl.int32)
+    codes = tl.minimum(tl.maximum(_rounded(scaled, uniform, IS_RANDOM), 0), QMAX)
     headers = tl.where(is_wide, scale_bits >> 16, 0) | zero_bits
     return tl.where(is_finite, headers, NAN_HEADER), codes
 
 
 @triton.jit
 def decode_tile(headers, codes, KIND: tl.constexpr, BITS: tl.constexpr):
-    """Float32 values, in the finite range or NaN."""
+    """Float32 values; those of the largest scale may be infinite, and of a block with a NaN scale are NaN."""
     scales = float_of(headers << 16)[:, None]
     if KIND == "asymmetric":
         product = (codes & ((1 << BITS) - 1)).to(tl.float32) * scales
@@ -123,7 +131,7 @@ def decode_tile(headers, codes, KIND: tl.constexpr, BITS: tl.constexpr):
         values = _fp8_values(codes & 0xFF) * scales
     else:
         values = codes.to(tl.float32) * scales
-    return clamped(values, FLOAT32_MAX)
+    return values
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arithmetic import clamped_to, divided, narrowed, widened
+from .arithmetic import FLOAT32_MAX, divided, narrowed, widened
 from .codecs import encode_tile
 from .tiles import (
     check_hashes,
@@ -55,7 +55,7 @@ def encode_and_store(
     if RESIDUAL:
         residual = load_message(
             residual_ptr, segment, tile, remaining, residual_shape, "symmetric", 8, RESIDUAL_BLOCK, False,
-            RESIDUAL_ROWS, RESIDUAL_BLOCK,
+            RESIDUAL_ROWS, RESIDUAL_BLOCK, FLOAT32_MAX,
         )  # fmt: skip
         values = values + tl.reshape(residual * beta, (ROWS, COLS))
     whole = values
@@ -65,7 +65,7 @@ def encode_and_store(
     stored = tl.full((ROWS,), 1, tl.int1)
     store_message(message_ptr, segment, tile, remaining, shape, headers, codes, stored, KIND, BITS, BLOCK, ROWS, COLS)
     if RESIDUAL:
-        lost = values - decoded_tile(headers, codes, remaining, KIND, BITS, BLOCK, ROTATED, ROWS)
+        lost = values - decoded_tile(headers, codes, remaining, KIND, BITS, BLOCK, ROTATED, ROWS, FLOAT32_MAX)
         lost = tl.reshape(tl.where(mask, lost, 0.0), (RESIDUAL_ROWS, RESIDUAL_BLOCK))
         _, mask = elements_of(remaining, RESIDUAL_BLOCK, RESIDUAL_ROWS, RESIDUAL_BLOCK)
         headers, codes, is_finite = encode_tile(lost, mask, 0.0, "symmetric", 127.0, False)
@@ -130,7 +130,8 @@ def requantize_kernel(
         in_ptr, num_messages, in_pitch, segment, tile, remaining, in_shape, IN_KIND, IN_BITS, IN_BLOCK, IN_ROTATED,
         IN_ROWS, IN_COLS,
     )  # fmt: skip
-    values = tl.reshape(values, (ROWS, COLS))
+    _, mask = elements_of(remaining, BLOCK, ROWS, COLS)
+    values = tl.where(mask, tl.reshape(values, (ROWS, COLS)), 0.0)  # a code 0 need not mean the value 0
     start = segment * segment_numel + tile * (BLOCK * ROWS) + first
     uniform = uniform_of(start, (seed, tensor, step, hop, rank), BLOCK, ROWS, COLS, RANDOM)
     message_ptr = out_ptr + segment * pitch
@@ -156,19 +157,19 @@ def decode_kernel(
     messages_ptr, out_ptr, is_valid_ptr, message_stride, segment_stride, num_segments, segment_numel,
     pitch, segment_nbytes, codes_offset, layout_hash,
     KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr, ROTATED: tl.constexpr,
-    ADDED: tl.constexpr, TILE: tl.constexpr,
+    ADDED: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The values of messages into the array out, or added to it."""
+    """The values of messages, clamped to [-LARGEST, LARGEST], into the array out, or added to it."""
     ROWS: tl.constexpr = TILE // COLS if TILE > COLS else 1
     message, segment, tile, remaining = locate(num_segments, segment_numel, BLOCK, ROWS)
     shape = (segment_numel, segment_nbytes, codes_offset)
     message_ptr = messages_ptr + message * pitch
-    values = load_message(message_ptr, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS, COLS)
+    values = load_message(
+        message_ptr, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS, COLS, LARGEST
+    )
     start = message * message_stride + segment * segment_stride + tile * (BLOCK * ROWS)
     if ADDED:
         values = load_array(out_ptr, start, remaining, BLOCK, ROWS, COLS) + values
-    elif KIND != "cast":
-        values = clamped_to(values, out_ptr.dtype.element_ty)
     store_array(out_ptr, start, values, remaining, BLOCK, ROWS, COLS)
     if KIND != "cast":
         if (tile == 0) & (segment == 0):

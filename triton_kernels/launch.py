@@ -10,6 +10,7 @@ block codecs, at an address that is a multiple of 16.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +79,7 @@ def decode(
     run(
         kernels.decode_kernel,
         (typed(messages, layout), out, is_valid, message_stride, segment_stride, *encoding.shape),
-        _decoder(layout) | {"ADDED": added},
+        _decoder(layout) | {"ADDED": added, "LARGEST": _largest(torch.float32 if added else out.dtype)},
         num_units=messages.shape[0] * layout.num_segments,
         numel=layout.segment_numel,
         block=encoding.block,
@@ -150,6 +151,12 @@ def _decoder(layout: Layout) -> dict[str, Any]:
         "COLS": columns(encoding.block),
         "ROTATED": layout.is_rotated,
     }
+
+
+@cache
+def _largest(dtype: torch.dtype) -> float:
+    """The largest finite float32 that ``dtype`` holds."""
+    return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
 
 
 def _encoder(layout: Layout, random: str, residual: Residual | None) -> dict[str, Any]:

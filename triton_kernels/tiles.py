@@ -28,8 +28,13 @@ def locate(num_segments, segment_numel, BLOCK: tl.constexpr, ROWS: tl.constexpr)
     message = unit // num_segments
     tile = (program - unit * tiles).to(tl.int64)
     segment = (unit - message * num_segments).to(tl.int64)
-    remaining = tl.minimum(segment_numel - tile * (BLOCK * ROWS), BLOCK * ROWS).to(tl.int32)
-    return message.to(tl.int64), segment, tile, remaining
+    return message.to(tl.int64), segment, tile, remaining_of(segment_numel, tile, BLOCK * ROWS)
+
+
+@triton.jit
+def remaining_of(total, tile, SIZE: tl.constexpr):
+    """How much of ``total`` lies in and after a tile of ``SIZE``, at most ``SIZE``."""
+    return tl.minimum(total - tile * SIZE, SIZE).to(tl.int32)
 
 
 @triton.jit
@@ -44,7 +49,7 @@ def elements_of(remaining, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.con
 def load_array(ptr, first, remaining, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Float32 [ROWS, COLS] from element ``first`` (int64) of an array of a floating dtype; 0 where there is none."""
     offsets, mask = elements_of(remaining, BLOCK, ROWS, COLS)
-    return tl.where(mask, widened(tl.load(ptr + first + offsets, mask=mask)), 0.0)
+    return widened(tl.load(ptr + first + offsets, mask=mask, other=0.0))
 
 
 @triton.jit
@@ -84,24 +89,25 @@ def rotated_where_whole(values, remaining, BLOCK: tl.constexpr, ROWS: tl.constex
 @triton.jit
 def decoded_tile(
     headers, codes, remaining, KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROTATED: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Values float32 [ROWS, COLS] of a tile's headers and codes."""
+    """Values float32 [ROWS, COLS] of a tile's headers and codes, in [-LARGEST, LARGEST] or NaN."""
     values = decode_tile(headers, codes, KIND, BITS)
     if ROTATED:
+        values = clamped(values, FLOAT32_MAX)
         is_whole = ((tl.arange(0, ROWS) + 1) * BLOCK <= remaining)[:, None]
-        back = clamped(butterflies(values, ROWS, BLOCK) * (1.0 / BLOCK), FLOAT32_MAX)
-        values = tl.where(is_whole, back, values)
-    return values
+        values = tl.where(is_whole, butterflies(values, ROWS, BLOCK) * (1.0 / BLOCK), values)
+    return clamped(values, LARGEST)
 
 
 @triton.jit
 def load_message(
     message_ptr, segment, tile, remaining, shape, KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-    ROTATED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    ROTATED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Values float32 [ROWS, COLS] of a tile of the message at ``message_ptr``; 0 where there is none.
+    """Values float32 [ROWS, COLS] of a tile of the message at ``message_ptr``; anything where there is none.
 
+    Those of block codecs are in [-LARGEST, LARGEST] or NaN.
     ``shape``: elements of a segment, bytes of its codes, offset of the codes.
     """
     segment_numel, segment_nbytes, codes_offset = shape
@@ -110,9 +116,9 @@ def load_message(
         return load_array(message_ptr, first, remaining, BLOCK, ROWS, COLS)
     else:
         headers = _load_headers(message_ptr, segment, tile, remaining, segment_numel, KIND, BLOCK, ROWS)
-        codes_ptr = message_ptr + codes_offset + segment * segment_nbytes + tile * (BLOCK * ROWS * BITS // 8)
-        codes = _load_codes(codes_ptr, remaining, BITS, BLOCK, ROWS, COLS)
-        return decoded_tile(headers, codes, remaining, KIND, BITS, BLOCK, ROTATED, ROWS)
+        codes_ptr = message_ptr + codes_offset + segment * segment_nbytes
+        codes = _load_codes(codes_ptr, tile, segment_nbytes, BITS, BLOCK, ROWS, COLS)
+        return decoded_tile(headers, codes, remaining, KIND, BITS, BLOCK, ROTATED, ROWS, LARGEST)
 
 
 @triton.jit
@@ -122,11 +128,13 @@ def load_sum(
 ):  # fmt: skip
     """The sum of the messages' values, the first plus the second, plus the third, ..."""
     total = load_message(
-        messages_ptr, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS, COLS
-    )  # fmt: skip
+        messages_ptr, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS, COLS, FLOAT32_MAX
+    )
     for _ in tl.range(1, num_messages, loop_unroll_factor=4):
         messages_ptr += pitch
-        total += load_message(messages_ptr, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS, COLS)
+        total += load_message(
+            messages_ptr, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS, COLS, FLOAT32_MAX
+        )
     return total
 
 
@@ -152,35 +160,46 @@ def _load_headers(
 
 
 @triton.jit
-def _load_codes(codes_ptr, remaining, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _code_bytes(
+    codes_ptr, tile, segment_nbytes, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """Pointers [ROWS, COLS * BITS / 8] to the bytes of a tile's codes, and which of them exist."""
+    remaining = remaining_of(segment_nbytes, tile, BLOCK * ROWS * BITS // 8)  # keeps a multiple of 16 one
+    offsets, mask = elements_of(remaining, BLOCK * BITS // 8, ROWS, COLS * BITS // 8)
+    return codes_ptr + tile * (BLOCK * ROWS * BITS // 8) + offsets, mask
+
+
+@triton.jit
+def _load_codes(
+    codes_ptr, tile, segment_nbytes, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
     """Codes int32 [ROWS, COLS], their sign extended; 0 where there is none."""
+    pointers, mask = _code_bytes(codes_ptr, tile, segment_nbytes, BITS, BLOCK, ROWS, COLS)
+    codes = tl.load(pointers, mask=mask, other=0)
     if BITS == 8:
-        offsets, mask = elements_of(remaining, BLOCK, ROWS, COLS)
-        codes = tl.load(codes_ptr + offsets, mask=mask, other=0)
         return codes.to(tl.int8, bitcast=True).to(tl.int32)
     else:
-        offsets, mask = elements_of((remaining + 1) // 2, BLOCK // 2, ROWS, COLS // 2)
-        pairs = tl.load(codes_ptr + offsets, mask=mask, other=0).to(tl.int32)
+        pairs = codes.to(tl.int32)
         return tl.reshape(tl.join((pairs << 28) >> 28, (pairs << 24) >> 28), (ROWS, COLS))
 
 
 @triton.jit
 def store_message(
-    message_ptr, segment, tile, remaining, shape, headers, codes, stored, KIND: tl.constexpr,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    message_ptr, segment, tile, remaining, shape, headers, codes, stored, KIND: tl.constexpr, BITS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Write the headers and codes of the blocks that are ``stored``, bool [ROWS]; ``shape`` as in load_message."""
     segment_numel, segment_nbytes, codes_offset = shape
     pointers, mask = _header_pointers(message_ptr, segment, tile, remaining, segment_numel, KIND, BLOCK, ROWS)
     tl.store(pointers, headers.to(pointers.dtype.element_ty), mask=mask & stored)
-    codes_ptr = message_ptr + codes_offset + segment * segment_nbytes + tile * (BLOCK * ROWS * BITS // 8)
-    offsets, mask = elements_of(remaining, BLOCK, ROWS, COLS)
     if BITS == 4:
+        _, mask = elements_of(remaining, BLOCK, ROWS, COLS)
         codes = tl.where(mask, codes, 0)  # the unused half of a last byte
         low, high = tl.split(tl.reshape(codes, (ROWS, COLS // 2, 2)))
         codes = (low & 0xF) | ((high & 0xF) << 4)
-        offsets, mask = elements_of((remaining + 1) // 2, BLOCK // 2, ROWS, COLS // 2)
-    tl.store(codes_ptr + offsets, codes.to(tl.uint8), mask=mask & stored[:, None])
+    codes_ptr = message_ptr + codes_offset + segment * segment_nbytes
+    pointers, mask = _code_bytes(codes_ptr, tile, segment_nbytes, BITS, BLOCK, ROWS, COLS)
+    tl.store(pointers, codes.to(tl.uint8), mask=mask & stored[:, None])
 
 
 @triton.jit
