@@ -21,8 +21,12 @@ struct Encoder<Codec::kFp8E4m3> {
 };
 
 template <>
-struct Decoder<Codec::kFp8E4m3> : ByteDecoder {
-  Decoder(const std::uint8_t* header, float limit) : ByteDecoder(header, limit, 480.0F) {}
+struct Levels<Codec::kFp8E4m3> {
+  static constexpr bool kIsSplit = false;
+  static constexpr float kLargest = 480.0F;  // of a code that no encoder writes
 
-  F Value(const std::uint8_t* codes) const { return LoadFp8(codes) * scale; }
+  static void Of(const std::uint8_t* codes, F* first, F* second) {
+    *first = LoadFp8(codes);
+    *second = LoadFp8(codes + kLanes);
+  }
 };

@@ -61,36 +61,47 @@ struct Encoder<Codec::kInt4Asym> : AsymmetricEncoder<15> {
 };
 
 template <>
-struct Decoder<Codec::kInt8> : ByteDecoder {
-  Decoder(const std::uint8_t* header, float limit) : ByteDecoder(header, limit, 128.0F) {}
+struct Levels<Codec::kInt8> {
+  static constexpr bool kIsSplit = false;
+  static constexpr float kLargest = 128.0F;
 
-  F Value(const std::uint8_t* codes) const { return ToFloat(LoadSignedBytes(codes)) * scale; }
+  static void Of(const std::uint8_t* codes, F* first, F* second) {
+    *first = ToFloat(LoadSignedBytes(codes));
+    *second = ToFloat(LoadSignedBytes(codes + kLanes));
+  }
 };
 
 template <>
-struct Decoder<Codec::kInt8Asym> : ByteDecoder {
-  F zero;
+struct Levels<Codec::kInt8Asym> {
+  static constexpr bool kIsSplit = false;
+  static constexpr float kLargest = 255.0F;
 
-  Decoder(const std::uint8_t* header, float limit)
-      : ByteDecoder(header, limit, 255.0F, ZeroPointOf(header)), zero(Splat(ZeroPointOf(header))) {}
-
-  F Value(const std::uint8_t* codes) const { return zero + ToFloat(LoadBytes(codes)) * scale; }
+  static void Of(const std::uint8_t* codes, F* first, F* second) {
+    *first = ToFloat(LoadBytes(codes));
+    *second = ToFloat(LoadBytes(codes + kLanes));
+  }
 };
 
 template <>
-struct Decoder<Codec::kInt4> : NibbleDecoder {
-  static constexpr float kLevels[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+struct Levels<Codec::kInt4> {
+  static constexpr bool kIsSplit = true;
+  static constexpr float kLargest = 8.0F;
 
-  Decoder(const std::uint8_t* header, float limit)
-      : NibbleDecoder(limit, [&](std::size_t i) { return Load(kLevels + i) * Splat(ScaleOf(header)); }) {}
+  static void Of(const std::uint8_t* codes, F* even, F* odd) {
+    const I bytes = LoadSignedBytes(codes);
+    *even = SignedNibbles(bytes);
+    *odd = ToFloat(bytes >> 4);
+  }
 };
 
 template <>
-struct Decoder<Codec::kInt4Asym> : NibbleDecoder {
-  static constexpr float kLevels[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+struct Levels<Codec::kInt4Asym> {
+  static constexpr bool kIsSplit = true;
+  static constexpr float kLargest = 15.0F;
 
-  Decoder(const std::uint8_t* header, float limit)
-      : NibbleDecoder(limit, [&](std::size_t i) {
-          return Splat(ZeroPointOf(header)) + Load(kLevels + i) * Splat(ScaleOf(header));
-        }) {}
+  static void Of(const std::uint8_t* codes, F* even, F* odd) {
+    const I bytes = LoadBytes(codes);
+    *even = ToFloat(bytes & 0x0F);
+    *odd = ToFloat(bytes >> 4);
+  }
 };

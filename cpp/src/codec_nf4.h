@@ -4,32 +4,68 @@ constexpr float kNf4Levels[16] = {-8.0F,       -5.5625F, -4.1875F,    -3.15625F,
                                   -0.7265625F, 0.0F,     0.63671875F, 1.2890625F, 1.96875F,  2.703125F,
                                   3.53125F,    4.5F,     5.78125F,    8.0F};
 
-// Exact.
-constexpr float Nf4Midpoint(std::size_t i) { return (kNf4Levels[i] + kNf4Levels[i + 1]) / 2; }
+// The bits of a normal number.
+constexpr std::int32_t BitsOfConstant(float value) {
+  std::int32_t exponent = 127;
+  float magnitude = value < 0 ? -value : value;
+  for (; magnitude >= 2.0F; magnitude /= 2.0F) ++exponent;
+  for (; magnitude < 1.0F; magnitude *= 2.0F) --exponent;
+  const auto mantissa = static_cast<std::int32_t>((magnitude - 1.0F) * 8388608.0F);
+  const std::int32_t bits = (exponent << 23) | mantissa;
+  return value < 0 ? bits | INT32_MIN : bits;
+}
+
+// The range of y, [-8, 8], in 32 cells so small that none holds two midpoints. Each entry is the midpoint that lies in
+// the cell, or one out of reach, and in the 4 lowest bits, which no midpoint needs, how many lie in the cells before.
+// Which cell a midpoint is in is found as for y, so that rounding cannot matter.
+struct Nf4Cells {
+  static constexpr std::size_t kNumCells = 32;
+  static constexpr float kPerUnit = 1.96875F;
+  static constexpr float kMiddle = 15.875F;
+  static constexpr std::int32_t kCountBits = 0x0F;
+
+  std::int32_t entries[kNumCells];
+  bool is_valid;
+
+  constexpr Nf4Cells() : entries{}, is_valid(true) {
+    for (std::size_t cell = 0; cell < kNumCells; ++cell) {
+      std::int32_t count = 0;
+      std::int32_t inside = 0;
+      for (std::size_t i = 0; i < 15; ++i) {
+        const float midpoint = (kNf4Levels[i] + kNf4Levels[i + 1]) / 2;  // exact
+        const auto place = static_cast<std::size_t>(midpoint * kPerUnit + kMiddle);
+        if (place < cell) ++count;
+        if (place != cell) continue;
+        is_valid = is_valid && inside == 0 && (BitsOfConstant(midpoint) & kCountBits) == 0;
+        inside = BitsOfConstant(midpoint);
+      }
+      entries[cell] = (inside == 0 ? BitsOfConstant(1024.0F) : inside) | count;
+    }
+  }
+};
+constexpr Nf4Cells kNf4Cells;
+static_assert(kNf4Cells.is_valid, "a cell with two midpoints, or a midpoint of too many bits");
 
 template <>
 struct Encoder<Codec::kNf4> {
-  // A binary search: the bits of the code found so far choose the next midpoint.
-  static constexpr float kSecond[8] = {Nf4Midpoint(3), Nf4Midpoint(11)};
-  static constexpr float kThird[8] = {Nf4Midpoint(1), Nf4Midpoint(5), Nf4Midpoint(9), Nf4Midpoint(13)};
-  static constexpr float kFourth[8] = {Nf4Midpoint(0), Nf4Midpoint(2),  Nf4Midpoint(4),  Nf4Midpoint(6),
-                                       Nf4Midpoint(8), Nf4Midpoint(10), Nf4Midpoint(12), Nf4Midpoint(14)};
-
   F inverse;
 
   Encoder(const TileScales& scales, std::size_t block) : inverse(Splat(scales.inverses[block])) {}
 
   I Codes(F x) const {
     const F y = x * inverse;
-    I code = AddGreater(SplatInt(0), y, Splat(Nf4Midpoint(7)));
-    code = AddGreater(code + code, y, Lookup8(LoadTable8(kSecond), code));
-    code = AddGreater(code + code, y, Lookup8(LoadTable8(kThird), code));
-    return AddGreater(code + code, y, Lookup8(LoadTable8(kFourth), code));
+    const I cell = Truncate(y * Splat(Nf4Cells::kPerUnit) + Splat(Nf4Cells::kMiddle));
+    const I entry = Lookup32(LoadTable32(kNf4Cells.entries), cell);
+    return AddGreater(entry, y, FloatOf(entry & ~Nf4Cells::kCountBits));
   }
 };
 
 template <>
-struct Decoder<Codec::kNf4> : NibbleDecoder {
-  Decoder(const std::uint8_t* header, float limit)
-      : NibbleDecoder(limit, [&](std::size_t i) { return Load(kNf4Levels + i) * Splat(ScaleOf(header)); }) {}
+struct Levels<Codec::kNf4> {
+  static constexpr bool kIsSplit = true;
+  static constexpr float kLargest = 8.0F;
+
+  static void Of(const std::uint8_t* codes, F* even, F* odd) {
+    LookupNibbles(LoadTable16(kNf4Levels), codes, even, odd);
+  }
 };

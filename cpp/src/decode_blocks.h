@@ -18,38 +18,80 @@ struct Divisor {
   F Applied(F sum) const { return way == kNone ? sum : way == kMultiply ? sum * value : sum / value; }
 };
 
-// Values of 2 * kLanes elements, clamped or not; see kIsSplit for their order.
-template <Codec kCodec, bool kClamp>
-inline void DecodePair(const Decoder<kCodec>& decoder, const std::uint8_t* codes, F limit, F* first, F* second) {
-  if constexpr (Decoder<kCodec>::kIsSplit) {
-    decoder.Pair(codes, first, second);
-  } else {
-    *first = decoder.Value(codes);
-    *second = decoder.Value(codes + NumBytes<kCodec>(kLanes));
-  }
-  if constexpr (kClamp) {
-    *first = Clamp(*first, limit);
-    *second = Clamp(*second, limit);
-  }
+inline float LoadHeaderPart(const std::uint8_t* bytes) {
+  Bfloat16 value;
+  std::memcpy(&value, bytes, sizeof(value));
+  return Widen(value);
 }
+
+// How levels of a block become values. A product of a level and a scale is exact (at most 8 bits by 8 bits) unless it
+// overflows, so that MultiplyAdd may leave out its rounding.
+template <Codec kCodec>
+struct Scaling {
+  F scale;
+  F zero;
+  F limit;
+  bool needs_clamp;  // also for a NaN, which is never below the limit
+
+  Scaling(const std::uint8_t* header, float largest_value) : limit(Splat(largest_value)), needs_clamp(false) {
+    if constexpr (IsBlockCodec(kCodec)) {
+      const float factor = LoadHeaderPart(header);
+      const float start = HasZeroPoint(kCodec) ? LoadHeaderPart(header + sizeof(Bfloat16)) : 0.0F;
+      scale = Splat(factor);
+      zero = Splat(start);
+      needs_clamp = !(Magnitude(factor) * Levels<kCodec>::kLargest + Magnitude(start) <= largest_value);
+    }
+  }
+
+  static float Magnitude(float value) { return FromBits(Bits(value) & 0x7FFFFFFF); }
+
+  template <bool kClamp>
+  F Value(F level) const {
+    if constexpr (!IsBlockCodec(kCodec)) return level;
+    if constexpr (!kClamp) return HasZeroPoint(kCodec) ? MultiplyAdd(level, scale, zero) : level * scale;
+    return Clamp(HasZeroPoint(kCodec) ? zero + level * scale : level * scale, limit);
+  }
+
+  template <bool kClamp>
+  F Added(F sum, F level) const {
+    if constexpr (kClamp || !IsBlockCodec(kCodec)) return sum + Value<kClamp>(level);
+    return HasZeroPoint(kCodec) ? sum + MultiplyAdd(level, scale, zero) : MultiplyAdd(level, scale, sum);
+  }
+};
 
 // Stores or adds the values of one message to kPairs pairs of vectors.
 template <Codec kCodec, bool kAdd, bool kClamp, std::size_t kPairs>
-inline void AddClamped(const Decoder<kCodec>& decoder, const std::uint8_t* codes, F limit, F (*sum)[2]) {
+inline void AddClamped(const Scaling<kCodec>& scaling, const std::uint8_t* codes, F (*sum)[2]) {
   for (std::size_t p = 0; p < kPairs; ++p) {
-    F value[2];
-    DecodePair<kCodec, kClamp>(decoder, codes + p * NumBytes<kCodec>(2 * kLanes), limit, &value[0], &value[1]);
-    for (std::size_t j = 0; j < 2; ++j) sum[p][j] = kAdd ? sum[p][j] + value[j] : value[j];
+    F level[2];
+    Levels<kCodec>::Of(codes + p * NumBytes<kCodec>(2 * kLanes), &level[0], &level[1]);
+    for (std::size_t j = 0; j < 2; ++j) {
+      sum[p][j] = kAdd ? scaling.template Added<kClamp>(sum[p][j], level[j]) : scaling.template Value<kClamp>(level[j]);
+    }
   }
 }
 
 template <Codec kCodec, bool kAdd, std::size_t kPairs>
 inline void AddMessage(const std::uint8_t* header, const std::uint8_t* codes, float limit, F (*sum)[2]) {
-  const Decoder<kCodec> decoder(header, limit);
-  if (decoder.needs_clamp) {
-    AddClamped<kCodec, kAdd, true, kPairs>(decoder, codes, Splat(limit), sum);
+  const Scaling<kCodec> scaling(header, limit);
+  if (scaling.needs_clamp) {
+    AddClamped<kCodec, kAdd, true, kPairs>(scaling, codes, sum);
   } else {
-    AddClamped<kCodec, kAdd, false, kPairs>(decoder, codes, Splat(limit), sum);
+    AddClamped<kCodec, kAdd, false, kPairs>(scaling, codes, sum);
+  }
+}
+
+// 2 * kLanes elements in the order of memory.
+template <bool kIsSplit, class Out>
+inline void StorePair(Out* out, F first, F second) {
+  if constexpr (kIsSplit && std::is_same_v<Out, Bfloat16>) {
+    const I low = Signed(Unsigned(Bfloat16Bits(first)) >> 16);
+    const I pairs = low | (Bfloat16Bits(second) & SplatInt(-0x10000));
+    std::memcpy(out, &pairs, sizeof(pairs));
+  } else {
+    if constexpr (kIsSplit) Interleave(&first, &second);
+    Store(out, first);
+    Store(out + kLanes, second);
   }
 }
 
@@ -75,9 +117,7 @@ inline void SumChunk(const CodeRange& range, const std::uint8_t* header, const s
   Out values[kIsWhole ? 1 : kNumel];
   Out* to = kIsWhole ? out : values;
   for (std::size_t p = 0; p < kPairs; ++p) {
-    for (F& vector : sum[p]) vector = divisor.Applied(vector);
-    if constexpr (Decoder<kCodec>::kIsSplit) Interleave(&sum[p][0], &sum[p][1]);
-    for (std::size_t j = 0; j < 2; ++j) Store(to + (2 * p + j) * kLanes, sum[p][j]);
+    StorePair<Levels<kCodec>::kIsSplit>(to + 2 * p * kLanes, divisor.Applied(sum[p][0]), divisor.Applied(sum[p][1]));
   }
   if constexpr (!kIsWhole) std::memcpy(out, values, numel * sizeof(Out));
 }

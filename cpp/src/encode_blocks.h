@@ -2,7 +2,7 @@
 
 // Quantization goes twice over a tile of a few blocks in the first-level cache, and on the way asks for the elements
 // kPrefetchNbytes ahead: the second pass would otherwise leave the memory idle (1.3 times faster on large arrays).
-constexpr std::size_t kQuantizeTile = 768;
+constexpr std::size_t kQuantizeTile = 2048;
 constexpr std::size_t kPrefetchNbytes = 8192;
 
 inline void Prefetch(const void* data, std::size_t nbytes) {

@@ -22,14 +22,17 @@ inline F Load(const Float16* x) { return _mm256_cvtph_ps(_mm_loadu_si128(reinter
 
 inline void Store(float* out, F value) { _mm256_storeu_ps(out, value); }
 
-inline void Store(Bfloat16* out, F value) {
+inline I Bfloat16Bits(F value) {
   const __m256i bits = _mm256_castps_si256(value);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
   const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
   const __m256 nan = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
-  const __m256 result = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), nan);
-  const __m256i high = _mm256_srli_epi32(_mm256_castps_si256(result), 16);
+  return BitsOf(_mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), nan));
+}
+
+inline void Store(Bfloat16* out, F value) {
+  const __m256i high = _mm256_srli_epi32(Raw(Bfloat16Bits(value)), 16);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
                    _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
 }
@@ -41,6 +44,7 @@ inline void Store(Float16* out, F value) {
 
 // The operand order keeps a NaN: min and max return their second operand then.
 inline F Clamp(F value, F limit) { return _mm256_max_ps(-limit, _mm256_min_ps(limit, value)); }
+inline F MultiplyAdd(F a, F b, F c) { return a * b + c; }
 inline F Max(F a, F b) { return _mm256_max_ps(a, b); }
 inline I MaxInt(I a, I b) { return Ints(_mm256_max_epi32(Raw(a), Raw(b))); }
 inline I MinInt(I a, I b) { return Ints(_mm256_min_epi32(Raw(a), Raw(b))); }
@@ -53,6 +57,8 @@ inline I LoadBytes(const std::uint8_t* codes) {
 inline I LoadSignedBytes(const std::uint8_t* codes) {
   return Ints(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))));
 }
+
+inline F SignedNibbles(I codes) { return ToFloat((codes << 28) >> 28); }
 
 inline F LoadFp8(const std::uint8_t* codes) {
   const __m128i codes16 = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
@@ -78,11 +84,24 @@ inline void LookupNibbles(const Table16& table, const std::uint8_t* codes, F* ev
   *odd = Lookup16(table, _mm256_srli_epi32(bytes, 4));
 }
 
-struct Table8 {
-  F values;
+struct Table32 {
+  F quarters[4];
 };
-inline Table8 LoadTable8(const float* values) { return {Load(values)}; }
-inline F Lookup8(const Table8& table, I index) { return _mm256_permutevar8x32_ps(table.values, Raw(index)); }
+inline Table32 LoadTable32(const std::int32_t* entries) {
+  Table32 table;
+  std::memcpy(table.quarters, entries, sizeof(table.quarters));
+  return table;
+}
+// 3 bits of the index for the shuffles; the other two, moved to the sign, choose between their results.
+inline I Lookup32(const Table32& table, I index) {
+  F found[4];
+  for (std::size_t j = 0; j < 4; ++j) found[j] = _mm256_permutevar8x32_ps(table.quarters[j], Raw(index));
+  const __m256 bit3 = _mm256_castsi256_ps(_mm256_slli_epi32(Raw(index), 28));
+  const __m256 bit4 = _mm256_castsi256_ps(_mm256_slli_epi32(Raw(index), 27));
+  const __m256 low = _mm256_blendv_ps(found[0], found[1], bit3);
+  const __m256 high = _mm256_blendv_ps(found[2], found[3], bit3);
+  return BitsOf(_mm256_blendv_ps(low, high, bit4));
+}
 
 inline void Interleave(F* even, F* odd) {
   const __m256 low = _mm256_unpacklo_ps(*even, *odd);

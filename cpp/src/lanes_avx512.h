@@ -23,13 +23,17 @@ inline F Load(const Float16* x) { return _mm512_cvtph_ps(_mm256_loadu_si256(rein
 inline void Store(float* out, F value) { _mm512_storeu_ps(out, value); }
 
 // Not AVX512-BF16's conversion, which flushes denormals.
-inline void Store(Bfloat16* out, F value) {
+inline I Bfloat16Bits(F value) {
   const __m512i bits = _mm512_castps_si512(value);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
   const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-  const __m512i result = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtepi32_epi16(_mm512_srli_epi32(result, 16)));
+  return Ints(_mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000)));
+}
+
+inline void Store(Bfloat16* out, F value) {
+  const __m512i high = _mm512_srli_epi32(Raw(Bfloat16Bits(value)), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtepi32_epi16(high));
 }
 
 inline void Store(Float16* out, F value) {
@@ -39,6 +43,7 @@ inline void Store(Float16* out, F value) {
 
 // The operand order keeps a NaN: min and max return their second operand then.
 inline F Clamp(F value, F limit) { return _mm512_max_ps(-limit, _mm512_min_ps(limit, value)); }
+inline F MultiplyAdd(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F Max(F a, F b) { return _mm512_max_ps(a, b); }
 inline I MaxInt(I a, I b) { return Ints(_mm512_max_epi32(Raw(a), Raw(b))); }
 inline I MinInt(I a, I b) { return Ints(_mm512_min_epi32(Raw(a), Raw(b))); }
@@ -53,6 +58,11 @@ inline I LoadBytes(const std::uint8_t* codes) {
 }
 inline I LoadSignedBytes(const std::uint8_t* codes) {
   return Ints(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
+}
+
+// One shuffle for three operations.
+inline F SignedNibbles(I codes) {
+  return _mm512_permutexvar_ps(Raw(codes), _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
 }
 
 inline F LoadFp8(const std::uint8_t* codes) {
@@ -73,11 +83,16 @@ inline void LookupNibbles(const Table16& table, const std::uint8_t* codes, F* ev
   *odd = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table.values);
 }
 
-struct Table8 {
-  F values;
+struct Table32 {
+  __m512i low;
+  __m512i high;
 };
-inline Table8 LoadTable8(const float* values) { return {_mm512_broadcast_f32x8(_mm256_loadu_ps(values))}; }
-inline F Lookup8(const Table8& table, I index) { return _mm512_permutexvar_ps(Raw(index), table.values); }
+inline Table32 LoadTable32(const std::int32_t* entries) {
+  return {_mm512_loadu_si512(entries), _mm512_loadu_si512(entries + kLanes)};
+}
+inline I Lookup32(const Table32& table, I index) {
+  return Ints(_mm512_permutex2var_epi32(table.low, Raw(index), table.high));
+}
 
 inline void Interleave(F* even, F* odd) {
   const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);

@@ -45,11 +45,13 @@ inline void StoreWords(void* out, I words) {
   std::memcpy(out, &value, sizeof(value));
 }
 
-inline void Store(Bfloat16* out, F value) {
+// The upper halves of the lanes are kLanes bf16; the lower ones are of no meaning.
+inline I Bfloat16Bits(F value) {
   const U bits = Unsigned(BitsOf(value));
   const U rounded = bits + 0x7FFF + ((bits >> 16) & 1);
-  StoreWords(out, Signed((value == value ? rounded : bits | 0x400000U) >> 16));
+  return Signed(value == value ? rounded : bits | 0x400000U);
 }
+inline void Store(Bfloat16* out, F value) { StoreWords(out, Signed(Unsigned(Bfloat16Bits(value)) >> 16)); }
 
 // Denormals by an addition that leaves the rounded half-precision integer in the low bits (0.5 has spacing 2^-24).
 inline void Store(Float16* out, F value) {
@@ -67,6 +69,8 @@ inline F Clamp(F value, F limit) {
   const F below = value > limit ? limit : value;
   return below < -limit ? -limit : below;
 }
+// a * b + c, whether a * b is rounded or not: for exact products.
+inline F MultiplyAdd(F a, F b, F c) { return a * b + c; }
 inline F Max(F a, F b) { return a > b ? a : b; }  // no NaNs
 inline I MaxInt(I a, I b) { return a > b ? a : b; }
 inline I MinInt(I a, I b) { return a < b ? a : b; }
@@ -74,9 +78,25 @@ inline I MinInt(I a, I b) { return a < b ? a : b; }
 // base + 1 where a > b.
 inline I AddGreater(I base, F a, F b) { return base - (a > b); }
 
+// kLanes bytes, each in the upper 8 bits of its lane.
+inline U LoadBytesHigh(const std::uint8_t* codes) {
+  std::uint32_t bytes;
+  std::memcpy(&bytes, codes, sizeof(bytes));
+#ifdef ZCOMM_X86
+  const __m128i zero = _mm_setzero_si128();
+  const __m128i words = _mm_unpacklo_epi8(zero, _mm_cvtsi32_si128(static_cast<std::int32_t>(bytes)));
+  return reinterpret_cast<U>(_mm_unpacklo_epi16(zero, words));
+#else
+  return (U{bytes, bytes, bytes, bytes} << U{24, 16, 8, 0}) & 0xFF000000U;
+#endif
+}
+
 // kLanes bytes, without or with a sign.
-inline I LoadBytes(const std::uint8_t* codes) { return I{codes[0], codes[1], codes[2], codes[3]}; }
-inline I LoadSignedBytes(const std::uint8_t* codes) { return (LoadBytes(codes) ^ 0x80) - 0x80; }
+inline I LoadBytes(const std::uint8_t* codes) { return Signed(LoadBytesHigh(codes) >> 24); }
+inline I LoadSignedBytes(const std::uint8_t* codes) { return Signed(LoadBytesHigh(codes)) >> 24; }
+
+// The low nibbles of the lanes, in two's complement, to float32; the other bits are ignored.
+inline F SignedNibbles(I codes) { return ToFloat((codes << 28) >> 28); }
 
 // kLanes float8 e4m3 codes to their values. Denormals by an exact subtraction.
 inline F LoadFp8(const std::uint8_t* codes) {
@@ -102,17 +122,14 @@ inline void LookupNibbles(const Table16& table, const std::uint8_t* codes, F* ev
   *odd = F{v[codes[0] >> 4], v[codes[1] >> 4], v[codes[2] >> 4], v[codes[3] >> 4]};
 }
 
-// 8 floats, chosen from by lanes in [0, 8).
-struct Table8 {
-  float values[8];
+// 32 entries, chosen from by lanes in [0, 32).
+struct Table32 {
+  const std::int32_t* entries;
 };
-inline Table8 LoadTable8(const float* values) {
-  Table8 table;
-  std::memcpy(table.values, values, sizeof(table.values));
-  return table;
-}
-inline F Lookup8(const Table8& table, I index) {
-  return F{table.values[index[0]], table.values[index[1]], table.values[index[2]], table.values[index[3]]};
+inline Table32 LoadTable32(const std::int32_t* entries) { return {entries}; }
+inline I Lookup32(const Table32& table, I index) {
+  const std::int32_t* e = table.entries;
+  return I{e[index[0]], e[index[1]], e[index[2]], e[index[3]]};
 }
 
 // a0 a1 .. and b0 b1 .. to a0 b0 a1 b1 ..
@@ -130,6 +147,22 @@ inline F SwapLanes(F value) {
 }
 
 // Packs the low 8 or 4 bits of the lanes; the other bits are ignored.
+#ifdef ZCOMM_X86
+inline __m128i PackBytes(const I (&codes)[kEncodeVectors]) {
+  __m128i low[kEncodeVectors];
+  for (std::size_t j = 0; j < kEncodeVectors; ++j) low[j] = reinterpret_cast<__m128i>(codes[j] & 0xFF);
+  return _mm_packus_epi16(_mm_packs_epi32(low[0], low[1]), _mm_packs_epi32(low[2], low[3]));
+}
+inline void StoreBytes(std::uint8_t* out, const I (&codes)[kEncodeVectors]) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), PackBytes(codes));
+}
+inline void StoreNibbles(std::uint8_t* out, const I (&codes)[kEncodeVectors]) {
+  const __m128i pairs = PackBytes(codes);
+  const __m128i low = _mm_and_si128(pairs, _mm_set1_epi16(0x0F));
+  const __m128i high = _mm_and_si128(_mm_srli_epi16(pairs, 4), _mm_set1_epi16(0xF0));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_packus_epi16(_mm_or_si128(low, high), _mm_setzero_si128()));
+}
+#else
 inline void StoreBytes(std::uint8_t* out, const I (&codes)[kEncodeVectors]) {
   std::int32_t lanes[kEncodeVectors * kLanes];
   std::memcpy(lanes, codes, sizeof(lanes));
@@ -142,11 +175,20 @@ inline void StoreNibbles(std::uint8_t* out, const I (&codes)[kEncodeVectors]) {
     out[j] = static_cast<std::uint8_t>((bytes[2 * j] & 0x0F) | (bytes[2 * j + 1] << 4));
   }
 }
+#endif
 
 // The upper halves of the 64-bit products.
 inline U MulHigh(U a, std::uint32_t b) {
+#ifdef ZCOMM_X86
+  const __m128i factor = _mm_set1_epi32(static_cast<std::int32_t>(b));
+  const __m128i even = _mm_mul_epu32(reinterpret_cast<__m128i>(a), factor);
+  const __m128i odd = _mm_mul_epu32(_mm_srli_epi64(reinterpret_cast<__m128i>(a), 32), factor);
+  return reinterpret_cast<U>(_mm_or_si128(
+      _mm_srli_epi64(even, 32), _mm_and_si128(odd, _mm_set1_epi64x(static_cast<long long>(0xFFFFFFFF00000000ULL)))));
+#else
   const auto high = [b](std::uint32_t lane) { return static_cast<std::uint32_t>((std::uint64_t{lane} * b) >> 32); };
   return U{high(a[0]), high(a[1]), high(a[2]), high(a[3])};
+#endif
 }
 
 // `absmax` is an OrderedMagnitude, raised to the largest of a prefix of x, whose length is returned.

@@ -4,15 +4,18 @@
 inline void UniformQuads(const Draw& draw, std::uint64_t first_quad, float* out) {
   constexpr int kRounds = 10;
   constexpr std::uint32_t kMultipliers[2] = {0xD2511F53, 0xCD9E8D57};
+  const auto splat = [](std::uint32_t value) { return Unsigned(SplatInt(static_cast<std::int32_t>(value))); };
+  const auto low = static_cast<std::uint32_t>(first_quad);
+  const auto high = static_cast<std::uint32_t>(first_quad >> 32);
+  std::uint32_t lanes[kLanes];
+  for (std::size_t j = 0; j < kLanes; ++j) lanes[j] = static_cast<std::uint32_t>(j);
   U c0;
-  U c2;
-  for (std::size_t j = 0; j < kLanes; ++j) {
-    const std::uint64_t quad = first_quad + j;
-    c0[j] = static_cast<std::uint32_t>(quad);
-    c2[j] = draw.hop + (static_cast<std::uint32_t>(quad >> 32) << 8);
-  }
-  U c1 = Unsigned(SplatInt(static_cast<std::int32_t>(draw.step)));
-  U c3 = Unsigned(SplatInt(static_cast<std::int32_t>(draw.rank)));
+  std::memcpy(&c0, lanes, sizeof(c0));
+  c0 += low;
+  const U carry = Unsigned(I(c0 < splat(low))) & (1U << 8);
+  U c2 = splat(draw.hop + (high << 8)) + carry;
+  U c1 = splat(draw.step);
+  U c3 = splat(draw.rank);
   std::uint32_t k0 = draw.seed;
   std::uint32_t k1 = draw.tensor;
   for (int round = 0; round < kRounds; ++round) {
