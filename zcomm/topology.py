@@ -58,10 +58,6 @@ class Topology:
         self.num_nodes = self.world_size // ranks_per_node
         self.node_rank, self.local_rank = divmod(self.rank, ranks_per_node)
         self._register()
-        self.auto_table: object | None = None
-        """What ``format="auto"`` means here, once :mod:`zcomm.auto` has agreed on it."""
-        self.uses_world = False
-        """Whether collectives may run over all ranks at once although there are nodes."""
         self._groups: list[dist.ProcessGroup] = []
         self._is_local = self.world_size > 1 and dist.get_world_size() > self.world_size
         if self._is_local:
@@ -155,7 +151,7 @@ class Topology:
         topology._register()
         topology.world_size = topology.num_nodes = topology.ranks_per_node = 1
         topology.rank = topology.node_rank = topology.local_rank = 0
-        topology._is_local, topology.auto_table, topology.uses_world = False, None, False
+        topology._is_local = False
         topology._make_hops()
         return topology
 

@@ -19,7 +19,9 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(
     ("text", "num_ranks", "printed"),
     [
         ("ZeroOptimizer(", 2, "stage 3"),
-        ("zcomm.traffic()", 4, "reduce_scatter"),
+        ('format=("int8", "int4")', 4, "reduce_scatter"),
+        ("zcomm.Format(", 4, "int4/64:hadamard"),
+        ("relative_errors", 4, "all_reduce"),
         ("install_ddp", 4, "override '2'"),
         ("install_fsdp2", 4, "gradients int4,int4"),
     ],
