@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from types import ModuleType
 
@@ -23,6 +24,8 @@ from zcomm.philox import Draw
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CODEC_NAMES = ["f32", "bf16", "fp16", "int8", "int4"]
+NUM_DRAWS = int(os.environ.get("ZCOMM_TEST_DRAWS", "200"))
+"""Cases that hypothesis draws; by hand 10,000."""
 SIZES = [0, 1, 2, 7, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4097]
 
 
@@ -152,10 +155,36 @@ def _draw_of(wire: Wire) -> Draw | None:
     sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 700)),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=NUM_DRAWS, deadline=None)
 def test_native_equals_reference_on_every_wire(
     wire: Wire, out_wire: Wire, dtypes: tuple[torch.dtype, torch.dtype], sizes: tuple[int, int, int], seed: int
 ) -> None:
+    _check_native(wire, out_wire, dtypes, sizes, seed)
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        *(Wire("int8", 256), Wire("int4", 128), Wire("nf4", 64), Wire("fp8_e4m3", 128)),
+        *(Wire("int8", 256, symmetric=False), Wire("int4", 64, symmetric=False), Wire("int4", 128, hadamard=True)),
+        *(
+            Wire("nf4", 64, hadamard=True),
+            Wire("fp8_e4m3", 64, hadamard=True),
+            Wire("int8", 64, random=(1, 2, 3, 0, 5)),
+        ),
+        Wire("int4", 32, symmetric=False, hadamard=True, random=(6, 7, 8, 1, 2)),
+    ],
+    ids=str,
+)
+def test_native_equals_reference_on_ten_thousand_blocks(wire: Wire) -> None:
+    """In one launch of every operation: 2 messages of 2 segments of 2,500 blocks, and a short one."""
+    _check_native(wire, wire, (torch.float32, torch.bfloat16), (2, 2, 2500 * wire.block + 7), 11)
+
+
+def _check_native(
+    wire: Wire, out_wire: Wire, dtypes: tuple[torch.dtype, torch.dtype], sizes: tuple[int, int, int], seed: int
+) -> None:
+    """All operations have the same bits."""
     assert kernels.native_unavailable_reason() == ""
     num_messages, num_segments, numel = sizes
     layout = layout_of("test", _format_of(wire), torch.float32, num_segments, numel)
