@@ -10,6 +10,7 @@ otherwise fold a divide factor into an operation that no one else can read. The 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -69,41 +70,33 @@ def install_fsdp2(
     Collective if ``topology`` is not given. Cost: one collective for each kind of format in a module instead of one;
     where small or overridden parameters lie between others, one copy each way.
     """
-    recipe = get_recipe(recipe)
-    units = units_of(model)
-    choices = choose((named for unit in units for named in unit.parameters), recipe, overrides or {})
-    of_units = _by_unit(units, choices)
+    recipe, units = get_recipe(recipe), units_of(model)
+    of_units = _by_unit(units, choose((named for unit in units for named in unit.parameters), recipe, overrides or {}))
     for unit, chosen in zip(units, of_units, strict=True):
         _check_dtypes(unit, chosen)
     _check_replicas(units, replicate_group, topology, shadow=shadow)
-    owned = None
-    if topology is None and replicate_group is None and any(_is_everyone(unit) for unit in units):
-        owned = topology = Topology.from_env()
-    if topology is not None and not any(topology.global_ranks == unit.ranks for unit in units):
-        raise TopologyError(
-            f"the topology must be over the ranks that share parameters: {topology}, but {units[0].label} is sharded "
-            f"over ranks {units[0].ranks}"
-        )
-    account, undo = Account(), []
+    owned = _topology_of_job(units) if topology is None and replicate_group is None else None
+    topology = topology or owned
+    _check_topology(units, topology)
+    account, before = Account(), [_Before(unit, replaces_hook=replicate_group is not None) for unit in units]
+    last_hop = (Reduce if replicate_group is None else ReplicaMean) if recipe.residual else None
     for unit, chosen in zip(units, of_units, strict=True):
-        is_over_all = topology is not None and topology.global_ranks == unit.ranks
-        last_hop = (Reduce if replicate_group is None else ReplicaMean) if recipe.residual else None
-        plans = Plans(unit, chosen, topology if is_over_all else None, account, residual_of=last_hop)
-        undo.append(_Before(unit, replaces_hook=replicate_group is not None))
-        if shadow:
-            _install_shadow(unit, plans)
-        else:
-            _install(unit, plans, replicate_group)
+        plans = Plans(unit, chosen, _topology_of(unit, topology), account, residual_of=last_hop)
+        _install(unit, plans, replicate_group, shadow=shadow)
+    title = _title(recipe, topology) + (", shadow: nothing is changed" if shadow else "")
+    return Installation(title, account, partial(_uninstall, before, owned))
 
-    def remove() -> None:
-        for before in undo:
-            before.restore()
-        if owned is not None:
-            owned.close()
 
-    ways = f"{topology.num_nodes} nodes x {topology.ranks_per_node} ranks" if topology else "one hop"
-    title = f"install_fsdp2, recipe {recipe.name}, {ways}"
-    return Installation(title + (", shadow: nothing is changed" if shadow else ""), account, remove)
+def _title(recipe: Recipe, topology: Topology | None) -> str:
+    ways = "one hop" if topology is None else f"{topology.num_nodes} nodes x {topology.ranks_per_node} ranks"
+    return f"install_fsdp2, recipe {recipe.name}, {ways}"
+
+
+def _uninstall(before: Sequence[_Before], topology: Topology | None) -> None:
+    for one in before:
+        one.restore()
+    if topology is not None:
+        topology.close()
 
 
 class _Before:
@@ -126,19 +119,18 @@ class _Before:
             module.set_all_reduce_hook(self._hook)
 
 
-def _install(unit: Unit, plans: Plans, replicate_group: dist.ProcessGroup | None) -> None:
+def _install(unit: Unit, plans: Plans, replicate_group: dist.ProcessGroup | None, *, shadow: bool) -> None:
+    if shadow:
+        group = unit.group
+        unit.module.set_custom_all_gather(ShadowGather(group._all_gather_comm, Gather(plans)))
+        unit.module.set_custom_reduce_scatter(ShadowReduce(group._reduce_scatter_comm, Reduce(plans), unit))
+        return
     unit.module.reshard()
     unit.module.set_custom_all_gather(Gather(plans))
     unit.module.set_custom_reduce_scatter(Reduce(plans))
     unit.module.set_force_sum_reduction_for_comms(True)
     if replicate_group is not None:
         unit.module.set_all_reduce_hook(ReplicaMean(plans, replicate_group))
-
-
-def _install_shadow(unit: Unit, plans: Plans) -> None:
-    group = unit.group
-    unit.module.set_custom_all_gather(ShadowGather(group._all_gather_comm, Gather(plans)))
-    unit.module.set_custom_reduce_scatter(ShadowReduce(group._reduce_scatter_comm, Reduce(plans), unit))
 
 
 def _by_unit(units: Sequence[Unit], choices: Sequence[Choice]) -> list[Sequence[Choice]]:
@@ -149,8 +141,22 @@ def _by_unit(units: Sequence[Unit], choices: Sequence[Choice]) -> list[Sequence[
     return parts
 
 
-def _is_everyone(unit: Unit) -> bool:
-    return unit.ranks == tuple(range(dist.get_world_size()))
+def _topology_of_job(units: Sequence[Unit]) -> Topology | None:
+    """As torchrun has it, if anything is sharded over all ranks."""
+    everyone = tuple(range(dist.get_world_size()))
+    return Topology.from_env() if any(unit.ranks == everyone for unit in units) else None
+
+
+def _topology_of(unit: Unit, topology: Topology | None) -> Topology | None:
+    return topology if topology is not None and topology.global_ranks == unit.ranks else None
+
+
+def _check_topology(units: Sequence[Unit], topology: Topology | None) -> None:
+    if topology is not None and all(_topology_of(unit, topology) is None for unit in units):
+        raise TopologyError(
+            f"the topology must be over the ranks that share parameters: {topology}, but {units[0].label} is sharded "
+            f"over ranks {units[0].ranks}"
+        )
 
 
 def _check_dtypes(unit: Unit, choices: Sequence[Choice]) -> None:
