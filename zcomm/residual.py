@@ -267,6 +267,11 @@ class Residual:
     def check(self, route: Route, numbering: Numbering, shard_numel: int, source: Tensor) -> None:
         """Raise LayoutError if a reduction of ``source`` to such shards over ``route`` is not what this belongs to."""
         layout = self.layout
+        if len(route.hops) != len(self.route.hops):
+            raise LayoutError(
+                f"the residual is kept for {len(self.route.hops)} hops, the exchange takes {len(route.hops)}: name its "
+                "formats instead of 'auto', which may choose the hops"
+            )
         expected = (layout.num_nodes, layout.ranks_per_node, layout.shard_numel, self.device)
         got = (route.num_nodes, route.ranks_per_node, shard_numel, source.device)
         if got != expected or (layout.has_two_hops and numbering != layout.numbering):

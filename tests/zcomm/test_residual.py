@@ -15,6 +15,7 @@ from tests.zcomm import oracle
 from tests.zcomm.data import same_values
 from tests.zcomm.oracle import Wire
 from zcomm import ConfigError, LayoutError, Residual, StateError, chunks
+from zcomm.route import find_route
 
 ONE = zcomm.Topology.single()
 WIRES = {"int8": Wire("int8", 256), "int4": Wire("int4", 128), "nf4": Wire("nf4", 64)}
@@ -288,6 +289,19 @@ def test_a_residual_of_another_exchange_is_refused() -> None:
             zcomm.reduce_scatter_single(torch.empty(numel), x, group=ONE, format=wire, residual=residual)
         with pytest.raises(LayoutError, match="residual"):
             zcomm.all_reduce(x, group=ONE, format=wire, residual=residual)
+
+
+def _check_other_hops(rank: int) -> None:
+    """``auto`` may take one hop over nodes: a residual of two hops holds other rows."""
+    t = topology(2)
+    residual = Residual(t, [("w", 0, 16)], 16)
+    route = find_route("reduce_scatter", t, "int4", first="intra", num_hops=1)
+    with pytest.raises(LayoutError, match=r"kept for 2 hops, the exchange takes 1.*'auto'"):
+        residual.check(route, "rank", 4, torch.zeros(16))
+
+
+def test_a_residual_of_other_hops_is_refused() -> None:
+    run_ranks(4, _check_other_hops)
 
 
 # What residuals are worth: 8 ranks as 2 nodes x 4.
