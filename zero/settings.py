@@ -44,6 +44,8 @@ class ZeroSettings:
     """Exchange while the computation goes on. The bits are the same either way."""
     gradient_accumulation_steps: int = 1
     """Backwards per step. Stages 0 and 1 reduce at the last; without it, at each (``no_sync()`` defers too)."""
+    ignore_unused_parameters: bool = True
+    """Parameters that no rank had a gradient for are left as they are; False: ``step()`` raises and names them."""
 
     def __post_init__(self) -> None:
         """Refuse what can never be meant."""
@@ -57,7 +59,7 @@ class ZeroSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1: {name}={value!r}")
-        for name in ("quantized_weights", "quantized_gradients", "overlap_comm"):
+        for name in ("quantized_weights", "quantized_gradients", "overlap_comm", "ignore_unused_parameters"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False: {name}={getattr(self, name)!r}")
         allowed = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)

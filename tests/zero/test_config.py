@@ -1,0 +1,247 @@
+"""The configuration: every key checked, nothing ignored in silence, one definition behind all that describes it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.zero.configs import CONFIGS, NEEDS_MORE
+from zcomm import ConfigError
+from zero.cli import main
+from zero.config import (
+    Config,
+    NotAvailableError,
+    explain,
+    json_schema,
+    make_plan,
+    markdown_table,
+    parse,
+    read_source,
+    solve_batch_sizes,
+)
+from zero.config.keys import definitions, section_type
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tutorial_configurations_explain_every_key_they_give(name: str, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps(CONFIGS[name]))
+    assert main(["config", "explain", str(path), "--world-size", "2"]) == 0
+    text = capsys.readouterr().out
+    leaves = [word for word in re.findall(r'"(\w+)":', json.dumps(CONFIGS[name])) if word not in ("params", "type")]
+    renamed = {
+        "cpu_offload": "offload_optimizer.device",
+        "cpu_offload_params": "offload_param.device",
+        "stage3_param_persitance_threshold": "stage3_param_persistence_threshold",
+    }
+    for leaf in leaves:
+        assert renamed.get(leaf, leaf) in text
+    assert ("NOT AVAILABLE" in text) == (name in NEEDS_MORE)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_this_version_cannot_do_is_refused_by_name(name: str) -> None:
+    if name not in NEEDS_MORE:
+        assert make_plan(CONFIGS[name], {}).settings.stage == CONFIGS[name]["zero_optimization"]["stage"]
+        return
+    with pytest.raises(NotAvailableError, match=r"offload_param\.device='(cpu|nvme)'|partition_activations=True"):
+        make_plan(CONFIGS[name], {})
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"gradient_cliping": 1.0}, r"gradient_cliping \(did you mean 'gradient_clipping'\?\)"),
+        ({"zero_optimization": {"stge": 1}}, r"zero_optimization\.stge \(did you mean 'stage'\?\)"),
+        ({"zero_optimization": {"offload_param": {"devise": 1}}}, r"devise \(did you mean 'device'\?\)"),
+        ({"loss_scale": 0}, r"loss_scale \(it belongs in 'fp16'\)"),
+        ({"fp16": {"stage": 0}}, r"fp16\.stage \(it belongs in 'zero_optimization'\)"),
+        ({"offload_optimzer": {}}, r"did you mean 'zero_optimization\.offload_optimizer'\?"),
+        ({"aio": {"bogus_xyz": 1}, "zzz": 2}, r"aio\.bogus_xyz; zzz"),
+        ({"zero_optimization": {"stage": 4}}, r"stage must be one of 0, 1, 2, 3: zero_optimization\.stage=4"),
+        ({"zero_optimization": {"stage": True}}, "stage must be an integer: got True"),
+        ({"zero_optimization": {"reduce_bucket_size": 1.5}}, "reduce_bucket_size must be an integer: got 1.5"),
+        ({"zero_optimization": {"reduce_bucket_size": "5e8"}}, "must be an integer: got '5e8'"),
+        ({"zero_optimization": {"overlap_comm": 1}}, "overlap_comm must be true or false: got 1"),
+        ({"fp16": {"loss_scale_window": 0}}, "loss_scale_window must be at least 1"),
+        ({"fp16": {"min_loss_scale": 0}}, "min_loss_scale must be greater than 0"),
+        ({"fp16": {"loss_scale": float("inf")}}, "loss_scale must be a number: got inf"),
+        ({"fp16": [1]}, r"fp16 must be an object: got \[1\]"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "must not both be true"),
+        ({"bf16": {}, "bfloat16": {}}, "are the same key"),
+        ({"scheduler": {"type": "WarmupDecay"}}, r"did you mean 'WarmupDecayLR'\?"),
+        ({"zero_optimization": {"cpu_offload": "yes"}}, r"cpu_offload must be true or false: got 'yes'"),
+    ],
+)
+def test_mistakes_are_named(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(raw, "dict")
+
+
+def test_files_are_checked_before_their_keys(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for text, message in (
+        ("{", "must be JSON"),
+        ("[]", "must be a JSON object"),
+        ('{"bf16": {}, "bf16": {}}', "twice"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_source(path)
+    with pytest.raises(ConfigError, match="readable JSON file"):
+        read_source(tmp_path / "missing.json")
+
+
+def test_old_spellings_are_taken_with_a_warning() -> None:
+    zero = {"cpu_offload": True, "cpu_offload_use_pin_memory": False, "stage3_param_persitance_threshold": 7}
+    read = parse({"zero_optimization": zero, "bfloat16": {"enabled": True}}, "dict")
+    assert read.values.zero_optimization.offload_optimizer.device == "cpu"
+    assert read.values.zero_optimization.offload_optimizer.pin_memory is False
+    assert read.values.zero_optimization.stage3_param_persistence_threshold == 7
+    assert read.values.bf16.enabled
+    assert len(read.notes) == 4
+    assert all("deprecated" in note or "is read as" in note for note in read.notes)
+    assert parse({"zero_optimization": True}, "dict").values.zero_optimization.stage == 1
+
+
+def test_auto_is_the_default_and_said() -> None:
+    raw = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}, "gradient_clipping": "auto"}
+    read = parse(raw, "dict")
+    assert read.values == parse({"zero_optimization": {"stage": 2}}, "dict").values
+    assert not read.given("zero_optimization.reduce_bucket_size")
+    assert sum("'auto'" in note for note in read.notes) == 2
+
+
+@pytest.mark.parametrize("given", [{"train": 24, "micro": 3, "steps": 4}])
+@pytest.mark.parametrize("missing", [(), ("train",), ("micro",), ("steps",)])
+def test_batch_sizes_are_solved(given: dict[str, int], missing: tuple[str, ...]) -> None:
+    names = {
+        "train": "train_batch_size",
+        "micro": "train_micro_batch_size_per_gpu",
+        "steps": "gradient_accumulation_steps",
+    }
+    raw = {names[name]: value for name, value in given.items() if name not in missing}
+    sizes = solve_batch_sizes(parse(raw, "dict").values, world_size=2)
+    assert (sizes.train, sizes.micro, sizes.accumulation) == (24, 3, 4)
+    with pytest.raises(ConfigError, match=r"train_batch_size=24.*world size=5"):
+        solve_batch_sizes(parse({"train_batch_size": 24, **raw}, "dict").values, world_size=5)
+
+
+def test_batch_sizes_that_are_not_given() -> None:
+    alone = solve_batch_sizes(parse({"train_batch_size": 6}, "dict").values, world_size=2)
+    assert (alone.micro, alone.accumulation) == (3, 1)
+    micro = solve_batch_sizes(parse({"train_micro_batch_size_per_gpu": 3}, "dict").values, world_size=2)
+    assert (micro.train, micro.accumulation) == (6, 1)
+    none = solve_batch_sizes(parse({}, "dict").values, world_size=2)
+    assert (none.train, none.micro, none.accumulation) == (None, None, 1)
+    assert "what the caller feeds" in none.note
+
+
+def test_keys_become_settings_and_keywords_win() -> None:
+    raw = {
+        "zero_optimization": {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2},
+        "zcomm": {"gradient_format": ["int8", "nf4"]},
+        "data_types": {"grad_accum_dtype": "bf16"},
+    }
+    plan = make_plan(raw, {"stage": 2, "reduce_bucket_size": 10, "lr": 0.1, "fp16": {"enabled": True}})
+    assert (plan.settings.stage, plan.settings.reduce_bucket_size) == (2, 10)
+    assert (plan.settings.quantized_weights, plan.settings.hpz_partition_size) == (True, 2)
+    assert plan.settings.gradient_format == ("int8", "nf4")
+    assert plan.settings.gradient_dtype is torch.bfloat16
+    assert plan.dtype is torch.float16
+    assert plan.optimizer_options == {"lr": 0.1}
+    assert plan.configuration.origins["fp16.enabled"] == "keyword"
+    assert plan.configuration.origins["zero_optimization.stage"] == "dict"
+    assert make_plan({"communication_data_type": "fp32"}, {}).settings.gradient_format == "none"
+    assert make_plan(None, {"zero_quantized_gradients": True}).settings.quantized_gradients
+    assert (make_plan(None, {}).settings.stage, make_plan({}, {}).settings.stage) == (1, 0)
+
+
+def test_what_has_no_effect_is_said() -> None:
+    raw = {
+        "zero_optimization": {"stage": 1, "zero_hpz_partition_size": 2, "contiguous_gradients": False},
+        "fp16": {"hysteresis": 3},
+        "aio": {"thread_count": 4},
+    }
+    notes = "\n".join(make_plan(raw, {}).notes)
+    assert re.search(r"zero_hpz_partition_size=2 has no effect: parameters are whole below stage 3", notes)
+    assert re.search(r"contiguous_gradients=False has no effect", notes)
+    assert re.search(r"fp16\.hysteresis=3 has no effect: the loss scale is not dynamic", notes)
+    assert re.search(r"aio\.thread_count is read as aio\.intra_op_parallelism", notes)
+    assert not make_plan({"zero_optimization": {"stage": 1, "overlap_comm": False}}, {}).notes
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"amp": {"enabled": True}},
+        {"elasticity": {"max_train_batch_size": 8}},
+        {"gradient_allreduce_op": "sum"},
+        {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
+        {"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["Block"]}}},
+    ],
+)
+def test_unavailable_keys_are_refused_unless_off(raw: dict[str, Any]) -> None:
+    with pytest.raises(NotAvailableError, match="not available in this version"):
+        make_plan(raw, {})
+    assert make_plan({"amp": {"enabled": False}, "gradient_allreduce_op": "mean"}, {}).settings.stage == 0
+
+
+def _accepts(schema: dict[str, Any], value: Any) -> bool:
+    """A validator for the parts of JSON schema that ours uses."""
+    if "anyOf" in schema:
+        return any(_accepts(option, value) for option in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return value in schema.get("enum", [schema.get("const")])
+    kinds = {"boolean": bool, "integer": int, "number": (int, float), "string": str, "array": list, "null": type(None)}
+    if schema["type"] == "object":
+        properties = schema.get("properties")
+        if not isinstance(value, dict) or properties is None:
+            return isinstance(value, dict)
+        return all(key in properties and _accepts(properties[key], item) for key, item in value.items())
+    if schema["type"] == "integer" and isinstance(value, float):
+        return value.is_integer()
+    is_kind = isinstance(value, kinds[schema["type"]]) and (schema["type"] == "boolean" or not isinstance(value, bool))
+    return is_kind and not (schema.get("minimum", value) > value if isinstance(value, (int, float)) else False)
+
+
+def test_the_schema_takes_what_the_parser_takes() -> None:
+    schema = json.loads(json.dumps(json_schema()))
+    for raw in CONFIGS.values():
+        assert _accepts(schema, raw)
+    assert _accepts(schema, {"zero_optimization": {"stage": "auto"}, "bfloat16": {"enabled": True}})
+    for wrong in ({"zero_optimization": {"stge": 1}}, {"zero_optimization": {"stage": 7}}, {"fp16": {"enabled": 1}}):
+        assert not _accepts(schema, wrong)
+
+
+def test_every_key_is_described() -> None:
+    for definition in definitions(Config):
+        facts = definition.key
+        assert facts.doc != "-" or facts.inactive or facts.unavailable, definition.path
+        assert definition.kind is not bool or facts.false, f"{definition.path}: what does false do?"
+    text = explain(parse({}, "dict"), shows_all=True)
+    paths = [d.path for d in definitions(Config) if section_type(d.kind) is None]
+    assert all(re.search(rf"^{re.escape(path)} +=", text, re.MULTILINE) for path in paths)
+
+
+def test_the_table_of_the_readme_is_current(capsys: Any) -> None:
+    assert main(["config", "table"]) == 0
+    assert capsys.readouterr().out == markdown_table()
+    (table,) = re.findall(
+        r"<!-- config table: .*?-->\n(.*?)<!-- end of config table -->", README.read_text(), re.DOTALL
+    )
+    assert table.strip() == markdown_table().strip(), "run: zero config table"
+
+
+def test_the_command_reports_errors(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"train_batch_size": 7}')
+    assert main(["config", "explain", str(path), "--world-size", "2"]) == 1
+    assert "train_batch_size=7" in capsys.readouterr().err

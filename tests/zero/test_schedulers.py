@@ -1,0 +1,196 @@
+"""The JSON's schedules against curves written down from their documentation, step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zcomm import ConfigError
+from zero.schedulers import SCHEDULERS, build_scheduler
+
+STEPS = 300
+LR = 0.02
+
+
+def _warmup(t: int, low: float, high: float, num: int, kind: str = "log") -> float | None:
+    """The learning rate of optimizer step ``t`` (from 0) while it warms up; None after."""
+    done = t - 1  # schedule steps that have been taken, counted from 0
+    if done >= num:
+        return None
+    if done < 0:
+        return low
+    share = math.log(done + 1, num) if kind == "log" else done / num
+    return low + share * (high - low)
+
+
+def _decay(t: int, low: float, high: float, num: int, total: int, kind: str = "log") -> float:
+    warm = _warmup(t, low, high, num, kind)
+    left = (total - (t - 1)) / (total - num)
+    return warm if warm is not None else low + (high - low) * max(left, 0)
+
+
+def _cosine(t: int, start: float, end: float, num: int, total: int) -> float:
+    if t == 0:
+        return 0.0
+    warm = _warmup(t, start, 1.0, num)
+    angle = min((t - num) / (total - num), 1.0) * math.pi
+    return LR * (warm if warm is not None else end + (1 - end) * 0.5 * (1 + math.cos(angle)))
+
+
+def _range(t: int, low: float, size: int, rate: float, *, stairs: bool) -> float:
+    return low * (1 + rate * (t // size if stairs else t / size))
+
+
+def _one_cycle(t: int, low: float, high: float, up: int, down: int, decay: float, interval: int) -> float:
+    if t <= up:
+        return low + (high - low) * t / up
+    if t <= up + down:
+        return high - (high - low) * (t - up) / down
+    return low / (1 + decay * (t - up - down) / interval)
+
+
+def _stairs(t: int, low: float, high: float, up: int, num: int) -> float:
+    """Up in ``num`` stairs, down in as many, then constant."""
+    if t > 2 * up:
+        return low
+    stair = (t if t <= up else 2 * up - t) * num // up
+    return low + (high - low) * stair / num
+
+
+CURVES: dict[str, tuple[str, dict[str, Any], Callable[[int], float]]] = {
+    "log": (
+        "WarmupLR",
+        {"warmup_min_lr": 1e-5, "warmup_max_lr": 1e-3, "warmup_num_steps": 30},
+        lambda t: 1e-3 if (lr := _warmup(t, 1e-5, 1e-3, 30)) is None else lr,
+    ),
+    "linear, to the optimizer's own": (
+        "WarmupLR",
+        {"warmup_num_steps": 50, "warmup_type": "linear", "warmup_max_lr": "auto"},
+        lambda t: LR if (lr := _warmup(t, 0.0, LR, 50, "linear")) is None else lr,
+    ),
+    "the tutorials'": (
+        "WarmupDecayLR",
+        {"total_num_steps": 300, "warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 30},
+        lambda t: _decay(t, 0.0, 3e-5, 30, 300),
+    ),
+    "ends before": (
+        "WarmupDecayLR",
+        {"total_num_steps": 200, "warmup_max_lr": 1e-2, "warmup_num_steps": 3, "warmup_type": "linear"},
+        lambda t: _decay(t, 0.0, 1e-2, 3, 200, "linear"),
+    ),
+    "cosine": (
+        "WarmupCosineLR",
+        {"total_num_steps": 250, "warmup_num_steps": 20, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.01},
+        lambda t: _cosine(t, 0.1, 0.01, 20, 250),
+    ),
+    "range": (
+        "LRRangeTest",
+        {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 7, "lr_range_test_step_rate": 2.0},
+        lambda t: _range(t, 1e-4, 7, 2.0, stairs=False),
+    ),
+    "range in stairs": (
+        "LRRangeTest",
+        {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 40, "lr_range_test_staircase": True},
+        lambda t: _range(t, 1e-4, 40, 1.0, stairs=True),
+    ),
+    "cycle": (
+        "OneCycle",
+        {
+            "cycle_min_lr": 1e-3,
+            "cycle_max_lr": 1e-2,
+            "cycle_first_step_size": 60,
+            "cycle_second_step_size": 100,
+            "decay_lr_rate": 0.5,
+            "decay_step_size": 20,
+        },
+        lambda t: _one_cycle(t, 1e-3, 1e-2, 60, 100, 0.5, 20),
+    ),
+    "cycle in stairs": (
+        "OneCycle",
+        {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 60, "cycle_first_stair_count": 4},
+        lambda t: _stairs(t, 1e-3, 1e-2, 60, 4),
+    ),
+}
+
+
+def _optimizer(num_groups: int = 1) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(num_groups)], lr=LR)
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_curve(name: str) -> None:
+    kind, params, curve = CURVES[name]
+    optimizer = _optimizer()
+    scheduler = build_scheduler(kind, params, optimizer)
+    for t in range(STEPS):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(curve(t), rel=1e-12, abs=1e-15), t
+        assert scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]]
+        optimizer.step()
+        scheduler.step()
+
+
+def test_momentum_goes_the_other_way() -> None:
+    optimizer = _optimizer()
+    params = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 10, "cycle_second_step_size": 20}
+    options = {"cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_step_size": 5, "decay_mom_rate": 0.01}
+    scheduler = build_scheduler("OneCycle", params | options, optimizer)
+    for t in range(40):
+        height = t / 10 if t <= 10 else (30 - t) / 20
+        expected = 0.9 - 0.1 * height if t <= 30 else 0.9 * (1 + 0.01 * (t - 30) / 5)
+        assert optimizer.param_groups[0]["betas"] == (pytest.approx(expected), 0.999)
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_state_goes_on_where_it_was(name: str) -> None:
+    kind, params, curve = CURVES[name]
+    first, second = _optimizer(), _optimizer()
+    scheduler = build_scheduler(kind, params, first)
+    for _ in range(77):
+        first.step()
+        scheduler.step()
+    restored = build_scheduler(kind, params, second)
+    restored.load_state_dict(scheduler.state_dict())
+    second.step()
+    restored.step()
+    assert second.param_groups[0]["lr"] == pytest.approx(curve(78), rel=1e-12)
+
+
+def test_one_bound_for_each_group() -> None:
+    optimizer = _optimizer(2)
+    scheduler = build_scheduler("WarmupLR", {"warmup_max_lr": [1.0, 2.0], "warmup_num_steps": 2}, optimizer)
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 2.0]
+    with pytest.raises(ConfigError, match="one for each of 2 parameter groups"):
+        build_scheduler("WarmupLR", {"warmup_max_lr": [1.0]}, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "message"),
+    [
+        ("WarmupDecayLR", {"total_steps": 3}, r"no 'total_steps' \(did you mean 'total_num_steps'\?\)"),
+        ("WarmupDecayLR", {}, "must have a value for total_num_steps"),
+        ("WarmupDecayLR", {"total_num_steps": "auto"}, "must have a value for total_num_steps"),
+        ("OneCycle", {"cycle_min_lr": 0}, "must have a value for cycle_max_lr"),
+        ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "decay_rate": 1}, "no 'decay_rate'"),
+        ("WarmupLR", {"warmup_type": "cosine"}, "must be 'log' or 'linear'"),
+        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps must be an integer of at least 1"),
+        ("Cosine", {}, "must be one of"),
+    ],
+)
+def test_mistakes_are_named(kind: str, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_scheduler(kind, params, _optimizer())
+
+
+def test_all_five_are_there() -> None:
+    assert set(SCHEDULERS) == {"LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"}
+    assert {kind for kind, _, _ in CURVES.values()} == set(SCHEDULERS)

@@ -1,0 +1,51 @@
+"""The command ``zero``.
+
+zero config explain FILE    the effective settings, where each came from, what is inactive and why
+zero config schema          the JSON schema, for editors
+zero config table           the table of all keys, as in the README
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from zcomm import ConfigError
+from zero.config import explain, json_schema, markdown_table, read_source
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with ``arguments``, default ``sys.argv[1:]``, and return its exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        sys.stdout.write(_answer(options))
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    return 0
+
+
+def _answer(options: argparse.Namespace) -> str:
+    if options.what == "schema":
+        return json.dumps(json_schema(), indent=2) + "\n"
+    if options.what == "table":
+        return markdown_table()
+    return explain(read_source(options.file), world_size=options.world_size, shows_all=options.all)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="zero", description="ZeRO for PyTorch.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    config = commands.add_parser("config", help="about configurations in DeepSpeed's JSON")
+    whats = config.add_subparsers(dest="what", required=True, metavar="WHAT")
+    explaining = whats.add_parser("explain", help="the effective settings of a file, and where each came from")
+    explaining.add_argument("file", metavar="FILE")
+    explaining.add_argument("--world-size", type=int, metavar="N", help="solve the batch sizes for N ranks")
+    explaining.add_argument("--all", action="store_true", help="also keys at their defaults that have no effect")
+    whats.add_parser("schema", help="the JSON schema, for editors")
+    whats.add_parser("table", help="all keys as a Markdown table")
+    return parser

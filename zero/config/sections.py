@@ -1,0 +1,231 @@
+"""The top level of the configuration and its sections apart from ``zero_optimization``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zero.config.keys import key, section
+from zero.config.zero_section import ZeroOptimization
+
+__all__ = ["ActivationCheckpointing", "Aio", "Bf16", "Config", "DataTypes", "Fp16", "OptimizerChoice", "Zcomm"]
+
+DTYPES = ("fp32", "float32", "float", "fp16", "float16", "half", "bf16", "bfloat16")
+WATCHES = "it only watches; training is the same without it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp16:
+    """``fp16``."""
+
+    enabled: bool = key(False, "parameters and computation in float16, float32 masters", false="off")
+    auto_cast: bool = key(False, "the engine casts floating-point inputs", false="inputs as given", active_if="fp16")
+    loss_scale: float = key(0.0, "a fixed loss scale; 0 is dynamic", minimum=0, active_if="fp16")
+    initial_scale_power: int = key(
+        16,
+        "the first dynamic scale is 2 to this power",
+        minimum=0,
+        active_if="dynamic loss scale",
+        aliases=("init_scale_power",),
+    )
+    loss_scale_window: int = key(
+        1000, "steps without an overflow before the scale doubles", minimum=1, active_if="dynamic loss scale"
+    )
+    hysteresis: int = key(2, "overflows before the scale halves", minimum=1, active_if="dynamic loss scale")
+    consecutive_hysteresis: bool = key(
+        False,
+        "a step without an overflow restores the hysteresis",
+        false="only a doubling restores it",
+        active_if="dynamic loss scale",
+    )
+    min_loss_scale: float = key(1.0, "the smallest scale", is_positive=True, active_if="dynamic loss scale")
+    fp16_master_weights_and_grads: bool = key(False, "no float32 masters", false="off", unavailable="16-bit masters")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bf16:
+    """``bf16``."""
+
+    enabled: bool = key(False, "parameters and computation in bfloat16, float32 masters", false="off")
+    check_grad_overflow: bool = key(
+        True,
+        "a step whose gradients have a NaN or an infinity is skipped",
+        false="it is taken",
+        active_if="bf16",
+    )
+    immediate_grad_update: bool = key(False, "-", false="the same as true", inactive="gradients are always taken over")
+    bf16_master_weights_and_grads: bool = key(False, "no float32 masters", false="off", unavailable="16-bit masters")
+    bf16_optimizer_states: bool = key(False, "states in bfloat16", false="off", unavailable="16-bit states")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataTypes:
+    """``data_types``."""
+
+    grad_accum_dtype: str | None = key(
+        None, "dtype that gradients accumulate in (absent: float32; DeepSpeed: the model's)", choices=DTYPES
+    )
+    param_dtype: str | None = key(None, "-", unavailable="param_dtype (use fp16 or bf16)")
+    buffer_dtype: str | None = key(None, "-", unavailable="buffer_dtype (buffers are cast with the parameters)")
+    keep_in_fp32_modules: tuple[str, ...] = key(
+        (), "modules that stay float32, by any part of their dotted name", active_if="16 bit"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchAutocast:
+    """``torch_autocast``."""
+
+    enabled: bool = key(False, "the engine's forward runs under torch.autocast", false="off")
+    dtype: str = key("bfloat16", "its dtype", choices=DTYPES, active_if="torch_autocast")
+    lower_precision_safe_modules: tuple[str, ...] = key((), "-", inactive="torch.autocast decides by operation")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerChoice:
+    """``optimizer``: built from the JSON if initialize() is given none."""
+
+    type: str | None = key(None, "Adam (AdamW unless adam_w_mode is false), AdamW, SGD, or a name of torch.optim")
+    params: dict[str, Any] = key({}, "its arguments")
+    legacy_fusion: bool = key(False, "-", false="the same as true", inactive="of DeepSpeed's LAMB")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerChoice:
+    """``scheduler``: built from the JSON if initialize() is given none; stepped by engine.step()."""
+
+    type: str | None = key(
+        None,
+        "the learning-rate schedule",
+        choices=("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
+    )
+    params: dict[str, Any] = key({}, "its arguments")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationCheckpointing:
+    """``activation_checkpointing``."""
+
+    partition_activations: bool = key(
+        False,
+        "checkpoints are divided over the model-parallel ranks",
+        false="off",
+        unavailable="checkpointing of activations",
+    )
+    cpu_checkpointing: bool = key(
+        False, "checkpoints rest in host memory", false="off", unavailable="checkpointing of activations"
+    )
+    contiguous_memory_optimization: bool = key(
+        False, "checkpoints in one buffer", false="off", unavailable="checkpointing of activations"
+    )
+    number_checkpoints: int | None = key(
+        None, "checkpoints in that buffer", minimum=1, unavailable="checkpointing of activations"
+    )
+    synchronize_checkpoint_boundary: bool = key(False, "device synchronisation", false="off", inactive=WATCHES)
+    profile: bool = key(False, "times of checkpointing", false="off", inactive=WATCHES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aio:
+    """``aio``: file input and output of NVMe offload."""
+
+    block_size: int = key(1_048_576, "bytes a request", minimum=1, active_if="nvme")
+    queue_depth: int = key(8, "requests in flight", minimum=1, active_if="nvme")
+    intra_op_parallelism: int = key(1, "threads a file", minimum=1, active_if="nvme", aliases=("thread_count",))
+    single_submit: bool = key(False, "one request a call", false="many", active_if="nvme")
+    overlap_events: bool = key(True, "collect while submitting", false="submit, then collect", active_if="nvme")
+    use_gds: bool = key(False, "GPUDirect storage", false="off", unavailable="GPUDirect storage")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zcomm:
+    """``zcomm``: what DeepSpeed has no key for."""
+
+    ranks_per_node: int | None = key(
+        None, "so many consecutive ranks stand in for a node (absent: torchrun's environment)", minimum=1
+    )
+    weight_format: str | None = key(
+        None, "wire format of weights; overrides zero_quantized_weights", setting="weight_format", active_if="stage 1+"
+    )
+    gradient_format: str | tuple[str, ...] | None = key(
+        None,
+        "wire format of gradients, or [inside the node, between nodes]; overrides zero_quantized_gradients",
+        setting="gradient_format",
+        active_if="stage 1+",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The whole of it."""
+
+    train_batch_size: int | None = key(None, "samples a step, all ranks; = micro x accumulation x ranks", minimum=1)
+    train_micro_batch_size_per_gpu: int | None = key(None, "samples a rank and backward", minimum=1)
+    gradient_accumulation_steps: int | None = key(None, "backwards a step", minimum=1)
+    managed_gradient_accumulation: bool = key(
+        True,
+        "the engine counts backwards to the boundary",
+        false="set_gradient_accumulation_boundary() decides",
+    )
+    gradient_clipping: float = key(
+        0.0, "largest global gradient norm; 0 is off, as it is if absent (DeepSpeed since 0.19: 1.0)", minimum=0
+    )
+    zero_optimization: ZeroOptimization = section(ZeroOptimization, "ZeRO and ZeRO++")
+    fp16: Fp16 = section(Fp16, "float16")
+    bf16: Bf16 = section(Bf16, "bfloat16", aliases=("bfloat16",))
+    data_types: DataTypes = section(DataTypes, "dtypes")
+    torch_autocast: TorchAutocast = section(TorchAutocast, "torch.autocast")
+    communication_data_type: str | None = key(
+        None, "dtype that gradients travel in (absent: the parameters')", choices=DTYPES, active_if="plain gradients"
+    )
+    optimizer: OptimizerChoice = section(OptimizerChoice, "the optimizer")
+    scheduler: SchedulerChoice = section(SchedulerChoice, "the learning-rate schedule")
+    zero_allow_untested_optimizer: bool = key(
+        False,
+        "-",
+        false="the same as true",
+        inactive="every optimizer is tested for being elementwise, and is refused or works",
+    )
+    zero_force_ds_cpu_optimizer: bool = key(True, "-", false="the same as true", inactive="any optimizer is taken")
+    activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing, "activations")
+    aio: Aio = section(Aio, "file input and output")
+    steps_per_print: int | None = key(None, "print step, loss scale and learning rate so often", minimum=1)
+    wall_clock_breakdown: bool = key(False, "log the times of forward, backward and step", false="off")
+    prescale_gradients: bool = key(
+        False, "divide before the reduction", false="the same as true", inactive="sums are in float32"
+    )
+    gradient_predivide_factor: float = key(1.0, "-", inactive="sums are in float32")
+    gradient_allreduce_op: str = key("mean", "mean over the ranks", choices=("mean", "sum"), unavailable="'sum'")
+    dataloader_drop_last: bool = key(False, "drop an incomplete last batch", false="keep it")
+    zcomm: Zcomm = section(Zcomm, "this library's own keys")
+    checkpoint: dict[str, Any] = key({}, "checkpoints", inactive="of DeepSpeed's checkpoint format")
+    sparse_gradients: bool = key(False, "-", false="off", unavailable="sparse gradients")
+    disable_allgather: bool = key(False, "-", false="the same as true", inactive="there is no such mode")
+    disable_python_gc: bool = key(False, "-", false="the same as true", inactive="no call collects garbage")
+    dump_state: bool = key(False, "-", false="off", inactive=WATCHES)
+    log_level: str | None = key(None, "-", inactive="use logging.getLogger('zero').setLevel()")
+    memory_breakdown: bool = key(False, "-", false="off", inactive="ZeroOptimizer.memory() reports it")
+    comms_logger: dict[str, Any] = key({}, "-", inactive="zcomm.traffic() counts every message")
+    flops_profiler: dict[str, Any] = key({}, "-", inactive=WATCHES)
+    timers: dict[str, Any] = key({}, "-", inactive=WATCHES)
+    tensorboard: dict[str, Any] = key({}, "-", inactive=WATCHES)
+    wandb: dict[str, Any] = key({}, "-", inactive=WATCHES)
+    comet: dict[str, Any] = key({}, "-", inactive=WATCHES)
+    csv_monitor: dict[str, Any] = key({}, "-", inactive=WATCHES)
+    nebula: dict[str, Any] = key({}, "-", inactive="a service of DeepSpeed")
+    amp: dict[str, Any] = key({}, "-", unavailable="Apex AMP (use fp16, bf16 or torch_autocast)")
+    elasticity: dict[str, Any] = key({}, "-", unavailable="elasticity")
+    autotuning: dict[str, Any] = key({}, "-", unavailable="autotuning")
+    compression_training: dict[str, Any] = key({}, "-", unavailable="compression")
+    data_efficiency: dict[str, Any] = key({}, "-", unavailable="data efficiency")
+    curriculum_learning: dict[str, Any] = key({}, "-", unavailable="curriculum learning")
+    progressive_layer_drop: dict[str, Any] = key({}, "-", unavailable="layer drop")
+    eigenvalue: dict[str, Any] = key({}, "-", unavailable="eigenvalues")
+    quantize_training: dict[str, Any] = key({}, "-", unavailable="quantized training")
+    weight_quantization: dict[str, Any] = key({}, "-", unavailable="weight quantization")
+    sparse_attention: dict[str, Any] = key({}, "-", unavailable="sparse attention")
+    tensor_parallel: dict[str, Any] = key({}, "-", unavailable="tensor parallelism")
+    expert_parallel: dict[str, Any] = key({}, "-", unavailable="expert parallelism")
+    pipeline: dict[str, Any] = key({}, "-", unavailable="pipeline parallelism")
+    hybrid_engine: dict[str, Any] = key({}, "-", unavailable="the hybrid engine")
+    compile: dict[str, Any] = key({}, "-", unavailable="compilation (use torch.compile)")
