@@ -8,7 +8,7 @@ Arguments, in elements where nothing else is said:
     segment_nbytes, codes_offset     bytes of a segment's codes, and where the codes begin in a message
     layout_hash                      the 32 bits of a message's trailer, as int32
     num_messages                     that are summed, in their order
-    residual_ptr, _pitch, _offset    int8 messages with block 256 that hold what earlier messages lost
+    residual_codes, _scales          what earlier messages lost, in rows of blocks: a row for each segment of a message
     seed ... rank, first             of the random numbers; see zcomm.philox
     is_valid_ptr                     int32 [1], cleared where a message has another hash
     TILE                             elements that a program handles, at least one block
@@ -21,6 +21,7 @@ import triton.language as tl
 
 from .arithmetic import FLOAT32_MAX, divided, narrowed, widened
 from .codecs import encode_tile
+from .residuals import RESIDUAL_BLOCK, load_residual, store_residual
 from .tiles import (
     check_hashes,
     decoded_tile,
@@ -35,52 +36,38 @@ from .tiles import (
     store_message,
     uniform_of,
 )
-RESIDUAL_BLOCK = tl.constexpr(256)
-"""Residuals are int8 messages with this block."""
-
 
 @triton.jit
 def encode_and_store(
-    message_ptr, segment, tile, remaining, shape, values, uniform, residual_ptr, residual_offset, beta,
+    message_ptr, segment, tile, remaining, shape, values, uniform, residual_codes_ptr, residual_scales_ptr, beta,
     KIND: tl.constexpr, BITS: tl.constexpr, QMAX: tl.constexpr, BLOCK: tl.constexpr, ROTATED: tl.constexpr,
     IS_RANDOM: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Encode a tile of values, which are 0 where there is no element, into the message at ``message_ptr``.
 
-    With ``RESIDUAL``, what the message at ``residual_ptr`` holds is added, times ``beta``, and what is lost replaces it.
+    With ``RESIDUAL``, that of the tile's row is added, times ``beta``, and what encoding loses replaces it.
     """
     _, mask = elements_of(remaining, BLOCK, ROWS, COLS)
-    residual_shape = (shape[0], shape[0], residual_offset)
     RESIDUAL_ROWS: tl.constexpr = BLOCK * ROWS // RESIDUAL_BLOCK
     if RESIDUAL:
-        residual = load_message(
-            residual_ptr, segment, tile, remaining, residual_shape, "symmetric", 8, RESIDUAL_BLOCK, False,
-            RESIDUAL_ROWS, RESIDUAL_BLOCK, FLOAT32_MAX,
-        )  # fmt: skip
+        residual = load_residual(residual_codes_ptr, residual_scales_ptr, tile, remaining, RESIDUAL_ROWS)
         values = values + tl.reshape(residual * beta, (ROWS, COLS))
     whole = values
     if ROTATED:
         whole = rotated_where_whole(values, remaining, BLOCK, ROWS)
     headers, codes, _ = encode_tile(whole, mask, uniform, KIND, QMAX, IS_RANDOM)
-    stored = tl.full((ROWS,), 1, tl.int1)
-    store_message(message_ptr, segment, tile, remaining, shape, headers, codes, stored, KIND, BITS, BLOCK, ROWS, COLS)
+    store_message(message_ptr, segment, tile, remaining, shape, headers, codes, KIND, BITS, BLOCK, ROWS, COLS)
     if RESIDUAL:
         lost = values - decoded_tile(headers, codes, remaining, KIND, BITS, BLOCK, ROTATED, ROWS, FLOAT32_MAX)
         lost = tl.reshape(tl.where(mask, lost, 0.0), (RESIDUAL_ROWS, RESIDUAL_BLOCK))
-        _, mask = elements_of(remaining, RESIDUAL_BLOCK, RESIDUAL_ROWS, RESIDUAL_BLOCK)
-        headers, codes, is_finite = encode_tile(lost, mask, 0.0, "symmetric", 127.0, False)
-        tl.debug_barrier()  # no warp still reads what is overwritten
-        store_message(
-            residual_ptr, segment, tile, remaining, residual_shape, headers, codes, is_finite, "symmetric", 8,
-            RESIDUAL_BLOCK, RESIDUAL_ROWS, RESIDUAL_BLOCK,
-        )  # fmt: skip
+        store_residual(residual_codes_ptr, residual_scales_ptr, tile, remaining, lost, RESIDUAL_ROWS)
 
 
-@triton.jit(do_not_specialize=["layout_hash", "residual_hash", "seed", "tensor", "step", "hop", "rank"])
+@triton.jit(do_not_specialize=["layout_hash", "seed", "tensor", "step", "hop", "rank"])
 def quantize_kernel(
-    x_ptr, held_ptr, out_ptr, residual_ptr, message_stride, segment_stride, num_segments, segment_numel,
-    pitch, segment_nbytes, codes_offset, layout_hash, residual_pitch, residual_offset, residual_hash, beta,
-    seed, tensor, step, hop, rank, first,
+    x_ptr, held_ptr, out_ptr, message_stride, segment_stride, num_segments, segment_numel, pitch, segment_nbytes,
+    codes_offset, layout_hash, residual_codes_ptr, residual_scales_ptr, residual_codes_stride, residual_scales_stride,
+    beta, seed, tensor, step, hop, rank, first,
     KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr, ROTATED: tl.constexpr,
     QMAX: tl.constexpr, HEADER_NBYTES: tl.constexpr, RANDOM: tl.constexpr, RESIDUAL: tl.constexpr,
     DELTA: tl.constexpr, TILE: tl.constexpr,
@@ -96,23 +83,21 @@ def quantize_kernel(
     uniform = uniform_of(start + first, (seed, tensor, step, hop, rank), BLOCK, ROWS, COLS, RANDOM)
     message_ptr = out_ptr + message * pitch
     if RESIDUAL:
-        residual_ptr += message * residual_pitch
+        residual_codes_ptr += (message * num_segments + segment) * residual_codes_stride
+        residual_scales_ptr += (message * num_segments + segment) * residual_scales_stride
     encode_and_store(
-        message_ptr, segment, tile, remaining, shape, values, uniform, residual_ptr, residual_offset, beta,
+        message_ptr, segment, tile, remaining, shape, values, uniform, residual_codes_ptr, residual_scales_ptr, beta,
         KIND, BITS, QMAX, BLOCK, ROTATED, RANDOM != "", RESIDUAL, ROWS, COLS,
     )  # fmt: skip
     if (tile == 0) & (segment == 0):
         store_ends(message_ptr, pitch, num_segments, shape, layout_hash, HEADER_NBYTES, BLOCK)
-        if RESIDUAL:
-            shape = (segment_numel, segment_numel, residual_offset)
-            store_ends(residual_ptr, residual_pitch, num_segments, shape, residual_hash, 2, RESIDUAL_BLOCK)
 
 
-@triton.jit(do_not_specialize=["in_hash", "layout_hash", "residual_hash", "seed", "tensor", "step", "hop", "rank"])
+@triton.jit(do_not_specialize=["in_hash", "layout_hash", "seed", "tensor", "step", "hop", "rank"])
 def requantize_kernel(
-    in_ptr, is_valid_ptr, out_ptr, residual_ptr, num_messages, num_segments, segment_numel, in_pitch,
+    in_ptr, is_valid_ptr, out_ptr, num_messages, num_segments, segment_numel, in_pitch,
     in_segment_nbytes, in_codes_offset, in_hash, pitch, segment_nbytes, codes_offset, layout_hash,
-    residual_pitch, residual_offset, residual_hash, beta, seed, tensor, step, hop, rank, first,
+    residual_codes_ptr, residual_scales_ptr, residual_codes_stride, residual_scales_stride, beta, seed, tensor, step, hop, rank, first,
     IN_KIND: tl.constexpr, IN_BITS: tl.constexpr, IN_BLOCK: tl.constexpr, IN_COLS: tl.constexpr,
     IN_ROTATED: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr,
     ROTATED: tl.constexpr, QMAX: tl.constexpr, HEADER_NBYTES: tl.constexpr, RANDOM: tl.constexpr,
@@ -136,17 +121,15 @@ def requantize_kernel(
     uniform = uniform_of(start, (seed, tensor, step, hop, rank), BLOCK, ROWS, COLS, RANDOM)
     message_ptr = out_ptr + segment * pitch
     if RESIDUAL:
-        residual_ptr += segment * residual_pitch
+        residual_codes_ptr += segment * residual_codes_stride
+        residual_scales_ptr += segment * residual_scales_stride
     shape = (segment_numel, segment_nbytes, codes_offset)
     encode_and_store(
-        message_ptr, 0, tile, remaining, shape, values, uniform, residual_ptr, residual_offset, beta,
+        message_ptr, 0, tile, remaining, shape, values, uniform, residual_codes_ptr, residual_scales_ptr, beta,
         KIND, BITS, QMAX, BLOCK, ROTATED, RANDOM != "", RESIDUAL, ROWS, COLS,
     )  # fmt: skip
     if tile == 0:
         store_ends(message_ptr, pitch, 1, shape, layout_hash, HEADER_NBYTES, BLOCK)
-        if RESIDUAL:
-            shape = (segment_numel, segment_numel, residual_offset)
-            store_ends(residual_ptr, residual_pitch, 1, shape, residual_hash, 2, RESIDUAL_BLOCK)
         if IN_KIND != "cast":
             if segment == 0:
                 check_hashes(in_ptr, num_messages, in_pitch, in_hash, is_valid_ptr)

@@ -23,19 +23,19 @@ from ._run import columns, run
 __all__ = ["Residual", "decode", "decode_sum", "decode_sum_requantize", "quantize"]
 
 RESIDUAL_BLOCK = 256
+OF_RESIDUAL = ("residual_codes_ptr", "residual_scales_ptr")
 
 
 class Residual(NamedTuple):
-    """What earlier messages lost: it is added before encoding, and replaced by what encoding loses.
+    """What earlier messages lost: it is added before encoding, and replaced by what encoding loses (N10).
 
-    u = RN(x + RN(beta * r)) is encoded, and u minus what the message decodes to is the new r. A block of it that is
-    not finite keeps its old bytes.
+    Row i * num_segments + s belongs to segment s of message i; all rows of one array have the same stride.
     """
 
-    messages: Tensor
-    """uint8 [num_messages, nbytes], overwritten; zeros hold no residual."""
-    layout: Layout
-    """int8 with block 256, and segments as in the messages to be written."""
+    codes: Tensor
+    """int8 [num_rows, num_blocks, 256], read and overwritten; zeros hold no residual."""
+    scales: Tensor
+    """bfloat16 [num_rows, num_blocks], read and overwritten."""
     beta: float
 
 
@@ -55,13 +55,13 @@ def quantize(
     words, random = random_of(draw, layout, (message_stride, segment_stride))
     run(
         kernels.quantize_kernel,
-        (x, held, typed(out, layout), _bytes_of(residual), message_stride, segment_stride, *encoding.shape,
-         *_residual_numbers(residual, layout), *words),
+        (x, held, typed(out, layout), message_stride, segment_stride, *encoding.shape,
+         *_residual_arguments(residual, layout), *words),
         _encoder(layout, random, residual) | {"DELTA": held is not None},
         num_units=out.shape[0] * layout.num_segments,
         numel=layout.segment_numel,
         block=encoding.block,
-        written=() if residual is None else ("residual_ptr",),
+        written=() if residual is None else OF_RESIDUAL,
         widest=0 if residual is None else RESIDUAL_BLOCK,
     )  # fmt: skip
 
@@ -125,13 +125,13 @@ def decode_sum_requantize(
     words, random = random_of(draw, out_layout, (layout.segment_numel, 0))
     run(
         kernels.requantize_kernel,
-        (typed(messages, layout), is_valid, typed(out, out_layout), _bytes_of(residual), messages.shape[0],
-         *encoding.shape, *out_encoding.shape[2:], *_residual_numbers(residual, out_layout), *words),
+        (typed(messages, layout), is_valid, typed(out, out_layout), messages.shape[0], *encoding.shape,
+         *out_encoding.shape[2:], *_residual_arguments(residual, out_layout), *words),
         {f"IN_{name}": value for name, value in decoder.items()} | _encoder(out_layout, random, residual),
         num_units=layout.num_segments,
         numel=layout.segment_numel,
         block=out_encoding.block,
-        written=() if residual is None else ("residual_ptr",),
+        written=() if residual is None else OF_RESIDUAL,
         widest=max(columns(decoder["BLOCK"]), 0 if residual is None else RESIDUAL_BLOCK),
     )  # fmt: skip
 
@@ -169,18 +169,14 @@ def _encoder(layout: Layout, random: str, residual: Residual | None) -> dict[str
     }
 
 
-def _bytes_of(residual: Residual | None) -> Tensor | None:
-    return None if residual is None else typed(residual.messages, residual.layout)
-
-
-def _residual_numbers(residual: Residual | None, layout: Layout) -> tuple[int, int, int, float]:
-    """Pitch, offset of the codes, hash, beta."""
+def _residual_arguments(residual: Residual | None, layout: Layout) -> tuple[Tensor | None, Tensor | None, int, int, float]:
+    """Codes, scales, their strides from row to row, beta."""
     if residual is None:
-        return 0, 0, 0, 0.0
+        return None, None, 0, 0, 0.0
     if layout.block & (layout.block - 1):
         raise ValueError(f"with a residual, the block must be a power of two: block={layout.block}")
-    _, _, pitch, _, codes_offset, layout_hash = encoding_of(residual.layout).shape
-    return pitch, codes_offset, layout_hash, residual.beta
+    codes, scales, beta = residual
+    return codes, scales.view(torch.int16), codes.stride(0), scales.stride(0), beta
 
 
 def _cast(

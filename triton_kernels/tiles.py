@@ -185,13 +185,13 @@ def _load_codes(
 
 @triton.jit
 def store_message(
-    message_ptr, segment, tile, remaining, shape, headers, codes, stored, KIND: tl.constexpr, BITS: tl.constexpr,
+    message_ptr, segment, tile, remaining, shape, headers, codes, KIND: tl.constexpr, BITS: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Write the headers and codes of the blocks that are ``stored``, bool [ROWS]; ``shape`` as in load_message."""
+    """Write a tile's headers and codes into the message at ``message_ptr``; ``shape`` as in load_message."""
     segment_numel, segment_nbytes, codes_offset = shape
     pointers, mask = _header_pointers(message_ptr, segment, tile, remaining, segment_numel, KIND, BLOCK, ROWS)
-    tl.store(pointers, headers.to(pointers.dtype.element_ty), mask=mask & stored)
+    tl.store(pointers, headers.to(pointers.dtype.element_ty), mask=mask)
     if BITS == 4:
         _, mask = elements_of(remaining, BLOCK, ROWS, COLS)
         codes = tl.where(mask, codes, 0)  # the unused half of a last byte
@@ -199,7 +199,7 @@ def store_message(
         codes = (low & 0xF) | ((high & 0xF) << 4)
     codes_ptr = message_ptr + codes_offset + segment * segment_nbytes
     pointers, mask = _code_bytes(codes_ptr, tile, segment_nbytes, BITS, BLOCK, ROWS, COLS)
-    tl.store(pointers, codes.to(tl.uint8), mask=mask & stored[:, None])
+    tl.store(pointers, codes.to(tl.uint8), mask=mask)
 
 
 @triton.jit
