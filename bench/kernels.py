@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 from torch_forms import CODECS, CodecSpec, TorchForms
 
-from zcomm import _native
+from zcomm import _native, formats, kernels
 from zcomm.bench.harness import Column, Report, interleave
+from zcomm.message import MessageLayout
 
 COLUMNS = [
     Column("op", "                   op"),
-    Column("codec", "codec"),
+    Column("codec", "    codec"),
     Column("dtype", "   dtype"),
     Column("nbytes", "    bytes(B)"),
     Column("p50_us", "  p50(us)", ".1f", is_measurement=True),
@@ -38,9 +39,8 @@ COLUMNS = [
     Column("over_torch", "/torch", ".1f", is_measurement=True),
     Column("over_chunked", "/chunked", ".1f", is_measurement=True),
 ]
-DTYPES = {torch.float32: (0, "float32"), torch.bfloat16: (1, "bfloat16"), torch.float16: (2, "float16")}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUM_SUMMED = 4
-LAYOUT_HASH = 1
 NUMEL_MULTIPLE = 256  # torch's forms want whole blocks
 
 
@@ -58,14 +58,14 @@ class Case:
 class Arrays:
     """The operands of one codec and dtype, [numel] elements a message."""
 
-    def __init__(self, spec: CodecSpec, dtype: torch.dtype, numel: int, num_threads: int) -> None:
+    def __init__(self, spec: CodecSpec, dtype: torch.dtype, numel: int) -> None:
         """Random data, ``NUM_SUMMED`` messages of it, and room for every result."""
         generator = torch.Generator().manual_seed(0)
-        self.spec, self.numel, self.num_threads = spec, numel, num_threads
-        self.dtype_number = DTYPES[dtype][0]
+        self.spec, self.numel = spec, numel
+        self.layout = MessageLayout("bench", formats.CODECS[spec.name], spec.block, 1, numel)
+        self.nbytes = self.layout.nbytes
         self.x = torch.randn(numel, generator=generator).to(dtype)
-        self.nbytes = _native.message_nbytes(spec.number, spec.block, 1, numel)
-        self.messages = torch.zeros(NUM_SUMMED, self.nbytes, dtype=torch.uint8)
+        self.messages = self.layout.new(NUM_SUMMED, self.x.device)
         for message in self.messages:
             self.quantize(message)
         self.message = torch.zeros(self.nbytes, dtype=torch.uint8)
@@ -73,32 +73,19 @@ class Arrays:
 
     def quantize(self, message: Tensor) -> None:
         """Native, ``x`` to ``message``."""
-        _native.quantize(
-            self.spec.number, self.spec.block, 1, 1, self.numel, self.dtype_number, self.x.data_ptr(), self.numel,
-            self.numel, message.data_ptr(), self.nbytes, LAYOUT_HASH, self.num_threads,
-        )  # fmt: skip
+        kernels.quantize(self.x, self.layout, message.view(1, -1), self.numel, self.numel)
 
     def decode(self) -> None:
         """Native, the first message to ``out``."""
-        _native.decode(
-            self.spec.number, self.spec.block, 1, 1, self.numel, self.messages.data_ptr(), self.nbytes, LAYOUT_HASH,
-            self.dtype_number, self.out.data_ptr(), self.numel, self.numel, self.num_threads,
-        )  # fmt: skip
+        kernels.decode(self.messages[:1], self.layout, self.out, self.numel, self.numel)
 
     def decode_sum(self) -> None:
         """Native, the mean of all messages to ``out``."""
-        _native.decode_sum(
-            self.spec.number, self.spec.block, NUM_SUMMED, 1, self.numel, self.messages.data_ptr(), self.nbytes,
-            LAYOUT_HASH, self.dtype_number, self.out.data_ptr(), self.numel, NUM_SUMMED, self.num_threads,
-        )  # fmt: skip
+        kernels.decode_sum(self.messages, self.layout, self.out, self.numel, NUM_SUMMED)
 
     def decode_sum_requantize(self) -> None:
         """Native, the sum of all messages to ``message``."""
-        _native.decode_sum_requantize(
-            self.spec.number, self.spec.block, NUM_SUMMED, 1, self.numel, self.messages.data_ptr(), self.nbytes,
-            LAYOUT_HASH, self.spec.number, self.spec.block, self.message.data_ptr(), self.nbytes, LAYOUT_HASH,
-            self.num_threads,
-        )  # fmt: skip
+        kernels.decode_sum_requantize(self.messages, self.layout, self.message.view(1, -1), self.layout)
 
 
 def make_cases(arrays: Arrays, *, compiled: bool) -> Iterator[Case]:
@@ -172,17 +159,21 @@ def main() -> int:
     if options.threads < 1 or options.size_mib <= 0 or options.rounds < 1:
         parser.error("--threads, --size-mib and --rounds must be positive")
     torch.set_num_threads(options.threads)
+    if kernels.native_unavailable_reason():
+        parser.error(kernels.native_unavailable_reason())
     numel = int(options.size_mib * 2**20) // 4 // NUMEL_MULTIPLE * NUMEL_MULTIPLE
     if numel == 0:
         parser.error(f"--size-mib must give at least {NUMEL_MULTIPLE} elements")
     report = Report(COLUMNS, as_json=options.json)
     report.start("kernels", isa=_native.isa(), threads=options.threads, numel=numel, rounds=options.rounds)
     for spec in CODECS:
-        for dtype, (_, dtype_name) in DTYPES.items():
-            arrays = Arrays(spec, dtype, numel, options.threads)
+        for dtype in DTYPES:
+            arrays = Arrays(spec, dtype, numel)
             for case in make_cases(arrays, compiled=options.compile):
                 values, num_wrong = run_case(case, rounds=options.rounds)
-                report.row({**values, "codec": spec.name, "dtype": dtype_name}, num_wrong=num_wrong)
+                report.row(
+                    {**values, "codec": spec.name, "dtype": str(dtype).removeprefix("torch.")}, num_wrong=num_wrong
+                )
     return report.finish()
 
 

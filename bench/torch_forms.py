@@ -7,8 +7,9 @@ Forms of each operation:
     compiled   ``eager`` through torch.compile (on request)
     chunked    ``out`` cut by hand into chunks that stay in the cache
 
-Scales and codes have the bits of the wire format for finite data with blocks above 2^-100; the forms leave out what
-NaN, infinity and tiny blocks would need. Arrays are [rows, block], one row a block.
+int8 and int4 have all of them; the other codecs, in other_torch_forms.py, are ``eager``, whole and ``chunked``. Scales
+and codes have the bits of the wire format for finite data with blocks above 2^-100; the forms leave out what NaN,
+infinity and tiny blocks would need. Arrays are [rows, block], one row a block.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from other_torch_forms import decode_other, encode_other, pack_nibbles, scale_up
 from torch import Tensor
 
 __all__ = ["CODECS", "CodecSpec", "TorchForms"]
@@ -28,7 +30,7 @@ CHUNK_NUMEL = 65536  # a thread; float32 256 KiB: with its temporaries inside a 
 
 @dataclass(frozen=True)
 class CodecSpec:
-    """A block codec: its name, number, default block and largest code."""
+    """A block codec: its name, number, default block, and what its scales divide by."""
 
     name: str
     number: int
@@ -38,20 +40,36 @@ class CodecSpec:
     @property
     def row_nbytes(self) -> int:
         """Bytes of a block's codes."""
-        return self.block if self.name == "int8" else self.block // 2
+        return self.block // 2 if self.name in ("int4", "nf4", "int4_asym") else self.block
+
+    @property
+    def header_numel(self) -> int:
+        """bf16 numbers beside a block's codes."""
+        return 2 if self.name.endswith("_asym") else 1
+
+    @property
+    def is_symmetric_int(self) -> bool:
+        """Whether there are forms that write into arrays that are kept."""
+        return self.name in ("int8", "int4")
 
 
-CODECS = (CodecSpec("int8", 3, 256, 127), CodecSpec("int4", 4, 128, 7))
+CODECS = (
+    CodecSpec("int8", 3, 256, 127),
+    CodecSpec("int4", 4, 128, 7),
+    CodecSpec("nf4", 6, 64, 8),
+    CodecSpec("fp8_e4m3", 7, 128, 448),
+    CodecSpec("int8_asym", 8, 256, 255),
+    CodecSpec("int4_asym", 9, 128, 15),
+)
 Forms = dict[str, Callable[[], None]]
-Part = tuple[Tensor, Tensor]  # scales bfloat16 [rows, 1], packed codes uint8 [rows, row_nbytes]
+Part = tuple[Tensor, Tensor]  # headers bfloat16 [rows, header_numel], packed codes uint8 [rows, row_nbytes]
 
 
 def pack(codes: Tensor, spec: CodecSpec) -> Tensor:
     """Int8 codes to bytes; int4: the even element of a pair in the low nibble."""
     if spec.name == "int8":
         return codes.view(torch.uint8)
-    pairs = codes.view(torch.int16)  # low byte: the even element
-    return ((pairs & 0x0F) | ((pairs >> 4) & 0xF0)).to(torch.uint8)
+    return pack_nibbles(codes)
 
 
 def unpack(packed: Tensor, spec: CodecSpec) -> Tensor:
@@ -65,19 +83,29 @@ def unpack(packed: Tensor, spec: CodecSpec) -> Tensor:
 def scales_of(values: Tensor, spec: CodecSpec) -> Tensor:
     """Scales in float32, rounded up to bfloat16."""
     absmax = torch.linalg.vector_norm(values, torch.inf, dim=1, keepdim=True)
-    return (((absmax / spec.qmax).view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+    return scale_up(absmax / spec.qmax)
 
 
 def encode(values: Tensor, spec: CodecSpec) -> Part:
-    """Values of any dtype to scales and packed codes."""
+    """Values of any dtype to headers and packed codes."""
     values = values.float()
+    if not spec.is_symmetric_int:
+        return encode_other(values, spec.name, spec.qmax)
     scales = scales_of(values, spec)
     return scales.bfloat16(), pack((values * (1 / scales)).round().to(torch.int8), spec)
 
 
+def decoded(part: Part, spec: CodecSpec) -> Tensor:
+    """Headers and packed codes to values, in float32."""
+    headers, packed = part
+    if not spec.is_symmetric_int:
+        return decode_other(headers.float(), packed, spec.name)
+    return unpack(packed, spec) * headers.float()
+
+
 def decode_sum(parts: list[Part], spec: CodecSpec, divisor: int) -> Tensor:
     """Sum of the decoded parts over ``divisor``, in float32."""
-    terms = ((unpack(packed, spec) * scales.float()).clamp(-LARGEST, LARGEST) for scales, packed in parts)
+    terms = (decoded(part, spec).clamp(-LARGEST, LARGEST) for part in parts)
     total = next(terms)
     for term in terms:
         total = total + term
@@ -92,7 +120,10 @@ class TorchForms:
         rows = numel // spec.block
         self.spec = spec
         self.compiled = compiled
-        self.part: Part = (torch.zeros(rows, 1, dtype=torch.bfloat16), torch.zeros(rows, spec.row_nbytes).byte())
+        self.part: Part = (
+            torch.zeros(rows, spec.header_numel, dtype=torch.bfloat16),
+            torch.zeros(rows, spec.row_nbytes, dtype=torch.uint8),
+        )
         self.out = torch.zeros(rows, spec.block, dtype=dtype)
         self.chunk_rows = CHUNK_NUMEL * torch.get_num_threads() // spec.block
         self._values = torch.zeros(rows, spec.block)
@@ -149,7 +180,9 @@ class TorchForms:
             for begin in range(0, num_rows, self.chunk_rows):
                 on_rows(slice(begin, min(begin + self.chunk_rows, num_rows)))
 
-        forms = {"eager": lambda: whole(function), "out": lambda: on_rows(slice(0, num_rows)), "chunked": chunked}
+        forms = {"eager": lambda: whole(function), "chunked": chunked}
+        if self.spec.is_symmetric_int:
+            forms["out"] = lambda: on_rows(slice(0, num_rows))
         if self.compiled:
             compiled = torch.compile(function)
             forms["compiled"] = lambda: whole(compiled)
@@ -160,7 +193,7 @@ class TorchForms:
         scales, packed = self.part
         offset = -(-scales.nbytes // 16) * 16
         codes = message[offset : offset + packed.nbytes]
-        return message[: scales.nbytes].view(torch.bfloat16).view(-1, 1), codes.view_as(packed)
+        return message[: scales.nbytes].view(torch.bfloat16).view_as(scales), codes.view_as(packed)
 
     def count_differing_bytes(self, message: Tensor) -> int:
         """Bytes of codes, and scales, in which ``message`` differs from ``part``."""
@@ -169,6 +202,9 @@ class TorchForms:
         return int(differing_scales + (packed != self.part[1]).sum())
 
     def _encode_rows(self, values: Tensor, rows: slice) -> None:
+        if not self.spec.is_symmetric_int:
+            self.part[0][rows], self.part[1][rows] = encode(values, self.spec)
+            return
         count = len(values)
         if values.dtype != torch.float32:
             values = self._values[:count].copy_(values)
@@ -195,6 +231,9 @@ class TorchForms:
         values.mul_(scales[rows]).clamp_(-LARGEST, LARGEST)
 
     def _sum_rows(self, parts: list[Part], rows: slice, out: Tensor, divisor: int) -> None:
+        if not self.spec.is_symmetric_int:
+            out.copy_(decode_sum([(headers[rows], packed[rows]) for headers, packed in parts], self.spec, divisor))
+            return
         total = out if out.dtype == torch.float32 else self._values[: len(out)]
         self._decode_rows(parts[0], rows, total)
         for part in parts[1:]:

@@ -1,0 +1,52 @@
+"""nf4, fp8_e4m3 and the asymmetric int codecs in plain torch operations on whole arrays; see torch_forms.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zcomm.blocks import NF4_LEVELS
+
+__all__ = ["decode_other", "encode_other", "pack_nibbles", "scale_up"]
+
+LEVELS = torch.tensor(NF4_LEVELS)
+MIDPOINTS = (LEVELS[1:] + LEVELS[:-1]) / 2
+
+
+def scale_up(quotients: Tensor) -> Tensor:
+    """Positive float32 values rounded up to bfloat16."""
+    return ((quotients.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """8-bit codes to bytes of two, the even element in the low nibble."""
+    pairs = codes.view(torch.int16)  # low byte: the even element
+    return ((pairs & 0x0F) | ((pairs >> 4) & 0xF0)).to(torch.uint8)
+
+
+def encode_other(values: Tensor, name: str, qmax: int) -> tuple[Tensor, Tensor]:
+    """Float32 [rows, block] to headers bfloat16 [rows, 1 or 2] and packed codes uint8 [rows, ...]."""
+    if name.endswith("_asym"):
+        low, high = torch.aminmax(values, dim=1, keepdim=True)
+        zeros = low.bfloat16().float()
+        zeros = torch.where(zeros > low, torch.nextafter(zeros.bfloat16(), torch.tensor(-torch.inf)).float(), zeros)
+        scales = scale_up((high - zeros) / qmax)
+        codes = ((values - zeros) * (1 / scales)).round().clamp(0, qmax).to(torch.uint8)
+        return torch.cat([scales, zeros], 1).bfloat16(), codes if qmax == 255 else pack_nibbles(codes)
+    scales = scale_up(torch.linalg.vector_norm(values, torch.inf, dim=1, keepdim=True) / qmax)
+    scaled = values * (1 / scales)
+    if name == "nf4":
+        return scales.bfloat16(), pack_nibbles(torch.bucketize(scaled, MIDPOINTS).to(torch.uint8))
+    codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+    return scales.bfloat16(), codes.masked_fill(codes == 0x80, 0)  # no negative zero
+
+
+def decode_other(headers: Tensor, packed: Tensor, name: str) -> Tensor:
+    """Headers float32 [rows, 1 or 2] and packed codes to float32 [rows, block]."""
+    scales = headers[:, :1]
+    if name == "fp8_e4m3":
+        return packed.view(torch.float8_e4m3fn).float() * scales
+    codes = packed if name == "int8_asym" else torch.stack([packed & 0x0F, packed >> 4], dim=-1).flatten(-2)
+    if name == "nf4":
+        return LEVELS[codes.int()] * scales
+    return headers[:, 1:] + codes * scales
