@@ -80,11 +80,9 @@ def all_reduce(
     }
     reducing.compare(numel=tensor.numel(), dtype=tensor.dtype, **facts)
     steps = all_reduce_steps(tensor, reducer, gatherer, numbering, divisor)
-    num_exchanges = len(reducing.hops) + len(gathering.hops)
-    work = run(steps, async_op=async_op, device=tensor.device, queue=reducing.queue, num_exchanges=num_exchanges)
-    if residual is not None:
-        residual.watch(work)
-    return work
+    num_hops = len(reducing.hops) + len(gathering.hops)
+    work = run(steps, async_op=async_op, device=tensor.device, queue=reducing.queue, num_exchanges=num_hops)
+    return work if residual is None else residual.watch(work)
 
 
 def _routes(

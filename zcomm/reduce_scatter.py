@@ -89,9 +89,7 @@ def reduce_scatter_single(
     route.compare(numel=output.numel(), dtype=rows.dtype, **facts)
     steps = reduce_steps(output, rows, numbering, divisor, Encoder(route, rows.shape[1], random, residual))
     work = run(steps, async_op=async_op, device=output.device, queue=route.queue, num_exchanges=len(route.hops))
-    if residual is not None:
-        residual.watch(work)
-    return work
+    return work if residual is None else residual.watch(work)
 
 
 def reduce_steps(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, encoder: Encoder) -> Steps:

@@ -269,8 +269,8 @@ class Residual:
         layout = self.layout
         if len(route.hops) != len(self.route.hops):
             raise LayoutError(
-                f"the residual is kept for {len(self.route.hops)} hops, the exchange takes {len(route.hops)}: name its "
-                "formats instead of 'auto', which may choose the hops"
+                f"the residual is kept for {len(self.route.hops)} hops, the exchange takes {len(route.hops)}: pass the "
+                "group that the residual was made for"
             )
         expected = (layout.num_nodes, layout.ranks_per_node, layout.shard_numel, self.device)
         got = (route.num_nodes, route.ranks_per_node, shard_numel, source.device)
@@ -282,10 +282,11 @@ class Residual:
         if codec_for(route.hops[-1][1], source.dtype).dtype == torch.float64:
             raise LayoutError("a residual is float32, and cannot follow an exchange in float64: use a format or dtype")
 
-    def watch(self, work: Work | None) -> None:
-        """``work`` is of an exchange with this residual; None: it has ended."""
+    def watch(self, work: Work | None) -> Work | None:
+        """Remember ``work``, of an exchange with this residual, and return it; None: the exchange has ended."""
         if work is not None:
             self._works.append(work)
+        return work
 
     def add_to_(self, values: Tensor, first: int) -> None:
         """u of N10: add the residual to float32 ``values`` [num_rows, numel], columns from ``first``."""

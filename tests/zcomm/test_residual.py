@@ -15,6 +15,7 @@ from tests.zcomm import oracle
 from tests.zcomm.data import same_values
 from tests.zcomm.oracle import Wire
 from zcomm import ConfigError, LayoutError, Residual, StateError, chunks
+from zcomm.auto import Choice, Table
 from zcomm.route import find_route
 
 ONE = zcomm.Topology.single()
@@ -292,12 +293,28 @@ def test_a_residual_of_another_exchange_is_refused() -> None:
 
 
 def _check_other_hops(rank: int) -> None:
-    """``auto`` may take one hop over nodes: a residual of two hops holds other rows."""
+    """The same ranks as one group have one hop, and all rows; a residual of two hops holds others."""
     t = topology(2)
     residual = Residual(t, [("w", 0, 16)], 16)
     route = find_route("reduce_scatter", t, "int4", first="intra", num_hops=1)
-    with pytest.raises(LayoutError, match=r"kept for 2 hops, the exchange takes 1.*'auto'"):
+    with pytest.raises(LayoutError, match="kept for 2 hops, the exchange takes 1"):
         residual.check(route, "rank", 4, torch.zeros(16))
+    for group, other in ((t, None), (None, t)):
+        residual = Residual(group, [("w", 0, 16)], 16)
+        with pytest.raises(LayoutError, match="pass the group that the residual was made for"):
+            zcomm.reduce_scatter_single(torch.zeros(4), torch.zeros(16), group=other, format="int4", residual=residual)
+    for call in (zcomm.all_reduce, zcomm.reduce_scatter_single):  # auto must not choose the hops then
+        residual = Residual(t, [("w", 0, 16)], 16)
+        out: Any = () if call is zcomm.all_reduce else (torch.zeros(4),)
+        one_hop = [(0, Choice.parse("int4", 1))]
+        table = Table("cpu", {"all_reduce": one_hop, "reduce_scatter": one_hop})
+        t.auto_table, usual = table, t.auto_table
+        try:
+            call(*out, torch.ones(16), group=t, format="auto", residual=residual)
+        finally:
+            t.auto_table = usual
+        residual.commit()
+        assert residual.values().shape == (2, 4)
 
 
 def test_a_residual_of_other_hops_is_refused() -> None:
