@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ class Codec(Protocol):
 
 class Layout(Protocol):
     """Of a :class:`zcomm.message.MessageLayout`."""
+
+    def __hash__(self) -> int: ...
 
     @property
     def codec(self) -> Codec: ...

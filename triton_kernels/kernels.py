@@ -2,7 +2,7 @@
 
 Arguments, in elements where nothing else is said:
 
-    message_stride, segment_stride   where message i, segment s lies in an array: i * message_stride + s * segment_stride
+    message_stride, segment_stride   message i, segment s lies in an array at i * message_stride + s * segment_stride
     num_segments, segment_numel      of a message
     pitch                            from one message to the next: bytes, or elements of a cast codec's dtype
     segment_nbytes, codes_offset     bytes of a segment's codes, and where the codes begin in a message
@@ -36,6 +36,7 @@ from .tiles import (
     store_message,
     uniform_of,
 )
+
 
 @triton.jit
 def encode_and_store(
@@ -97,7 +98,8 @@ def quantize_kernel(
 def requantize_kernel(
     in_ptr, is_valid_ptr, out_ptr, num_messages, num_segments, segment_numel, in_pitch,
     in_segment_nbytes, in_codes_offset, in_hash, pitch, segment_nbytes, codes_offset, layout_hash,
-    residual_codes_ptr, residual_scales_ptr, residual_codes_stride, residual_scales_stride, beta, seed, tensor, step, hop, rank, first,
+    residual_codes_ptr, residual_scales_ptr, residual_codes_stride, residual_scales_stride, beta,
+    seed, tensor, step, hop, rank, first,
     IN_KIND: tl.constexpr, IN_BITS: tl.constexpr, IN_BLOCK: tl.constexpr, IN_COLS: tl.constexpr,
     IN_ROTATED: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr,
     ROTATED: tl.constexpr, QMAX: tl.constexpr, HEADER_NBYTES: tl.constexpr, RANDOM: tl.constexpr,
@@ -147,9 +149,7 @@ def decode_kernel(
     message, segment, tile, remaining = locate(num_segments, segment_numel, BLOCK, ROWS)
     shape = (segment_numel, segment_nbytes, codes_offset)
     message_ptr = messages_ptr + message * pitch
-    values = load_message(
-        message_ptr, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS, COLS, LARGEST
-    )
+    values = load_message(message_ptr, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS, COLS, LARGEST)
     start = message * message_stride + segment * segment_stride + tile * (BLOCK * ROWS)
     if ADDED:
         values = load_array(out_ptr, start, remaining, BLOCK, ROWS, COLS) + values

@@ -14,8 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arithmetic import butterflies, clamped, narrowed, philox_word, philox_words, widened
-from .arithmetic import FLOAT32_MAX
+from .arithmetic import FLOAT32_MAX, butterflies, clamped, narrowed, philox_word, philox_words, widened
 from .codecs import decode_tile
 
 
