@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arithmetic import FLOAT32_MAX, divided, narrowed, widened
+from .arithmetic import FLOAT32_MAX, divided
 from .codecs import encode_tile
 from .residuals import RESIDUAL_BLOCK, load_residual, store_residual
 from .tiles import (
@@ -183,14 +183,14 @@ def decode_sum_kernel(
 
 @triton.jit
 def cast_kernel(
-    x_ptr, out_ptr, message_stride, segment_stride, out_message_stride, out_segment_stride, num_segments,
-    segment_numel, TILE: tl.constexpr,
+    x_ptr, held_ptr, out_ptr, message_stride, segment_stride, out_message_stride, out_segment_stride, num_segments,
+    segment_numel, DELTA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Copy an array of segments to another, converting its dtype."""
+    """Copy an array of segments, or x - held, to another, converting its dtype."""
     message, segment, tile, remaining = locate(num_segments, segment_numel, TILE, 1)
-    offsets = tl.arange(0, TILE)
-    mask = offsets < remaining
-    source = x_ptr + (message * message_stride + segment * segment_stride + tile * TILE)
-    target = out_ptr + (message * out_message_stride + segment * out_segment_stride + tile * TILE)
-    values = widened(tl.load(source + offsets, mask=mask))
-    tl.store(target + offsets, narrowed(values, out_ptr.dtype.element_ty), mask=mask)
+    start = message * message_stride + segment * segment_stride + tile * TILE
+    values = load_array(x_ptr, start, remaining, TILE, 1, TILE)
+    if DELTA:
+        values = values - load_array(held_ptr, start, remaining, TILE, 1, TILE)
+    start = message * out_message_stride + segment * out_segment_stride + tile * TILE
+    store_array(out_ptr, start, values, remaining, TILE, 1, TILE)

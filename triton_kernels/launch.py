@@ -45,11 +45,13 @@ def quantize(
 ) -> None:  # fmt: skip
     """Write messages ``out`` from the array ``x``, or from RN(x - held), ``held`` being addressed as ``x`` is.
 
-    ``residual`` needs a block that is a power of two.
+    ``residual`` needs a block codec, and a block that is a power of two.
     """
     if layout.codec.dtype is not None:
         strides = (layout.num_segments * layout.segment_numel, layout.segment_numel)
-        _cast(x, (message_stride, segment_stride), typed(out, layout), strides, layout, out.shape[0])
+        if residual is not None:
+            raise ValueError(f"a residual needs a block codec: codec={layout.codec.name}")
+        _cast(x, (message_stride, segment_stride), typed(out, layout), strides, layout, out.shape[0], held=held)
         return
     encoding = encoding_of(layout)
     words, random = random_of(draw, layout, (message_stride, segment_stride))
@@ -67,8 +69,8 @@ def quantize(
 
 
 def decode(
-    messages: Tensor, layout: Layout, out: Tensor, message_stride: int, segment_stride: int, is_valid: Tensor,
-    *, added: bool = False,
+    messages: Tensor, layout: Layout, out: Tensor, message_stride: int, segment_stride: int,
+    *, is_valid: Tensor, added: bool = False,
 ) -> None:  # fmt: skip
     """Write the values of ``messages`` into the array ``out``, or with ``added`` RN(out + value)."""
     if layout.codec.dtype is not None and not added:
@@ -88,7 +90,7 @@ def decode(
 
 
 def decode_sum(
-    messages: Tensor, layout: Layout, out: Tensor, segment_stride: int, divisor: float, is_valid: Tensor
+    messages: Tensor, layout: Layout, out: Tensor, segment_stride: int, divisor: float, *, is_valid: Tensor
 ) -> None:
     """Write the sum of ``messages`` over ``divisor`` into ``out``: segment s at ``s * segment_stride``."""
     encoding = encoding_of(layout)
@@ -103,19 +105,19 @@ def decode_sum(
 
 
 def decode_sum_requantize(
-    messages: Tensor, layout: Layout, out: Tensor, out_layout: Layout, is_valid: Tensor, draw: Draw | None = None,
-    *, residual: Residual | None = None,
+    messages: Tensor, layout: Layout, out: Tensor, out_layout: Layout, draw: Draw | None = None,
+    *, is_valid: Tensor, residual: Residual | None = None,
 ) -> None:  # fmt: skip
     """Sum ``messages``; segment s of the sum becomes message s of ``out``, which has one segment a message.
 
     One launch where the blocks are equal or powers of two; else two, with a float32 array between them.
     """
     if out_layout.codec.dtype is not None:
-        decode_sum(messages, layout, typed(out, out_layout), layout.segment_numel, 1, is_valid)
+        decode_sum(messages, layout, typed(out, out_layout), layout.segment_numel, 1, is_valid=is_valid)
         return
     if not _is_fused(layout, out_layout):
         total = torch.empty(layout.num_segments * layout.segment_numel, dtype=torch.float32, device=out.device)
-        decode_sum(messages, layout, total, layout.segment_numel, 1, is_valid)
+        decode_sum(messages, layout, total, layout.segment_numel, 1, is_valid=is_valid)
         quantize(total, out_layout, out, layout.segment_numel, 0, draw, residual=residual)
         return
     encoding, out_encoding = encoding_of(layout), encoding_of(out_layout)
@@ -183,12 +185,12 @@ def _residual_arguments(
 
 def _cast(
     source: Tensor, source_strides: tuple[int, int], target: Tensor, target_strides: tuple[int, int], layout: Layout,
-    num_messages: int,
+    num_messages: int, *, held: Tensor | None = None,
 ) -> None:  # fmt: skip
     run(
         kernels.cast_kernel,
-        (source, target, *source_strides, *target_strides, layout.num_segments, layout.segment_numel),
-        {},
+        (source, held, target, *source_strides, *target_strides, layout.num_segments, layout.segment_numel),
+        {"DELTA": held is not None},
         num_units=num_messages * layout.num_segments,
         numel=layout.segment_numel,
         block=1,

@@ -24,7 +24,11 @@ SWITCH = ("0", "1")
 VARIABLES = {
     "ZCOMM_CHECK": Variable("0", SWITCH, "1: messages carry a checksum, verified when they are decoded"),
     "ZCOMM_DEBUG": Variable("0", SWITCH, "1: compare the calls of all ranks before each exchange"),
-    "ZCOMM_KERNELS": Variable("auto", ("auto", "native", "reference"), "kernels of CPU tensors; auto: native if built"),
+    "ZCOMM_KERNELS": Variable(
+        "auto",
+        ("auto", "native", "triton", "reference"),
+        "kernels; auto: native for CPU tensors if built, Triton for CUDA tensors if installed",
+    ),
     "ZCOMM_PROBE": Variable("", (), "file of `zcomm probe`, for format=auto; default: in the user's cache folder"),
     "ZCOMM_ISA": Variable("", ("", "avx512", "avx2", "baseline"), "highest instruction set of the native kernels"),
     "ZERO_DEBUG": Variable("0", SWITCH, "1: buffers that zero gives back are filled with NaN"),

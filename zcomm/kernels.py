@@ -1,7 +1,7 @@
-"""One dispatch table: operation -> the native kernel (CPU tensors) or the PyTorch reference (everything else).
+"""One dispatch table: operation -> Triton (CUDA tensors), the native kernel (CPU tensors) or the PyTorch reference.
 
-The choice depends on formats, dtypes and device alone, never on sizes or values, and both have the same bits. float64
-has no native kernels; neither have CUDA tensors yet.
+The choice depends on formats, dtypes and device alone, never on sizes or values, and all have the same bits. float64
+has the reference only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from zcomm import env, message, quant
+from zcomm import env, message, on_triton, quant
 from zcomm.errors import BackendUnavailableError, MessageError
 from zcomm.message import MessageLayout
 from zcomm.philox import Draw
@@ -122,7 +122,9 @@ def quantize(
     x: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None = None
 ) -> None:
     """Write messages ``out`` [num_messages, nbytes] from the array that begins at ``x``; see :mod:`zcomm.quant`."""
-    if out.numel() and _uses_native(x, layout):
+    if out.numel() and on_triton.serves(x, layout):
+        on_triton.quantize(x, layout, out, message_stride, segment_stride, draw)
+    elif out.numel() and _uses_native(x, layout):
         target = out.data_ptr(), layout.nbytes, layout.hash, _draw(draw)
         _call("quantize", layout, *_rows(layout, out.shape[0]), *_array(x), message_stride, segment_stride, *target)
     else:
@@ -134,7 +136,9 @@ def quantize(
 def decode(messages: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int) -> None:
     """Write the values of ``messages`` into the array that begins at ``out``."""
     message.verify(messages, layout)
-    if messages.numel() and _uses_native(out, layout):
+    if messages.numel() and on_triton.serves(out, layout):
+        on_triton.decode(messages, layout, out, message_stride, segment_stride)
+    elif messages.numel() and _uses_native(out, layout):
         _call("decode", layout, *_incoming(messages, layout), *_array(out), message_stride, segment_stride)
     else:
         quant.decode(messages, layout, out, message_stride, segment_stride)
@@ -144,7 +148,9 @@ def decode(messages: Tensor, layout: MessageLayout, out: Tensor, message_stride:
 def decode_sum(messages: Tensor, layout: MessageLayout, out: Tensor, segment_stride: int, divisor: float) -> None:
     """Write the sum of ``messages`` over ``divisor`` into ``out``."""
     message.verify(messages, layout)
-    if messages.numel() and _uses_native(out, layout):
+    if messages.numel() and on_triton.serves(out, layout):
+        on_triton.decode_sum(messages, layout, out, segment_stride, divisor)
+    elif messages.numel() and _uses_native(out, layout):
         _call("decode_sum", layout, *_incoming(messages, layout), *_array(out), segment_stride, divisor)
     else:
         quant.decode_sum(messages, layout, out, segment_stride, divisor)
@@ -156,7 +162,9 @@ def decode_sum_requantize(
 ) -> None:
     """Sum ``messages``; segment s of the sum becomes message s of ``out``."""
     message.verify(messages, layout)
-    if messages.numel() and _uses_native(out, layout, out_layout):
+    if messages.numel() and on_triton.serves(out, layout, out_layout):
+        on_triton.decode_sum_requantize(messages, layout, out, out_layout, draw)
+    elif messages.numel() and _uses_native(out, layout, out_layout):
         target = out.data_ptr(), out_layout.nbytes, out_layout.hash, _draw(draw)
         _call("decode_sum_requantize", layout, *_incoming(messages, layout), *_wire(out_layout), *target)
     else:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zcomm import env, kernels
+from zcomm import env, kernels, on_triton
 from zcomm.errors import ConfigError
 
 try:
@@ -90,15 +90,22 @@ def _versions() -> dict[str, str]:
 
 def _kernels() -> dict[str, str]:
     try:
-        reason = kernels.native_unavailable_reason()
+        reason, is_triton = kernels.native_unavailable_reason(), env.value("ZCOMM_KERNELS") == "triton"
     except ConfigError as error:  # a report on a wrong setting must come all the same
-        reason = str(error)
-    found = {
-        "CPU tensors": f"native ({kernels.native_description()})" if not reason else f"PyTorch reference: {reason}"
-    }
-    found["float64"] = "PyTorch reference: there are no native kernels for float64"
-    found["CUDA tensors"] = "PyTorch reference: this version has no GPU kernels"
+        reason, is_triton = str(error), False
+    native = f"PyTorch reference: {reason}" if reason else f"native ({kernels.native_description()})"
+    found = {"CPU tensors": f"{_triton('cpu')}, interpreted" if is_triton else native}
+    found["float64"] = "PyTorch reference: there are no other kernels for float64"
+    found["CUDA tensors"] = _triton("cuda")
     return found
+
+
+def _triton(device_type: str) -> str:
+    try:
+        reason = on_triton.unavailable_reason(device_type)
+    except ConfigError as error:
+        reason = str(error)
+    return f"PyTorch reference: {reason}" if reason else f"Triton {_version('triton')}"
 
 
 def _torch() -> dict[str, str]:

@@ -1,0 +1,150 @@
+"""Triton's fused kernels in its interpreter: residuals (N10) and deltas (N11) against the reference's single steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.zcomm.data import mixture, same_values
+from zcomm import quant
+from zcomm.formats import FORMATS, get_format
+from zcomm.message import MessageLayout, layout_of
+from zcomm.philox import Draw
+from zcomm.triton_kernels import launch
+
+WIRES = ["int4", "nf4", "int8", "fp8_e4m3", "int4:asym", "int4/512:hadamard", "int8/2", "int4:asym:hadamard:stochastic"]
+SIZES = [1, 255, 256, 257, 1000, 2053]
+BETA = 0.9
+
+
+def _quantized(x: Tensor, layout: MessageLayout, draw: Draw | None = None) -> Tensor:
+    """Rows of ``x`` as messages of the reference."""
+    out = layout.new(x.shape[0], x.device)
+    quant.quantize(x, layout, out, x.shape[1], 0, draw)
+    return out
+
+
+def _decoded(messages: Tensor, layout: MessageLayout) -> Tensor:
+    out = torch.empty(messages.shape[0], layout.numel)
+    quant.decode(messages, layout, out, layout.numel, 0)
+    return out
+
+
+def _random(format: str) -> Draw | None:
+    return Draw(3, 4, 5) if get_format(format).is_random else None
+
+
+def _blocks_of(messages: Tensor, layout: MessageLayout) -> tuple[Tensor, Tensor]:
+    """Codes int8 [rows, blocks, 256], zeros after the end, and scales bf16 [rows, blocks] of int8 messages."""
+    num_rows, num_blocks = messages.shape[0], layout.blocks_per_segment
+    codes = torch.zeros(num_rows, num_blocks * 256, dtype=torch.int8)
+    codes[:, : layout.numel] = messages[:, layout.codes_offset :][:, : layout.numel].view(torch.int8)
+    scales = messages[:, : 2 * num_blocks].contiguous().view(torch.bfloat16)
+    return codes.view(num_rows, num_blocks, 256), scales
+
+
+class _Expected:
+    """A residual of ``numel`` columns, and what one exchange of ``values`` makes of it, step by step."""
+
+    def __init__(self, values: Tensor, layout: MessageLayout, draw: Draw | None) -> None:
+        num_rows, numel = values.shape
+        stored = layout_of("residual", FORMATS["int8"], torch.float32, 1, numel)
+        old = _quantized(mixture(num_rows * numel, 3).nan_to_num(0, 1, -1).view(num_rows, numel), stored)
+        self.codes, self.scales = _blocks_of(old, stored)
+        summed = values + _decoded(old, stored) * torch.tensor(BETA)
+        self.messages = _quantized(summed, layout, draw)
+        lost = _quantized(summed - _decoded(self.messages, layout), stored)
+        codes, scales = _blocks_of(lost, stored)
+        is_kept = scales.isnan()
+        self.new_codes = torch.where(is_kept.unsqueeze(-1), self.codes, codes)
+        self.new_scales = torch.where(is_kept, self.scales, scales)
+        self.num_kept = int(is_kept.sum())
+
+    def check(self, messages: Tensor, residual: launch.Residual) -> None:
+        assert torch.equal(messages, self.messages)
+        assert torch.equal(residual.codes, self.new_codes)
+        assert same_values(residual.scales, self.new_scales)
+
+    def residual(self) -> launch.Residual:
+        """In wider rows, as a chunk's blocks lie."""
+        wide = [torch.full((t.shape[0], t.shape[1] + 3, *t.shape[2:]), 7, dtype=t.dtype) for t in (self.codes, self.scales)]
+        views = [w[:, 2:-1] for w in wide]
+        views[0].copy_(self.codes)
+        views[1].copy_(self.scales)
+        return launch.Residual(views[0], views[1], BETA)
+
+
+@pytest.mark.parametrize("format", WIRES)
+def test_residual_of_an_array(format: str) -> None:
+    for seed, numel in enumerate(SIZES):
+        values = mixture(2 * numel, seed).view(2, numel)
+        layout = layout_of("test", get_format(format), torch.float32, 1, numel)
+        expected = _Expected(values, layout, _random(format))
+        residual, out = expected.residual(), layout.new(2, values.device).fill_(0xAB)
+        launch.quantize(values, layout, out, numel, 0, _random(format), residual=residual)
+        expected.check(out, residual)
+        assert numel < 1000 or expected.num_kept  # NaN and infinity among the values
+
+
+@pytest.mark.parametrize("received", ["int8", "bf16", "int4:asym", "int8/48"])
+@pytest.mark.parametrize("format", ["nf4", "int4/512:hadamard"])
+def test_residual_of_a_sum(format: str, received: str) -> None:
+    is_valid = torch.ones(1, dtype=torch.int32)
+    for seed, numel in enumerate([255, 257, 1000]):
+        incoming = layout_of("test", get_format(received), torch.float32, 2, numel)
+        x = mixture(3 * incoming.numel, seed)
+        messages = incoming.new(3, x.device)
+        quant.quantize(x, incoming, messages, incoming.numel, numel)
+        total = torch.empty(2, numel)
+        quant.decode_sum(messages, incoming, total, numel, 1)
+        layout = layout_of("after", get_format(format), torch.float32, 1, numel)
+        expected = _Expected(total, layout, None)
+        residual, out = expected.residual(), layout.new(2, x.device).fill_(0xAB)
+        launch.decode_sum_requantize(messages, incoming, out, layout, is_valid=is_valid, residual=residual)
+        expected.check(out, residual)
+    assert is_valid.item() == 1
+
+
+def test_a_residual_needs_blocks_that_fit() -> None:
+    values = torch.ones(1, 100)
+    blocks = launch.Residual(torch.zeros(1, 1, 256, dtype=torch.int8), torch.zeros(1, 1, dtype=torch.bfloat16), 1.0)
+    for format, named in (("int8/48", "block=48"), ("bf16", "codec=bf16")):
+        layout = layout_of("test", get_format(format), torch.float32, 1, 100)
+        with pytest.raises(ValueError, match=named):
+            launch.quantize(values, layout, layout.new(1, values.device), 100, 0, residual=blocks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("format", ["int4", "bf16", "int4:asym:hadamard:stochastic"])
+def test_delta(format: str, dtype: torch.dtype) -> None:
+    """The message of new - held; and held plus what it decodes to, in float32 and then in held's dtype."""
+    is_valid = torch.ones(1, dtype=torch.int32)
+    for seed, numel in enumerate(SIZES):
+        new, held = mixture(numel, seed, torch.float32), mixture(numel, seed + 20, dtype)
+        layout = layout_of("test", get_format(format), torch.float32, 1, numel)
+        expected = _quantized((new - held.float()).unsqueeze(0), layout, _random(format))
+        out = layout.new(1, new.device).fill_(0xAB)
+        launch.quantize(new, layout, out, 0, 0, _random(format), held=held)
+        wire = layout.codec.dtype or torch.uint8
+        assert same_values(out.view(wire), expected.view(wire))
+        applied = (held.float() + _decoded(out, layout)[0]).to(dtype)
+        launch.decode(out, layout, held, 0, 0, is_valid=is_valid, added=True)
+        assert same_values(held, applied)
+    assert is_valid.item() == 1
+
+
+def test_a_message_of_another_layout_clears_the_flag() -> None:
+    """What a GPU, whose host does not wait, goes by."""
+    x = torch.ones(600)
+    layout, other = (layout_of(name, FORMATS["int8"], torch.float32, 1, 300) for name in ("one", "another"))
+    messages, after = _quantized(x.view(2, 300), layout), layout.new(1, x.device)
+    wrong = messages.clone()
+    wrong[1] = _quantized(x.view(2, 300), other)[1]
+    for received, expected in ((messages, 1), (wrong, 0)):
+        for name, arguments in (
+            ("decode", (x, 300, 0)), ("decode_sum", (x, 300, 1)), ("decode_sum_requantize", (after, layout)),
+        ):  # fmt: skip
+            is_valid = torch.ones(1, dtype=torch.int32)
+            getattr(launch, name)(received, layout, *arguments, is_valid=is_valid)
+            assert is_valid.item() == expected, name

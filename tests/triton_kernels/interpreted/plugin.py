@@ -1,0 +1,34 @@
+"""A pytest plugin for runs in Triton's interpreter: pytest -p tests.triton_kernels.interpreted.plugin.
+
+The interpreter replaces the functions of triton.language again for each call of each function, nine tenths of its
+time. Here once is enough, since nothing in such a process compiles.
+"""
+
+from __future__ import annotations
+
+import os
+from types import FunctionType
+from typing import Any
+
+import pytest
+from triton.runtime import interpreter
+
+
+class _Nothing:
+    def restore(self) -> None:
+        """There is nothing to put back."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    assert os.environ.get("ZCOMM_KERNELS") == "triton"
+    config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")  # NumPy's, of NaN and infinities
+    original, patched = interpreter._patch_lang, set()
+
+    def patch_once(function: FunctionType) -> Any:
+        if function.__module__ not in patched:
+            patched.add(function.__module__)
+            original(function)
+        return _Nothing()
+
+    interpreter._patch_lang = patch_once

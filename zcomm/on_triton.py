@@ -1,0 +1,105 @@
+"""The Triton kernels: whether they serve a call, and the check that messages are of the layout that was expected.
+
+They serve CUDA tensors, and with ZCOMM_KERNELS=triton and TRITON_INTERPRET=1 CPU tensors, in Triton's interpreter. On
+CPU tensors, and with ZCOMM_CHECK=1, another layout raises MessageError before anything is written. Otherwise a kernel
+clears a flag on the device, which is asserted there: the host does not wait, and the next call that does reports it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcomm import env, quant, triton_kernels
+from zcomm.errors import BackendUnavailableError
+from zcomm.message import MessageLayout
+from zcomm.philox import Draw
+
+__all__ = ["decode", "decode_sum", "decode_sum_requantize", "quantize", "serves", "unavailable_reason"]
+
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.uint8})
+
+
+def unavailable_reason(device_type: str) -> str:
+    """Why the Triton kernels do not serve tensors on devices of this type; empty if they do."""
+    setting = env.value("ZCOMM_KERNELS")
+    if setting == "reference" or (device_type == "cpu" and setting != "triton"):
+        return f"ZCOMM_KERNELS={setting}"
+    return triton_kernels.unavailable_reason(device_type)
+
+
+@cache
+def _is_chosen(device_type: str) -> bool:
+    setting, reason = env.value("ZCOMM_KERNELS"), unavailable_reason(device_type)
+    if reason and setting == "triton":
+        raise BackendUnavailableError(f"ZCOMM_KERNELS=triton, but {reason}")
+    if reason and device_type == "cuda" and setting != "reference":
+        warnings.warn(f"zcomm uses its slow PyTorch reference kernels on GPUs: {reason}", RuntimeWarning, stacklevel=5)
+    return not reason
+
+
+def serves(array: Tensor, *layouts: MessageLayout) -> bool:
+    """Whether these kernels encode or decode ``array``; float64 has none."""
+    return (
+        array.device.type in ("cpu", "cuda")
+        and array.dtype in DTYPES
+        and all(layout.codec.dtype != torch.float64 for layout in layouts)
+        and _is_chosen(array.device.type)
+    )
+
+
+@cache
+def _launch() -> ModuleType:
+    from zcomm.triton_kernels import launch
+
+    return launch
+
+
+@cache
+def _flag(device: torch.device) -> Tensor:
+    """int32 [1], 1 until a message of another layout is met; then the device's assertion has ended its use."""
+    return torch.ones(1, dtype=torch.int32, device=device)
+
+
+def _checked(name: str, messages: Tensor, layout: MessageLayout, *arguments: Any, **options: Any) -> None:
+    """Launch kernel ``name``, which decodes ``messages``."""
+    is_checked_here = messages.device.type == "cpu" or env.is_set("ZCOMM_CHECK")
+    if layout.codec.is_block and is_checked_here:
+        quant.check_hashes(messages, layout)
+    flag = _flag(messages.device)
+    getattr(_launch(), name)(messages, layout, *arguments, is_valid=flag, **options)
+    if layout.codec.is_block and not is_checked_here:
+        torch._assert_async(
+            flag,
+            f"a message of {layout.operation} is not what this rank expects: sizes or formats differ between ranks; "
+            "ZCOMM_CHECK=1 says which",
+        )
+
+
+def quantize(
+    x: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None
+) -> None:
+    """As :func:`zcomm.quant.quantize`."""
+    _launch().quantize(x, layout, out, message_stride, segment_stride, draw)
+
+
+def decode(messages: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int) -> None:
+    """As :func:`zcomm.quant.decode`."""
+    _checked("decode", messages, layout, out, message_stride, segment_stride)
+
+
+def decode_sum(messages: Tensor, layout: MessageLayout, out: Tensor, segment_stride: int, divisor: float) -> None:
+    """As :func:`zcomm.quant.decode_sum`."""
+    _checked("decode_sum", messages, layout, out, segment_stride, divisor)
+
+
+def decode_sum_requantize(
+    messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout, draw: Draw | None
+) -> None:
+    """As :func:`zcomm.quant.decode_sum_requantize`."""
+    _checked("decode_sum_requantize", messages, layout, out, out_layout, draw)
