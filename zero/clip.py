@@ -35,6 +35,8 @@ def clip_grad_norm_(runtime: Runtime, max_norm: float, norm_type: float, *, erro
         raise StateError(f"the global gradient norm is {total}; pass error_if_nonfinite=False to go on")
     dtype = torch.float64 if any(g.dtype == torch.float64 for g in runtime.reducer.all) else torch.float32
     norm = torch.tensor(total, dtype=dtype)
+    if max_norm == math.inf:
+        return norm
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grads in runtime.reducer.all:
         result = runtime.reducer.results(grads)

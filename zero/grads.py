@@ -91,6 +91,8 @@ class Reducer:
         self._cursor = 0
         self._in_flight: list[InFlight] = []
         self.reduces_now = True
+        self.on_reduced: Callable[[], None] = lambda: None
+        """Called when a backward has reduced."""
 
     def _new(self, bucket: Bucket) -> BucketGrads:
         dtype = self._settings.gradient_dtype or master_dtype(bucket.dtype)
@@ -172,6 +174,8 @@ class Reducer:
         self._finish(list(self._in_flight))
         self._gather_results()
         self.show_grads()
+        if self.reduces_now:
+            self.on_reduced()
 
     def _agree_and_issue_rest(self) -> None:
         """Bring all ranks to the same exchanges (G1), by one agreement on what each has used, issued and not issued."""

@@ -10,8 +10,9 @@ optimizer.zero_grad()
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -21,10 +22,15 @@ from torch.optim import Optimizer
 
 from zcomm import ConfigError, LayoutError, StateError, Topology
 from zero.clip import clip_grad_norm_
+from zero.config.plan import Plan, make_plan
+from zero.config.read import Configuration, Source
+from zero.final_gradients import FinalGradients
+from zero.loss_scale import LossScale
 from zero.masters import as_groups, build_inner, build_pieces, check_elementwise
 from zero.memory import MemoryReport, measure
+from zero.placement import cast
 from zero.runtime import Runtime, check_model
-from zero.settings import Effective, split_options
+from zero.settings import Effective
 from zero.state_dict import install_state_dict_hooks
 
 __all__ = ["ZeroOptimizer"]
@@ -36,17 +42,21 @@ class ZeroOptimizer(Optimizer):
     """An elementwise torch optimizer whose states, gradients and parameters are sharded over the ranks.
 
     Args:
-        model: On its device and in its dtype: float32, or bf16 (then float32 master weights are kept). Rank 0's values
-            are taken over by every rank.
+        model: On its device. Its parameters keep their dtype (with float32 masters of 16-bit ones) unless the
+            configuration enables fp16 or bf16. Rank 0's values are taken over by every rank.
         optimizer: A class, built here over the model's trainable parameters with ``options``; or an instance without
             state, whose parameter groups and settings are kept.
+        config: A DeepSpeed configuration, as a dict or the path of a JSON file. Its ``optimizer``, ``scheduler`` and
+            batch sizes are for :func:`zero.initialize`.
         topology: Which ranks share a node. Default: torchrun's environment.
         ranks_per_node: Instead of ``topology``: so many consecutive ranks stand in for a node.
         group: The data-parallel ranks; default: all.
-        options: The fields of :class:`zero.ZeroSettings` (``stage``, ``quantized_weights``, ...); what is left goes to
-            the optimizer class (``lr``, ``weight_decay``, ...).
+        options: Any key of the configuration (``stage``, ``zero_quantized_weights``, ``fp16={"enabled": True}``, ...)
+            and the fields of :class:`zero.ZeroSettings`, which win over ``config``; what is left goes to the optimizer
+            class (``lr``, ``weight_decay``, ...).
 
     Raises:
+        NotAvailableError: A key asks for what this version cannot do.
         ConfigError: A setting that cannot be meant, an optimizer that is not elementwise, parameters in no group.
         LayoutError: Parameters on several devices, on meta, without floating point; models that differ between ranks.
         TopologyError: Ranks that do not divide into nodes, or ``hpz_partition_size`` that does not fit them.
@@ -61,6 +71,7 @@ class ZeroOptimizer(Optimizer):
         model: nn.Module,
         optimizer: type[Optimizer] | Optimizer,
         *,
+        config: Source | Configuration | None = None,
         topology: Topology | None = None,
         ranks_per_node: int | None = None,
         group: dist.ProcessGroup | None = None,
@@ -68,7 +79,8 @@ class ZeroOptimizer(Optimizer):
     ) -> None:
         if not (isinstance(optimizer, Optimizer) or (isinstance(optimizer, type) and issubclass(optimizer, Optimizer))):
             raise ConfigError(f"optimizer must be a torch.optim.Optimizer class or instance: got {optimizer!r}")
-        settings, optimizer_options = split_options(options)
+        plan = make_plan(config, options)
+        optimizer_options = plan.optimizer_options
         groups = as_groups(model, optimizer)
         device = check_model(model)
         # A wrong option or optimizer is refused before the model is touched.
@@ -76,29 +88,51 @@ class ZeroOptimizer(Optimizer):
             check_elementwise(build_inner(optimizer, [{"params": []}], [], optimizer_options), device)
         else:
             check_elementwise(optimizer, device)
+        cast(model, plan.dtype, plan.configuration.values.data_types.keep_in_fp32_modules)
         self._owns_topology = topology is None
-        self._runtime = Runtime(model, settings, _choose_topology(topology, ranks_per_node, group))
+        if ranks_per_node is None and topology is None:
+            ranks_per_node = plan.configuration.values.zcomm.ranks_per_node
+        self._runtime = Runtime(model, plan.settings, _choose_topology(topology, ranks_per_node, group))
         shard_index = self._runtime.topology.shard_index("local")
         self._pieces = build_pieces(self._runtime.buckets, self._runtime.stage, shard_index)
         self._inner = build_inner(optimizer, groups, self._pieces, optimizer_options)
+        self._gradients = FinalGradients(self._runtime, self._pieces)
+        self._inner.param_groups[0]["params"].append(self._gradients.flag)
+        self._adopt(plan)
         self._is_built = False
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self._is_built = True
         self._share_state()
         self._runtime.hooks.keep(install_state_dict_hooks(self._runtime))
-        self._announce()
+        self._announce(plan)
+
+    def _adopt(self, plan: Plan) -> None:
+        """What step() does beside the update."""
+        config = plan.configuration.values
+        self.loss_scale: LossScale | None = plan.new_loss_scale()
+        """The loss scale of fp16, or of bf16 with overflow checks; None if the configuration has neither."""
+        self.was_step_applied = False
+        """Whether the last step() updated the parameters; False if gradients overflowed."""
+        self.last_grad_norm: float | None = None
+        """The global gradient norm of the last step, before clipping; None if it was not computed."""
+        self.computes_grad_norm = False
+        """Whether step() computes it even where gradients are not clipped. Cost: one pass and one small exchange."""
+        self._max_norm = config.gradient_clipping
+        self._is_scaled = self._is_unscaled = False
 
     def _share_state(self) -> None:
         """One list of groups and one state, seen by both optimizers."""
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
 
-    def _announce(self) -> None:
+    def _announce(self, plan: Plan) -> None:
         if self._runtime.topology.rank == 0:
             if not logger.hasHandlers():
                 logger.addHandler(logging.StreamHandler())
             if logger.level == logging.NOTSET:
                 logger.setLevel(logging.INFO)
+            for note in plan.notes:
+                logger.warning("%s", note)
             logger.info("%s", self.effective)
 
     @property
@@ -135,11 +169,50 @@ class ZeroOptimizer(Optimizer):
 
         Cost for each rank: one pass over its shards, 8 bytes to every other rank, one host sync.
         """
+        self.unscale_()
         return clip_grad_norm_(self._runtime, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss``, in at least float32, times the loss scale: call ``backward()`` of what is returned.
+
+        Raises:
+            StateError: The gradients so far are unscaled already, and others cannot be added.
+        """
+        if self.loss_scale is None:
+            return loss
+        if self._is_unscaled:
+            raise StateError("gradients are unscaled already: call zero_grad() before the next backward")
+        self._is_scaled = True
+        return (loss if loss.dtype == torch.float64 else loss.float()) * self.loss_scale.scale
+
+    @contextmanager
+    def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
+        """:meth:`scale` as a context manager, as in Apex. Several losses share the scale, and the skipped step."""
+        yield self.scale(loss)
+
+    def unscale_(self) -> None:
+        """Divide all gradients by the loss scale, once; ``clip_grad_norm_`` and ``step()`` do it if you do not.
+
+        Raises:
+            StateError: There are gradients of a loss that was not scaled.
+        """
+        self._runtime.reducer.flush()
+        if self.loss_scale is None or self.loss_scale.scale == 1 or self._is_unscaled:
+            return
+        if not self._is_scaled and any(any(grads.used) for grads in self._runtime.reducer.all):
+            raise StateError(
+                f"gradients must be of the scaled loss, loss_scale={self.loss_scale.scale:g}: call "
+                "engine.backward(loss), or optimizer.scale(loss).backward()"
+            )
+        self._is_unscaled = True
+        self._gradients.unscale(1 / self.loss_scale.scale)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's shard with the averaged gradients, and publish the new parameters. Collective."""
+        """Update this rank's shard with the averaged gradients, and publish the new parameters. Collective.
+
+        With a loss scale, a step whose gradients overflow on any rank is skipped on all: ``was_step_applied`` says so.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -148,31 +221,34 @@ class ZeroOptimizer(Optimizer):
         runtime.hooks.recover()
         runtime.check_model_unchanged()
         runtime.reducer.flush()
-        self._hand_out_gradients()
-        self._inner.step()
-        for piece in self._pieces:
-            piece.master.grad = None
-        runtime.step_ended()
+        self.was_step_applied = self._prepare_gradients()
+        if self.was_step_applied:
+            self._inner.step()
+        self._gradients.clear()
+        runtime.step_ended(has_new_values=self.was_step_applied)
         return loss
 
-    def _hand_out_gradients(self) -> None:
-        """Each master gets its part of the reduced gradient; parameters that no rank used get none."""
-        widened: dict[int, Tensor] = {}
-        with torch._C.DisableTorchFunctionSubclass():
-            for piece in self._pieces:
-                grads = self._runtime.reducer.by_bucket[piece.bucket.index]
-                if not grads.used[piece.slot] or piece.param.grad is None:
-                    continue
-                result = self._runtime.reducer.results(grads)
-                assert result is not None, "a used parameter without a gradient"
-                if result.dtype != piece.master.dtype:  # gradients at rest in 16 bit
-                    result = widened.setdefault(id(result), result.to(piece.master.dtype))
-                piece.master.grad = result[piece.start : piece.start + piece.master.numel()]
+    def _prepare_gradients(self) -> bool:
+        """Check, unscale, clip and hand over; False if the step is to be skipped, on every rank."""
+        self.last_grad_norm = None
+        if self.loss_scale is not None:
+            overflowed = self._gradients.has_overflow()
+            self.unscale_()
+            self.loss_scale.update(overflowed=overflowed)
+            if overflowed:
+                return False
+        if self._max_norm > 0 or self.computes_grad_norm:
+            limit = self._max_norm if self._max_norm > 0 else math.inf
+            self.last_grad_norm = clip_grad_norm_(self._runtime, limit, 2.0, error_if_nonfinite=False).item()
+        self._gradients.hand_over()
+        return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001  (torch's signature)
         """Forget all gradients; ``param.grad`` becomes None, whatever ``set_to_none`` says."""
         self._runtime.hooks.recover()
         self._runtime.reducer.zero()
+        self._gradients.clear()
+        self._is_scaled = self._is_unscaled = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not after construction: the layout of shards is fixed then."""
@@ -189,6 +265,7 @@ class ZeroOptimizer(Optimizer):
             "layout": self._layout(),
             "masters": [bucket.master for bucket in self._runtime.buckets if bucket.is_trainable],
             "optimizer": self._inner.state_dict(),
+            "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
         }
 
     def _layout(self) -> dict[str, Any]:
@@ -218,6 +295,8 @@ class ZeroOptimizer(Optimizer):
             bucket.master.copy_(master)
         self._inner.load_state_dict(state_dict["optimizer"])
         self._share_state()
+        if self.loss_scale is not None and state_dict.get("loss_scale") is not None:
+            self.loss_scale.load_state_dict(state_dict["loss_scale"])
         self._runtime.publish(buckets)
 
     def master_pieces(self) -> Iterator[tuple[nn.Parameter, int, Tensor]]:

@@ -63,6 +63,8 @@ class Runtime:
         self.hooks.install(model, units, buckets_of_unit)
         self._syncs = True
         self._num_backwards = 0
+        self.boundary: bool | None = None
+        """Whether the next step ends with this backward, if somebody else counts them."""
         self.is_closed = False
 
     def _numel_to_merge(self) -> int:
@@ -95,8 +97,14 @@ class Runtime:
         self._num_backwards += 1
         if not self._syncs:
             return False
-        is_boundary = self._num_backwards % self.settings.gradient_accumulation_steps == 0
-        return is_boundary or self.stage.reduces_every_micro_batch
+        return self.is_boundary or self.stage.reduces_every_micro_batch
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the running or last backward completes the gradient of a step."""
+        if self.boundary is not None:
+            return self.boundary
+        return self._num_backwards % self.settings.gradient_accumulation_steps == 0
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -107,13 +115,14 @@ class Runtime:
         finally:
             self._syncs = before
 
-    def step_ended(self) -> None:
-        """Masters have new values: publish them and start the next step's bookkeeping."""
+    def step_ended(self, *, has_new_values: bool = True) -> None:
+        """Masters have new values, unless the step was skipped: publish them, start the next step's bookkeeping."""
         self._num_backwards = 0
         self.gatherer.release_all()
         self.gatherer.trace.restart()
         self.pool.drop_unused()
-        self.publish([bucket for bucket in self.buckets if bucket.is_trainable])
+        if has_new_values:
+            self.publish([bucket for bucket in self.buckets if bucket.is_trainable])
 
     def publish(self, buckets: list[Bucket]) -> None:
         """Bring what the forward reads in line with the masters."""

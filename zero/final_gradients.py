@@ -1,0 +1,111 @@
+"""From reduced gradients to what the inner optimizer updates with: handing over, the agreement on overflow, unscaling.
+
+After every backward that reduces, each master has its part of the reduced gradient as ``.grad``, so that whoever looks
+between backward and step finds it: ``torch.amp.GradScaler`` does. A shard sees only its own part of an overflow, so the
+ranks agree, and every rank shows the outcome in the gradient of one more tensor of its first parameter group, the
+overflow flag: 0, or NaN. No step updates the flag.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zcomm import StateError, control
+from zero.masters import MasterPiece
+from zero.runtime import Runtime
+
+__all__ = ["FinalGradients"]
+
+
+class FinalGradients:
+    """The gradients of one optimizer between backward and step."""
+
+    def __init__(self, runtime: Runtime, pieces: list[MasterPiece]) -> None:
+        self._runtime, self._pieces = runtime, pieces
+        self.flag = torch.zeros(1, device=runtime.buckets[0].device)
+        """The overflow flag."""
+        self._has_overflow: bool | None = None
+        for piece in pieces:
+            piece.master.grad_dtype = None  # gradients may rest in 16 bit
+        runtime.reducer.on_reduced = self._show
+
+    def _show(self) -> None:
+        """A backward has reduced."""
+        self._has_overflow = None
+        self._hand_out()
+        if self._runtime.is_boundary:
+            self.flag.grad = torch.full_like(self.flag, float("nan") if self.has_overflow() else 0.0)
+
+    def has_overflow(self) -> bool:
+        """Whether the reduced gradient has a NaN or an infinity on any rank. Collective if not agreed on yet."""
+        if self._has_overflow is None:
+            reducer = self._runtime.reducer
+            results = [r for grads in reducer.all if (r := reducer.results(grads)) is not None]
+            mine = torch.tensor([int(_is_nonfinite(results))])
+            self._has_overflow = bool(control.agree_max(mine, self._runtime.topology).item())
+        return self._has_overflow
+
+    def unscale(self, factor: float) -> None:
+        """Multiply every gradient of this rank."""
+        for grads in self._runtime.reducer.all:
+            result = self._runtime.reducer.results(grads)
+            if result is not None:
+                result.mul_(factor)
+
+    def hand_over(self) -> None:
+        """Give the inner optimizer what it updates with: gradients in the masters' dtype, and none for the flag."""
+        self._check_all_used()
+        self.flag.grad = None
+        self._hand_out()
+        widened: dict[int, Tensor] = {}
+        for piece in self._pieces:
+            grad = piece.master.grad
+            if grad is not None and grad.dtype != piece.master.dtype:
+                result = self._runtime.reducer.results(self._runtime.reducer.by_bucket[piece.bucket.index])
+                assert result is not None, "a gradient without a result"
+                wide = widened.setdefault(id(result), result.to(piece.master.dtype))
+                piece.master.grad = wide[piece.start : piece.start + piece.master.numel()]
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._has_overflow, self.flag.grad = None, None
+        for piece in self._pieces:
+            piece.master.grad = None
+
+    def _hand_out(self) -> None:
+        """Each master gets its part of the reduced gradient; parameters that no rank used get none."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for piece in self._pieces:
+                grads = self._runtime.reducer.by_bucket[piece.bucket.index]
+                if not grads.used[piece.slot] or piece.param.grad is None:
+                    piece.master.grad = None
+                    continue
+                result = self._runtime.reducer.results(grads)
+                assert result is not None, "a used parameter without a gradient"
+                piece.master.grad = result[piece.start : piece.start + piece.master.numel()]
+
+    def _check_all_used(self) -> None:
+        if self._runtime.settings.ignore_unused_parameters:
+            return
+        unused = [
+            slot.name
+            for grads in self._runtime.reducer.all
+            for slot, used in zip(grads.bucket.layout.slots, grads.used, strict=True)
+            if not used
+        ]
+        if unused:
+            raise StateError(
+                f"{len(unused)} parameters had no gradient on any rank in this step, first {unused[:3]}: freeze them "
+                "with requires_grad_(False), or set ignore_unused_parameters=True"
+            )
+
+
+def _is_nonfinite(tensors: list[Tensor]) -> bool:
+    """Whether any element is a NaN or an infinity. One pass; a second one only if the first overflows."""
+    if not tensors:
+        return False
+    norms = torch.stack([torch.linalg.vector_norm(t).float() for t in tensors])
+    if norms.isfinite().all():
+        return False
+    return not all(bool(t.isfinite().all()) for t in tensors)
