@@ -5,6 +5,8 @@ stage   full buffer          shard                    master (float32)          
 1, 2    always               own rows of full         = shard, or a float32 copy        full buffer | shard
 3       from the pool        the only thing kept      = shard, or a float32 copy        shard
 
+Frozen parameters have no master but the shard; where stages 1 and 2 quantize weights, an exact copy of it.
+
 SHARDED --issue a gather--> GATHERING --wait--> FULL --release--> SHARDED          (below stage 3: always FULL)
 """
 
@@ -112,10 +114,11 @@ class Bucket:
             self.state = BucketState.GATHERING
             self.full = full
             self.expose()
-        if not self.is_trainable or (self.shard.dtype == master_dtype(self.dtype) and not keeps_exact_master):
+        dtype = master_dtype(self.dtype) if self.is_trainable else self.dtype
+        if self.shard.dtype == dtype and not (keeps_exact_master and dtype.is_floating_point):
             self.master = self.shard
         else:
-            self.master = self.shard.to(master_dtype(self.dtype), copy=True)
+            self.master = self.shard.to(dtype, copy=True)
 
     def _move(self, to: BucketState) -> None:
         if to not in TRANSITIONS[self.state]:
