@@ -76,6 +76,8 @@ class Bucket:
         self.full: Tensor | None = None
         self.shard = torch.empty(0)
         self.master = torch.empty(0)
+        self._padding: list[Tensor] = []
+        """The views of the master that hold no parameter."""
         self.empties = [placeholder(p.shape, p.dtype, p.device) for p in params]
         # Who needs the full parameters now: running forwards, a running backward, somebody who holds a view.
         self.forward_depth = 0
@@ -119,6 +121,14 @@ class Bucket:
             self.master = self.shard
         else:
             self.master = self.shard.to(dtype, copy=True)
+        if self.is_trainable:
+            gaps = self.layout.gaps_of(row) if stage.shards_states else self.layout.gaps
+            self._padding = [self.master[start:stop] for start, stop in gaps]
+
+    def clear_padding(self) -> None:
+        """Zero what the optimizer made of the padding: 0/0 if it divides by the second moment, noise if it adds any."""
+        if self._padding:
+            torch._foreach_zero_(self._padding)
 
     def _move(self, to: BucketState) -> None:
         if to not in TRANSITIONS[self.state]:

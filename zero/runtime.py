@@ -119,6 +119,7 @@ class Runtime:
         """Bring what the forward reads in line with the masters."""
         works = []
         for bucket in buckets:
+            bucket.clear_padding()
             if bucket.master is not bucket.shard:
                 bucket.shard.copy_(bucket.master)
             if self.stage.shards_states and not self.stage.shards_parameters:
