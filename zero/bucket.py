@@ -5,6 +5,8 @@ stage   full buffer          shard                    master (float32)          
 1, 2    always               own rows of full         = shard, or a float32 copy        full buffer | shard
 3       from the pool        the only thing kept      = shard, or a float32 copy        shard
 
+Frozen parameters have no master but the shard; where stages 1 and 2 quantize weights, an exact copy of it.
+
 SHARDED --issue a gather--> GATHERING --wait--> FULL --release--> SHARDED          (below stage 3: always FULL)
 """
 
@@ -74,6 +76,8 @@ class Bucket:
         self.full: Tensor | None = None
         self.shard = torch.empty(0)
         self.master = torch.empty(0)
+        self._padding: list[Tensor] = []
+        """The views of the master that hold no parameter."""
         self.empties = [placeholder(p.shape, p.dtype, p.device) for p in params]
         # Who needs the full parameters now: running forwards, a running backward, somebody who holds a view.
         self.forward_depth = 0
@@ -112,10 +116,19 @@ class Bucket:
             self.state = BucketState.GATHERING
             self.full = full
             self.expose()
-        if not self.is_trainable or (self.shard.dtype == master_dtype(self.dtype) and not keeps_exact_master):
+        dtype = master_dtype(self.dtype) if self.is_trainable else self.dtype
+        if self.shard.dtype == dtype and not (keeps_exact_master and dtype.is_floating_point):
             self.master = self.shard
         else:
-            self.master = self.shard.to(master_dtype(self.dtype), copy=True)
+            self.master = self.shard.to(dtype, copy=True)
+        if self.is_trainable:
+            gaps = self.layout.gaps_of(row) if stage.shards_states else self.layout.gaps
+            self._padding = [self.master[start:stop] for start, stop in gaps]
+
+    def clear_padding(self) -> None:
+        """Zero what the optimizer made of the padding: 0/0 if it divides by the second moment, noise if it adds any."""
+        if self._padding:
+            torch._foreach_zero_(self._padding)
 
     def _move(self, to: BucketState) -> None:
         if to not in TRANSITIONS[self.state]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zcomm import SecondaryPartition, Topology, Work, all_gather_single
 from zero.bucket import Bucket, BucketState
+from zero.layout import BucketLayout
 from zero.pool import BufferPool
 from zero.settings import Effective, ZeroSettings
 
@@ -23,18 +24,18 @@ __all__ = ["Gatherer", "Trace", "issue_gather"]
 
 
 def issue_gather(
-    bucket: Bucket, full: Tensor, topology: Topology, settings: ZeroSettings, effective: Effective
+    layout: BucketLayout, full: Tensor, shard: Tensor, topology: Topology, settings: ZeroSettings, *, format: str
 ) -> list[Work]:
-    """Start filling ``full`` from every rank's shard, at most ``allgather_bucket_size`` elements an exchange."""
+    """Start filling ``full`` from every rank's ``shard``, at most ``allgather_bucket_size`` elements an exchange."""
     rows, works = full.view(topology.world_size, -1), []
-    chunks = bucket.layout.chunks(settings.allgather_bucket_size)
+    chunks = layout.chunks(settings.allgather_bucket_size)
     for start, stop in chunks:
         output = full if len(chunks) == 1 else rows[:, start:stop]
         work = all_gather_single(
             output,
-            bucket.shard[start:stop],
+            shard[start:stop],
             topology,
-            format=effective.weight_format,
+            format=format,
             numbering="local",
             async_op=settings.overlap_comm,
         )
@@ -111,7 +112,9 @@ class Gatherer:
             work = secondary.gather(full, async_op=self._settings.overlap_comm)
             self._works[bucket.index] = [] if work is None else [work]
         else:
-            self._works[bucket.index] = issue_gather(bucket, full, self._topology, self._settings, self._effective)
+            wire = self._effective.weight_format
+            works = issue_gather(bucket.layout, full, bucket.shard, self._topology, self._settings, format=wire)
+            self._works[bucket.index] = works
 
     def release_if_unneeded(self, bucket: Bucket) -> None:
         """Give the buffer back unless somebody needs it."""

@@ -93,6 +93,11 @@ class BucketLayout:
         stops = [slot.end for slot in self.slots[:-1]] + [self.numel]
         return tuple((a, b) for a, b in zip(starts, stops, strict=True) if a < b)
 
+    def gaps_of(self, shard: int) -> list[tuple[int, int]]:
+        """The runs of padding in shard number ``shard``, ``(start, stop)`` counted from its start."""
+        low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
+        return [(max(a, low) - low, min(b, high) - low) for a, b in self.gaps if a < high and b > low]
+
     def pieces(self, shard: int) -> Iterator[Piece]:
         """The parameters that shard number ``shard`` holds a part of, in order."""
         low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel

@@ -77,7 +77,7 @@ class Runtime:
         """Every rank starts from rank 0's values, and keeps what its stage says."""
         for buffer in self.model.buffers():
             control.broadcast_(buffer, 0, self.topology)
-        exact = self.effective.weight_format != "none" and not self.stage.shards_parameters
+        exact = self.is_inexact and not self.stage.shards_parameters
         for bucket in self.buckets:
             full = bucket.flatten()
             control.broadcast_(full, 0, self.topology)
@@ -128,11 +128,15 @@ class Runtime:
         """Bring what the forward reads in line with the masters."""
         works = []
         for bucket in buckets:
+            bucket.clear_padding()
             if bucket.master is not bucket.shard:
                 bucket.shard.copy_(bucket.master)
             if self.stage.shards_states and not self.stage.shards_parameters:
                 assert bucket.full is not None, "below stage 3 parameters are always full"
-                works += issue_gather(bucket, bucket.full, self.topology, self.settings, self.effective)
+                wire = self.effective.weight_format
+                works += issue_gather(
+                    bucket.layout, bucket.full, bucket.shard, self.topology, self.settings, format=wire
+                )
         for work in works:
             work.wait()
         if hasattr(self, "gatherer"):
@@ -150,6 +154,27 @@ class Runtime:
             for bucket in buckets:
                 bucket.forward_depth = max(bucket.forward_depth - 1, 0)
                 self.gatherer.release_if_unneeded(bucket)
+
+    @property
+    def is_inexact(self) -> bool:
+        """Whether forward reads quantized weights, which are not what is to be saved."""
+        return self.effective.weight_format != "none"
+
+    @contextmanager
+    def exact(self, bucket: Bucket) -> Iterator[list[Tensor]]:
+        """The parameters of ``bucket`` as the masters have them, rounded once to their dtype. Collective."""
+        if not self.is_inexact or not bucket.dtype.is_floating_point:
+            with self.gathered([bucket]):
+                yield [param.detach() for param in bucket.params]
+            return
+        shard = bucket.master.to(bucket.dtype)
+        full = self.pool.take(bucket.layout.numel, bucket.dtype)
+        try:
+            for work in issue_gather(bucket.layout, full, shard, self.topology, self.settings, format="none"):
+                work.wait()
+            yield bucket.views(full)
+        finally:
+            self.pool.give(full)
 
     @contextmanager
     def modified(self, slots: Mapping[Bucket, Collection[int]], rank: int) -> Iterator[None]:

@@ -1,8 +1,12 @@
 """``model.state_dict()`` and ``model.load_state_dict()`` while parameters are sharded.
 
 At stage 3 saving is collective: rank 0 gets full CPU tensors, gathered bucket by bucket; the other ranks get an empty
-dict. Loading is collective at every stage: rank 0's values are taken over by every rank and by the masters; what the
-other ranks pass is not used, and may be the empty dict that they saved.
+dict. With quantized weights it is collective at stages 1 and 2, too: every rank gets copies, on the parameters' device.
+What is saved are the masters, rounded once to the parameters' dtype: not the quantized values that forward reads (these
+are what ``keep_vars=True`` gives at stages 1 and 2, without communication).
+
+Loading is collective at every stage: rank 0's values are taken over by every rank and by the masters; what the other
+ranks pass is not used, and may be the empty dict that they saved.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ def install_state_dict_hooks(runtime: Runtime) -> list[Any]:
     model, load = runtime.model, _Load(runtime)
 
     def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001, FBT001
-        runtime.is_saving = runtime.stage.shards_parameters and module is model
+        sharded = runtime.stage.shards_parameters
+        runtime.is_saving = module is model and (sharded or (runtime.is_inexact and not keep_vars))
 
     def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:  # noqa: ARG001
         if runtime.is_saving and module is model:
@@ -62,18 +67,18 @@ def _names(runtime: Runtime, prefix: str) -> dict[nn.Parameter, list[str]]:
 
 
 def _fill(runtime: Runtime, state_dict: dict[str, Any], prefix: str) -> None:
-    """Replace the meta tensors that released parameters left in ``state_dict``."""
-    names = _names(runtime, prefix)
+    """Replace what stands in ``state_dict`` for the parameters: meta tensors of released ones, or quantized values."""
+    names, is_sharded = _names(runtime, prefix), runtime.stage.shards_parameters
     for bucket in runtime.buckets:
-        with runtime.gathered([bucket]):
-            if runtime.topology.rank != 0:
+        with runtime.exact(bucket) as values:
+            if is_sharded and runtime.topology.rank != 0:
                 continue
-            for param in bucket.params:
-                value = param.detach().cpu().clone()
+            for param, value in zip(bucket.params, values, strict=True):
+                copied = value.to("cpu", copy=True) if is_sharded else value.clone()
                 for name in names[param]:
                     if isinstance(state_dict.get(name), Tensor):
-                        state_dict[name] = value
-    if runtime.topology.rank != 0:
+                        state_dict[name] = copied
+    if is_sharded and runtime.topology.rank != 0:
         state_dict.clear()
 
 

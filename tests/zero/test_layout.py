@@ -44,6 +44,13 @@ def test_gaps_and_slots_cover_the_bucket_once(shapes: list[tuple[int, ...]], wor
         for element in range(start, stop):
             covered[element] += 1
     assert covered == [1] * layout.numel
+    of_shards = [
+        element + shard * layout.shard_numel
+        for shard in range(world_size)
+        for start, stop in layout.gaps_of(shard)
+        for element in range(start, stop)
+    ]
+    assert of_shards == [element for start, stop in layout.gaps for element in range(start, stop)]
 
 
 @given(shard_runs=st.integers(0, 9), world_size=st.integers(1, 5), max_numel=st.integers(1, 12000))

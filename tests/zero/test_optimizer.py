@@ -80,6 +80,26 @@ def test_any_elementwise_optimizer(name: str, stage: int) -> None:
     run_ranks(2, _check_optimizer, name, stage)
 
 
+def _check_padding(rank: int, stage: int) -> None:
+    """AdamW without epsilon divides the padding's zeros by zeros; a quantized block has one scale for all of it."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3, bias=False)
+    x = torch.randn(2, 5)
+    options = {"stage": stage, "quantized_weights": True}
+    with zero_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.1, eps=0.0), **options) as optimizer:
+        for _ in range(2):
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert full_values(model)["weight"].isfinite().all()
+        assert all(master.isfinite().all() for master in optimizer.state_dict()["masters"])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_padding_stays_zero(stage: int) -> None:
+    run_ranks(2, _check_padding, stage)
+
+
 def _check_scheduler_and_closure(rank: int) -> None:
     plain, model = new_model(torch.float64), new_model(torch.float64)
     reference = torch.optim.AdamW(groups_of(plain), lr=1e-2)

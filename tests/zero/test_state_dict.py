@@ -1,0 +1,49 @@
+"""What is saved and loaded: of the model, by its own methods, and of the optimizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import run_ranks
+from tests.zero.models import new_model
+from tests.zero.training import assert_same_bits, train, zero_optimizer
+from zero import ZeroOptimizer
+
+
+def _differs_from_masters(saved: dict[str, torch.Tensor], model: nn.Module, optimizer: ZeroOptimizer) -> list[str]:
+    names = {param: name for name, param in model.named_parameters()}
+    wrong = []
+    for param, first, master in optimizer.master_pieces():
+        values = saved[names[param]].flatten()[first : first + master.numel()]
+        if not torch.equal(values, master.to(values.dtype)):
+            wrong.append(names[param])
+    return wrong
+
+
+def _check_saved_exactly(rank: int, stage: int, dtype: torch.dtype) -> None:
+    model = new_model(dtype, has_frozen=True)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    with zero_optimizer(model, stage=stage, quantized_weights=True) as optimizer:
+        is_here = stage < 3 or rank == 0
+        if stage:
+            kept = model.state_dict(keep_vars=True)
+            assert stage == 3 or kept["norm.weight"] is model.norm.weight
+        saved = model.state_dict()
+        assert_same_bits(saved, start if is_here else {})
+        train(model, optimizer, rank, steps=2)
+        saved = model.state_dict()
+        if is_here:
+            assert not _differs_from_masters(saved, model, optimizer)
+            assert torch.equal(saved["norm.bias"], start["norm.bias"]), "frozen"
+            assert not torch.equal(saved["norm.weight"], start["norm.weight"])
+        model.load_state_dict(saved)
+        assert_same_bits(model.state_dict(), saved)
+        train(model, optimizer, rank, steps=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_quantized_weights_are_saved_exactly(stage: int, dtype: torch.dtype) -> None:
+    run_ranks(2, _check_saved_exactly, stage, dtype)
