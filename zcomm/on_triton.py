@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -30,7 +31,7 @@ def unavailable_reason(device_type: str) -> str:
     setting = env.value("ZCOMM_KERNELS")
     if setting == "reference" or (device_type == "cpu" and setting != "triton"):
         return f"ZCOMM_KERNELS={setting}"
-    return triton_kernels.unavailable_reason(device_type)
+    return str(triton_kernels.unavailable_reason(device_type))
 
 
 @cache
@@ -55,9 +56,7 @@ def serves(array: Tensor, *layouts: MessageLayout) -> bool:
 
 @cache
 def _launch() -> ModuleType:
-    from zcomm.triton_kernels import launch
-
-    return launch
+    return import_module("zcomm.triton_kernels.launch")
 
 
 @cache
