@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcomm import env, quant, triton_kernels
+from zcomm import env, quant
 from zcomm.errors import BackendUnavailableError
 from zcomm.message import MessageLayout
 from zcomm.philox import Draw
@@ -31,7 +31,8 @@ def unavailable_reason(device_type: str) -> str:
     setting = env.value("ZCOMM_KERNELS")
     if setting == "reference" or (device_type == "cpu" and setting != "triton"):
         return f"ZCOMM_KERNELS={setting}"
-    return str(triton_kernels.unavailable_reason(device_type))
+    reason: str = import_module("zcomm.triton_kernels").unavailable_reason(device_type)
+    return reason
 
 
 @cache
