@@ -90,8 +90,8 @@ def rounded(values):
 def stochastic(values, uniform):
     """float32 values as int32, rounded up in magnitude iff ``uniform`` [0, 2^24) is below their fraction of 2^24."""
     magnitude = tl.abs(values)
-    floor = tl.floor(magnitude)
-    codes = floor.to(tl.int32) + (uniform < (magnitude - floor) * 16777216.0).to(tl.int32)
+    floor = magnitude.to(tl.int32)
+    codes = floor + (uniform < (magnitude - floor.to(tl.float32)) * 16777216.0).to(tl.int32)
     return tl.where(values < 0, -codes, codes)
 
 

@@ -113,6 +113,8 @@ def decode_sum_requantize(
     One launch where the blocks are equal or powers of two; else two, with a float32 array between them.
     """
     if out_layout.codec.dtype is not None:
+        if residual is not None:
+            raise ValueError(f"a residual needs a block codec: codec={out_layout.codec.name}")
         decode_sum(messages, layout, typed(out, out_layout), layout.segment_numel, 1, is_valid=is_valid)
         return
     if not _is_fused(layout, out_layout):
