@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class Layout(Protocol):
     def nbytes(self) -> int: ...
     @property
     def hash(self) -> int: ...
+    def __hash__(self) -> int: ...
 
 
 class Draw(Protocol):

@@ -6,6 +6,8 @@ int32 [ROWS], the scale's 16 bits with the zero point's 16 bits above them; code
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import triton
 import triton.language as tl
 
@@ -36,7 +38,7 @@ NF4_LEVELS = (
     *(0.63671875, 1.2890625, 1.96875, 2.703125, 3.53125, 4.5, 5.78125, 8.0),
 )
 LEVELS = tl.constexpr(NF4_LEVELS)
-MIDPOINTS = tl.constexpr(tuple((low + high) / 2 for low, high in zip(NF4_LEVELS, NF4_LEVELS[1:], strict=False)))
+MIDPOINTS = tl.constexpr(tuple((low + high) / 2 for low, high in pairwise(NF4_LEVELS)))
 
 
 @triton.jit
@@ -82,9 +84,7 @@ def _nf4_codes(scaled):
 
 @triton.jit
 def _rounded(values, uniform, IS_RANDOM: tl.constexpr):
-    if IS_RANDOM:
-        return stochastic(values, uniform)
-    return rounded(values)
+    return stochastic(values, uniform) if IS_RANDOM else rounded(values)
 
 
 @triton.jit

@@ -173,7 +173,9 @@ def _encoder(layout: Layout, random: str, residual: Residual | None) -> dict[str
     }
 
 
-def _residual_arguments(residual: Residual | None, layout: Layout) -> tuple[Tensor | None, Tensor | None, int, int, float]:
+def _residual_arguments(
+    residual: Residual | None, layout: Layout
+) -> tuple[Tensor | None, Tensor | None, int, int, float]:
     """Codes, scales, their strides from row to row, beta."""
     if residual is None:
         return None, None, 0, 0, 0.0

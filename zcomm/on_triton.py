@@ -7,6 +7,7 @@ clears a flag on the device, which is asserted there: the host does not wait, an
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from functools import cache
 from types import ModuleType
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcomm import env, quant, triton_kernels
+from zcomm import env, quant
 from zcomm.errors import BackendUnavailableError
 from zcomm.message import MessageLayout
 from zcomm.philox import Draw
+from zcomm.triton_kernels import unavailable_reason as triton_unavailable_reason
 
 __all__ = ["decode", "decode_sum", "decode_sum_requantize", "quantize", "serves", "unavailable_reason"]
 
@@ -30,7 +32,8 @@ def unavailable_reason(device_type: str) -> str:
     setting = env.value("ZCOMM_KERNELS")
     if setting == "reference" or (device_type == "cpu" and setting != "triton"):
         return f"ZCOMM_KERNELS={setting}"
-    return triton_kernels.unavailable_reason(device_type)
+    reason: str = triton_unavailable_reason(device_type)
+    return reason
 
 
 @cache
@@ -55,9 +58,8 @@ def serves(array: Tensor, *layouts: MessageLayout) -> bool:
 
 @cache
 def _launch() -> ModuleType:
-    from zcomm.triton_kernels import launch
-
-    return launch
+    """The launchers; importing them imports Triton, which takes a while."""
+    return importlib.import_module("zcomm.triton_kernels.launch")
 
 
 @cache

@@ -54,4 +54,4 @@ def test_a_wrong_setting_is_reported_not_raised() -> None:
         text=True,
         check=True,
     )
-    assert "ZCOMM_KERNELS must be one of auto, native, reference" in done.stdout
+    assert "ZCOMM_KERNELS must be one of auto, native, triton, reference" in done.stdout
