@@ -2,7 +2,8 @@
 
 What differs between a GPU and a host is spelled out: division is ``tl.div_rn`` (a plain ``/`` is approximate on GPUs),
 kernels are launched without fusing multiply and add, and bfloat16 passes through integers wherever Triton's
-interpreter would truncate it.
+interpreter would truncate it. In all of this package's GPU code a function has one return, at its end: Triton compiles
+what follows a return inside an ``if``, too.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ def float_of(bits):
 def widened(values):
     """float32, bfloat16 or float16 values in float32, denormals too."""
     if values.dtype == tl.bfloat16:
-        return float_of(values.to(tl.int16, bitcast=True).to(tl.int32) << 16)
-    return values.to(tl.float32)
+        wide = float_of(values.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    else:
+        wide = values.to(tl.float32)
+    return wide
 
 
 @triton.jit
@@ -49,8 +52,10 @@ def narrowed(values, DTYPE: tl.constexpr):
         bits = bits_of(values)
         nearest = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
         is_nan = (bits & 0x7FFFFFFF) > INFINITY_BITS
-        return tl.where(is_nan, 0x7FC0, nearest).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return values.to(DTYPE)
+        narrow = tl.where(is_nan, 0x7FC0, nearest).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        narrow = values.to(DTYPE)
+    return narrow
 
 
 @triton.jit

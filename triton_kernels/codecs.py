@@ -84,9 +84,7 @@ def _nf4_codes(scaled):
 
 @triton.jit
 def _rounded(values, uniform, IS_RANDOM: tl.constexpr):
-    if IS_RANDOM:
-        return stochastic(values, uniform)
-    return rounded(values)
+    return stochastic(values, uniform) if IS_RANDOM else rounded(values)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 Arguments, in elements where nothing else is said:
 
-    message_stride, segment_stride   message i, segment s lies in an array at i * message_stride + s * segment_stride
+    message_stride, segment_stride   message i, segment s of an array lies at i * message_stride + s * segment_stride
     num_segments, segment_numel      of a message
     pitch                            from one message to the next: bytes, or elements of a cast codec's dtype
     segment_nbytes, codes_offset     bytes of a segment's codes, and where the codes begin in a message
@@ -98,9 +98,8 @@ def quantize_kernel(
 def requantize_kernel(
     in_ptr, is_valid_ptr, out_ptr, num_messages, num_segments, segment_numel, in_pitch,
     in_segment_nbytes, in_codes_offset, in_hash, pitch, segment_nbytes, codes_offset, layout_hash,
-    residual_codes_ptr, residual_scales_ptr, residual_codes_stride, residual_scales_stride, beta,
-    seed, tensor, step, hop, rank, first,
-    IN_KIND: tl.constexpr, IN_BITS: tl.constexpr, IN_BLOCK: tl.constexpr, IN_COLS: tl.constexpr,
+    residual_codes_ptr, residual_scales_ptr, residual_codes_stride, residual_scales_stride, beta, seed, tensor, step,
+    hop, rank, first, IN_KIND: tl.constexpr, IN_BITS: tl.constexpr, IN_BLOCK: tl.constexpr, IN_COLS: tl.constexpr,
     IN_ROTATED: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr,
     ROTATED: tl.constexpr, QMAX: tl.constexpr, HEADER_NBYTES: tl.constexpr, RANDOM: tl.constexpr,
     RESIDUAL: tl.constexpr, TILE: tl.constexpr,
@@ -132,9 +131,8 @@ def requantize_kernel(
     )  # fmt: skip
     if tile == 0:
         store_ends(message_ptr, pitch, 1, shape, layout_hash, HEADER_NBYTES, BLOCK)
-        if IN_KIND != "cast":
-            if segment == 0:
-                check_hashes(in_ptr, num_messages, in_pitch, in_hash, is_valid_ptr)
+        if segment == 0:
+            check_hashes(in_ptr, num_messages, in_pitch, in_hash, is_valid_ptr, IN_KIND)
 
 
 @triton.jit(do_not_specialize=["layout_hash"])
@@ -154,9 +152,8 @@ def decode_kernel(
     if ADDED:
         values = load_array(out_ptr, start, remaining, BLOCK, ROWS, COLS) + values
     store_array(out_ptr, start, values, remaining, BLOCK, ROWS, COLS)
-    if KIND != "cast":
-        if (tile == 0) & (segment == 0):
-            check_hashes(message_ptr, 1, pitch, layout_hash, is_valid_ptr)
+    if (tile == 0) & (segment == 0):
+        check_hashes(message_ptr, 1, pitch, layout_hash, is_valid_ptr, KIND)
 
 
 @triton.jit(do_not_specialize=["layout_hash"])
@@ -176,9 +173,8 @@ def decode_sum_kernel(
     if DIVIDED:
         total = divided(total, divisor)
     store_array(out_ptr, segment * segment_stride + tile * (BLOCK * ROWS), total, remaining, BLOCK, ROWS, COLS)
-    if KIND != "cast":
-        if (tile == 0) & (segment == 0):
-            check_hashes(messages_ptr, num_messages, pitch, layout_hash, is_valid_ptr)
+    if (tile == 0) & (segment == 0):
+        check_hashes(messages_ptr, num_messages, pitch, layout_hash, is_valid_ptr, KIND)
 
 
 @triton.jit

@@ -70,12 +70,13 @@ def uniform_of(first, draw, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.co
         quads = (first >> 2) + (rows // 4 + tl.arange(0, COLS // 4)[None, :])
         w0, w1, w2, w3 = philox_words(quads, draw[0], draw[1], draw[2], draw[3], draw[4])
         words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, COLS))
-        return (words >> 8).to(tl.float32)
+        uniform = (words >> 8).to(tl.float32)
     elif RANDOM == "elements":
         elements = first + (rows + tl.arange(0, COLS)[None, :])
-        return (philox_word(elements, draw[0], draw[1], draw[2], draw[3], draw[4]) >> 8).to(tl.float32)
+        uniform = (philox_word(elements, draw[0], draw[1], draw[2], draw[3], draw[4]) >> 8).to(tl.float32)
     else:
-        return 0.0
+        uniform = 0.0
+    return uniform
 
 
 @triton.jit
@@ -112,12 +113,13 @@ def load_message(
     segment_numel, segment_nbytes, codes_offset = shape
     if KIND == "cast":
         first = segment * segment_numel + tile * (BLOCK * ROWS)
-        return load_array(message_ptr, first, remaining, BLOCK, ROWS, COLS)
+        values = load_array(message_ptr, first, remaining, BLOCK, ROWS, COLS)
     else:
         headers = _load_headers(message_ptr, segment, tile, remaining, segment_numel, KIND, BLOCK, ROWS)
         codes_ptr = message_ptr + codes_offset + segment * segment_nbytes
         codes = _load_codes(codes_ptr, tile, segment_nbytes, BITS, BLOCK, ROWS, COLS)
-        return decoded_tile(headers, codes, remaining, KIND, BITS, BLOCK, ROTATED, ROWS, LARGEST)
+        values = decoded_tile(headers, codes, remaining, KIND, BITS, BLOCK, ROTATED, ROWS, LARGEST)
+    return values
 
 
 @triton.jit
@@ -176,10 +178,11 @@ def _load_codes(
     pointers, mask = _code_bytes(codes_ptr, tile, segment_nbytes, BITS, BLOCK, ROWS, COLS)
     codes = tl.load(pointers, mask=mask, other=0)
     if BITS == 8:
-        return codes.to(tl.int8, bitcast=True).to(tl.int32)
+        codes = codes.to(tl.int8, bitcast=True).to(tl.int32)
     else:
         pairs = codes.to(tl.int32)
-        return tl.reshape(tl.join((pairs << 28) >> 28, (pairs << 24) >> 28), (ROWS, COLS))
+        codes = tl.reshape(tl.join((pairs << 28) >> 28, (pairs << 24) >> 28), (ROWS, COLS))
+    return codes
 
 
 @triton.jit
@@ -218,9 +221,10 @@ def store_ends(message_ptr, nbytes, num_segments, shape, layout_hash, HEADER_NBY
 
 
 @triton.jit
-def check_hashes(messages_ptr, num_messages, pitch, layout_hash, is_valid_ptr):
-    """Clear the flag at ``is_valid_ptr`` if a message is not of the layout with this hash."""
-    for _ in tl.range(num_messages):
-        found = tl.load((messages_ptr + (pitch - 8)).to(tl.pointer_type(tl.int32), bitcast=True))
-        tl.store(is_valid_ptr, 0, mask=found != layout_hash)
-        messages_ptr += pitch
+def check_hashes(messages_ptr, num_messages, pitch, layout_hash, is_valid_ptr, KIND: tl.constexpr):
+    """Clear the flag at ``is_valid_ptr`` if a message of a block codec is not of the layout with this hash."""
+    if KIND != "cast":
+        for _ in tl.range(num_messages):
+            found = tl.load((messages_ptr + (pitch - 8)).to(tl.pointer_type(tl.int32), bitcast=True))
+            tl.store(is_valid_ptr, 0, mask=found != layout_hash)
+            messages_ptr += pitch

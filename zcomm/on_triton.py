@@ -7,9 +7,9 @@ clears a flag on the device, which is asserted there: the host does not wait, an
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from functools import cache
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +20,7 @@ from zcomm import env, quant
 from zcomm.errors import BackendUnavailableError
 from zcomm.message import MessageLayout
 from zcomm.philox import Draw
+from zcomm.triton_kernels import unavailable_reason as triton_unavailable_reason
 
 __all__ = ["decode", "decode_sum", "decode_sum_requantize", "quantize", "serves", "unavailable_reason"]
 
@@ -31,7 +32,7 @@ def unavailable_reason(device_type: str) -> str:
     setting = env.value("ZCOMM_KERNELS")
     if setting == "reference" or (device_type == "cpu" and setting != "triton"):
         return f"ZCOMM_KERNELS={setting}"
-    reason: str = import_module("zcomm.triton_kernels").unavailable_reason(device_type)
+    reason: str = triton_unavailable_reason(device_type)
     return reason
 
 
@@ -57,7 +58,8 @@ def serves(array: Tensor, *layouts: MessageLayout) -> bool:
 
 @cache
 def _launch() -> ModuleType:
-    return import_module("zcomm.triton_kernels.launch")
+    """The launchers; importing them imports Triton, which takes a while."""
+    return importlib.import_module("zcomm.triton_kernels.launch")
 
 
 @cache

@@ -94,7 +94,7 @@ def _kernels() -> dict[str, str]:
     except ConfigError as error:  # a report on a wrong setting must come all the same
         reason, is_triton = str(error), False
     native = f"PyTorch reference: {reason}" if reason else f"native ({kernels.native_description()})"
-    found = {"CPU tensors": f"{_triton('cpu')}, interpreted" if is_triton else native}
+    found = {"CPU tensors": _triton("cpu") if is_triton else native}
     found["float64"] = "PyTorch reference: there are no other kernels for float64"
     found["CUDA tensors"] = _triton("cuda")
     return found
@@ -105,7 +105,9 @@ def _triton(device_type: str) -> str:
         reason = on_triton.unavailable_reason(device_type)
     except ConfigError as error:
         reason = str(error)
-    return f"PyTorch reference: {reason}" if reason else f"Triton {_version('triton')}"
+    if reason:
+        return f"PyTorch reference: {reason}" if device_type == "cuda" else f"none: {reason}"
+    return f"Triton {_version('triton')}" + (", interpreted" if device_type == "cpu" else "")
 
 
 def _torch() -> dict[str, str]:

@@ -121,7 +121,7 @@ def _formats() -> st.SearchStrategy[str]:
 @given(
     st.builds(
         Case,
-        _formats(), _formats(), st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.integers(1, 4), st.integers(1, 2),
+        _formats(), _formats(), st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.integers(1, 3), st.integers(1, 2),
         st.one_of(st.integers(0, 300), st.sampled_from([511, 512, 513, 1023, 1025, 2053])), st.booleans(),
         st.integers(0, 10**6),
     )

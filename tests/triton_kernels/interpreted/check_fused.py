@@ -68,8 +68,9 @@ class _Expected:
 
     def residual(self) -> launch.Residual:
         """In wider rows, as a chunk's blocks lie."""
-        kept = (self.codes, self.scales)
-        wide = [torch.full((t.shape[0], t.shape[1] + 3, *t.shape[2:]), 7, dtype=t.dtype) for t in kept]
+        wide = [
+            torch.full((t.shape[0], t.shape[1] + 3, *t.shape[2:]), 7, dtype=t.dtype) for t in (self.codes, self.scales)
+        ]
         views = [w[:, 2:-1] for w in wide]
         views[0].copy_(self.codes)
         views[1].copy_(self.scales)
