@@ -1,15 +1,27 @@
 """ZeRO for PyTorch: optimizer states, gradients and parameters sharded over the ranks, on quantized collectives."""
 
+from zero import zero
 from zero.access import GatheredParameters, register_external_parameter
+from zero.config import NotAvailableError
+from zero.distributed import init_distributed
+from zero.engine import Engine
+from zero.initialize import Initialized, add_config_arguments, initialize
 from zero.optimizer import ZeroOptimizer
 from zero.settings import Effective, ZeroSettings
 from zero.stages import model_state_nbytes
 
 __all__ = [
     "Effective",
+    "Engine",
     "GatheredParameters",
+    "Initialized",
+    "NotAvailableError",
     "ZeroOptimizer",
     "ZeroSettings",
+    "add_config_arguments",
+    "init_distributed",
+    "initialize",
     "model_state_nbytes",
     "register_external_parameter",
+    "zero",
 ]

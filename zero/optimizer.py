@@ -145,6 +145,15 @@ class ZeroOptimizer(Optimizer):
         """The ranks and nodes the model is sharded over."""
         return self._runtime.topology
 
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the running or last backward completes a step's gradient. Counted, unless it is set."""
+        return self._runtime.is_boundary
+
+    @is_boundary.setter
+    def is_boundary(self, value: bool) -> None:
+        self._runtime.boundary = value
+
     def memory(self) -> MemoryReport:
         """Allocated bytes of model states on this rank, by kind."""
         return measure(self._runtime, self._inner)

@@ -1,0 +1,287 @@
+"""zero.initialize and its engine: the loop of a DeepSpeed user gives what a single process gives."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import Dataset
+
+import zero as deepspeed
+from tests.ranks import run_ranks
+from tests.zero.models import as_vector, batch, groups_of, loss_of, new_model, relative_error, train_plain
+from tests.zero.training import full_values
+from zcomm import ConfigError, StateError
+from zero import NotAvailableError
+
+
+class WithLoss(nn.Module):
+    """A model whose forward returns its loss, and whose inner model is trained by the oracle."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.inner = new_model(dtype)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return loss_of(self.inner, tokens, targets)
+
+
+def _config(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage}, **more}
+
+
+def _run(engine: Any, rank: int, *, steps: int, num_micro: int, plain_backward: bool = False) -> None:
+    for step in range(steps):
+        for micro in range(num_micro):
+            assert engine.is_gradient_accumulation_boundary() == (micro == num_micro - 1)
+            loss = engine(*batch(step, micro, rank))
+            if plain_backward:
+                (loss / num_micro).backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+            assert engine.global_steps == step + (micro == num_micro - 1)
+
+
+def _check_equals_plain(rank: int, stage: int, num_micro: int, plain_backward: bool) -> None:  # noqa: FBT001
+    plain, model = new_model(torch.float64), WithLoss()
+    reference = torch.optim.AdamW(groups_of(plain), lr=1e-2)
+    norms = train_plain(plain, reference, world_size=2, steps=3, num_micro=num_micro, max_norm=0.5)
+    optimizer = torch.optim.AdamW(groups_of(model.inner), lr=1e-2)
+    config = _config(stage, gradient_accumulation_steps=num_micro, gradient_clipping=0.5)
+    engine, wrapped, dataloader, scheduler = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    assert (engine.module, dataloader, scheduler) == (model, None, None)
+    assert isinstance(wrapped, torch.optim.Optimizer)
+    _run(engine, rank, steps=3, num_micro=num_micro, plain_backward=plain_backward)
+    assert engine.get_global_grad_norm() == pytest.approx(norms[-1])
+    assert (engine.micro_steps, engine.skipped_steps, engine.was_step_applied()) == (3 * num_micro, 0, True)
+    assert engine.get_lr() == [1e-2, 3e-3]
+    got = as_vector(full_values(model).values())
+    engine.destroy()
+    assert relative_error(got, as_vector(plain.parameters())) < 1e-9
+
+
+@pytest.mark.parametrize("plain_backward", [False, True])
+@pytest.mark.parametrize(("stage", "num_micro"), [(0, 1), (0, 3), (1, 3), (2, 1), (2, 3), (3, 1), (3, 3)])
+def test_engine_equals_single_process(stage: int, num_micro: int, plain_backward: bool) -> None:  # noqa: FBT001
+    run_ranks(2, _check_equals_plain, stage, num_micro, plain_backward)
+
+
+def _check_from_json(rank: int, path: str) -> None:
+    """Everything described in the JSON: optimizer, schedule, dtype, batch sizes."""
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.5, "betas": [0.8, 0.9], "weight_decay": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": True},
+        "data_types": {"keep_in_fp32_modules": ["norm"]},
+    }
+    if rank == 0:
+        Path(path).write_text(json.dumps(config))
+    torch.distributed.barrier()
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", path])
+    model = nn.ModuleDict({"first": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
+    engine, optimizer, _, scheduler = deepspeed.initialize(args, model)
+    assert engine.get_batch_info() == (8, 2, 2)
+    assert engine.first.weight.dtype == torch.bfloat16
+    assert engine.norm.weight.dtype == torch.float32
+    group = optimizer.param_groups[0]
+    assert (group["betas"], group["weight_decay"], group["decoupled_weight_decay"]) == ((0.8, 0.9), 0.0, True)
+    assert scheduler.get_last_lr() == [0.0]
+    rates = []
+    for _ in range(10):
+        out = engine.norm(engine.first(torch.ones(2, 4, dtype=torch.bfloat16)).float())
+        engine.backward(out.square().sum())
+        engine.step()
+        rates += engine.get_lr()
+    assert rates[0] == rates[2] == 0  # the schedule moves at boundaries only
+    assert rates[-2:] == [pytest.approx(1e-2 * torch.log(torch.tensor(4.0)).item() / 1.386294361), rates[-1]]
+    assert engine.global_steps == 5
+    engine.destroy()
+
+
+def test_everything_from_the_json(tmp_path: Path) -> None:
+    run_ranks(2, _check_from_json, str(tmp_path / "config.json"))
+
+
+def _check_overflow(rank: int) -> None:
+    """A step that is skipped on all ranks does not advance the schedule."""
+    params = {"warmup_max_lr": 1e-2, "warmup_num_steps": 100, "warmup_type": "linear"}
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+    config = _config(3, fp16=fp16, scheduler={"type": "WarmupLR", "params": params}, gradient_clipping=1.0)
+    model = WithLoss(torch.float32)
+    engine, _, _, scheduler = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW, config=config)
+    for step, factor in enumerate((1.0, float("inf"), 1.0, float("nan"), 1.0)):
+        loss = engine(*batch(step, 0, rank))
+        engine.backward(loss * (factor if rank == 1 else 1.0))
+        engine.step()
+        assert engine.was_step_applied() == (factor == 1.0)
+        assert (engine.get_global_grad_norm() is None) == (factor != 1.0)
+    assert (engine.global_steps, engine.skipped_steps, engine.cur_scale) == (5, 2, 64.0)
+    assert scheduler.last_epoch == 3
+    assert engine.get_lr() == [pytest.approx(2e-4)]
+    engine.destroy()
+
+
+def test_skipped_steps_do_not_advance_the_schedule() -> None:
+    run_ranks(2, _check_overflow)
+
+
+def _check_unmanaged(rank: int, stage: int) -> None:
+    """The caller says where the boundary is; several losses a step; no_sync at any stage."""
+    plain, model = new_model(torch.float64), WithLoss()
+    train_plain(plain, torch.optim.SGD(plain.parameters(), lr=0.1), world_size=2, steps=2, num_micro=3)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        config=_config(stage, managed_gradient_accumulation=False),
+    )
+    for step in range(2):
+        for micro in range(3):
+            engine.set_gradient_accumulation_boundary(micro == 2)
+            if micro == 1:
+                with engine.no_sync():
+                    engine.backward(engine(*batch(step, micro, rank)) / 3)
+            else:
+                engine.backward(engine(*batch(step, micro, rank)) / 3)
+            engine.step()
+    assert engine.global_steps == 2
+    got = as_vector(full_values(model).values())
+    engine.destroy()
+    assert relative_error(got, as_vector(plain.parameters())) < 1e-9
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_caller_may_own_the_boundary(stage: int) -> None:
+    run_ranks(2, _check_unmanaged, stage)
+
+
+class Squares(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index)] * 3)
+
+
+def _check_dataloader(rank: int) -> None:
+    engine, _, loader, _ = deepspeed.initialize(
+        model=nn.Linear(3, 2), optimizer=torch.optim.SGD, training_data=Squares(), config=_config(1, train_batch_size=8)
+    )
+    assert loader is engine.training_dataloader
+    assert len(loader) == 3
+    orders = []
+    for _ in range(2):
+        batches = [b for b in loader]  # noqa: C416  (one pass)
+        assert [len(b) for b in batches] == [4, 4, 4]
+        mine = torch.cat(batches)[:, 0].long()
+        of_ranks = [torch.empty_like(mine) for _ in range(2)]
+        torch.distributed.all_gather(of_ranks, mine)
+        assert sorted(torch.cat(of_ranks).tolist()) == list(range(24))
+        orders.append(mine.tolist())
+    assert orders[0] != orders[1]
+    engine.destroy()
+
+
+def test_dataloader_gives_each_rank_its_share() -> None:
+    run_ranks(2, _check_dataloader)
+
+
+def _check_mesh(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(rank % 2)  # ranks of one data-parallel group begin alike anyway
+    model = nn.Linear(3, 2)
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), mpu=mesh, config=_config(2, train_batch_size=4)
+    )
+    assert optimizer.topology.world_size == 2
+    assert engine.train_micro_batch_size_per_gpu() == 2
+    engine.backward(engine(torch.full((1, 3), float(rank))).sum())
+    engine.step()
+    before = torch.manual_seed(rank % 2) and nn.Linear(3, 2).weight
+    mean = sum(r for r in range(4) if r % 2 == rank % 2) / 2  # over the data-parallel ranks only
+    torch.testing.assert_close(model.weight, before - 0.1 * mean)
+    engine.destroy()
+    with pytest.raises(NotAvailableError, match="beside model-parallel ranks"):
+        deepspeed.initialize(model=model, optimizer=torch.optim.SGD, mpu=mesh, config=_config(2, gradient_clipping=1.0))
+
+
+def test_data_parallel_axis_of_a_mesh() -> None:
+    run_ranks(4, _check_mesh)
+
+
+def _check_reports(rank: int) -> None:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("zero")
+    log.addHandler(handler)
+    try:
+        raw = {"steps_per_print": 2, "wall_clock_breakdown": True, "aio": {"thread_count": 2}}
+        engine, *_ = deepspeed.initialize(model=WithLoss(), optimizer=torch.optim.SGD, config=_config(1, **raw))
+        _run(engine, rank, steps=4, num_micro=1)
+        engine.destroy()
+    finally:
+        log.removeHandler(handler)
+    said = [line for line in lines if "intra_op_parallelism" in line or "a batch is what the caller feeds" in line]
+    assert len(said) == (3 if rank == 0 else 0)  # another name; without effect; no batch size: each once
+    assert sum("loss scale=1" in line for line in lines) == (2 if rank == 0 else 0)
+    timed = [line for line in lines if "forward" in line]
+    assert len(timed) == (4 if rank == 0 else 0)
+    assert all("backward" in line and "step " in line for line in timed)
+
+
+def test_reports_are_printed_by_rank_0() -> None:
+    run_ranks(2, _check_reports)
+
+
+def _check_mistakes(rank: int) -> None:
+    model = nn.Linear(3, 2)
+    adam = torch.optim.Adam(model.parameters())
+
+    def refused(error: type[Exception], message: str, **arguments: Any) -> None:
+        with pytest.raises(error, match=message):
+            deepspeed.initialize(**{"model": model, "optimizer": adam, "config": _config(1), **arguments})
+
+    refused(ConfigError, "model must be", model=None)
+    refused(ConfigError, "a configuration must be given", config=None)
+    refused(ConfigError, "only one configuration", config_params=_config(2))
+    refused(ConfigError, "an optimizer must be given", optimizer=None)
+    refused(ConfigError, r"must return a torch\.optim\.Optimizer", optimizer=lambda _: 3)
+    refused(ConfigError, "train_batch_size=7.*world size=2", config=_config(1, train_batch_size=7))
+    refused(ConfigError, "training_data needs", training_data=Squares())
+    refused(ConfigError, "mpu must be", mpu=3)
+    refused(
+        NotAvailableError, "cpu_checkpointing=True", config={"activation_checkpointing": {"cpu_checkpointing": True}}
+    )
+    choice = {"optimizer": {"type": "Adm"}}
+    refused(ConfigError, r"did you mean 'adam'\?", optimizer=None, config=_config(1, **choice))
+    choice = {"optimizer": {"type": "SGD", "params": {"momentun": 1}}}
+    refused(ConfigError, r"did you mean 'momentum'\?", optimizer=None, config=_config(1, **choice))
+    choice = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_steps": 3}}}
+    refused(ConfigError, r"did you mean 'total_num_steps'\?", optimizer=torch.optim.Adam, config=_config(1, **choice))
+    keep = {"data_types": {"keep_in_fp32_modules": ["nrm"]}, "fp16": {"enabled": True}}
+    refused(ConfigError, "there is no 'nrm' in Linear", config=_config(1, **keep))
+    assert not hasattr(model.weight, "zero_shard")
+    assert model.weight.dtype == torch.float32
+
+
+def test_mistakes_are_named_and_leave_the_model_alone() -> None:
+    run_ranks(2, _check_mistakes)
+
+
+def test_namespace() -> None:
+    assert deepspeed.zero.register_external_parameter is deepspeed.register_external_parameter
+    assert deepspeed.zero.GatheredParameters is deepspeed.GatheredParameters
+    with pytest.raises(StateError, match="dist_init_required=False"):
+        deepspeed.initialize(model=nn.Linear(2, 2), config={}, dist_init_required=False)

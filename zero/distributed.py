@@ -1,0 +1,129 @@
+"""Where this process stands: starting torch.distributed, its device, its data-parallel group, its share of the data."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from zcomm import ConfigError, StateError
+
+__all__ = ["DataParallel", "RankDataLoader", "data_parallel", "init_distributed", "local_device"]
+
+DATA_AXES = ("dp", "data", "data_parallel", "fsdp")
+
+
+def init_distributed(dist_backend: str | None = None, *, distributed_port: int = 29500) -> None:
+    """Start torch.distributed unless it runs: from torchrun's environment, or as the only process if there is none.
+
+    The process group is destroyed when the interpreter exits, if nobody has destroyed it before.
+
+    Args:
+        dist_backend: Default: nccl where there is a GPU, else gloo.
+        distributed_port: Where the environment has an address but no port.
+    """
+    if dist.is_initialized():
+        return
+    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    atexit.register(_end)
+
+
+def _end() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def local_device(args: Any = None) -> torch.device:
+    """This process's GPU, by ``LOCAL_RANK`` or else ``args.local_rank``; the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = os.environ.get("LOCAL_RANK", getattr(args, "local_rank", None) or 0)
+    device = torch.device("cuda", max(int(local_rank), 0))
+    torch.cuda.set_device(device)
+    return device
+
+
+class DataParallel:
+    """The ranks that train on different data with the same parameters.
+
+    Args:
+        group: Their group; None is all ranks.
+        has_model_parallel: Whether other ranks hold other parts of the same model.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, *, has_model_parallel: bool = False) -> None:
+        self.group, self.has_model_parallel = group, has_model_parallel
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+
+
+def data_parallel(mpu: Any) -> DataParallel:
+    """The data-parallel ranks of ``mpu``: None, an object with ``get_data_parallel_group()``, or a DeviceMesh.
+
+    Raises:
+        ConfigError: It is neither, or a mesh without an axis for data.
+    """
+    if mpu is None:
+        return DataParallel(None)
+    if isinstance(mpu, DeviceMesh):
+        names = mpu.mesh_dim_names or ()
+        axis = next((name for name in DATA_AXES if name in names), None)
+        if axis is None and mpu.ndim > 1:
+            raise ConfigError(f"a mesh of several axes must name one of them {' or '.join(DATA_AXES)}: got {names}")
+        group = mpu.get_group(axis)
+        return DataParallel(group, has_model_parallel=mpu.size() > dist.get_world_size(group))
+    if not hasattr(mpu, "get_data_parallel_group"):
+        raise ConfigError(f"mpu must be a DeviceMesh or have get_data_parallel_group(): got {mpu!r}")
+    size = getattr(mpu, "get_model_parallel_world_size", lambda: 1)()
+    return DataParallel(mpu.get_data_parallel_group(), has_model_parallel=size > 1)
+
+
+class RankDataLoader:
+    """Batches of this rank's share of a dataset; every pass is shuffled anew, the same on every rank.
+
+    Args:
+        dataset: A map-style dataset, the same on every rank.
+        ranks: Who shares it.
+        batch_size: Samples a batch and rank.
+        collate_fn: As of torch's DataLoader.
+        drop_last: Drop an incomplete last batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        ranks: DataParallel,
+        *,
+        batch_size: int,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        if not hasattr(dataset, "__len__"):
+            raise StateError(f"training_data must be a dataset with a length: got {type(dataset).__name__}")
+        self.sampler: DistributedSampler[Any] = DistributedSampler(
+            dataset, num_replicas=ranks.world_size, rank=ranks.rank, drop_last=drop_last
+        )
+        self.loader: DataLoader[Any] = DataLoader(
+            dataset, batch_size=batch_size, sampler=self.sampler, collate_fn=collate_fn, drop_last=drop_last
+        )
+        self._num_passes = 0
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.sampler.set_epoch(self._num_passes)
+        self._num_passes += 1
+        return iter(self.loader)

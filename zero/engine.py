@@ -1,0 +1,227 @@
+"""The engine that :func:`zero.initialize` returns: a model, its ZeroOptimizer and its schedule, stepped together.
+
+loss = engine(batch)      forward
+engine.backward(loss)     scaled by the loss scale and 1 / accumulation steps; gradients are averaged over the ranks
+engine.step()             nothing until the accumulation boundary, then clip, update, zero_grad, schedule
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from zero.config import BatchSizes, Config
+from zero.config.plan import to_dtype
+from zero.optimizer import ZeroOptimizer
+
+__all__ = ["Engine"]
+
+logger = logging.getLogger("zero")
+
+
+class BatchInfo(NamedTuple):
+    """The three numbers of :meth:`Engine.get_batch_info`."""
+
+    train_batch_size: int | None
+    train_micro_batch_size_per_gpu: int | None
+    gradient_accumulation_steps: int
+
+
+class Engine:
+    """Made by :func:`zero.initialize`. What it has not, it takes from the model (``engine.parameters()``).
+
+    With plain ``loss.backward()`` instead of ``engine.backward(loss)``, divide by the accumulation steps yourself, and
+    under fp16 call ``engine.scale(loss).backward()``.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: ZeroOptimizer, *, lr_scheduler: Any, config: Config, batch_sizes: BatchSizes
+    ) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader: Any = None
+        self.micro_steps = 0
+        """Calls of step() so far."""
+        self.global_steps = 0
+        """Boundaries so far, skipped steps included."""
+        self.skipped_steps = 0
+        """Boundaries at which gradients overflowed."""
+        self._config, self._batch_sizes = config, batch_sizes
+        self._boundary: bool | None = None if config.managed_gradient_accumulation else True
+        self._seconds: dict[str, float] = {}
+        self._times = config.wall_clock_breakdown
+        optimizer.computes_grad_norm = config.zero_optimization.compute_grad_norm
+        self._mark_boundary()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        with self._timed("forward"), self._autocast():
+            if self._config.fp16.enabled and self._config.fp16.auto_cast:
+                args, kwargs = tree_map_only(Tensor, _to_half, (args, kwargs))
+            return self.module(*args, **kwargs)
+
+    forward = __call__
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module":  # not set yet: the constructor failed
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        chosen = self._config.torch_autocast
+        if not chosen.enabled:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=to_dtype(chosen.dtype))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.module.parameters()).device
+
+    def train(self, mode: bool = True) -> Engine:  # noqa: FBT001  (torch's signature)
+        """As of the model."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """As of the model."""
+        return self.train(mode=False)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` times the loss scale, for ``engine.scale(loss).backward()``."""
+        return self.optimizer.scale(loss)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:  # noqa: FBT001
+        """Backward of ``loss``, scaled by the loss scale and, if ``scale_wrt_gas``, by 1 / accumulation steps.
+
+        Returns:
+            ``loss``, divided by the accumulation steps in the same way.
+        """
+        with self._timed("backward"):
+            if scale_wrt_gas and self._config.managed_gradient_accumulation:
+                loss = loss / self.gradient_accumulation_steps()
+            self.optimizer.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            return loss
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """At the accumulation boundary: clip, update, clear the gradients, advance the schedule; otherwise count.
+
+        A step whose gradients overflowed on any rank updates nothing and does not advance the schedule.
+        """
+        is_boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if is_boundary:
+            with self._timed("step"):
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self.global_steps += 1
+            if not self.optimizer.was_step_applied:
+                self.skipped_steps += 1
+            elif self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+            self._report()
+        self._mark_boundary()
+
+    def was_step_applied(self) -> bool:
+        """Whether the last boundary updated the parameters."""
+        return self.optimizer.was_step_applied
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self.optimizer.zero_grad()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See :meth:`zero.ZeroOptimizer.no_sync`; at every stage."""
+        return self.optimizer.no_sync()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next step() updates."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:  # noqa: FBT001  (DeepSpeed's signature)
+        """Say whether the next step() updates, instead of counting; call it before the backward."""
+        self._boundary = is_boundary
+        self._mark_boundary()
+
+    def _mark_boundary(self) -> None:
+        self.optimizer.is_boundary = self.is_gradient_accumulation_boundary()
+
+    def get_global_grad_norm(self) -> float | None:
+        """The gradient norm of the last step over all ranks, before clipping; None after a skipped step, or if off."""
+        return self.optimizer.last_grad_norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """``betas`` or ``momentum`` of every parameter group."""
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale; 1 without one."""
+        return 1.0 if self.optimizer.loss_scale is None else self.optimizer.loss_scale.scale
+
+    def train_batch_size(self) -> int | None:
+        """Samples a step over all ranks; None: whatever the caller feeds."""
+        return self._batch_sizes.train
+
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        """Samples a rank and backward; None: whatever the caller feeds."""
+        return self._batch_sizes.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Backwards a step."""
+        return self._batch_sizes.accumulation
+
+    def get_batch_info(self) -> BatchInfo:
+        """All three."""
+        return BatchInfo(self._batch_sizes.train, self._batch_sizes.micro, self._batch_sizes.accumulation)
+
+    def destroy(self) -> None:
+        """Take the hooks off the model and free what belongs to it; see :meth:`zero.ZeroOptimizer.close`."""
+        self.optimizer.close()
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        if not self._times:
+            yield
+            return
+        self._synchronize()
+        started = time.perf_counter()
+        yield
+        self._synchronize()
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _report(self) -> None:
+        """On rank 0: what steps_per_print and wall_clock_breakdown ask for."""
+        if self.optimizer.topology.rank == 0:
+            every = self._config.steps_per_print
+            if every and self.global_steps % every == 0:
+                logger.info(
+                    "step=%d, skipped=%d, lr=%s, mom=%s, loss scale=%g",
+                    *(self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom(), self.cur_scale),
+                )
+            if self._times:
+                times = ", ".join(f"{phase} {1e3 * s:.1f} ms" for phase, s in self._seconds.items())
+                logger.info("step=%d: %s", self.global_steps, times)
+        self._seconds.clear()
+
+
+def _to_half(tensor: Tensor) -> Tensor:
+    return tensor.half() if tensor.is_floating_point() else tensor

@@ -1,0 +1,169 @@
+"""``zero.initialize``: DeepSpeed's entry point."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zcomm import ConfigError, StateError
+from zero.config import BatchSizes, Configuration, NotAvailableError, check_available, read_source, solve_batch_sizes
+from zero.config.read import Source
+from zero.distributed import DataParallel, RankDataLoader, data_parallel, init_distributed, local_device
+from zero.engine import Engine
+from zero.optimizer import ZeroOptimizer
+from zero.optimizers import build_optimizer
+from zero.placement import move
+from zero.schedulers import build_scheduler
+
+__all__ = ["Initialized", "add_config_arguments", "initialize"]
+
+logger = logging.getLogger("zero")
+
+
+class Initialized(NamedTuple):
+    """What :func:`initialize` returns, in DeepSpeed's order."""
+
+    engine: Engine
+    optimizer: ZeroOptimizer
+    training_dataloader: RankDataLoader | None
+    lr_scheduler: Any
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    *,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Source | None = None,
+    config_params: Source | None = None,
+) -> Initialized:
+    """A model ready to train under a DeepSpeed configuration; collective.
+
+    Args:
+        args: Parsed arguments; ``args.deepspeed_config`` is read if ``config`` is not given.
+        model: Moved to this rank's device and cast to the configured dtype, in place.
+        optimizer: An instance without state, a class, or a function of the parameters. Default: the configuration's.
+        model_parameters: Parameters or groups for an optimizer that is built here. Default: all trainable ones.
+        training_data: A dataset; a dataloader of this rank's share is returned for it.
+        lr_scheduler: A scheduler, or a function of the optimizer. Default: the configuration's, if it has one.
+        distributed_port: For starting torch.distributed where MASTER_PORT is not set.
+        mpu: An object with ``get_data_parallel_group()``, or a DeviceMesh. Default: all ranks are data-parallel.
+        dist_init_required: False: torch.distributed must run already. Default: it is started if it does not.
+        collate_fn: For the dataloader.
+        config: A dict, or the path of a JSON file.
+        config_params: The old name of ``config``.
+
+    Raises:
+        NotAvailableError: The configuration asks for what this version cannot do; names the keys.
+        ConfigError: No model or configuration, or a configuration that cannot be meant.
+        Besides, what :class:`zero.ZeroOptimizer` raises.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module: got {model!r}")
+    configuration = _find_configuration(args, config, config_params)
+    check_available(configuration)
+    if dist_init_required is False and not torch.distributed.is_initialized():
+        raise StateError("dist_init_required=False, but torch.distributed does not run: call init_process_group()")
+    init_distributed(distributed_port=distributed_port)
+    ranks = data_parallel(mpu)
+    values = configuration.values
+    batch_sizes = solve_batch_sizes(values, ranks.world_size)
+    drop_last = values.dataloader_drop_last
+    loader = _new_dataloader(training_data, ranks, batch_sizes, collate_fn=collate_fn, drop_last=drop_last)
+    _check_model_parallel(configuration, ranks)
+    move(model, local_device(args))
+    chosen = _choose_optimizer(optimizer, model, model_parameters, configuration)
+    wrapped = ZeroOptimizer(model, chosen, config=configuration, group=ranks.group)
+    scheduler = _choose_scheduler(lr_scheduler, wrapped, configuration)
+    engine = Engine(model, wrapped, lr_scheduler=scheduler, config=values, batch_sizes=batch_sizes)
+    engine.training_dataloader = loader
+    if batch_sizes.note and ranks.rank == 0:
+        logger.info("%s", batch_sizes.note)
+    return Initialized(engine, wrapped, loader, scheduler)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config`` to ``parser``, and return it."""
+    group = parser.add_argument_group("DeepSpeed", "configuration of zero.initialize")
+    group.add_argument("--deepspeed", action="store_true", help="for scripts that ask for it; nothing here does")
+    group.add_argument("--deepspeed_config", type=str, default=None, metavar="FILE", help="JSON configuration")
+    return parser
+
+
+def _find_configuration(args: Any, config: Source | None, config_params: Source | None) -> Configuration:
+    from_args = getattr(args, "deepspeed_config", None)
+    given = [source for source in (config, config_params, from_args) if source is not None]
+    if not given:
+        raise ConfigError("a configuration must be given: config=, or --deepspeed_config in args")
+    if len(given) > 1 and any(source != given[0] for source in given):
+        raise ConfigError("only one configuration may be given: config=, config_params= or --deepspeed_config in args")
+    return read_source(given[0])
+
+
+def _check_model_parallel(configuration: Configuration, ranks: DataParallel) -> None:
+    config = configuration.values
+    if ranks.has_model_parallel and (config.gradient_clipping or config.fp16.enabled or config.bf16.enabled):
+        raise NotAvailableError(
+            "not available in this version: gradient_clipping and the overflow checks of fp16 and bf16 beside model-"
+            "parallel ranks (norms and overflows would be of this rank's part of the model only)"
+        )
+
+
+def _choose_optimizer(given: Any, model: nn.Module, parameters: Any, configuration: Configuration) -> Optimizer:
+    choice = configuration.values.optimizer
+    if isinstance(given, Optimizer):
+        return given
+    if parameters is None:
+        parameters = [param for param in model.parameters() if param.requires_grad]
+    elif inspect.isgenerator(parameters):
+        parameters = list(parameters)
+    if given is None:
+        if choice.type is None:
+            raise ConfigError("an optimizer must be given: optimizer=, or 'optimizer' in the configuration")
+        return build_optimizer(choice.type, choice.params, parameters)
+    if not callable(given):
+        raise ConfigError(f"optimizer must be an instance, a class or a function of the parameters: got {given!r}")
+    built = given(parameters)
+    if not isinstance(built, Optimizer):
+        raise ConfigError(f"optimizer(parameters) must return a torch.optim.Optimizer: got {type(built).__name__}")
+    return built
+
+
+def _choose_scheduler(given: Any, optimizer: ZeroOptimizer, configuration: Configuration) -> Any:
+    choice = configuration.values.scheduler
+    try:
+        if given is not None:
+            return given if hasattr(given, "step") else given(optimizer)
+        return None if choice.type is None else build_scheduler(choice.type, choice.params, optimizer)
+    except Exception:
+        optimizer.close()  # the model is left as it came
+        raise
+
+
+def _new_dataloader(
+    dataset: Any,
+    ranks: DataParallel,
+    batch_sizes: BatchSizes,
+    *,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    drop_last: bool,
+) -> RankDataLoader | None:
+    if dataset is None:
+        return None
+    if batch_sizes.micro is None:
+        raise ConfigError("training_data needs train_batch_size or train_micro_batch_size_per_gpu")
+    return RankDataLoader(dataset, ranks, batch_size=batch_sizes.micro, collate_fn=collate_fn, drop_last=drop_last)
