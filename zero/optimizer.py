@@ -272,7 +272,7 @@ class ZeroOptimizer(Optimizer):
         """This rank's shard: masters, optimizer states, and the layout they belong to."""
         return {
             "layout": self._layout(),
-            "masters": [bucket.master for bucket in self._runtime.buckets if bucket.is_trainable],
+            "masters": [_whole_storage(bucket.master) for bucket in self._runtime.buckets if bucket.is_trainable],
             "optimizer": self._inner.state_dict(),
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
         }
@@ -325,6 +325,12 @@ class ZeroOptimizer(Optimizer):
         self._runtime.close()
         if self._owns_topology:
             self._runtime.topology.close()
+
+
+def _whole_storage(tensor: Tensor) -> Tensor:
+    """``tensor``, or a copy if it is a part of something larger: all of that would be written to a file."""
+    is_part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+    return tensor.clone() if is_part else tensor
 
 
 def _choose_topology(

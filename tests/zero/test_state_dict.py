@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -47,3 +49,17 @@ def _check_saved_exactly(rank: int, stage: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_quantized_weights_are_saved_exactly(stage: int, dtype: torch.dtype) -> None:
     run_ranks(2, _check_saved_exactly, stage, dtype)
+
+
+def _check_file_size(rank: int, stage: int) -> None:
+    model = nn.Linear(512, 512)
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage) as optimizer:
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+    numel = 512 * 513
+    assert file.tell() < 4 * numel / (2 if stage else 1) + 10_000
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_rank_saves_its_shard_alone(stage: int) -> None:
+    run_ranks(2, _check_file_size, stage)
