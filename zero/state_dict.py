@@ -11,7 +11,6 @@ ranks pass is not used, and may be the empty dict that they saved.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -83,33 +82,53 @@ def _fill(runtime: Runtime, state_dict: dict[str, Any], prefix: str) -> None:
 
 
 class _Load:
-    """One call of ``load_state_dict`` after the other."""
+    """One call of ``load_state_dict`` after the other.
+
+    Below stage 3 torch's own code copies into the full parameters. At stage 3 the values are taken out of the state
+    dict before it comes to that, bucket by bucket: only one is held full at a time.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._gathered = ExitStack()
         self._slots: dict[Bucket, list[int]] = {}
+        self._taken: set[str] = set()
         self._errors: list[str] = []
         self._is_empty = False
 
     def begin(self, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
-        """Hold all parameters full, and agree with rank 0 on which it loads."""
-        runtime, names = self._runtime, _names(self._runtime, prefix)
+        """Agree with rank 0 on which parameters it loads; at stage 3, load them. ``state_dict`` is torch's copy."""
+        runtime = self._runtime
         self._errors, self._is_empty = errors, not state_dict
+        self._taken, self._slots = set(), {}
+        fitting = _fitting(runtime, state_dict, prefix)
         params = [(bucket, slot, param) for bucket in runtime.buckets for slot, param in enumerate(bucket.params)]
-        is_loaded = torch.tensor([any(name in state_dict for name in names.get(param, [])) for _, _, param in params])
+        is_loaded = torch.tensor([param in fitting for _, _, param in params])
         control.broadcast_(is_loaded, 0, runtime.topology)
-        self._slots = {}
         for (bucket, slot, _), chosen in zip(params, is_loaded.tolist(), strict=True):
             if chosen:
                 self._slots.setdefault(bucket, []).append(slot)
-        self._gathered.enter_context(runtime.gathered(runtime.buckets))
+        if runtime.stage.shards_parameters:
+            for bucket, slots in self._slots.items():
+                with runtime.gathered([bucket]):
+                    self._copy_on_rank_0([bucket.params[slot] for slot in slots], fitting, state_dict)
+                    runtime.take_values({bucket: slots}, 0)
+            self._taken = {name for names in fitting.values() for name in names}
+            for name in self._taken:
+                del state_dict[name]
+
+    def _copy_on_rank_0(
+        self, params: list[nn.Parameter], fitting: dict[nn.Parameter, list[str]], state_dict: dict[str, Any]
+    ) -> None:
+        if self._runtime.topology.rank == 0:
+            for param in params:
+                param.detach().copy_(state_dict[fitting[param][-1]])  # of a tied one's names, the last wins
 
     def end(self, incompatible: Any) -> None:
-        """Take rank 0's values over. If a rank could not load, or lacks keys, so does every rank."""
+        """Below stage 3, take rank 0's values over. If a rank could not load, or lacks keys, so does every rank."""
         runtime = self._runtime
-        self._runtime.take_values(self._slots, 0)
-        self._gathered.close()
+        if not runtime.stage.shards_parameters:
+            runtime.take_values(self._slots, 0)
+        incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in self._taken]
         lacks_all = runtime.topology.rank != 0 and self._is_empty
         num_wrong_keys = 0 if lacks_all else len(incompatible.missing_keys) + len(incompatible.unexpected_keys)
         agreed = control.agree_max(torch.tensor([len(self._errors), num_wrong_keys]), runtime.topology).tolist()
@@ -117,3 +136,14 @@ class _Load:
             self._errors.append("another rank could not load what it was given: its own error says why")
         if lacks_all and not agreed[1]:
             incompatible.missing_keys.clear()
+
+
+def _fitting(runtime: Runtime, state_dict: dict[str, Any], prefix: str) -> dict[nn.Parameter, list[str]]:
+    """The keys of ``state_dict`` under which parameters stand, in their shape. torch reports the others."""
+    fitting: dict[nn.Parameter, list[str]] = {}
+    for param, names in _names(runtime, prefix).items():
+        values = [(name, state_dict.get(name)) for name in names]
+        known = [name for name, value in values if isinstance(value, Tensor) and value.shape == param.shape]
+        if known:
+            fitting[param] = known
+    return fitting

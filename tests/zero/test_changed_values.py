@@ -183,7 +183,7 @@ def test_the_pool_forgets_one_off_buffers() -> None:
     for _ in range(3):
         train_once(model, optimizer)
     usual = optimizer.memory().buffers["pool"]
-    model.load_state_dict(new_layers(num=8).state_dict())  # holds all layers at once
+    full_values(model)  # holds all layers at once
     assert optimizer.memory().buffers["pool"] > usual
     for _ in range(2):
         train_once(model, optimizer)

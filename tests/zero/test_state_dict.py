@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from tests.ranks import run_ranks
 from tests.zero.models import new_model
-from tests.zero.training import assert_same_bits, train, zero_optimizer
+from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
 from zero import ZeroOptimizer
 
 
@@ -63,3 +64,21 @@ def _check_file_size(rank: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_rank_saves_its_shard_alone(stage: int) -> None:
     run_ranks(2, _check_file_size, stage)
+
+
+def _check_one_bucket_at_a_time(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    model.append(model[0])  # tied
+    other = copy.deepcopy(model)
+    for param in other.parameters():
+        nn.init.normal_(param)
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3) as optimizer:
+        incompatible = model.load_state_dict(other.state_dict())
+        assert not incompatible.missing_keys
+        assert optimizer.memory().buffers["pool"] < 1.2 * 4 * (64 * 64 + 64)
+        assert_same_bits(full_values(model), dict(other.named_parameters()))
+
+
+def test_loading_at_stage_3_holds_one_bucket_at_a_time() -> None:
+    run_ranks(2, _check_one_bucket_at_a_time)
