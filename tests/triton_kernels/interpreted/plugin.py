@@ -23,7 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
     assert os.environ.get("TRITON_INTERPRET") == "1"
     assert os.environ.get("ZCOMM_KERNELS") == "triton"
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")  # NumPy's, of NaN and infinities
-    config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim:DeprecationWarning")  # Triton 3.6
+    # Triton 3.6's
+    config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim:DeprecationWarning")
     original, patched = interpreter._patch_lang, set()
 
     def patch_once(function: FunctionType) -> Any:
