@@ -89,11 +89,8 @@ def emulated_nodes(num_nodes: int, *, rate: str | None = None) -> Iterator[list[
                      "rate", rate, "burst", "256kb", "latency", "200ms")  # fmt: skip
         yield nodes
     finally:
-        allowed = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # removal is not stopped half-way
-        try:
+        with _signals_held_back():  # removal is not stopped half-way
             stack.close()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, allowed)
 
 
 def _remove_left_behind() -> None:
@@ -111,7 +108,18 @@ def _namespaces() -> list[str]:
 
 
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    """A signal waits for the command's end: one that came while it started would leave it running, and be forgotten."""
+    with _signals_held_back():
+        subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    allowed = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, allowed)
 
 
 def _add_namespace(stack: ExitStack, name: str) -> None:
