@@ -35,9 +35,9 @@ __all__ = [
     "device_of",
     "gather_ints",
     "group_named",
+    "level_group_names",
     "max_",
     "new_group",
-    "num_groups",
     "sum_",
     "together",
 ]
@@ -298,6 +298,23 @@ def group_named(name: str) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, resolve(name))
 
 
-def num_groups() -> int:
-    """Groups that this rank has; part of the names of groups that only their members make."""
-    return len(dist.distributed_c10d._world.pg_names)
+def level_group_names(group: dist.ProcessGroup | None) -> None:
+    """Let the ranks of ``group`` agree on the names that their next groups of ``is_local`` will get.
+
+    torch.distributed names such a group by its ranks and by how many groups the calling rank is in: ranks that are in
+    different numbers of groups (a rank may be in one for logging) would wait under different names, and a number
+    that comes again, after somebody has destroyed a group, would name two groups alike. Ranks with fewer groups make
+    some of their own, shut down at once, until all have as many as any has had.
+
+    Collective over ``group``.
+    """
+    global _most_groups
+    names = dist.distributed_c10d._world.pg_names
+    _most_groups = max(gather_ints(max(len(names), _most_groups), group))
+    while len(names) < _most_groups:
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True).shutdown()
+    _most_groups += 3  # a topology makes no more; none of the names comes again
+
+
+_most_groups = 0
+"""More than the number of groups that this rank has been in, at least when it last made some."""

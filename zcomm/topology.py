@@ -61,7 +61,7 @@ class Topology:
         self._groups: list[dist.ProcessGroup] = []
         self._is_local = self.world_size > 1 and dist.get_world_size() > self.world_size
         if self._is_local:
-            _check_group_names(group)
+            backend.level_group_names(group)
         self._make_hops()
 
     def _register(self) -> None:
@@ -205,16 +205,6 @@ def _size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
     if rank < 0:
         raise TopologyError(f"this process, global rank {dist.get_rank()}, is not in the group")
     return dist.get_world_size(group), rank
-
-
-def _check_group_names(group: dist.ProcessGroup | None) -> None:
-    """Groups that only their members make are named by how many groups a member has already."""
-    counts = backend.gather_ints(backend.num_groups(), group)
-    if len(set(counts)) > 1:
-        raise TopologyError(
-            "a topology over part of the job needs ranks that are in equally many process groups: "
-            f"groups of each rank {counts}; make it before other groups, or over all ranks"
-        )
 
 
 def _global_rank(group: dist.ProcessGroup | None, rank: int) -> int:

@@ -186,17 +186,22 @@ def _check_part_of_the_job(rank: int) -> None:
             Topology(ranks_per_node=1, group=halves[0])
         t = Topology(ranks_per_node=1, group=halves[1])
         assert (t.world_size, t.rank) == (1, 0)
-    else:
-        for _ in range(2):
-            t = Topology(ranks_per_node=3, group=halves[0])
-            total = torch.full((5,), float(rank))
-            zcomm.all_reduce(total, group=t)
-            assert total.tolist() == [5.0] * 5
-            t.close()
-    torch.distributed.new_group([0, 1])
-    if rank != 1:
-        with pytest.raises(zcomm.TopologyError, match=r"groups of each rank \[(\d+), (?!\1)"):
-            Topology(ranks_per_node=1, group=halves[0])
+    # torch.distributed names the groups of a part by how many groups a rank is in: more or fewer, alike or not.
+    before = ["nothing", "a group of two", "a group gone", "nothing"]
+    mine = []
+    for event in before:
+        if event == "a group of two":
+            mine = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([0, 1])]
+        elif event == "a group gone" and rank in (0, 1):
+            for group in mine:
+                torch.distributed.destroy_process_group(group)
+        if rank == 1:
+            continue
+        t = Topology(ranks_per_node=3, group=halves[0])
+        total = torch.full((5,), float(rank))
+        zcomm.all_reduce(total, group=t)
+        assert total.tolist() == [5.0] * 5
+        t.close()
 
 
 def test_a_topology_over_part_of_the_job() -> None:
