@@ -122,8 +122,43 @@ inline void SumChunk(const CodeRange& range, const std::uint8_t* header, const s
   if constexpr (!kIsWhole) std::memcpy(out, values, numel * sizeof(Out));
 }
 
+// One message of 4-bit codes to 16-bit elements: the 16 values of a block are converted once.
+template <Codec kCodec, class Out>
+void DecodeByTable(const CodeRange& range, float limit, Out* out) {
+  constexpr std::size_t kNumel = WordTable<Out>::kNumel;
+  constexpr std::uint8_t kEachNibble[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  F level;
+  F unused;
+  Levels<kCodec>::Of(kEachNibble, &level, &unused);
+  const std::size_t end = range.begin + range.numel;
+  for (std::size_t at = range.begin; at < end;) {
+    const std::size_t block = at / range.block;
+    const std::size_t block_end = Min((block + 1) * range.block, end);
+    const Scaling<kCodec> scaling(range.headers + block * kHeaderNbytes<kCodec>, limit);
+    const F value = scaling.needs_clamp ? scaling.template Value<true>(level) : scaling.template Value<false>(level);
+    const WordTable<Out> table(value);
+    const std::uint8_t* codes = range.codes + NumBytes<kCodec>(at);
+    for (; at + kNumel <= block_end; at += kNumel, codes += kNumel / 2, out += kNumel) table.Lookup(codes, out);
+    if (at < block_end) {
+      const std::size_t numel = block_end - at;
+      std::uint8_t padded[kNumel / 2] = {};
+      std::memcpy(padded, codes, NumBytes<kCodec>(numel));
+      Out values[kNumel];
+      table.Lookup(padded, values);
+      std::memcpy(out, values, numel * sizeof(Out));
+      at += numel;
+      out += numel;
+    }
+  }
+}
+
 template <Codec kCodec, class Out>
 void DecodeSum(const CodeRange& range, float limit, float divisor_value, void* data) {
+  if constexpr (WordTable<Out>::kExists && Levels<kCodec>::kIsSplit) {
+    if (range.count == 1 && divisor_value == 1.0F) {
+      return DecodeByTable<kCodec>(range, limit, static_cast<Out*>(data));
+    }
+  }
   constexpr std::size_t kPairs = 4;
   constexpr std::size_t kPair = 2 * kLanes;
   constexpr bool kIsBlock = IsBlockCodec(kCodec);

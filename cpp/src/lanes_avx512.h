@@ -83,6 +83,36 @@ inline void LookupNibbles(const Table16& table, const std::uint8_t* codes, F* ev
   *odd = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table.values);
 }
 
+// An index has 5 bits, of which the fifth is a bit of the other nibble: the register holds the 16 values twice.
+template <class Out>
+struct WordTable16 {
+  static constexpr bool kExists = true;
+  static constexpr std::size_t kNumel = 2 * kLanes;
+
+  __m512i words;
+
+  explicit WordTable16(F values) {
+    Out narrow[kLanes];
+    Store(narrow, values);
+    words = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(narrow)));
+  }
+
+  // kNumel elements from kNumel / 2 bytes of codes.
+  void Lookup(const std::uint8_t* codes, Out* out) const {
+    const __m512i bytes = Raw(LoadBytes(codes));
+    const __m512i index = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(index, words));
+  }
+};
+template <>
+struct WordTable<Bfloat16> : WordTable16<Bfloat16> {
+  using WordTable16::WordTable16;
+};
+template <>
+struct WordTable<Float16> : WordTable16<Float16> {
+  using WordTable16::WordTable16;
+};
+
 struct Table32 {
   __m512i low;
   __m512i high;

@@ -11,3 +11,9 @@ inline U Unsigned(I value) { return reinterpret_cast<U>(value); }
 inline I Signed(U value) { return reinterpret_cast<I>(value); }
 inline F ToFloat(I value) { return __builtin_convertvector(value, F); }
 inline I Truncate(F value) { return __builtin_convertvector(value, I); }
+
+// 16 values of the element type Out, chosen from by 4-bit codes, where the ISA does that for more than kLanes at once.
+template <class Out>
+struct WordTable {
+  static constexpr bool kExists = false;
+};
