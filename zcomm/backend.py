@@ -308,13 +308,12 @@ def level_group_names(group: dist.ProcessGroup | None) -> None:
 
     Collective over ``group``.
     """
-    global _most_groups
     names = dist.distributed_c10d._world.pg_names
-    _most_groups = max(gather_ints(max(len(names), _most_groups), group))
-    while len(names) < _most_groups:
+    wanted = max(gather_ints(max(len(names), *_counts_used), group))
+    while len(names) < wanted:
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True).shutdown()
-    _most_groups += 3  # a topology makes no more; none of the names comes again
+    _counts_used[:] = [wanted + 3]  # a topology makes no more; none of the names comes again
 
 
-_most_groups = 0
-"""More than the number of groups that this rank has been in, at least when it last made some."""
+_counts_used: list[int] = []
+"""Above the counts in the names of this rank's groups, once it has made some."""
