@@ -315,5 +315,5 @@ def level_group_names(group: dist.ProcessGroup | None) -> None:
     _counts_used[:] = [wanted + 3]  # a topology makes no more; none of the names comes again
 
 
-_counts_used: list[int] = []
-"""Above the counts in the names of this rank's groups, once it has made some."""
+_counts_used = [0]
+"""Above the counts in the names of this rank's groups."""
