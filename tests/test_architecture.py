@@ -19,7 +19,8 @@ ALLOWED = {
 }
 LIBRARY = ("triton_kernels", "zcomm", "zero")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 8
-MORE_PARAMETERS = {"reduce_scatter_single": 9, "initialize": 12}  # torch's five, and ours; DeepSpeed's
+# torch's five, and ours; DeepSpeed's
+MORE_PARAMETERS = {"reduce_scatter_single": 9, "initialize": 12, "CPUAdam.__init__": 10}
 # optional libraries
 MAY_IMPORT_LATE = {"zcomm/kernels.py", "zcomm/backend.py", "zcomm/cli.py", "zcomm/bench/plot.py"}
 # the backend, and what it is compared with
@@ -110,13 +111,21 @@ def _is_gpu_code(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 @pytest.mark.parametrize("path", FILES, **NAMES)
 def test_files_and_functions_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
-    for node in ast.walk(_tree(path)):
+    tree = _tree(path)
+    methods = {
+        id(member): f"{owner.name}.{member.name}"
+        for owner in ast.walk(tree)
+        if isinstance(owner, ast.ClassDef)
+        for member in owner.body
+        if isinstance(member, ast.FunctionDef)
+    }
+    for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             assert length <= MAX_FUNCTION_LINES, f"{node.name}: {length} lines"
             if any(ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list):
                 continue  # a kernel has no structures: every pointer, stride and constant is a parameter
-            limit = MORE_PARAMETERS.get(node.name, MAX_PARAMETERS)
+            limit = MORE_PARAMETERS.get(methods.get(id(node), node.name), MAX_PARAMETERS)
             if _is_gpu_code(node):  # takes every pointer, size and constant by itself
                 continue
             parameters = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]

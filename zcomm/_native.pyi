@@ -172,6 +172,44 @@ def decode_sum_requantize_ref(
 ) -> None:
     """Oracle of decode_sum_requantize."""
 
+Factors = tuple[float, float, float, float, float, float, float, float, float, float]
+
+def optimizer_step(
+    rule: int,
+    nesterov: bool,
+    factors: Factors,
+    numel: int,
+    param_ptr: int,
+    grad: tuple[int, int],
+    moment1_ptr: int,
+    moment2_ptr: int,
+    moment_dtype: int,
+    largest_ptr: int,
+    out: tuple[int, int],
+    draw: Draw | None,
+    num_threads: int,
+) -> None:
+    """Move a flat shard by one step of rule 0 Adam, 1 AdamW, 2 Adagrad, 3 Lion, 4 SGD.
+
+    ``factors``: grad_factor, weight_decay, keep, rate, beta1, mix1, beta2, mix2, eps, inverse_root. ``grad``, ``out``:
+    address and dtype id. Address 0: the rule has no such array.
+    """
+
+def optimizer_step_ref(
+    rule: int,
+    nesterov: bool,
+    factors: Factors,
+    numel: int,
+    param_ptr: int,
+    grad: tuple[int, int],
+    moment1_ptr: int,
+    moment2_ptr: int,
+    moment_dtype: int,
+    largest_ptr: int,
+    out: tuple[int, int],
+    draw: Draw | None,
+    num_threads: int,
+) -> None: ...
 def message_nbytes(codec: int, block: int, is_rotated: bool, num_segments: int, segment_numel: int) -> int:
     """Bytes of one message."""
 

@@ -32,6 +32,7 @@ __all__ = [
     "decode",
     "decode_sum",
     "decode_sum_requantize",
+    "native",
     "native_description",
     "native_unavailable_reason",
     "quantize",
@@ -46,6 +47,17 @@ def native_unavailable_reason() -> str:
     if env.value("ZCOMM_KERNELS") == "reference":
         return "ZCOMM_KERNELS=reference"
     return _REASON
+
+
+def native() -> Any:
+    """The native module, for operations that have no other kernel.
+
+    Raises:
+        BackendUnavailableError: It is not built, or ``ZCOMM_KERNELS=reference``.
+    """
+    if reason := native_unavailable_reason():
+        raise BackendUnavailableError(f"this operation has a native kernel only, and {reason}")
+    return _native
 
 
 def native_description() -> str:

@@ -3,6 +3,7 @@
 from zero import zero
 from zero.access import GatheredParameters, register_external_parameter
 from zero.config import NotAvailableError
+from zero.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from zero.distributed import init_distributed
 from zero.engine import Engine
 from zero.initialize import Initialized, add_config_arguments, initialize
@@ -11,6 +12,10 @@ from zero.settings import Effective, ZeroSettings
 from zero.stages import model_state_nbytes
 
 __all__ = [
+    "CPUSGD",
+    "CPUAdagrad",
+    "CPUAdam",
+    "CPULion",
     "Effective",
     "Engine",
     "GatheredParameters",

@@ -16,6 +16,7 @@
 #include "zcomm/check.h"
 #include "zcomm/decode.h"
 #include "zcomm/isa.h"
+#include "zcomm/optimizer_step.h"
 #include "zcomm/quantize.h"
 #include "zcomm/random.h"
 #include "zcomm/reduce.h"
@@ -52,10 +53,14 @@ std::optional<zcomm::Draw> MakeDraw(const DrawArgument& argument) {
   return zcomm::Draw{seed, tensor, step, hop, rank, first};
 }
 
+DType MakeDType(int dtype) {
+  ZCOMM_CHECK(dtype >= 0 && dtype < static_cast<int>(zcomm::kNumDTypes), "unknown dtype id: dtype=", dtype);
+  return static_cast<DType>(dtype);
+}
+
 template <class Rows>
 Rows MakeRows(int dtype, std::uintptr_t pointer, std::int64_t message_stride, std::int64_t segment_stride) {
-  ZCOMM_CHECK(dtype >= 0 && dtype < static_cast<int>(zcomm::kNumDTypes), "unknown dtype id: dtype=", dtype);
-  return {static_cast<DType>(dtype), reinterpret_cast<void*>(pointer), Size("message_stride", message_stride),
+  return {MakeDType(dtype), reinterpret_cast<void*>(pointer), Size("message_stride", message_stride),
           Size("segment_stride", segment_stride)};
 }
 
@@ -130,6 +135,47 @@ void DecodeSumRequantize(int codec, std::int64_t block, bool is_rotated, std::in
   }
 }
 
+// grad_factor, weight_decay, keep, rate, beta1, mix1, beta2, mix2, eps, inverse_root
+using FactorsArgument = std::tuple<float, float, float, float, float, float, float, float, float, float>;
+// address and dtype
+using ArrayArgument = std::tuple<std::uintptr_t, int>;
+
+template <bool kRef>
+void OptimizerStep(int rule, bool nesterov, const FactorsArgument& factors, std::int64_t numel,
+                   std::uintptr_t param_ptr, const ArrayArgument& grad, std::uintptr_t moment1_ptr,
+                   std::uintptr_t moment2_ptr, int moment_dtype, std::uintptr_t largest_ptr, const ArrayArgument& out,
+                   const DrawArgument& draw_argument, std::int64_t num_threads) {
+  const auto& [grad_factor, weight_decay, keep, rate, beta1, mix1, beta2, mix2, eps, inverse_root] = factors;
+  const zcomm::StepOptions options{static_cast<zcomm::Rule>(rule),
+                                   nesterov,
+                                   grad_factor,
+                                   weight_decay,
+                                   keep,
+                                   rate,
+                                   beta1,
+                                   mix1,
+                                   beta2,
+                                   mix2,
+                                   eps,
+                                   inverse_root};
+  const zcomm::Shard shard{Size("numel", numel),
+                           reinterpret_cast<float*>(param_ptr),
+                           reinterpret_cast<const void*>(std::get<0>(grad)),
+                           MakeDType(std::get<1>(grad)),
+                           reinterpret_cast<void*>(moment1_ptr),
+                           reinterpret_cast<void*>(moment2_ptr),
+                           MakeDType(moment_dtype),
+                           reinterpret_cast<float*>(largest_ptr),
+                           reinterpret_cast<void*>(std::get<0>(out)),
+                           MakeDType(std::get<1>(out))};
+  const std::optional<zcomm::Draw> draw = MakeDraw(draw_argument);
+  if constexpr (kRef) {
+    zcomm::OptimizerStepRef(options, shard, draw);
+  } else {
+    zcomm::OptimizerStep(options, shard, draw, Size("num_threads", num_threads));
+  }
+}
+
 template <bool kRef>
 void DefineOperations(nb::module_& m) {
   const std::string suffix = kRef ? "_ref" : "";
@@ -147,6 +193,9 @@ void DefineOperations(nb::module_& m) {
         "is_rotated"_a, "num_messages"_a, "num_segments"_a, "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a,
         "layout_hash"_a, "out_codec"_a, "out_block"_a, "out_is_rotated"_a, "out_ptr"_a, "out_stride_bytes"_a,
         "out_layout_hash"_a, "draw"_a.none(), "num_threads"_a);
+  m.def(("optimizer_step" + suffix).c_str(), &OptimizerStep<kRef>, release, "rule"_a, "nesterov"_a, "factors"_a,
+        "numel"_a, "param_ptr"_a, "grad"_a, "moment1_ptr"_a, "moment2_ptr"_a, "moment_dtype"_a, "largest_ptr"_a,
+        "out"_a, "draw"_a.none(), "num_threads"_a);
 }
 
 nb::dict BuildInfo() {

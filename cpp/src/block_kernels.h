@@ -6,6 +6,7 @@
 #include "zcomm/arrays.h"
 #include "zcomm/isa.h"
 #include "zcomm/message_layout.h"
+#include "zcomm/optimizer_step.h"
 #include "zcomm/random.h"
 
 namespace zcomm {
@@ -22,6 +23,15 @@ struct CodeRange {
   std::size_t block;
   std::size_t begin;
   std::size_t numel;
+};
+
+// The float32 arrays of a step; null where the rule has none.
+struct StepArrays {
+  float* param;
+  const float* grad;
+  float* moment1;
+  float* moment2;
+  float* largest;
 };
 
 // The inner loops, compiled once for each ISA level from block_kernels_impl.h. Nothing here checks its arguments.
@@ -51,6 +61,11 @@ struct BlockKernels {
   void (*divide)(float* values, std::size_t numel, float divisor);
   // Copies past the caches: for outputs larger than them, where a plain store would first read the line.
   void (*stream)(void* out, const void* in, std::size_t nbytes);
+  // One step of an optimizer, for each Rule.
+  using StepFn = void (*)(const StepOptions& options, const StepArrays& arrays, std::size_t numel);
+  StepFn step[kNumRules];
+  // float32 to bfloat16, up or down by a uniform whole number in [0, 2^24).
+  void (*round_at_random)(const float* values, const float* uniform, std::size_t numel, void* out);
 };
 
 const BlockKernels& BaselineKernels();

@@ -48,6 +48,7 @@ constexpr std::size_t NumBytes(std::size_t numel) {
 #include "rotate_blocks.h"
 #include "uniform_numbers.h"
 #include "plain_arrays.h"
+#include "optimizer_rules.h"
 // clang-format on
 
 template <Codec kCodec>
@@ -88,6 +89,12 @@ constexpr BlockKernels MakeTable() {
   table.add = Add;
   table.divide = Divide;
   table.stream = Stream;
+  table.step[static_cast<std::size_t>(Rule::kAdam)] = StepAdam<true>;
+  table.step[static_cast<std::size_t>(Rule::kAdamW)] = StepAdam<false>;
+  table.step[static_cast<std::size_t>(Rule::kAdagrad)] = StepAdagrad;
+  table.step[static_cast<std::size_t>(Rule::kLion)] = StepLion;
+  table.step[static_cast<std::size_t>(Rule::kSgd)] = StepSgd;
+  table.round_at_random = RoundAtRandom;
   return table;
 }
 

@@ -1,0 +1,104 @@
+#include "zcomm/optimizer_step.h"
+
+#include <algorithm>
+
+#include "parallel_rows.h"
+#include "tiles.h"
+#include "zcomm/check.h"
+
+namespace zcomm {
+namespace {
+
+void CheckAligned(const void* data, DType dtype, const char* name) {
+  ZCOMM_CHECK(reinterpret_cast<std::uintptr_t>(data) % ItemSize(dtype) == 0, name,
+              " must be aligned to its element type: address=", reinterpret_cast<std::uintptr_t>(data));
+}
+
+void Check(const StepOptions& options, const Shard& shard, bool has_draw) {
+  const bool is_adam = options.rule == Rule::kAdam || options.rule == Rule::kAdamW;
+  ZCOMM_CHECK(static_cast<std::size_t>(options.rule) < kNumRules,
+              "unknown rule: rule=", static_cast<int>(options.rule));
+  if (shard.numel == 0) return;
+  ZCOMM_CHECK(shard.param != nullptr && shard.grad != nullptr, "a step needs parameters and gradients");
+  ZCOMM_CHECK(shard.moment1 != nullptr || options.rule == Rule::kSgd, "this rule needs its first moment");
+  ZCOMM_CHECK((shard.moment2 != nullptr) == is_adam, "a second moment is Adam's, which needs it");
+  ZCOMM_CHECK(shard.largest == nullptr || is_adam, "amsgrad is Adam's");
+  ZCOMM_CHECK(shard.moment_dtype == DType::kFloat32 || (shard.moment_dtype == DType::kBfloat16 && has_draw),
+              "moments are float32, or bfloat16 with random numbers");
+  CheckAligned(shard.param, DType::kFloat32, "param");
+  CheckAligned(shard.grad, shard.grad_dtype, "grad");
+  CheckAligned(shard.moment1, shard.moment_dtype, "moment1");
+  CheckAligned(shard.moment2, shard.moment_dtype, "moment2");
+  CheckAligned(shard.largest, DType::kFloat32, "largest");
+  CheckAligned(shard.out, shard.out_dtype, "out");
+}
+
+// What one thread works on: float32 copies in the first-level cache of what rests in another type.
+class Tile {
+ public:
+  static constexpr std::size_t kNumel = 1024;
+
+  Tile(const BlockKernels& kernels, const StepOptions& options, const Shard& shard, const std::optional<Draw>& draw)
+      : kernels_(kernels), options_(options), shard_(shard), draw_(draw) {}
+
+  void Step(std::size_t begin, std::size_t numel) {
+    const bool narrow = shard_.moment_dtype != DType::kFloat32;
+    StepArrays arrays{shard_.param + begin, grad_, nullptr, nullptr, nullptr};
+    if (shard_.grad_dtype == DType::kFloat32) {
+      arrays.grad = static_cast<const float*>(shard_.grad) + begin;
+    } else {
+      Convert(shard_.grad_dtype, DType::kFloat32, ElementAt(shard_.grad, shard_.grad_dtype, begin), numel, grad_);
+    }
+    if (shard_.moment1 != nullptr) arrays.moment1 = Moment(shard_.moment1, begin, numel, moment1_);
+    if (shard_.moment2 != nullptr) arrays.moment2 = Moment(shard_.moment2, begin, numel, moment2_);
+    if (shard_.largest != nullptr) arrays.largest = shard_.largest + begin;
+    kernels_.step[static_cast<std::size_t>(options_.rule)](options_, arrays, numel);
+    if (narrow && shard_.moment1 != nullptr) Keep(moment1_, 0, shard_.moment1, begin, numel);
+    if (narrow && shard_.moment2 != nullptr) Keep(moment2_, 1, shard_.moment2, begin, numel);
+    if (shard_.out != nullptr) {
+      Convert(DType::kFloat32, shard_.out_dtype, arrays.param, numel, ElementAt(shard_.out, shard_.out_dtype, begin));
+    }
+  }
+
+ private:
+  void Convert(DType from, DType to, const void* in, std::size_t numel, void* out) const {
+    kernels_.convert[Index(from)][Index(to)](in, numel, out);
+  }
+
+  float* Moment(void* moment, std::size_t begin, std::size_t numel, float* copy) const {
+    if (shard_.moment_dtype == DType::kFloat32) return static_cast<float*>(moment) + begin;
+    Convert(shard_.moment_dtype, DType::kFloat32, ElementAt(moment, shard_.moment_dtype, begin), numel, copy);
+    return copy;
+  }
+
+  void Keep(const float* values, std::uint32_t which, void* moment, std::size_t begin, std::size_t numel) {
+    Draw draw = *draw_;
+    draw.tensor += which;
+    kernels_.uniform(draw, begin, numel, uniform_);
+    kernels_.round_at_random(values, uniform_, numel, ElementAt(moment, shard_.moment_dtype, begin));
+  }
+
+  const BlockKernels& kernels_;
+  const StepOptions& options_;
+  const Shard& shard_;
+  const std::optional<Draw>& draw_;
+  alignas(64) float grad_[kNumel];
+  alignas(64) float moment1_[kNumel];
+  alignas(64) float moment2_[kNumel];
+  alignas(64) float uniform_[kNumel];
+};
+
+}  // namespace
+
+void OptimizerStep(const StepOptions& options, const Shard& shard, const std::optional<Draw>& draw,
+                   std::size_t num_threads) {
+  CheckThreads(num_threads);
+  Check(options, shard, draw.has_value());
+  const BlockKernels& kernels = ActiveKernels();
+  ParallelOverRows(1, shard.numel, Tile::kNumel, num_threads, [&](std::size_t, std::size_t begin, std::size_t end) {
+    Tile tile(kernels, options, shard, draw);
+    for (std::size_t at = begin; at < end; at += Tile::kNumel) tile.Step(at, std::min(Tile::kNumel, end - at));
+  });
+}
+
+}  // namespace zcomm

@@ -1,0 +1,91 @@
+// The oracle of the steps: element by element, as zcomm/optimizer_step.h words them.
+
+#include <cmath>
+#include <cstring>
+
+#include "float_mode.h"
+#include "zcomm/float_formats.h"
+#include "zcomm/optimizer_step.h"
+
+namespace zcomm {
+namespace {
+
+struct Element {
+  float p;
+  float m;
+  float v;
+  float w;
+};
+
+void StepAdam(const StepOptions& o, float g, bool adds_decay, bool has_largest, Element* e) {
+  if (adds_decay) g = g + o.weight_decay * e->p;
+  if (!adds_decay) e->p = e->p * o.keep;
+  e->m = e->m + (g - e->m) * o.mix1;
+  e->v = e->v * o.beta2 + (o.mix2 * g) * g;
+  if (has_largest && !std::isnan(e->w)) e->w = e->w >= e->v ? e->w : e->v;
+  e->p = e->p - (o.rate * e->m) / (std::sqrt(has_largest ? e->w : e->v) * o.inverse_root + o.eps);
+}
+
+void StepLion(const StepOptions& o, float g, Element* e) {
+  const float c = e->m * o.beta1 + g * o.mix1;
+  const float sign = std::isnan(c) ? c : static_cast<float>((c > 0) - (c < 0));
+  e->p = e->p * o.keep - o.rate * sign;
+  e->m = e->m * o.beta2 + g * o.mix2;
+}
+
+void StepAdagrad(const StepOptions& o, float g, Element* e) {
+  g = g + o.weight_decay * e->p;
+  e->m = e->m + g * g;
+  e->p = e->p - (o.rate * g) / (std::sqrt(e->m) + o.eps);
+}
+
+void StepSgd(const StepOptions& o, float g, bool has_momentum, Element* e) {
+  g = g + o.weight_decay * e->p;
+  if (has_momentum) {
+    e->m = e->m * o.beta1 + g * o.mix1;
+    g = o.nesterov ? g + e->m * o.beta1 : e->m;
+  }
+  e->p = e->p - o.rate * g;
+}
+
+float Get(DType dtype, const void* data, std::size_t i) { return data == nullptr ? 0.0F : LoadElement(dtype, data, i); }
+
+std::uint16_t RoundAtRandom(float value, float uniform) {
+  if (std::isnan(value) || std::isinf(value)) return Bfloat16FromFloat(value);
+  std::uint32_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const std::uint32_t cut = bits & 0xFFFF;
+  const bool up = std::floor(uniform / 256.0F) + static_cast<float>(cut) >= 65536.0F;
+  return static_cast<std::uint16_t>((bits >> 16) + (up ? 1 : 0));
+}
+
+void Put(DType dtype, void* data, std::size_t i, float value, const std::optional<Draw>& draw, std::uint32_t which) {
+  if (data == nullptr) return;
+  if (dtype == DType::kFloat32) return StoreElement(dtype, data, i, value);
+  Draw own = *draw;
+  own.tensor += which;
+  static_cast<std::uint16_t*>(data)[i] = RoundAtRandom(value, Uniform24(own, i));
+}
+
+}  // namespace
+
+void OptimizerStepRef(const StepOptions& options, const Shard& shard, const std::optional<Draw>& draw) {
+  const IeeeFloatMode ieee;
+  for (std::size_t i = 0; i < shard.numel; ++i) {
+    const float g = LoadElement(shard.grad_dtype, shard.grad, i) * options.grad_factor;
+    Element e{shard.param[i], Get(shard.moment_dtype, shard.moment1, i), Get(shard.moment_dtype, shard.moment2, i),
+              Get(DType::kFloat32, shard.largest, i)};
+    const bool is_adam = options.rule == Rule::kAdam || options.rule == Rule::kAdamW;
+    if (is_adam) StepAdam(options, g, options.rule == Rule::kAdam, shard.largest != nullptr, &e);
+    if (options.rule == Rule::kAdagrad) StepAdagrad(options, g, &e);
+    if (options.rule == Rule::kLion) StepLion(options, g, &e);
+    if (options.rule == Rule::kSgd) StepSgd(options, g, shard.moment1 != nullptr, &e);
+    shard.param[i] = e.p;
+    Put(shard.moment_dtype, shard.moment1, i, e.m, draw, 0);
+    Put(shard.moment_dtype, shard.moment2, i, e.v, draw, 1);
+    Put(DType::kFloat32, shard.largest, i, e.w, draw, 0);
+    if (shard.out != nullptr) StoreElement(shard.out_dtype, shard.out, i, e.p);
+  }
+}
+
+}  // namespace zcomm
