@@ -24,6 +24,8 @@ class Rule(IntEnum):
     ADAGRAD = 2
     LION = 3
     SGD = 4
+    TRAFFIC = 5
+    """Adam's memory traffic with next to no arithmetic: a bound for benchmarks."""
 
 
 @dataclass(frozen=True)

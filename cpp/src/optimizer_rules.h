@@ -84,6 +84,19 @@ void StepSgd(const StepOptions& options, const StepArrays& arrays, std::size_t n
   }
 }
 
+void StepTraffic(const StepOptions& options, const StepArrays& arrays, std::size_t numel) {
+  float* __restrict p = arrays.param;
+  const float* __restrict grad = arrays.grad;
+  float* __restrict m = arrays.moment1;
+  float* __restrict v = arrays.moment2;
+  for (std::size_t i = 0; i < numel; ++i) {
+    const float g = grad[i] * options.grad_factor;
+    p[i] += g;
+    m[i] += g;
+    v[i] += g;
+  }
+}
+
 // bfloat16 between its two neighbours at random: up iff uniform, a whole number below 2^24, is below the part that is
 // cut off. Infinities stay, a NaN stays one.
 void RoundAtRandom(const float* __restrict values, const float* __restrict uniform, std::size_t numel,

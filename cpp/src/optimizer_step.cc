@@ -15,14 +15,13 @@ void CheckAligned(const void* data, DType dtype, const char* name) {
 }
 
 void Check(const StepOptions& options, const Shard& shard, bool has_draw) {
-  const bool is_adam = options.rule == Rule::kAdam || options.rule == Rule::kAdamW;
   ZCOMM_CHECK(static_cast<std::size_t>(options.rule) < kNumRules,
               "unknown rule: rule=", static_cast<int>(options.rule));
   if (shard.numel == 0) return;
   ZCOMM_CHECK(shard.param != nullptr && shard.grad != nullptr, "a step needs parameters and gradients");
   ZCOMM_CHECK(shard.moment1 != nullptr || options.rule == Rule::kSgd, "this rule needs its first moment");
-  ZCOMM_CHECK((shard.moment2 != nullptr) == is_adam, "a second moment is Adam's, which needs it");
-  ZCOMM_CHECK(shard.largest == nullptr || is_adam, "amsgrad is Adam's");
+  ZCOMM_CHECK((shard.moment2 != nullptr) == HasSecondMoment(options.rule), "a second moment is Adam's, which needs it");
+  ZCOMM_CHECK(shard.largest == nullptr || options.rule <= Rule::kAdamW, "amsgrad is Adam's");
   ZCOMM_CHECK(shard.moment_dtype == DType::kFloat32 || (shard.moment_dtype == DType::kBfloat16 && has_draw),
               "moments are float32, or bfloat16 with random numbers");
   CheckAligned(shard.param, DType::kFloat32, "param");

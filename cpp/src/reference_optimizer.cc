@@ -80,6 +80,7 @@ void OptimizerStepRef(const StepOptions& options, const Shard& shard, const std:
     if (options.rule == Rule::kAdagrad) StepAdagrad(options, g, &e);
     if (options.rule == Rule::kLion) StepLion(options, g, &e);
     if (options.rule == Rule::kSgd) StepSgd(options, g, shard.moment1 != nullptr, &e);
+    if (options.rule == Rule::kTraffic) e = {e.p + g, e.m + g, e.v + g, e.w};
     shard.param[i] = e.p;
     Put(shard.moment_dtype, shard.moment1, i, e.m, draw, 0);
     Put(shard.moment_dtype, shard.moment2, i, e.v, draw, 1);

@@ -49,7 +49,6 @@ struct Arrays {
   }
 
   Shard MakeShard(const Case& c) {
-    const bool is_adam = c.rule == Rule::kAdam || c.rule == Rule::kAdamW;
     const auto at = [&](std::vector<std::uint8_t>& data, DType dtype) {
       return data.data() + c.offset * ItemSize(dtype);
     };
@@ -58,7 +57,7 @@ struct Arrays {
             at(grad, c.grad_dtype),
             c.grad_dtype,
             c.has_momentum ? at(moment1, c.moment_dtype) : nullptr,
-            is_adam ? at(moment2, c.moment_dtype) : nullptr,
+            HasSecondMoment(c.rule) ? at(moment2, c.moment_dtype) : nullptr,
             c.moment_dtype,
             c.amsgrad ? largest.data() + c.offset : nullptr,
             c.has_out ? at(out, c.out_dtype) : nullptr,
@@ -161,8 +160,8 @@ void TestBadArguments() {
   shard.moment_dtype = DType::kFloat32;
   shard.param = reinterpret_cast<float*>(reinterpret_cast<char*>(x) + 1);
   EXPECT(Contains(message(), "aligned"), "%s", message().c_str());
-  options.rule = static_cast<Rule>(5);
-  EXPECT(Contains(message(), "rule=5"), "%s", message().c_str());
+  options.rule = static_cast<Rule>(6);
+  EXPECT(Contains(message(), "rule=6"), "%s", message().c_str());
 }
 
 // The mean of many stochastic roundings is the value.

@@ -19,9 +19,12 @@ namespace zcomm {
 //   kLion     c = m * beta1 + g * mix1;  p = p * keep - rate * sign(c);  m^ = m * beta2 + g * mix2
 //   kSgd      g += weight_decay * p;  [m^ = m * beta1 + g * mix1;  g = m, or g + m * beta1 with nesterov];  p -= rate *
 //   g
-enum class Rule : int { kAdam = 0, kAdamW = 1, kAdagrad = 2, kLion = 3, kSgd = 4 };
+//   kTraffic  p += g;  m^ += g;  v^ += g: the memory traffic of Adam and next to no arithmetic, a bound for benchmarks
+enum class Rule : int { kAdam = 0, kAdamW = 1, kAdagrad = 2, kLion = 3, kSgd = 4, kTraffic = 5 };
 
-inline constexpr std::size_t kNumRules = 5;
+inline constexpr std::size_t kNumRules = 6;
+
+constexpr bool HasSecondMoment(Rule rule) { return rule <= Rule::kAdamW || rule == Rule::kTraffic; }
 
 struct StepOptions {
   Rule rule;
@@ -45,7 +48,7 @@ struct Shard {
   const void* grad;  // of grad_dtype
   DType grad_dtype;
   void* moment1;       // m, of moment_dtype; null: kSgd without momentum
-  void* moment2;       // v, of moment_dtype; null but for kAdam and kAdamW
+  void* moment2;       // v, of moment_dtype; null unless HasSecondMoment
   DType moment_dtype;  // kFloat32, or kBfloat16, which is rounded stochastically by `draw`
   float* largest;      // w of amsgrad; null: no amsgrad
   void* out;           // null, or where the new parameter goes in out_dtype, rounded to nearest even
