@@ -25,6 +25,11 @@ from zcomm.bench.harness import Column, Report, Timing, interleave
 from zero import CPUAdam
 from zero.flat_step import Arrays, Factors, Rule, step_
 
+try:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+except ImportError:
+    DeepSpeedCPUAdam = None
+
 COLUMNS = [
     Column("numel", "      numel"),
     Column("threads", "threads"),
@@ -74,9 +79,9 @@ def float32_contenders(state: State) -> dict[str, Callable[[], object]]:
 
 def deepspeed_contender(state: State) -> Callable[[], object] | None:
     """DeepSpeedCPUAdam, if it is installed and builds."""
+    if DeepSpeedCPUAdam is None:
+        return None
     try:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
         optimizer = DeepSpeedCPUAdam([state.param], adamw_mode=True, **OPTIONS)
     except Exception as error:
         sys.stderr.write(f"DeepSpeedCPUAdam does not compete: {type(error).__name__}: {error}\n")
