@@ -299,6 +299,8 @@ class ZeroOptimizer(Optimizer):
         ]
         if wrong:
             raise LayoutError("a shard fits only the layout it was saved from: " + "; ".join(wrong)[:600])
+        self._runtime.hooks.recover()
+        self._runtime.gatherer.release_all()  # what is gathered, or on its way, has the old values
         buckets = [bucket for bucket in self._runtime.buckets if bucket.is_trainable]
         for bucket, master in zip(buckets, state_dict["masters"], strict=True):
             bucket.master.copy_(master)
