@@ -11,18 +11,20 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zcomm import LayoutError, StateError, Topology, control
+from zero.agreement import on_every_rank
 from zero.bucket import Bucket, BucketState, ShardInfo
 from zero.gather import Gatherer, issue_gather
 from zero.grads import Reducer
 from zero.hooks import Hooks
 from zero.layout import BucketLayout
 from zero.pool import BufferPool
-from zero.settings import ZeroSettings, resolve
+from zero.settings import Effective, ZeroSettings, resolve
 from zero.units import Unit, find_units
 
 __all__ = ["Runtime", "check_model"]
@@ -36,18 +38,12 @@ class Runtime:
 
     def __init__(self, model: nn.Module, settings: ZeroSettings, topology: Topology) -> None:
         self.model, self.settings, self.topology = model, settings, topology
-        self.effective = resolve(settings, topology)
+        plan = on_every_rank(lambda: _plan(model, settings, topology), topology)
+        self.effective, self.buckets = plan.effective, plan.buckets
         self.stage = self.effective.stage
-        device = check_model(model)
-        if self.stage.shards_parameters:
-            _check_is_gatherable(model)
-        units = find_units(model)
-        runs = _runs_of(units, self._numel_to_merge())
-        buckets_of_run = _cut_into_buckets(runs, topology.world_size, self.effective.align)
-        self.buckets = [bucket for buckets in buckets_of_run for bucket in buckets]
         _check_ranks_agree(self.buckets, settings, topology)
         # Gathers and reductions each have process groups of their own: their orders need not match one another.
-        self.pool = BufferPool(device)
+        self.pool = BufferPool(self.buckets[0].device)
         self.is_saving = False
         self._settle()
         self.gatherer = Gatherer(self.buckets, topology, settings, self.effective, self.pool)
@@ -59,19 +55,12 @@ class Runtime:
             self.gatherer, self.reducer, self._should_reduce, shards_parameters=self.stage.shards_parameters
         )
         self._attach()
-        buckets_of_unit = [buckets for run, buckets in zip(runs, buckets_of_run, strict=True) for _ in run]
-        self.hooks.install(model, units, buckets_of_unit)
+        self.hooks.install(model, plan.units, plan.buckets_of_unit)
         self._syncs = True
         self._num_backwards = 0
         self.boundary: bool | None = None
         """Whether the next step ends with this backward, if somebody else counts them."""
         self.is_closed = False
-
-    def _numel_to_merge(self) -> int:
-        """Elements up to which small units share an exchange. At stage 3 a unit is gathered and released by itself."""
-        if self.stage.shards_parameters:
-            return 0
-        return min(MERGED_NUMEL, self.settings.reduce_bucket_size, self.settings.allgather_bucket_size)
 
     def _settle(self) -> None:
         """Every rank starts from rank 0's values, and keeps what its stage says."""
@@ -255,6 +244,35 @@ class Runtime:
                         param.grad_dtype = param.dtype
                     if bucket.state is BucketState.FULL:
                         del param.zero_shard  # type: ignore[attr-defined]
+
+
+class _Plan(NamedTuple):
+    """How a model will be laid out."""
+
+    effective: Effective
+    units: list[Unit]
+    buckets_of_unit: list[list[Bucket]]
+    """Units that share an exchange have the same buckets."""
+    buckets: list[Bucket]
+
+
+def _plan(model: nn.Module, settings: ZeroSettings, topology: Topology) -> _Plan:
+    effective = resolve(settings, topology)
+    check_model(model)
+    if effective.stage.shards_parameters:
+        _check_is_gatherable(model)
+    units = find_units(model)
+    runs = _runs_of(units, _numel_to_merge(settings, effective))
+    buckets_of_run = _cut_into_buckets(runs, topology.world_size, effective.align)
+    buckets_of_unit = [buckets for run, buckets in zip(runs, buckets_of_run, strict=True) for _ in run]
+    return _Plan(effective, units, buckets_of_unit, [bucket for buckets in buckets_of_run for bucket in buckets])
+
+
+def _numel_to_merge(settings: ZeroSettings, effective: Effective) -> int:
+    """Elements up to which small units share an exchange. At stage 3 a unit is gathered and released by itself."""
+    if effective.stage.shards_parameters:
+        return 0
+    return min(MERGED_NUMEL, settings.reduce_bucket_size, settings.allgather_bucket_size)
 
 
 def check_model(model: nn.Module) -> torch.device:
