@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from zcomm import LayoutError, StateError, Topology, control
 from zero.agreement import on_every_rank
 from zero.bucket import Bucket, BucketState, ShardInfo
+from zero.edits import Published
 from zero.gather import Gatherer, issue_gather
 from zero.grads import Reducer
 from zero.hooks import Hooks
@@ -45,7 +46,9 @@ class Runtime:
         # Gathers and reductions each have process groups of their own: their orders need not match one another.
         self.pool = BufferPool(self.buckets[0].device)
         self.is_saving = False
+        self._published = Published(topology, is_always_full=not self.stage.shards_parameters)
         self._settle()
+        self._published.remember(self.buckets)
         self.gatherer = Gatherer(self.buckets, topology, settings, self.effective, self.pool)
         topologies = (topology.companion, topology)
         self.reducer = Reducer(
@@ -128,6 +131,7 @@ class Runtime:
                 )
         for work in works:
             work.wait()
+        self._published.remember(buckets)
         if hasattr(self, "gatherer"):
             self.gatherer.parameters_changed(buckets)
 
@@ -206,7 +210,7 @@ class Runtime:
         return bucket.full[row * numel : (row + 1) * numel]
 
     def check_model_unchanged(self) -> None:
-        """Raise if a parameter was added, replaced, moved or unfrozen after construction."""
+        """Raise if a parameter was added, replaced, moved or unfrozen after construction, or changed in vain."""
         managed = {param for bucket in self.buckets for param in bucket.params}
         for name, param in self.model.named_parameters():
             if param not in managed:
@@ -228,6 +232,7 @@ class Runtime:
                     "constructed and would never be updated: call model.to() before, and assign values inside "
                     "zero.GatheredParameters([param], modifier_rank=0)"
                 )
+        self._published.check()
 
     def close(self) -> None:
         """Take the hooks off and drop the gradients. Full parameters stay, and are nobody's any more."""
