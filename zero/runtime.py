@@ -26,6 +26,7 @@ from zero.hooks import Hooks
 from zero.layout import BucketLayout
 from zero.pool import BufferPool
 from zero.settings import Effective, ZeroSettings, resolve
+from zero.settle import make_whole, settle
 from zero.units import Unit, find_units
 
 __all__ = ["Runtime", "check_model"]
@@ -47,35 +48,37 @@ class Runtime:
         self.pool = BufferPool(self.buckets[0].device)
         self.is_saving = False
         self._published = Published(topology, is_always_full=not self.stage.shards_parameters)
-        self._settle()
-        self._published.remember(self.buckets)
         self.gatherer = Gatherer(self.buckets, topology, settings, self.effective, self.pool)
+        self.is_closed = False
+        try:
+            self._build(plan)
+        except Exception:
+            make_whole(self.buckets, self.gatherer)
+            raise
+
+    def _build(self, plan: _Plan) -> None:
+        exact = self.is_inexact and not self.stage.shards_parameters
+        settle(self.model, self.buckets, self.stage, self.topology, keeps_exact_masters=exact)
+        if exact:
+            self.publish([bucket for bucket in self.buckets if bucket.dtype.is_floating_point])
+        self._published.remember(self.buckets)
+        topology, settings = self.topology, self.settings
         topologies = (topology.companion, topology)
-        self.reducer = Reducer(
-            self.buckets, topologies, settings, self.effective, self.pool, lambda: self.gatherer.checksum
+        self.reducer = on_every_rank(
+            lambda: Reducer(
+                self.buckets, topologies, settings, self.effective, self.pool, lambda: self.gatherer.checksum
+            ),
+            topology,
         )
         self.hooks = Hooks(
             self.gatherer, self.reducer, self._should_reduce, shards_parameters=self.stage.shards_parameters
         )
         self._attach()
-        self.hooks.install(model, plan.units, plan.buckets_of_unit)
+        self.hooks.install(self.model, plan.units, plan.buckets_of_unit)
         self._syncs = True
         self._num_backwards = 0
         self.boundary: bool | None = None
         """Whether the next step ends with this backward, if somebody else counts them."""
-        self.is_closed = False
-
-    def _settle(self) -> None:
-        """Every rank starts from rank 0's values, and keeps what its stage says."""
-        for buffer in self.model.buffers():
-            control.broadcast_(buffer, 0, self.topology)
-        exact = self.is_inexact and not self.stage.shards_parameters
-        for bucket in self.buckets:
-            full = bucket.flatten()
-            control.broadcast_(full, 0, self.topology)
-            bucket.settle(full, self.stage, self.topology, keeps_exact_master=exact)
-        if exact:
-            self.publish([bucket for bucket in self.buckets if bucket.dtype.is_floating_point])
 
     def _attach(self) -> None:
         for bucket in self.buckets:
@@ -132,8 +135,7 @@ class Runtime:
         for work in works:
             work.wait()
         self._published.remember(buckets)
-        if hasattr(self, "gatherer"):
-            self.gatherer.parameters_changed(buckets)
+        self.gatherer.parameters_changed(buckets)
 
     @contextmanager
     def gathered(self, buckets: list[Bucket]) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from tests.ranks import run_ranks, topology
 from tests.zero.models import batch, loss_of, new_model
 from tests.zero.training import assert_same_bits, train, zero_optimizer
 from zcomm import ConfigError, LayoutError, StateError, TopologyError
-from zero import ZeroOptimizer
+from zero import ZeroOptimizer, initialize
+from zero.bucket import Bucket
 
 
 class FailingSGD(torch.optim.SGD):
@@ -111,3 +113,63 @@ def _check_load_of_another_layout(rank: int) -> None:
 
 def test_a_shard_that_does_not_fit_one_rank_is_refused_on_all() -> None:
     run_ranks(2, _check_load_of_another_layout)
+
+
+class OutOfMemoryError(RuntimeError):
+    """As a device raises it."""
+
+
+def _check_out_of_memory(rank: int) -> None:
+    """On one rank, when it has divided two buckets already; at any of three places."""
+    for stage, method in ((3, "flatten"), (3, "settle"), (1, "settle")):
+        model, plain = new_model(), new_model()
+        whole, calls = getattr(Bucket, method), []
+
+        def limited(bucket: Bucket, *args: Any, _whole: Any = whole, _calls: list[int] = calls, **options: Any) -> Any:
+            _calls.append(bucket.index)
+            if len(_calls) == 3 - (stage == 1) * 2 and rank == 1:  # noqa: B023
+                raise OutOfMemoryError("tried to allocate 20 GiB")
+            return _whole(bucket, *args, **options)
+
+        groups = _num_groups()
+        with (
+            mock.patch.object(Bucket, method, limited),
+            pytest.raises(OutOfMemoryError if rank == 1 else StateError, match="20 GiB") as error,
+        ):
+            ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=stage, ranks_per_node=1)
+        assert rank == 1 or "rank 1: OutOfMemoryError" in str(error.value)
+        assert _num_groups() == groups
+        assert_same_bits(dict(model.named_parameters()), dict(plain.named_parameters()))
+        with zero_optimizer(model, stage=stage) as optimizer:
+            train(model, optimizer, rank, steps=1)
+
+
+def test_memory_that_runs_out_on_one_rank() -> None:
+    run_ranks(2, _check_out_of_memory)
+
+
+def _fails_on_rank_1(_: Any) -> Any:
+    if torch.distributed.get_rank() == 1:
+        raise OSError("no such file")
+    return torch.optim.SGD(_, lr=0.1) if isinstance(_, list) else torch.optim.lr_scheduler.StepLR(_, 1)
+
+
+def _check_initialize(rank: int) -> None:
+    config = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    broken: list[tuple[str, dict[str, Any]]] = [
+        ("no such file", {"config": config, "optimizer": _fails_on_rank_1}),
+        ("no such file", {"config": config, "lr_scheduler": _fails_on_rank_1}),
+        ("did you mean 'stage'", {"config": {**config, "zero_optimization": {"stag" if rank else "stage": 3}}}),
+    ]
+    for text, options in broken:
+        model = new_model()
+        groups = _num_groups()
+        with pytest.raises((OSError, ConfigError) if rank else (StateError, ConfigError), match=text) as error:
+            initialize(model=model, **options)
+        assert rank or "rank 1: " in str(error.value)
+        assert _num_groups() == groups
+        assert_same_bits(dict(model.named_parameters()), dict(new_model().named_parameters()))
+
+
+def test_initialize_fails_on_every_rank() -> None:
+    run_ranks(2, _check_initialize)
