@@ -9,7 +9,7 @@ Called by :class:`zero.ZeroOptimizer`, which adds the optimizer, and by :mod:`ze
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from zero.edits import Published
 from zero.gather import Gatherer, issue_gather
 from zero.grads import Reducer
 from zero.hooks import Hooks
+from zero.init_shards import is_built
 from zero.layout import BucketLayout
 from zero.pool import BufferPool
 from zero.settings import Effective, ZeroSettings, resolve
@@ -87,6 +88,11 @@ class Runtime:
                 param.zero_shard = ShardInfo(  # type: ignore[attr-defined]
                     slot.name, shape, bucket.dtype, bucket, index, lambda: self.is_saving, self
                 )
+
+    def open(self, params: Sequence[nn.Parameter]) -> bool:
+        """Gather released ``params`` for the module whose forward uses them, if one runs."""
+        infos: list[ShardInfo] = [p.zero_shard for p in params if hasattr(p, "zero_shard")]
+        return bool(infos) and all(info.owner is self and self.hooks.use(info.bucket, info.name) for info in infos)
 
     def _should_reduce(self) -> bool:
         self._num_backwards += 1
@@ -295,7 +301,7 @@ def check_model(model: nn.Module) -> torch.device:
             f"parameters must have values: {named[0][0]!r} is on meta; call model.to_empty(device=...) first"
         )
     for name, param in named:
-        if hasattr(param, "zero_shard"):
+        if hasattr(param, "zero_shard") and not is_built(param):
             raise StateError(
                 f"parameter {name!r} is managed by another ZeroOptimizer already: close() that one first, at stage 3 "
                 "inside zero.GatheredParameters(model.parameters()), which keeps the parameters whole"
