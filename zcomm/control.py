@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zcomm import backend
-from zcomm.backend import Sent
+from zcomm.backend import Hop, Sent
 from zcomm.errors import TopologyError
-from zcomm.topology import Topology
+from zcomm.topology import Topology, hop_of_group
 
-__all__ = ["agree_max", "broadcast_", "gather_float64"]
+__all__ = ["agree_max", "broadcast_", "gather_float64", "gather_texts", "texts_over"]
+
+TEXT_NBYTES = 512
 
 
 def agree_max(values: Tensor, topology: Topology) -> Tensor:
@@ -30,6 +33,24 @@ def gather_float64(values: Tensor, topology: Topology) -> Tensor:
     if work is not None:
         work.wait()
     return of_ranks
+
+
+def gather_texts(text: str, ranks: Topology | dist.ProcessGroup | None) -> list[str]:
+    """The first 512 bytes of every rank's ``text``, in rank order. None: all ranks of torch.distributed."""
+    if not isinstance(ranks, Topology):
+        return texts_over(hop_of_group(ranks), text)
+    _keep_order(ranks)
+    return texts_over(ranks.world, text)
+
+
+def texts_over(hop: Hop, text: str) -> list[str]:
+    """As :func:`gather_texts`, where nothing else is under way."""
+    mine = torch.frombuffer(bytearray(text.encode()[:TEXT_NBYTES].ljust(TEXT_NBYTES, b"\0")), dtype=torch.uint8)
+    of_ranks = torch.empty((hop.size, TEXT_NBYTES), dtype=torch.uint8)
+    work = backend.all_gather(of_ranks, mine, hop, Sent("control", "none", TEXT_NBYTES))
+    if work is not None:
+        work.wait()
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in of_ranks]
 
 
 def broadcast_(tensor: Tensor, src: int, topology: Topology) -> None:

@@ -10,17 +10,15 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-import torch
-
-from zcomm import backend, env
-from zcomm.backend import Hop, Sent
+from zcomm import env
+from zcomm.backend import Hop
+from zcomm.control import texts_over
 from zcomm.errors import LayoutError
 from zcomm.formats import Format
 from zcomm.work import WorkQueue
 
 __all__ = ["compare_calls"]
 
-NBYTES = 512
 PACKAGES = tuple(str(Path(__file__).parents[1] / name) for name in ("zcomm", "zero"))
 
 
@@ -34,19 +32,10 @@ def compare_calls(
         queue.drain()
     formats = " -> ".join(str(wire) for _, wire in hops)
     call = f"{operation}(" + ", ".join(f"{key}={value}" for key, value in {**facts, "format": formats}.items()) + ")"
-    calls = _exchanged(f"{call}\n{_caller()}", whole)
+    calls = texts_over(whole, f"{call}\n{_caller()}")
     if len({text.partition("\n")[0] for text in calls}) > 1:
         lines = [f"  rank {rank}: {text.replace(chr(10), ' at ')}" for rank, text in enumerate(calls)]
         raise LayoutError("the ranks' calls must be equal:\n" + "\n".join(lines))
-
-
-def _exchanged(text: str, whole: Hop) -> list[str]:
-    mine = torch.frombuffer(bytearray(text.encode()[:NBYTES].ljust(NBYTES, b"\0")), dtype=torch.uint8)
-    of_ranks = torch.empty((whole.size, NBYTES), dtype=torch.uint8)
-    pending = backend.all_gather(of_ranks, mine, whole, Sent("control", "none", NBYTES))
-    if pending is not None:
-        pending.wait()
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in of_ranks]
 
 
 def _caller() -> str:

@@ -31,7 +31,7 @@ VARIABLES = {
     ),
     "ZCOMM_PROBE": Variable("", (), "file of `zcomm probe`, for format=auto; default: in the user's cache folder"),
     "ZCOMM_ISA": Variable("", ("", "avx512", "avx2", "baseline"), "highest instruction set of the native kernels"),
-    "ZERO_DEBUG": Variable("0", SWITCH, "1: buffers that zero gives back are filled with NaN"),
+    "ZERO_DEBUG": Variable("0", SWITCH, "1: zero fills what it gives back with NaN, and finds lost changes of values"),
 }
 
 

@@ -1,11 +1,12 @@
 """ZeRO for PyTorch: optimizer states, gradients and parameters sharded over the ranks, on quantized collectives."""
 
 from zero import zero
-from zero.access import GatheredParameters, register_external_parameter
+from zero.access import GatheredParameters, register_external_parameter, unregister_external_parameter
 from zero.config import NotAvailableError
 from zero.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from zero.distributed import init_distributed
 from zero.engine import Engine
+from zero.init import Init
 from zero.initialize import Initialized, add_config_arguments, initialize
 from zero.optimizer import ZeroOptimizer
 from zero.settings import Effective, ZeroSettings
@@ -19,6 +20,7 @@ __all__ = [
     "Effective",
     "Engine",
     "GatheredParameters",
+    "Init",
     "Initialized",
     "NotAvailableError",
     "ZeroOptimizer",
@@ -28,5 +30,6 @@ __all__ = [
     "initialize",
     "model_state_nbytes",
     "register_external_parameter",
+    "unregister_external_parameter",
     "zero",
 ]

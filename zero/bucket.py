@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from zcomm import StateError, Topology
 from zero.layout import BucketLayout, Piece
-from zero.released import hide, placeholder, show
+from zero.released import hide, is_released, placeholder, show
 from zero.stages import Stage
 
 __all__ = ["Bucket", "BucketState", "ShardInfo"]
@@ -90,10 +90,11 @@ class Bucket:
         return self.forward_depth > 0 or self.is_held_by_backward or self.is_pinned
 
     def flatten(self) -> Tensor:
-        """A new flat buffer with the parameters' values and zeros between them."""
+        """A new flat buffer with the parameters' values and zeros between them, and for those that are released."""
         full = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
         for param, view in zip(self.params, self.views(full), strict=True):
-            view.copy_(param.detach())
+            if not is_released(param):
+                view.copy_(param.detach())
         return full
 
     def views(self, full: Tensor) -> list[Tensor]:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from zero.bucket import Bucket
 from zero.gather import Gatherer
 from zero.grads import Reducer
-from zero.units import Unit, own_parameters
+from zero.units import Unit, external_parameters, own_parameters
 
 __all__ = ["Hooks"]
 
@@ -90,6 +90,7 @@ class Hooks:
         for module in model.modules():
             known = self._buckets_of.setdefault(module, [])
             direct = [owner[param] for _, param in own_parameters(module) if param in owner]
+            direct += [owner[param] for param in external_parameters(module) if param in owner]
             known.extend(b for b in dict.fromkeys(direct) if b not in known)
         self._buckets_of = {m: buckets for m, buckets in self._buckets_of.items() if buckets or m is model}
         for module in self._buckets_of:
@@ -104,6 +105,22 @@ class Hooks:
             self._hook_module(module)
         if bucket not in self._buckets_of[module]:
             self._buckets_of[module].append(bucket)
+
+    def use(self, bucket: Bucket, name: str) -> bool:
+        """Gather ``bucket`` for the innermost module whose forward runs, now and from now on; False if none does."""
+        if not self._forwards:
+            return False
+        module = self._forwards[-1][0]
+        logger.info(
+            "%r is used by the forward of a %s that does not own it: gathered for it from here on",
+            name,
+            type(module).__name__,
+        )
+        if bucket not in self._buckets_of[module]:
+            self._buckets_of[module].append(bucket)
+            bucket.forward_depth += 1
+        self._gatherer.acquire(bucket)
+        return True
 
     def keep(self, handles: Iterable[Any]) -> None:
         """Remove these with the other hooks."""

@@ -13,6 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zcomm import ConfigError, StateError
+from zero.access import GatheredParameters
+from zero.agreement import on_every_rank
 from zero.config import BatchSizes, Configuration, NotAvailableError, check_available, read_source, solve_batch_sizes
 from zero.config.read import Source
 from zero.distributed import DataParallel, RankDataLoader, data_parallel, init_distributed, local_device
@@ -70,26 +72,28 @@ def initialize(
     Raises:
         NotAvailableError: The configuration asks for what this version cannot do; names the keys.
         ConfigError: No model or configuration, or a configuration that cannot be meant.
-        Besides, what :class:`zero.ZeroOptimizer` raises.
+        Besides, what :class:`zero.ZeroOptimizer` raises. What is wrong on one rank alone is raised on all.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model must be a torch.nn.Module: got {model!r}")
-    configuration = _find_configuration(args, config, config_params)
-    check_available(configuration)
     if dist_init_required is False and not torch.distributed.is_initialized():
         raise StateError("dist_init_required=False, but torch.distributed does not run: call init_process_group()")
     init_distributed(distributed_port=distributed_port)
     ranks = data_parallel(mpu)
-    values = configuration.values
-    batch_sizes = solve_batch_sizes(values, ranks.world_size)
-    drop_last = values.dataloader_drop_last
-    loader = _new_dataloader(training_data, ranks, batch_sizes, collate_fn=collate_fn, drop_last=drop_last)
-    _check_model_parallel(configuration, ranks)
-    move(model, local_device(args))
-    chosen = _choose_optimizer(optimizer, model, model_parameters, configuration)
+
+    def prepare() -> tuple[nn.Module, Configuration, BatchSizes, RankDataLoader | None, Optimizer]:
+        configuration = _find_configuration(args, config, config_params)
+        check_available(configuration)
+        sizes = solve_batch_sizes(configuration.values, ranks.world_size)
+        data = _new_dataloader(training_data, ranks, sizes, configuration, collate_fn)
+        _check_model_parallel(configuration, ranks)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model must be a torch.nn.Module: got {model!r}")
+        move(model, local_device(args))
+        return model, configuration, sizes, data, _choose_optimizer(optimizer, model, model_parameters, configuration)
+
+    model, configuration, batch_sizes, loader, chosen = on_every_rank(prepare, ranks.group)
     wrapped = ZeroOptimizer(model, chosen, config=configuration, group=ranks.group)
-    scheduler = _choose_scheduler(lr_scheduler, wrapped, configuration)
-    engine = Engine(model, wrapped, lr_scheduler=scheduler, config=values, batch_sizes=batch_sizes)
+    scheduler = _choose_scheduler(lr_scheduler, model, wrapped, configuration)
+    engine = Engine(model, wrapped, lr_scheduler=scheduler, config=configuration.values, batch_sizes=batch_sizes)
     engine.training_dataloader = loader
     if batch_sizes.note and ranks.rank == 0:
         logger.info("%s", batch_sizes.note)
@@ -143,14 +147,19 @@ def _choose_optimizer(given: Any, model: nn.Module, parameters: Any, configurati
     return built
 
 
-def _choose_scheduler(given: Any, optimizer: ZeroOptimizer, configuration: Configuration) -> Any:
+def _choose_scheduler(given: Any, model: nn.Module, optimizer: ZeroOptimizer, configuration: Configuration) -> Any:
     choice = configuration.values.scheduler
-    try:
+
+    def choose() -> Any:
         if given is not None:
             return given if hasattr(given, "step") else given(optimizer)
         return None if choice.type is None else build_scheduler(choice.type, choice.params, optimizer)
+
+    try:
+        return on_every_rank(choose, optimizer.topology)
     except Exception:
-        optimizer.close()  # the model is left as it came
+        with GatheredParameters(model.parameters()):  # the model is left as it came
+            optimizer.close()
         raise
 
 
@@ -158,12 +167,12 @@ def _new_dataloader(
     dataset: Any,
     ranks: DataParallel,
     batch_sizes: BatchSizes,
-    *,
+    configuration: Configuration,
     collate_fn: Callable[[list[Any]], Any] | None,
-    drop_last: bool,
 ) -> RankDataLoader | None:
     if dataset is None:
         return None
     if batch_sizes.micro is None:
         raise ConfigError("training_data needs train_batch_size or train_micro_batch_size_per_gpu")
+    drop_last = configuration.values.dataloader_drop_last
     return RankDataLoader(dataset, ranks, batch_size=batch_sizes.micro, collate_fn=collate_fn, drop_last=drop_last)

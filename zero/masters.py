@@ -20,7 +20,7 @@ from zero.bucket import Bucket
 from zero.settings import nearest_setting
 from zero.stages import Stage
 
-__all__ = ["MasterPiece", "build_inner", "build_pieces", "check_elementwise"]
+__all__ = ["MasterPiece", "build_inner", "build_pieces", "check_elementwise", "check_options"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +92,6 @@ def build_inner(
         masters.setdefault(piece.param, []).append(piece.master)
     replaced = [[m for p in group["params"] for m in masters.get(p, [])] for group in groups]
     if not isinstance(optimizer, type):
-        if options:
-            raise ConfigError(
-                f"options of the optimizer go to the instance that was passed: {type(optimizer).__name__} and "
-                + ", ".join(f"{key}={value!r}{nearest_setting(key)}" for key, value in options.items())
-            )
         for group, params in zip(optimizer.param_groups, replaced, strict=True):
             group["params"] = params
         return optimizer
@@ -105,6 +100,15 @@ def build_inner(
     except TypeError as error:
         hints = [f"{key!r}{nearest_setting(key)}" for key in options]
         raise ConfigError(f"{optimizer.__name__} was not built with the options {', '.join(hints)}: {error}") from error
+
+
+def check_options(optimizer: type[Optimizer] | Optimizer, options: Mapping[str, Any]) -> None:
+    """An instance has its options already."""
+    if options and not isinstance(optimizer, type):
+        raise ConfigError(
+            f"options of the optimizer go to the instance that was passed: {type(optimizer).__name__} and "
+            + ", ".join(f"{key}={value!r}{nearest_setting(key)}" for key, value in options.items())
+        )
 
 
 def check_elementwise(optimizer: Optimizer, device: torch.device) -> None:

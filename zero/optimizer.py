@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,16 +21,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zcomm import ConfigError, LayoutError, StateError, Topology
+from zcomm import LayoutError, StateError, Topology
+from zero.agreement import on_every_rank
 from zero.clip import clip_grad_norm_
-from zero.config.plan import Plan, make_plan
+from zero.config.plan import Plan
 from zero.config.read import Configuration, Source
 from zero.final_gradients import FinalGradients
+from zero.inputs import check_inputs, choose_topology
 from zero.loss_scale import LossScale
-from zero.masters import as_groups, build_inner, build_pieces, check_elementwise
+from zero.masters import as_groups, build_inner, build_pieces
 from zero.memory import MemoryReport, measure
 from zero.placement import cast
-from zero.runtime import Runtime, check_model
+from zero.runtime import Runtime
 from zero.settings import Effective
 from zero.state_dict import install_state_dict_hooks
 
@@ -60,6 +63,7 @@ class ZeroOptimizer(Optimizer):
         ConfigError: A setting that cannot be meant, an optimizer that is not elementwise, parameters in no group.
         LayoutError: Parameters on several devices, on meta, without floating point; models that differ between ranks.
         TopologyError: Ranks that do not divide into nodes, or ``hpz_partition_size`` that does not fit them.
+        What is wrong on one rank alone is raised on all. The model is whole then, and no process group stays behind.
 
     ``param_groups`` hold this rank's float32 master weights, so schedulers and manual changes of ``lr`` work as ever.
     Cost for each rank and step, P elements over N ranks: 2P(N-1)/N elements sent at stages 0, 1, 2; 3P(N-1)/N at
@@ -77,25 +81,34 @@ class ZeroOptimizer(Optimizer):
         group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        if not (isinstance(optimizer, Optimizer) or (isinstance(optimizer, type) and issubclass(optimizer, Optimizer))):
-            raise ConfigError(f"optimizer must be a torch.optim.Optimizer class or instance: got {optimizer!r}")
-        plan = make_plan(config, options)
-        optimizer_options = plan.optimizer_options
-        groups = as_groups(model, optimizer)
-        device = check_model(model)
-        # A wrong option or optimizer is refused before the model is touched.
-        if isinstance(optimizer, type):
-            check_elementwise(build_inner(optimizer, [{"params": []}], [], optimizer_options), device)
-        else:
-            check_elementwise(optimizer, device)
-        cast(model, plan.dtype, plan.configuration.values.data_types.keep_in_fp32_modules)
+        # A wrong option or optimizer is refused, on every rank, before the model is touched.
+        ranks = group if topology is None else topology
+        plan = on_every_rank(lambda: check_inputs(model, optimizer, config, options), ranks)
         self._owns_topology = topology is None
         if ranks_per_node is None and topology is None:
             ranks_per_node = plan.configuration.values.zcomm.ranks_per_node
-        self._runtime = Runtime(model, plan.settings, _choose_topology(topology, ranks_per_node, group))
-        shard_index = self._runtime.topology.shard_index("local")
-        self._pieces = build_pieces(self._runtime.buckets, self._runtime.stage, shard_index)
-        self._inner = build_inner(optimizer, groups, self._pieces, optimizer_options)
+        topology = choose_topology(topology, ranks_per_node, group)
+        try:
+            self._build(model, optimizer, topology, plan)
+        except BaseException:
+            if self._owns_topology:
+                topology.close()
+            raise
+        self._announce(plan)
+
+    def _build(self, model: nn.Module, optimizer: type[Optimizer] | Optimizer, topology: Topology, plan: Plan) -> None:
+        kept = plan.configuration.values.data_types.keep_in_fp32_modules
+        on_every_rank(lambda: cast(model, plan.dtype, kept), topology)
+        groups = as_groups(model, optimizer)
+        self._runtime = Runtime(model, plan.settings, topology)
+        self._pieces = build_pieces(self._runtime.buckets, self._runtime.stage, topology.shard_index("local"))
+        try:
+            build = partial(build_inner, optimizer, groups, self._pieces, plan.optimizer_options)
+            self._inner = on_every_rank(build, topology)
+        except Exception:
+            with self._runtime.gathered(self._runtime.buckets):  # the model stays whole
+                self._runtime.close()
+            raise
         self._gradients = FinalGradients(self._runtime, self._pieces)
         self._inner.param_groups[0]["params"].append(self._gradients.flag)
         self._adopt(plan)
@@ -104,7 +117,6 @@ class ZeroOptimizer(Optimizer):
         self._is_built = True
         self._share_state()
         self._runtime.hooks.keep(install_state_dict_hooks(self._runtime))
-        self._announce(plan)
 
     def _adopt(self, plan: Plan) -> None:
         """What step() does beside the update."""
@@ -291,14 +303,12 @@ class ZeroOptimizer(Optimizer):
         """Restore what :meth:`state_dict` gave on this rank of the same layout, and publish the parameters. Collective.
 
         Raises:
-            LayoutError: The shards were saved with another world size, on another rank or from another model.
+            LayoutError: The shards were saved with another world size, on another rank or from another model; raised on
+                every rank, before anything is changed.
         """
-        saved, mine = state_dict["layout"], self._layout()
-        wrong = [
-            f"{key}: saved {saved.get(key)!r}, here {value!r}" for key, value in mine.items() if saved.get(key) != value
-        ]
-        if wrong:
-            raise LayoutError("a shard fits only the layout it was saved from: " + "; ".join(wrong)[:600])
+        on_every_rank(lambda: self._check_fits(state_dict["layout"]), self._runtime.topology)
+        self._runtime.hooks.recover()
+        self._runtime.gatherer.release_all()  # what is gathered, or on its way, has the old values
         buckets = [bucket for bucket in self._runtime.buckets if bucket.is_trainable]
         for bucket, master in zip(buckets, state_dict["masters"], strict=True):
             bucket.master.copy_(master)
@@ -307,6 +317,15 @@ class ZeroOptimizer(Optimizer):
         if self.loss_scale is not None and state_dict.get("loss_scale") is not None:
             self.loss_scale.load_state_dict(state_dict["loss_scale"])
         self._runtime.publish(buckets)
+
+    def _check_fits(self, saved: dict[str, Any]) -> None:
+        wrong = [
+            f"{key}: saved {saved.get(key)!r}, here {value!r}"
+            for key, value in self._layout().items()
+            if saved.get(key) != value
+        ]
+        if wrong:
+            raise LayoutError("a shard fits only the layout it was saved from: " + "; ".join(wrong)[:600])
 
     def master_pieces(self) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
         """``(parameter, first element, master values)`` for everything this rank updates."""
@@ -331,15 +350,3 @@ def _whole_storage(tensor: Tensor) -> Tensor:
     """``tensor``, or a copy if it is a part of something larger: all of that would be written to a file."""
     is_part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
     return tensor.clone() if is_part else tensor
-
-
-def _choose_topology(
-    topology: Topology | None, ranks_per_node: int | None, group: dist.ProcessGroup | None
-) -> Topology:
-    if topology is not None:
-        if ranks_per_node is not None or group is not None:
-            raise ConfigError("topology= already says the group and the ranks per node: pass only one of them")
-        return topology
-    if ranks_per_node is not None:
-        return Topology(ranks_per_node=ranks_per_node, group=group)
-    return Topology.from_env(group)

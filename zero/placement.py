@@ -1,13 +1,18 @@
-"""Moving and casting a model in place: parameters keep their identity, and with it their optimizer's groups."""
+"""Moving and casting a model in place: parameters keep their identity, and with it their optimizer's groups.
+
+Of parameters that zero.Init has divided, the shards are moved and cast.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from zcomm import ConfigError, LayoutError
+from zero.init_shards import construction_of
 
 __all__ = ["cast", "move"]
 
@@ -30,18 +35,47 @@ def cast(model: nn.Module, dtype: torch.dtype | None, kept: Sequence[str] = ()) 
         if name not in names:
             raise ConfigError(f"keep_in_fp32_modules must name modules: there is no {name!r} in {type(model).__name__}")
     before = list(model.parameters())
-    model.to(dtype)
+    with _without_divided(model):
+        model.to(dtype)
+    _convert_divided(model, dtype=dtype)
     for name, module in model.named_modules():
         if name in kept or any(part in kept for part in name.split(".")):
-            module.float()
+            with _without_divided(module):
+                module.float()
+            _convert_divided(module, dtype=torch.float32)
     _check_same(before, model)
 
 
 def move(model: nn.Module, device: torch.device) -> None:
     """Move ``model`` to ``device`` in place."""
     before = list(model.parameters())
-    model.to(device)
+    with _without_divided(model):
+        model.to(device)
+    _convert_divided(model, device=device)
     _check_same(before, model)
+
+
+def _convert_divided(model: nn.Module, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+    for param in model.parameters():
+        construction = construction_of(param)
+        if construction is not None and (device not in (None, param.device) or dtype not in (None, param.dtype)):
+            construction.convert(param, device=device, dtype=dtype)
+
+
+@contextmanager
+def _without_divided(model: nn.Module) -> Iterator[None]:
+    """torch's own methods see no parameter that has no values here."""
+    put_back: list[Callable[[], None]] = []
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None and construction_of(param) is not None:
+                put_back.append(lambda own=module._parameters, name=name, param=param: own.update({name: param}))  # type: ignore[misc]
+                module._parameters[name] = None
+    try:
+        yield
+    finally:
+        for put in put_back:
+            put()
 
 
 def _check_same(before: list[nn.Parameter], model: nn.Module) -> None:

@@ -6,10 +6,10 @@ buffer is filled with NaN when it comes back: whoever still reads it finds out.
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
+
+from zcomm import env
 
 __all__ = ["BufferPool"]
 
@@ -22,7 +22,7 @@ class BufferPool:
         self._free: dict[torch.dtype, list[Tensor]] = {}
         self._owned: dict[int, Tensor] = {}
         self._taken: set[int] = set()
-        self.poisons = os.environ.get("ZERO_DEBUG", "0") not in ("", "0")
+        self._poisons = env.is_set("ZERO_DEBUG")
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat buffer of ``numel`` elements; its contents are undefined."""
@@ -51,7 +51,7 @@ class BufferPool:
     def give(self, buffer: Tensor) -> None:
         """Take back what :meth:`take` handed out."""
         whole = self._owned[buffer.untyped_storage().data_ptr()]
-        if self.poisons:
+        if self._poisons:
             whole.fill_(float("nan"))
         self._free[whole.dtype].append(whole)
 

@@ -9,6 +9,7 @@ parameter whose gradient is sharded is a :class:`ReducedGradient` in the same wa
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from zcomm import StateError
 
-__all__ = ["ReducedGradient", "hide", "placeholder", "show"]
+__all__ = ["ReducedGradient", "hide", "is_released", "placeholder", "show"]
 
 METADATA = frozenset(
     {
@@ -38,6 +39,11 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     """A tensor of ``shape`` whose memory is one NaN; integers, which have none, get their largest value."""
     nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
     return torch.full((), nothing, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def is_released(param: Tensor) -> bool:
+    """Whether ``param`` holds nothing but its shape now."""
+    return getattr(type(param), "is_released", False)
 
 
 def _requested(func: Callable[..., Any]) -> tuple[str, bool]:
@@ -67,12 +73,26 @@ def _refuse_values(
     info = getattr(released, "zero_shard", None)
     if _requested(func)[0] == "detach" and info is not None and info.is_saving():
         return torch.empty(info.shape, dtype=info.dtype, device="meta")  # replaced by the state-dict hook
+    if _open([a for a in _flatten((args, kwargs)) if getattr(type(a), "is_released", False)]):
+        return func(*args, **(kwargs or {}))
     name = repr(info.name) if info is not None else "a parameter"
     raise StateError(
         f"{name} is released (stage 3 holds a shard of it on each rank) and was used by {_requested(func)[0]} outside "
         "the forward of its own module. Remedies: read or change it inside zero.GatheredParameters([param]), or "
         "declare the use with zero.register_external_parameter(module, param) for the module that uses it"
     )
+
+
+def _open(released: Sequence[nn.Parameter]) -> bool:
+    """Let their owner gather ``released`` parameters for whoever uses them, if it may be done here."""
+    owner = getattr(getattr(released[0], "zero_shard", None), "owner", None) if released else None
+    return owner is not None and bool(owner.open(released))
+
+
+def _copy(self: nn.Parameter, memo: dict[int, Any]) -> Any:
+    if _open([self]):
+        return copy.deepcopy(self, memo)  # its class is its own again
+    return _refuse_values(type(self), copy.deepcopy, (), (self,))
 
 
 def _flatten(value: Any) -> list[Any]:
@@ -96,6 +116,7 @@ def _released_class(cls: type) -> type:
         {
             "__torch_function__": classmethod(_refuse_values),
             "__repr__": _describe,
+            "__deepcopy__": _copy,
             "__module__": cls.__module__,
             "is_released": True,
             "gathered_class": cls,

@@ -9,20 +9,25 @@ Called by :class:`zero.ZeroOptimizer`, which adds the optimizer, and by :mod:`ze
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zcomm import LayoutError, StateError, Topology, control
+from zero.agreement import on_every_rank
 from zero.bucket import Bucket, BucketState, ShardInfo
+from zero.edits import Published
 from zero.gather import Gatherer, issue_gather
 from zero.grads import Reducer
 from zero.hooks import Hooks
+from zero.init_shards import is_built
 from zero.layout import BucketLayout
 from zero.pool import BufferPool
-from zero.settings import ZeroSettings, resolve
+from zero.settings import Effective, ZeroSettings, resolve
+from zero.settle import make_whole, settle
 from zero.units import Unit, find_units
 
 __all__ = ["Runtime", "check_model"]
@@ -36,54 +41,45 @@ class Runtime:
 
     def __init__(self, model: nn.Module, settings: ZeroSettings, topology: Topology) -> None:
         self.model, self.settings, self.topology = model, settings, topology
-        self.effective = resolve(settings, topology)
+        plan = on_every_rank(lambda: _plan(model, settings, topology), topology)
+        self.effective, self.buckets = plan.effective, plan.buckets
         self.stage = self.effective.stage
-        device = check_model(model)
-        if self.stage.shards_parameters:
-            _check_is_gatherable(model)
-        units = find_units(model)
-        runs = _runs_of(units, self._numel_to_merge())
-        buckets_of_run = _cut_into_buckets(runs, topology.world_size, self.effective.align)
-        self.buckets = [bucket for buckets in buckets_of_run for bucket in buckets]
         _check_ranks_agree(self.buckets, settings, topology)
         # Gathers and reductions each have process groups of their own: their orders need not match one another.
-        self.pool = BufferPool(device)
+        self.pool = BufferPool(self.buckets[0].device)
         self.is_saving = False
-        self._settle()
+        self._published = Published(topology, is_always_full=not self.stage.shards_parameters)
         self.gatherer = Gatherer(self.buckets, topology, settings, self.effective, self.pool)
+        self.is_closed = False
+        try:
+            self._build(plan)
+        except Exception:
+            make_whole(self.buckets, self.gatherer)
+            raise
+
+    def _build(self, plan: _Plan) -> None:
+        exact = self.is_inexact and not self.stage.shards_parameters
+        settle(self.model, self.buckets, self.stage, self.topology, keeps_exact_masters=exact)
+        if exact:
+            self.publish([bucket for bucket in self.buckets if bucket.dtype.is_floating_point])
+        self._published.remember(self.buckets)
+        topology, settings = self.topology, self.settings
         topologies = (topology.companion, topology)
-        self.reducer = Reducer(
-            self.buckets, topologies, settings, self.effective, self.pool, lambda: self.gatherer.checksum
+        self.reducer = on_every_rank(
+            lambda: Reducer(
+                self.buckets, topologies, settings, self.effective, self.pool, lambda: self.gatherer.checksum
+            ),
+            topology,
         )
         self.hooks = Hooks(
             self.gatherer, self.reducer, self._should_reduce, shards_parameters=self.stage.shards_parameters
         )
         self._attach()
-        buckets_of_unit = [buckets for run, buckets in zip(runs, buckets_of_run, strict=True) for _ in run]
-        self.hooks.install(model, units, buckets_of_unit)
+        self.hooks.install(self.model, plan.units, plan.buckets_of_unit)
         self._syncs = True
         self._num_backwards = 0
         self.boundary: bool | None = None
         """Whether the next step ends with this backward, if somebody else counts them."""
-        self.is_closed = False
-
-    def _numel_to_merge(self) -> int:
-        """Elements up to which small units share an exchange. At stage 3 a unit is gathered and released by itself."""
-        if self.stage.shards_parameters:
-            return 0
-        return min(MERGED_NUMEL, self.settings.reduce_bucket_size, self.settings.allgather_bucket_size)
-
-    def _settle(self) -> None:
-        """Every rank starts from rank 0's values, and keeps what its stage says."""
-        for buffer in self.model.buffers():
-            control.broadcast_(buffer, 0, self.topology)
-        exact = self.is_inexact and not self.stage.shards_parameters
-        for bucket in self.buckets:
-            full = bucket.flatten()
-            control.broadcast_(full, 0, self.topology)
-            bucket.settle(full, self.stage, self.topology, keeps_exact_master=exact)
-        if exact:
-            self.publish([bucket for bucket in self.buckets if bucket.dtype.is_floating_point])
 
     def _attach(self) -> None:
         for bucket in self.buckets:
@@ -92,6 +88,11 @@ class Runtime:
                 param.zero_shard = ShardInfo(  # type: ignore[attr-defined]
                     slot.name, shape, bucket.dtype, bucket, index, lambda: self.is_saving, self
                 )
+
+    def open(self, params: Sequence[nn.Parameter]) -> bool:
+        """Gather released ``params`` for the module whose forward uses them, if one runs."""
+        infos: list[ShardInfo] = [p.zero_shard for p in params if hasattr(p, "zero_shard")]
+        return bool(infos) and all(info.owner is self and self.hooks.use(info.bucket, info.name) for info in infos)
 
     def _should_reduce(self) -> bool:
         self._num_backwards += 1
@@ -139,8 +140,8 @@ class Runtime:
                 )
         for work in works:
             work.wait()
-        if hasattr(self, "gatherer"):
-            self.gatherer.parameters_changed(buckets)
+        self._published.remember(buckets)
+        self.gatherer.parameters_changed(buckets)
 
     @contextmanager
     def gathered(self, buckets: list[Bucket]) -> Iterator[None]:
@@ -217,7 +218,7 @@ class Runtime:
         return bucket.full[row * numel : (row + 1) * numel]
 
     def check_model_unchanged(self) -> None:
-        """Raise if a parameter was added, replaced, moved or unfrozen after construction."""
+        """Raise if a parameter was added, replaced, moved or unfrozen after construction, or changed in vain."""
         managed = {param for bucket in self.buckets for param in bucket.params}
         for name, param in self.model.named_parameters():
             if param not in managed:
@@ -239,6 +240,7 @@ class Runtime:
                     "constructed and would never be updated: call model.to() before, and assign values inside "
                     "zero.GatheredParameters([param], modifier_rank=0)"
                 )
+        self._published.check()
 
     def close(self) -> None:
         """Take the hooks off and drop the gradients. Full parameters stay, and are nobody's any more."""
@@ -257,6 +259,35 @@ class Runtime:
                         del param.zero_shard  # type: ignore[attr-defined]
 
 
+class _Plan(NamedTuple):
+    """How a model will be laid out."""
+
+    effective: Effective
+    units: list[Unit]
+    buckets_of_unit: list[list[Bucket]]
+    """Units that share an exchange have the same buckets."""
+    buckets: list[Bucket]
+
+
+def _plan(model: nn.Module, settings: ZeroSettings, topology: Topology) -> _Plan:
+    effective = resolve(settings, topology)
+    check_model(model)
+    if effective.stage.shards_parameters:
+        _check_is_gatherable(model)
+    units = find_units(model)
+    runs = _runs_of(units, _numel_to_merge(settings, effective))
+    buckets_of_run = _cut_into_buckets(runs, topology.world_size, effective.align)
+    buckets_of_unit = [buckets for run, buckets in zip(runs, buckets_of_run, strict=True) for _ in run]
+    return _Plan(effective, units, buckets_of_unit, [bucket for buckets in buckets_of_run for bucket in buckets])
+
+
+def _numel_to_merge(settings: ZeroSettings, effective: Effective) -> int:
+    """Elements up to which small units share an exchange. At stage 3 a unit is gathered and released by itself."""
+    if effective.stage.shards_parameters:
+        return 0
+    return min(MERGED_NUMEL, settings.reduce_bucket_size, settings.allgather_bucket_size)
+
+
 def check_model(model: nn.Module) -> torch.device:
     """The device of ``model``'s parameters; an error for models that cannot be sharded."""
     named = list(model.named_parameters())
@@ -270,7 +301,7 @@ def check_model(model: nn.Module) -> torch.device:
             f"parameters must have values: {named[0][0]!r} is on meta; call model.to_empty(device=...) first"
         )
     for name, param in named:
-        if hasattr(param, "zero_shard"):
+        if hasattr(param, "zero_shard") and not is_built(param):
             raise StateError(
                 f"parameter {name!r} is managed by another ZeroOptimizer already: close() that one first, at stage 3 "
                 "inside zero.GatheredParameters(model.parameters()), which keeps the parameters whole"

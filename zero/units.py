@@ -17,9 +17,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["Unit", "find_units", "own_parameters"]
+__all__ = ["EXTERNAL", "Unit", "external_parameters", "find_units", "own_parameters"]
 
 PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+EXTERNAL = "zero_external_parameters"
+"""The attribute of a module that holds the parameters it uses and does not own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,11 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, child in module.named_children():
         if isinstance(child, PARAMETER_CONTAINERS):
             yield from child.named_parameters(prefix=name)
+
+
+def external_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that ``module``'s forward uses though others own them, as far as that was declared."""
+    return list(module.__dict__.get(EXTERNAL, ()))
 
 
 def _take(

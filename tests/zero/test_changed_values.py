@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 import zcomm
 from tests.ranks import run_ranks
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
-from zcomm import StateError
+from zcomm import StateError, env
 from zero import GatheredParameters, ZeroOptimizer
 
 WIDTH = 8
@@ -175,6 +178,47 @@ def test_assigned_memory_is_taken_over_or_refused(stage: int) -> None:
         weight.data = torch.ones(WIDTH, WIDTH)
         with pytest.raises(StateError, match=r"'1\.weight' got other memory, of torch\.float32 on cpu"):
             optimizer.step()
+
+
+@contextmanager
+def _debugging() -> Iterator[None]:
+    os.environ["ZERO_DEBUG"] = "1"
+    env.value.cache_clear()
+    try:
+        yield
+    finally:
+        del os.environ["ZERO_DEBUG"]
+        env.value.cache_clear()
+
+
+def _check_lost_change(rank: int, stage: int, dtype: torch.dtype, options: dict[str, Any], is_lost: bool) -> None:  # noqa: FBT001
+    model = new_layers(dtype)
+    model[2].requires_grad_(False)
+    trainable = [*model[0].parameters(), *model[1].parameters()]
+    with _debugging(), zero_optimizer(model, torch.optim.SGD(trainable, lr=0.1), stage=stage, **options) as optimizer:
+        train_once(model, optimizer)
+        with GatheredParameters(trainable, modifier_rank=0), torch.no_grad():
+            model[1].bias.fill_(rank)
+        train_once(model, optimizer)
+        model.load_state_dict(new_layers(dtype, seed=1).state_dict())
+        train_once(model, optimizer)
+        if rank == 1 or not is_lost:
+            with torch.no_grad():
+                model[1].bias[0] = 5.0
+        if is_lost:
+            for _ in range(2):
+                with pytest.raises(StateError, match=r"first \['1\.bias'\].*GatheredParameters"):
+                    optimizer.step()
+        else:
+            optimizer.step()
+            assert full_values(model)["1.bias"][0] == 5.0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_lost_changes_are_found_in_debug_mode(stage: int) -> None:
+    run_ranks(2, _check_lost_change, stage, torch.bfloat16, {}, True)
+    run_ranks(2, _check_lost_change, stage, torch.float32, {}, False)
+    run_ranks(2, _check_lost_change, stage, torch.float32, {"quantized_weights": True}, stage > 0)
 
 
 def test_the_pool_forgets_one_off_buffers() -> None:

@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from tests.zero.models import batch, loss_of, new_model
 from tests.zero.training import full_values, zero_optimizer
 from zcomm import StateError
-from zero import GatheredParameters, register_external_parameter
+from zero import GatheredParameters
 
 Loop = Callable[[nn.Module, int, int], Tensor]
 
@@ -110,40 +110,6 @@ def _check_released_parameter(rank: int) -> None:
 
 def test_released_parameter_is_a_named_error() -> None:
     run_ranks(2, _check_released_parameter)
-
-
-class Borrowing(nn.Module):
-    """Uses its child's weight without calling the child."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = nn.Linear(5, 5)
-        self.own = nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(self.own(x), self.child.weight)
-
-
-def _check_external_parameter(rank: int) -> None:
-    torch.manual_seed(0)
-    plain = Borrowing()
-    model = copy.deepcopy(plain)
-    x = torch.randn(3, 5)
-    plain(x).sum().backward()
-    torch.optim.SGD(plain.parameters(), lr=0.5).step()
-    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3) as optimizer:
-        with pytest.raises(StateError, match=r"child\.weight"):
-            model(x)
-        register_external_parameter(model, model.child.weight)
-        model(x).sum().backward()
-        optimizer.step()
-        values = full_values(model)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(values[name], param.detach())
-
-
-def test_external_parameter_raises_until_registered() -> None:
-    run_ranks(2, _check_external_parameter)
 
 
 def _check_modifier_rank(rank: int) -> None:

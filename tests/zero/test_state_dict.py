@@ -12,7 +12,7 @@ from torch import nn
 from tests.ranks import run_ranks
 from tests.zero.models import new_model
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
-from zero import ZeroOptimizer
+from zero import GatheredParameters, ZeroOptimizer
 
 
 def _differs_from_masters(saved: dict[str, torch.Tensor], model: nn.Module, optimizer: ZeroOptimizer) -> list[str]:
@@ -82,3 +82,22 @@ def _check_one_bucket_at_a_time(rank: int) -> None:
 
 def test_loading_at_stage_3_holds_one_bucket_at_a_time() -> None:
     run_ranks(2, _check_one_bucket_at_a_time)
+
+
+def _check_gathered_before(rank: int) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]), torch.ones(2, 8)
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3) as optimizer:
+        saved, expected = copy.deepcopy(optimizer.state_dict()), full_values(model)
+        for _ in range(2):
+            model(x).sum().backward()
+            optimizer.step()
+        model[0](x)  # prefetches the second layer
+        with GatheredParameters(model[2].weight):
+            optimizer.load_state_dict(saved)
+            assert torch.equal(full_values(model)["2.weight"], expected["2.weight"])
+        assert_same_bits(full_values(model), expected)
+
+
+def test_loading_an_optimizer_forgets_what_was_gathered() -> None:
+    run_ranks(2, _check_gathered_before)

@@ -1,0 +1,80 @@
+"""zero.GatheredParameters: whole parameters for a while, on every rank, and errors that every rank gets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import run_ranks
+from tests.zero.models import batch, loss_of, new_model
+from tests.zero.training import assert_same_bits, full_values, zero_optimizer
+from zcomm import StateError, TopologyError
+from zero import GatheredParameters
+
+
+def _check_blocks(rank: int) -> None:
+    plain = dict(new_model().named_parameters())
+    for stage in (1, 3):
+        model = new_model()
+        with zero_optimizer(model, stage=stage) as optimizer:
+            first, second = model.blocks[0], model.blocks[1]
+            with GatheredParameters(first.mlp[0].weight):
+                with GatheredParameters([first.mlp[0].weight, second.norm.bias]), GatheredParameters([]):
+                    assert torch.equal(second.norm.bias, plain["blocks.1.norm.bias"])
+                assert torch.equal(first.mlp[0].weight, plain["blocks.0.mlp.0.weight"]), "held by the outer block"
+            with GatheredParameters(model.parameters(), 0, enabled=stage == 1):
+                if stage == 3:
+                    with pytest.raises(StateError, match="is released"):
+                        first.mlp[0].weight.sum()
+            outside = nn.Parameter(torch.ones(2))
+            with GatheredParameters([outside, *model.parameters()], modifier_rank=1), torch.no_grad():
+                if rank == 1:
+                    first.norm.weight.mul_(3)
+                    model.wte.weight[2] = 7.0
+                    second.norm.bias.data = torch.full_like(second.norm.bias, 5.0)
+            got = full_values(model)
+            assert (got["blocks.0.norm.weight"] == 3).all()
+            assert (got["wte.weight"][2] == 7).all()
+            assert (got["blocks.1.norm.bias"] == 5).all()
+            changed = {"blocks.0.norm.weight", "wte.weight", "blocks.1.norm.bias"}
+            assert all(torch.equal(got[name], plain[name]) for name in plain.keys() - changed)
+            loss_of(model, *batch(0, 0, rank)).backward()
+            optimizer.step()
+
+
+def test_nested_several_and_modified() -> None:
+    run_ranks(2, _check_blocks)
+
+
+def _check_errors(rank: int) -> None:
+    for stage in (2, 3):
+        model = new_model()
+        with zero_optimizer(model, stage=stage) as optimizer:
+            weight = model.blocks[0].norm.weight
+            with (
+                pytest.raises(OSError if rank == 1 else StateError, match="disk full") as error,
+                GatheredParameters(weight, modifier_rank=0),
+            ):
+                if rank == 1:
+                    raise OSError("disk full")
+            assert rank == 1 or "rank 1: OSError" in str(error.value)
+            with pytest.raises(TopologyError, match="modifier_rank=2"), GatheredParameters(weight, modifier_rank=2):
+                pass
+            before = full_values(model)
+            if stage == 3:
+                with (
+                    pytest.raises(StateError, match=r"'blocks\.0\.norm\.weight'.*modifier_rank="),
+                    GatheredParameters(model.parameters()),
+                    torch.no_grad(),
+                ):
+                    if rank == 1:
+                        weight.add_(1)
+                assert_same_bits(full_values(model), before)
+            loss_of(model, *batch(0, 0, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_errors_are_raised_on_every_rank() -> None:
+    run_ranks(2, _check_errors)

@@ -1,0 +1,50 @@
+"""What a user gives ZeroOptimizer, understood and checked before anything is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from zcomm import ConfigError, Topology
+from zero.config.plan import Plan, make_plan
+from zero.config.read import Configuration, Source
+from zero.masters import as_groups, build_inner, check_elementwise, check_options
+from zero.runtime import check_model
+
+__all__ = ["check_inputs", "choose_topology"]
+
+
+def check_inputs(
+    model: nn.Module,
+    optimizer: type[Optimizer] | Optimizer,
+    config: Source | Configuration | None,
+    options: dict[str, Any],
+) -> Plan:
+    """The plan for what a user gave; raises if it cannot be meant. Nothing is changed or communicated."""
+    if not (isinstance(optimizer, Optimizer) or (isinstance(optimizer, type) and issubclass(optimizer, Optimizer))):
+        raise ConfigError(f"optimizer must be a torch.optim.Optimizer class or instance: got {optimizer!r}")
+    plan = make_plan(config, options)
+    as_groups(model, optimizer)
+    device = check_model(model)
+    check_options(optimizer, plan.optimizer_options)
+    trial = (
+        build_inner(optimizer, [{"params": []}], [], plan.optimizer_options)
+        if isinstance(optimizer, type)
+        else optimizer
+    )
+    check_elementwise(trial, device)
+    return plan
+
+
+def choose_topology(topology: Topology | None, ranks_per_node: int | None, group: dist.ProcessGroup | None) -> Topology:
+    """The ranks and nodes that a user means; collective if they are yet to be made."""
+    if topology is not None:
+        if ranks_per_node is not None or group is not None:
+            raise ConfigError("topology= already says the group and the ranks per node: pass only one of them")
+        return topology
+    if ranks_per_node is not None:
+        return Topology(ranks_per_node=ranks_per_node, group=group)
+    return Topology.from_env(group)
