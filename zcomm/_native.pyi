@@ -12,6 +12,33 @@ from typing import TypedDict
 
 Draw = tuple[int, int, int, int, int, int]
 
+FILE_ALIGNMENT: int
+
+class FileQueue:
+    """Reads and writes files past the page cache, on threads of its own; ``cpp/include/zcomm/file_queue.h``.
+
+    OSError, with errno and path, when the operating system refuses something: at :meth:`wait` for a transfer.
+    """
+
+    def __init__(self, num_threads: int, request_nbytes: int) -> None: ...
+    def create(self, path: str, nbytes: int) -> int:
+        """Create a file with its space reserved."""
+
+    def open(self, path: str) -> int: ...
+    def size(self, file: int) -> int: ...
+    def is_direct(self, file: int) -> bool: ...
+    def sync(self, file: int) -> None: ...
+    def close(self, file: int) -> None: ...
+    def read(self, file: int, offset: int, ptr: int, nbytes: int) -> int:
+        """Begin a transfer and return its ticket; all numbers are multiples of ``FILE_ALIGNMENT``."""
+
+    def write(self, file: int, offset: int, ptr: int, nbytes: int) -> int:
+        """As :meth:`read`."""
+
+    def is_done(self, ticket: int) -> bool: ...
+    def wait(self, ticket: int) -> None:
+        """Return when the transfer has ended."""
+
 class BuildInfo(TypedDict):
     """What the binary was built from."""
 

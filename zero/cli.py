@@ -3,6 +3,7 @@
 zero config explain FILE    the effective settings, where each came from, what is inactive and why
 zero config schema          the JSON schema, for editors
 zero config table           the table of all keys, as in the README
+zero io-bench PATH          how fast the disk under a folder is read and written, and which aio settings suit it
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 
 from zcomm import ConfigError
 from zero.config import explain, json_schema, markdown_table, read_source
+from zero.io_bench import run as run_io_bench
 
 __all__ = ["main"]
 
@@ -23,13 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         sys.stdout.write(_answer(options))
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     return 0
 
 
 def _answer(options: argparse.Namespace) -> str:
+    if options.command == "io-bench":
+        return run_io_bench(options.path, nbytes=options.size_mib << 20, seconds=options.seconds)
     if options.what == "schema":
         return json.dumps(json_schema(), indent=2) + "\n"
     if options.what == "table":
@@ -48,4 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     explaining.add_argument("--all", action="store_true", help="also keys at their defaults that have no effect")
     whats.add_parser("schema", help="the JSON schema, for editors")
     whats.add_parser("table", help="all keys as a Markdown table")
+    io_bench = commands.add_parser("io-bench", help="measure the disk under a folder")
+    io_bench.add_argument("path", metavar="PATH", help="a folder on the disk, which will get a file for the moment")
+    io_bench.add_argument("--size-mib", type=int, default=1024, metavar="N", help="of the file (default 1024)")
+    io_bench.add_argument("--seconds", type=float, default=2.0, help="for each row and direction (default 2)")
     return parser

@@ -15,6 +15,7 @@
 
 #include "zcomm/check.h"
 #include "zcomm/decode.h"
+#include "zcomm/file_queue.h"
 #include "zcomm/isa.h"
 #include "zcomm/optimizer_step.h"
 #include "zcomm/quantize.h"
@@ -198,6 +199,57 @@ void DefineOperations(nb::module_& m) {
         "out"_a, "draw"_a.none(), "num_threads"_a);
 }
 
+// OSError(errno, text, path), which Python makes a FileNotFoundError and so on.
+void ThrowOsError(const std::exception_ptr& error, void*) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const zcomm::FileError& e) {
+    PyObject* arguments = Py_BuildValue("(iss)", e.number(), e.what(), e.path().c_str());
+    if (arguments == nullptr) return;
+    PyErr_SetObject(PyExc_OSError, arguments);
+    Py_DECREF(arguments);
+  }
+}
+
+void DefineFileQueue(nb::module_& m) {
+  using zcomm::FileQueue;
+  const auto release = nb::call_guard<nb::gil_scoped_release>();
+  nb::register_exception_translator(ThrowOsError);
+  m.attr("FILE_ALIGNMENT") = zcomm::kFileAlignment;
+  nb::class_<FileQueue>(m, "FileQueue")
+      .def(
+          "__init__",
+          [](FileQueue* self, std::int64_t num_threads, std::int64_t request_nbytes) {
+            new (self) FileQueue(Size("num_threads", num_threads), Size("request_nbytes", request_nbytes));
+          },
+          "num_threads"_a, "request_nbytes"_a)
+      .def(
+          "create",
+          [](FileQueue& self, const std::string& path, std::int64_t nbytes) {
+            return self.Create(path, Size("nbytes", nbytes));
+          },
+          release, "path"_a, "nbytes"_a)
+      .def("open", &FileQueue::Open, release, "path"_a)
+      .def("size", &FileQueue::Size, release, "file"_a)
+      .def("is_direct", &FileQueue::IsDirect, release, "file"_a)
+      .def("sync", &FileQueue::Sync, release, "file"_a)
+      .def("close", &FileQueue::Close, release, "file"_a)
+      .def(
+          "read",
+          [](FileQueue& self, int file, std::int64_t offset, std::uintptr_t ptr, std::int64_t nbytes) {
+            return self.Read(file, Size("offset", offset), reinterpret_cast<void*>(ptr), Size("nbytes", nbytes));
+          },
+          release, "file"_a, "offset"_a, "ptr"_a, "nbytes"_a)
+      .def(
+          "write",
+          [](FileQueue& self, int file, std::int64_t offset, std::uintptr_t ptr, std::int64_t nbytes) {
+            return self.Write(file, Size("offset", offset), reinterpret_cast<void*>(ptr), Size("nbytes", nbytes));
+          },
+          release, "file"_a, "offset"_a, "ptr"_a, "nbytes"_a)
+      .def("is_done", &FileQueue::IsDone, release, "ticket"_a)
+      .def("wait", &FileQueue::Wait, release, "ticket"_a);
+}
+
 nb::dict BuildInfo() {
   std::vector<std::string> levels;
 #ifdef ZCOMM_X86
@@ -233,6 +285,7 @@ NB_MODULE(_native, m) {
         return Layout(codec, block, is_rotated, num_segments, segment_numel).nbytes;
       },
       "codec"_a, "block"_a, "is_rotated"_a, "num_segments"_a, "segment_numel"_a);
+  DefineFileQueue(m);
   m.def("isa", [] { return std::string(zcomm::IsaName(zcomm::ActiveIsa())); });
   m.def("build_info", &BuildInfo);
 }

@@ -1,0 +1,109 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace zcomm {
+
+// What a call of the operating system refused: errno, the file, and what was being done.
+class FileError : public std::runtime_error {
+ public:
+  FileError(int number, std::string path, const std::string& what);
+
+  int number() const { return number_; }
+  const std::string& path() const { return path_; }
+
+ private:
+  int number_;
+  std::string path_;
+};
+
+// Of offsets, addresses and byte counts of direct I/O.
+inline constexpr std::size_t kFileAlignment = 4096;
+
+// Reads and writes files past the page cache (O_DIRECT; through it where the file system has none), many requests at a
+// time, on threads of its own. A transfer is cut into requests of `request_nbytes`, and the threads take the requests
+// of all transfers in the order of submission, so that `num_threads` requests are in flight.
+//
+// Transfers of one file must not overlap while they are in flight. All functions may be called from several threads.
+// An error never ends the process: it is thrown by Wait of the transfer, or by the call itself.
+class FileQueue {
+ public:
+  FileQueue(std::size_t num_threads, std::size_t request_nbytes);
+  ~FileQueue();  // after the requests in flight; those not begun are dropped, files are closed
+  FileQueue(const FileQueue&) = delete;
+  FileQueue& operator=(const FileQueue&) = delete;
+
+  // Creates a file of `nbytes`, whose space is reserved so that later writes cannot run out of it, or throws and leaves
+  // none. An existing file is an error (EEXIST). Readable by its owner alone.
+  int Create(const std::string& path, std::uint64_t nbytes);
+  // Opens an existing file for reading and writing.
+  int Open(const std::string& path);
+  // Bytes of an open file.
+  std::uint64_t Size(int file);
+  // Whether transfers of the file go past the page cache.
+  bool IsDirect(int file);
+  // Waits until what was written is on the disk.
+  void Sync(int file);
+  // The file must have no transfer in flight.
+  void Close(int file);
+
+  // A ticket for Wait. `offset`, `nbytes` and the address of `data` are multiples of kFileAlignment; `data` stays where
+  // it is until Wait has returned.
+  std::uint64_t Read(int file, std::uint64_t offset, void* data, std::size_t nbytes);
+  std::uint64_t Write(int file, std::uint64_t offset, const void* data, std::size_t nbytes);
+  bool IsDone(std::uint64_t ticket);
+  // Returns when the transfer has ended, or throws its first FileError. Once for each ticket.
+  void Wait(std::uint64_t ticket);
+
+ private:
+  struct File {
+    std::string path;
+    int descriptor = -1;
+    bool is_direct = true;
+    std::size_t num_transfers = 0;
+  };
+  struct Transfer {
+    int file = 0;
+    bool is_write = false;
+    std::size_t unfinished = 0;
+    int error = 0;
+    std::string message;
+  };
+  struct Request {
+    std::uint64_t ticket;
+    int descriptor;
+    bool is_write;
+    std::uint64_t offset;
+    std::uint8_t* data;
+    std::size_t nbytes;
+  };
+
+  int Add(const std::string& path, int flags);
+  File& At(int file);
+  std::uint64_t Submit(int file, bool is_write, std::uint64_t offset, std::uint8_t* data, std::size_t nbytes);
+  void Serve();
+  void Finish(const Request& request, int error, std::size_t done);
+
+  const std::size_t request_nbytes_;
+  std::mutex mutex_;
+  std::condition_variable work_;
+  std::condition_variable done_;
+  std::map<int, File> files_;
+  std::map<std::uint64_t, Transfer> transfers_;
+  std::deque<Request> requests_;
+  std::uint64_t next_ticket_ = 1;
+  int next_file_ = 1;
+  bool is_closing_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace zcomm

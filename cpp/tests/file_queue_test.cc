@@ -1,0 +1,132 @@
+#include "zcomm/file_queue.h"
+
+#include <stdlib.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <memory>
+
+#include "test_util.h"
+
+namespace zcomm {
+namespace {
+
+struct Free {
+  void operator()(std::uint8_t* data) const { std::free(data); }
+};
+using Buffer = std::unique_ptr<std::uint8_t, Free>;
+
+Buffer MakeBuffer(std::size_t nbytes) {
+  return Buffer(static_cast<std::uint8_t*>(std::aligned_alloc(kFileAlignment, nbytes)));
+}
+
+std::string MakeFolder() {
+  char name[] = "file_queue_test.XXXXXX";
+  EXPECT(mkdtemp(name) != nullptr, "mkdtemp");
+  return name;
+}
+
+// The errno and text of the FileError that `call` throws.
+template <class Call>
+std::pair<int, std::string> ErrorOf(const Call& call) {
+  try {
+    call();
+  } catch (const FileError& error) {
+    return {error.number(), error.path() + ": " + error.what()};
+  }
+  EXPECT(false, "expected FileError");
+  return {};
+}
+
+void TestTransfers(const std::string& folder, std::size_t num_threads) {
+  constexpr std::size_t kPart = 5 * kFileAlignment;
+  constexpr std::size_t kParts = 7;
+  FileQueue queue(num_threads, 2 * kFileAlignment);
+  const std::string path = folder + "/data";
+  const int file = queue.Create(path, kPart * kParts);
+  EXPECT(queue.Size(file) == kPart * kParts, "size %zu", static_cast<std::size_t>(queue.Size(file)));
+  const Buffer written = MakeBuffer(kPart * kParts);
+  for (std::size_t i = 0; i < kPart * kParts; ++i) written.get()[i] = static_cast<std::uint8_t>(i * 31 + i / 4096);
+  std::vector<std::uint64_t> tickets;
+  for (std::size_t p = kParts; p-- > 0;)
+    tickets.push_back(queue.Write(file, p * kPart, written.get() + p * kPart, kPart));
+  for (const std::uint64_t ticket : tickets) queue.Wait(ticket);
+  queue.Sync(file);
+  queue.Close(file);
+  const int again = queue.Open(path);
+  const Buffer read = MakeBuffer(kPart * kParts);
+  const std::uint64_t ticket = queue.Read(again, 0, read.get(), kPart * kParts);
+  queue.Wait(ticket);
+  EXPECT(std::memcmp(written.get(), read.get(), kPart * kParts) == 0, "threads %zu", num_threads);
+  EXPECT(Contains(MessageOfThrow([&] { queue.Wait(ticket); }), "was waited for"), "twice");
+  queue.Wait(queue.Read(again, 0, read.get(), 0));
+  queue.Close(again);
+  EXPECT(::unlink(path.c_str()) == 0, "unlink");
+}
+
+void TestErrors(const std::string& folder) {
+  FileQueue queue(2, kFileAlignment);
+  const Buffer data = MakeBuffer(4 * kFileAlignment);
+  const auto missing = ErrorOf([&] { queue.Open(folder + "/missing"); });
+  EXPECT(missing.first == ENOENT && Contains(missing.second, "/missing"), "%s", missing.second.c_str());
+  const std::string path = folder + "/short";
+  const int file = queue.Create(path, 2 * kFileAlignment);
+  EXPECT(ErrorOf([&] { queue.Create(path, 1); }).first == EEXIST, "existing");
+  // Past the end: the error of the transfer, and the next one works.
+  const auto past = ErrorOf([&] { queue.Wait(queue.Read(file, kFileAlignment, data.get(), 2 * kFileAlignment)); });
+  EXPECT(past.first == ENODATA && Contains(past.second, "read 0 of 4096 bytes at offset 8192"), "%s",
+         past.second.c_str());
+  queue.Wait(queue.Read(file, 0, data.get(), 2 * kFileAlignment));
+  EXPECT(Contains(MessageOfThrow([&] { queue.Read(file, 1, data.get(), kFileAlignment); }), "offset=1"), "offset");
+  EXPECT(Contains(MessageOfThrow([&] { queue.Read(file, 0, data.get() + 1, kFileAlignment); }), "address="), "address");
+  EXPECT(Contains(MessageOfThrow([&] { queue.Read(99, 0, data.get(), kFileAlignment); }), "file=99"), "file");
+  EXPECT(Contains(MessageOfThrow([] { FileQueue(0, kFileAlignment); }), "num_threads=0"), "threads");
+  EXPECT(Contains(MessageOfThrow([] { FileQueue(1, 1000); }), "request_nbytes=1000"), "request");
+  ::unlink(path.c_str());
+}
+
+// A limit on the size of files stands for a full disk.
+void TestNoSpace(const std::string& folder) {
+  std::signal(SIGXFSZ, SIG_IGN);
+  rlimit before{};
+  getrlimit(RLIMIT_FSIZE, &before);
+  FileQueue queue(2, kFileAlignment);
+  const std::string path = folder + "/large";
+  const int file = queue.Create(path, 0);
+  const rlimit small{2 * kFileAlignment, before.rlim_max};
+  setrlimit(RLIMIT_FSIZE, &small);
+  const auto reserve = ErrorOf([&] { queue.Create(folder + "/larger", 1 << 20); });
+  EXPECT(Contains(reserve.second, "cannot reserve 1048576 bytes"), "%s", reserve.second.c_str());
+  EXPECT(::access((folder + "/larger").c_str(), F_OK) != 0, "a file was left behind");
+  const Buffer data = MakeBuffer(4 * kFileAlignment);
+  const auto write = ErrorOf([&] { queue.Wait(queue.Write(file, 0, data.get(), 4 * kFileAlignment)); });
+  EXPECT(write.first == EFBIG && Contains(write.second, "wrote 0 of 4096 bytes"), "%s", write.second.c_str());
+  setrlimit(RLIMIT_FSIZE, &before);
+  ::unlink(path.c_str());
+}
+
+void TestClosingDropsWhatHasNotBegun(const std::string& folder) {
+  const Buffer data = MakeBuffer(64 * kFileAlignment);
+  const std::string path = folder + "/dropped";
+  {
+    FileQueue queue(1, kFileAlignment);
+    const int file = queue.Create(path, 64 * kFileAlignment);
+    for (int i = 0; i < 20; ++i) queue.Write(file, 0, data.get(), 64 * kFileAlignment);
+    EXPECT(Contains(MessageOfThrow([&] { queue.Close(file); }), "in flight"), "close");
+  }
+  ::unlink(path.c_str());
+}
+
+}  // namespace
+}  // namespace zcomm
+
+int main() {
+  const std::string folder = zcomm::MakeFolder();
+  for (const std::size_t num_threads : {1, 2, 8}) zcomm::TestTransfers(folder, num_threads);
+  zcomm::TestErrors(folder);
+  zcomm::TestNoSpace(folder);
+  zcomm::TestClosingDropsWhatHasNotBegun(folder);
+  EXPECT(::rmdir(folder.c_str()) == 0, "files were left in %s", folder.c_str());
+  return 0;
+}

@@ -1,0 +1,142 @@
+"""``zero io-bench``: how fast the disk under a folder is read, written, and both at once, past the page cache."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcomm import ConfigError, kernels
+
+__all__ = ["Rates", "aligned_bytes", "measure", "run"]
+
+Pattern = tuple[int, int]
+PATTERNS: tuple[Pattern, ...] = (
+    (128 * 1024, 16),
+    (1024 * 1024, 1),
+    (1024 * 1024, 4),
+    (1024 * 1024, 16),
+    (4 * 1024 * 1024, 8),
+)
+"""Bytes a request and requests in flight."""
+TRANSFER_REQUESTS = 4  # a transfer spans several requests, as a sub-group's does
+WITHIN = 0.95  # of the best rate is as good: then the pattern with fewer bytes in flight is suggested
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes a second of one pattern."""
+
+    request_nbytes: int
+    num_requests: int
+    read: float
+    write: float
+    both: float
+    """Read plus written, at the same time."""
+
+
+def aligned_bytes(nbytes: int) -> Tensor:
+    """A uint8 CPU tensor whose address suits direct I/O."""
+    alignment = int(kernels.native().FILE_ALIGNMENT)
+    whole = torch.zeros(nbytes + alignment, dtype=torch.uint8)
+    start = -whole.data_ptr() % alignment
+    return whole[start : start + nbytes]
+
+
+def measure(folder: Path, *, nbytes: int, seconds: float, patterns: tuple[Pattern, ...] = PATTERNS) -> list[Rates]:
+    """Read and write a file in ``folder`` with each of ``patterns``, and remove it.
+
+    Raises:
+        OSError: The folder does not exist, cannot be written, or lacks the space.
+        ConfigError: ``nbytes`` is less than what the largest pattern has in flight.
+    """
+    least = max(size * count for size, count in patterns) * 2
+    if nbytes < least:
+        raise ConfigError(f"--size-mib must be at least {least >> 20}: {nbytes >> 20}")
+    path = folder / f"zero-io-bench-{os.getpid()}"
+    rows = []
+    try:
+        for request_nbytes, num_requests in patterns:
+            rows.append(_measure_pattern(path, nbytes, seconds, request_nbytes, num_requests))
+            path.unlink()
+    finally:
+        with suppress(FileNotFoundError):
+            path.unlink()
+    return rows
+
+
+def _measure_pattern(path: Path, nbytes: int, seconds: float, request_nbytes: int, num_requests: int) -> Rates:
+    queue = kernels.native().FileQueue(num_requests, request_nbytes)
+    file = queue.create(str(path), nbytes)
+    transfer = request_nbytes * TRANSFER_REQUESTS
+    half = nbytes // 2 // transfer * transfer
+    buffers = [aligned_bytes(transfer) for _ in range(2 * -(-num_requests // TRANSFER_REQUESTS) + 2)]
+    for buffer in buffers:
+        buffer.random_()
+
+    def write(index: int) -> int:
+        return int(queue.write(file, index * transfer % half, buffers[index % len(buffers)].data_ptr(), transfer))
+
+    def read(index: int) -> int:
+        at = half + index * transfer % half
+        return int(queue.read(file, at, buffers[index % len(buffers)].data_ptr(), transfer))
+
+    def write_high(index: int) -> int:
+        at = half + index * transfer % half
+        return int(queue.write(file, at, buffers[index % len(buffers)].data_ptr(), transfer))
+
+    for index in range(half // transfer):  # reserved space that was never written reads as zeros, without the disk
+        queue.wait(write_high(index))
+    rates = {}
+    for name, begin in (("read", read), ("write", write), ("both", lambda i: read(i // 2) if i % 2 else write(i // 2))):
+        rates[name] = transfer / _seconds_each(queue, begin, len(buffers), seconds)
+    queue.sync(file)
+    queue.close(file)
+    return Rates(request_nbytes, num_requests, **rates)
+
+
+def _seconds_each(queue: Any, begin: Callable[[int], int], num_in_flight: int, seconds: float) -> float:
+    """Mean time of a transfer with ``num_in_flight`` of them submitted at any time."""
+    tickets: deque[int] = deque()
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds or count < num_in_flight:
+        tickets.append(begin(count))
+        count += 1
+        if len(tickets) == num_in_flight:
+            queue.wait(tickets.popleft())
+    while tickets:
+        queue.wait(tickets.popleft())
+    return (time.perf_counter() - start) / count
+
+
+def run(folder: str, *, nbytes: int, seconds: float) -> str:
+    """The table and the suggestion that ``zero io-bench`` prints."""
+    where = Path(folder)
+    free = shutil.disk_usage(where).free
+    rows = measure(where, nbytes=nbytes, seconds=seconds)
+    lines = [
+        f"# {where.resolve()}: {free / 1e9:.1f} GB free; a file of {nbytes >> 20} MiB, {seconds:g} s for each rate, O_DIRECT",
+        f"# {'request':>8} {'in flight':>9} {'read(GB/s)':>10} {'write(GB/s)':>11} {'both(GB/s)':>10}",
+    ]
+    lines += [
+        f"{row.request_nbytes >> 10:>6} KiB {row.num_requests:>9} {row.read / 1e9:>10.2f} {row.write / 1e9:>11.2f} "
+        f"{row.both / 1e9:>10.2f}"
+        for row in rows
+    ]
+    best = _suggested(rows)
+    setting = f'{{"block_size": {best.request_nbytes}, "queue_depth": {best.num_requests}}}'
+    return "\n".join([*lines, f'# suggested: "aio": {setting}']) + "\n"
+
+
+def _suggested(rows: list[Rates]) -> Rates:
+    fast = [row for row in rows if row.both >= WITHIN * max(other.both for other in rows)]
+    return min(fast, key=lambda row: row.request_nbytes * row.num_requests)
