@@ -124,7 +124,7 @@ def run(folder: str, *, nbytes: int, seconds: float) -> str:
     free = shutil.disk_usage(where).free
     rows = measure(where, nbytes=nbytes, seconds=seconds)
     lines = [
-        f"# {where.resolve()}: {free / 1e9:.1f} GB free; a file of {nbytes >> 20} MiB, {seconds:g} s for each rate, O_DIRECT",
+        f"# {where.resolve()}: {free / 1e9:.1f} GB free; a file of {nbytes >> 20} MiB, {seconds:g} s each, O_DIRECT",
         f"# {'request':>8} {'in flight':>9} {'read(GB/s)':>10} {'write(GB/s)':>11} {'both(GB/s)':>10}",
     ]
     lines += [
