@@ -58,12 +58,13 @@ class _Staging:
             target.num_commits = num_commits
 
 
-def relayout_residuals(old: Sequence[Residual], new: Sequence[Residual]) -> None:
+def relayout_residuals(old: Sequence[Residual], new: Sequence[Residual], *, subset: bool = False) -> None:
     """Move what residuals ``old`` hold into residuals ``new`` of the same parameters in other buffers.
 
     Args:
         old: One for each buffer, in the same order on every rank. Unchanged.
         new: Over the same nodes and ranks; what they hold is overwritten.
+        subset: ``new`` may hold some of the parameters only, each of them whole.
 
     Raises:
         LayoutError: Not the same parameters, nodes or ranks. Raised before any communication.
@@ -75,7 +76,7 @@ def relayout_residuals(old: Sequence[Residual], new: Sequence[Residual]) -> None
     """
     for residual in old:
         residual.check_committed("relayout_residuals()")
-    _check_same_parameters([r.layout for r in old], [r.layout for r in new])
+    _check_same_parameters([r.layout for r in old], [r.layout for r in new], subset=subset)
     ranks = {(r.layout.num_nodes, r.layout.ranks_per_node) for r in (*old, *new)}
     if len(ranks) > 1:
         raise LayoutError(
@@ -120,9 +121,9 @@ def load_residuals(states: Iterable[Mapping[str, Any]], new: Sequence[Residual])
     staging.store(num_commits)
 
 
-def _check_same_parameters(old: Sequence[BufferLayout], new: Sequence[BufferLayout]) -> None:
+def _check_same_parameters(old: Sequence[BufferLayout], new: Sequence[BufferLayout], *, subset: bool = False) -> None:
     before, after = _lengths(old), _lengths(new)
-    for key in (*before, *after):
+    for key in after if subset else (*before, *after):
         if before.get(key) != after.get(key):
             raise LayoutError(
                 f"old and new layouts must hold the same elements of the same parameters: {key!r} has "

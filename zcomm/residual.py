@@ -214,9 +214,14 @@ class Residual:
         self._current.codes.zero_()
         self._current.scales.zero_()
 
+    @property
+    def is_committed(self) -> bool:
+        """Whether there has been no exchange since the last commit or rollback."""
+        return not self._works and self._next is None
+
     def check_committed(self, call: str) -> None:
         """Raise StateError if there is something to commit."""
-        if self._works or self._next is not None:
+        if not self.is_committed:
             raise StateError(f"exchanges since the last commit: call commit() or rollback() before {call}")
 
     def state_dict(self) -> dict[str, Any]:

@@ -33,7 +33,6 @@ from zcomm.install.pieces import Piece, cut
 from zcomm.install.planned import Planned
 from zcomm.install.report import Account, Installation, Tally
 from zcomm.recipes import DEFAULT_RECIPE, Recipe, Wires, get_recipe
-from zcomm.residual import Residual
 from zcomm.route import find_route
 from zcomm.topology import Topology
 from zcomm.work import Steps, run_then
@@ -91,7 +90,7 @@ def install_ddp(
             f"the topology must be over the ranks of DDP's process group: {topology}, "
             f"group of {dist.get_world_size(group)}, rank {dist.get_rank(group)}"
         )
-    account = Account()
+    account = Account(choice.name for choice in choices.values())
     compressed = _Compressed(topology, choices, account, has_residual=recipe.residual, is_shadow=shadow)
     state.compressed = compressed
     title = f"install_ddp, recipe {recipe.name}, {topology.num_nodes} nodes x {topology.ranks_per_node} ranks"
@@ -252,18 +251,19 @@ class _Compressed:
         return self._planned[key]
 
     def _forget(self, parameters: tuple[int, ...]) -> None:
-        """Drop the buckets that held any of ``parameters`` before DDP rebuilt them."""
+        """Drop the buckets that held any of ``parameters`` before DDP rebuilt them, all but their residuals."""
         for key in [key for key in self._planned if set(key) & set(parameters)]:
             for one in self._planned.pop(key):
                 if one.residual is not None:
-                    self._account.residuals.remove(one.residual)
+                    self._account.carried.retire(one.residual)
 
     def _plan(self, piece: Piece, buffer: Tensor) -> Planned:
         tally = self._tally(piece, buffer.dtype)
         if not self._has_residual or not tally.choices[0].wires.gradients[1].block:
             return Planned(piece, tally)
-        residual = Residual(self._topology, piece.spans(), piece.numel, numbering="local", device=buffer.device)
-        self._account.residuals.append(residual)
+        residual = self._account.carried.open(
+            self._topology, piece.spans(), piece.numel, numbering="local", device=buffer.device
+        )
         return Planned(piece, tally, residual)
 
     def _tally(self, piece: Piece, dtype: torch.dtype) -> Tally:

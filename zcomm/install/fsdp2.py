@@ -78,7 +78,8 @@ def install_fsdp2(
     owned = _topology_of_job(units) if topology is None and replicate_group is None else None
     topology = topology or owned
     _check_topology(units, topology)
-    account, before = Account(), [_Before(unit, replaces_hook=replicate_group is not None) for unit in units]
+    account = Account(choice.name for chosen in of_units for choice in chosen)
+    before = [_Before(unit, replaces_hook=replicate_group is not None) for unit in units]
     last_hop = (Reduce if replicate_group is None else ReplicaMean) if recipe.residual else None
     for unit, chosen in zip(units, of_units, strict=True):
         plans = Plans(unit, chosen, _topology_of(unit, topology), account, residual_of=last_hop)

@@ -98,9 +98,7 @@ class Plans:
         if kind is not self._residual_of or any(choice.name == self._label for choice in piece.choices):
             return None
         spans, numel = piece.spans(num_rows), num_rows * piece.numel
-        residual = Residual(path, spans, numel, device=self.unit.group.device)
-        self.account.residuals.append(residual)
-        return residual
+        return self.account.carried.open(path, spans, numel, device=self.unit.group.device)
 
     def gradient_pieces(
         self, group: dist.ProcessGroup, numel: int, formats_of: Callable[[Choice], object]

@@ -28,6 +28,6 @@ class Planned:
 
     def begin(self) -> Residual | None:
         """Before an exchange, when the one before has ended: what that has lost counts from now on."""
-        if self.residual is not None:
+        if self.residual is not None and not self.residual.is_committed:
             self.residual.commit()
         return self.residual

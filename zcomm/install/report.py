@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zcomm.install.carried import Carried
 from zcomm.install.choices import Choice
 from zcomm.residual import Residual
 from zcomm.volume import Sent
@@ -120,11 +121,11 @@ class Report:
 
 
 class Account:
-    """The tallies of one installation."""
+    """The tallies of one installation, of parameters ``names``, and what it carries from step to step."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Iterable[str]) -> None:
         self.tallies: list[Tally] = []
-        self.residuals: list[Residual] = []
+        self.carried = Carried(names)
         self.notes: list[str] = []
         """What happened that a user should know."""
 
@@ -158,7 +159,7 @@ class Account:
                 row.plain += part * sum(tally.plain)
                 for index, value in enumerate(tally.squares.get(choice.name, ())):
                     row.squares[index] += value
-        held = sum(residual.nbytes for residual in self.residuals)
+        held = sum(residual.nbytes for residual in self.carried.residuals)
         notes = (*self.notes, *((f"bytes held in residuals: {held}",) if held else ()))
         return Report(title, tuple(rows.values()), self._total("sent"), self._total("plain"), notes)
 
@@ -177,8 +178,27 @@ class Installation:
 
     @property
     def residuals(self) -> tuple[Residual, ...]:
-        """What quantization has lost and is still to be added, keyed by parameter; for checkpoints."""
-        return tuple(self._account.residuals)
+        """What quantization has lost and is still to be added, keyed by parameter; none before the first backward."""
+        return tuple(self._account.carried.residuals)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank carries from step to step, for a checkpoint: tensors, numbers, strings and tuples.
+
+        Call it between two steps, on every rank; each saves its own. A copy: 1 byte for each element of residuals.
+        """
+        return self._account.carried.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave on this rank, on all ranks; before the first backward.
+
+        Bit for bit in buffers laid out as those that were saved: always under FSDP2. DDP lays its first buckets out
+        anew after one step; from one layout to another residuals are moved by parameter and encoded in int8 again.
+
+        Raises:
+            StateError: It is of another rank, or another number of ranks, or of parameters that are not here; or this
+                installation has exchanged gradients already.
+        """
+        self._account.carried.load_state_dict(state)
 
     def report(self) -> Report:
         """What this rank has sent since the installation; print it. No communication."""
