@@ -75,7 +75,10 @@ def _default(cols: int, numel: int) -> tuple[int, int]:
     return max(cols, 2048), max(4, min(32, cols // 512))
 
 
-@cache
-def _tuned(kernel: Any, key: tuple[str, ...], written: tuple[str, ...]) -> Any:
+def tuner_of(kernel: Any, key: tuple[str, ...], written: tuple[str, ...]) -> Any:
+    """``kernel``, tuned once for each value of its arguments ``key`` and each dtype."""
     configs = [triton.Config({"TILE": tile}, num_warps=warps) for tile in TILES for warps in WARPS]
     return triton.autotune(configs, key=list(key), restore_value=list(written))(kernel)
+
+
+_tuned = cache(tuner_of)
