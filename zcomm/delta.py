@@ -181,18 +181,10 @@ class DeltaGather:
         route, device = self._route, shard.device
         layout = layout_of("delta_gather", self._format, torch.float32, 1, shard.numel())
         messages = layout.new(route.world_size, device)
-        delta = _difference(shard, rows[self._own_row])
-        kernels.quantize(delta, layout, own_message(messages, route), 0, 0, encoder.draw(0))
+        kernels.quantize_difference(shard, rows[self._own_row], layout, own_message(messages, route), encoder.draw(0))
         yield from gather_messages(messages, layout, route)
-        decoded = delta
         for index, row in enumerate(_rows_of_messages(route, self._numbering)):
-            kernels.decode(messages[index : index + 1], layout, decoded, 0, 0)
-            rows[row].add_(decoded)
-
-
-def _difference(shard: Tensor, held: Tensor) -> Tensor:
-    wide = torch.float64 if torch.float64 in (shard.dtype, held.dtype) else torch.float32
-    return (shard.to(wide) - held).float()
+            kernels.decode_add(messages[index : index + 1], layout, rows[row])
 
 
 def _rows_of_messages(route: Route, numbering: Numbering) -> list[int]:

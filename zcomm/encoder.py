@@ -76,18 +76,27 @@ class Encoder:
     def encode(self, hop: int, values: Tensor, out: Tensor, layout: MessageLayout) -> None:
         """Row i of ``values`` as message i of ``out``; with a residual ``values``, float32, are lost."""
         residual = self.residual if hop == len(self.route.hops) - 1 else None
-        if residual is not None:
+        arguments = values, layout, out, values.stride(0), 0, self.draw(hop)
+        if residual is None:
+            kernels.quantize(*arguments)
+        elif kernels.fuses_residual(values, layout):
+            kernels.quantize(*arguments, residual=residual.blocks_to_renew(self.first, layout.segment_numel))
+        else:
             residual.add_to_(values, self.first)
-        kernels.quantize(values, layout, out, values.stride(0), 0, self.draw(hop))
-        if residual is not None:
+            kernels.quantize(*arguments)
             residual.keep(values, out, layout, self.first)
 
     def sum_and_encode(self, received: Tensor, summed: MessageLayout, out: Tensor, layout: MessageLayout) -> None:
         """Hop 2 of a reduction: sum ``received``; segment s of the sum becomes message s of ``out``."""
         draw, numel = self.draw(1), layout.segment_numel
-        if self.residual is None and (draw is None or numel == self.shard_numel):
-            kernels.decode_sum_requantize(received, summed, out, layout, draw)
-            return
+        if draw is None or numel == self.shard_numel:
+            if self.residual is None:
+                kernels.decode_sum_requantize(received, summed, out, layout, draw)
+                return
+            if kernels.fuses_residual(received, layout, summed):
+                blocks = self.residual.blocks_to_renew(self.first, numel)
+                kernels.decode_sum_requantize(received, summed, out, layout, draw, residual=blocks)
+                return
         values = self.buffer(1, summed.num_segments, numel, torch.float32, received.device)
         kernels.decode_sum(received, summed, values, values.stride(0), 1)
         self.encode(1, values, out, layout)

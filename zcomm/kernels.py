@@ -17,6 +17,7 @@ from torch import Tensor
 from zcomm import env, message, on_triton, quant
 from zcomm.errors import BackendUnavailableError, MessageError
 from zcomm.message import MessageLayout
+from zcomm.on_triton import ResidualBlocks, fuses_residual
 from zcomm.philox import Draw
 from zcomm.profiling import is_profiling, span
 
@@ -30,12 +31,15 @@ else:
 
 __all__ = [
     "decode",
+    "decode_add",
     "decode_sum",
     "decode_sum_requantize",
+    "fuses_residual",
     "native",
     "native_description",
     "native_unavailable_reason",
     "quantize",
+    "quantize_difference",
 ]
 
 P = ParamSpec("P")
@@ -131,11 +135,16 @@ def _shown(kernel: Callable[P, None]) -> Callable[P, None]:
 
 @_shown
 def quantize(
-    x: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None = None
-) -> None:
-    """Write messages ``out`` [num_messages, nbytes] from the array that begins at ``x``; see :mod:`zcomm.quant`."""
+    x: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None = None,
+    *, residual: ResidualBlocks | None = None,
+) -> None:  # fmt: skip
+    """Write messages ``out`` [num_messages, nbytes] from the array that begins at ``x``; see :mod:`zcomm.quant`.
+
+    ``residual``, of a row for each message, is added and renewed: only where :func:`fuses_residual` says so.
+    """
+    assert residual is None or fuses_residual(x, layout), f"a residual with {layout}"
     if out.numel() and on_triton.serves(x, layout):
-        on_triton.quantize(x, layout, out, message_stride, segment_stride, draw)
+        on_triton.quantize(x, layout, out, message_stride, segment_stride, draw, residual=residual)
     elif out.numel() and _uses_native(x, layout):
         target = out.data_ptr(), layout.nbytes, layout.hash, _draw(draw)
         _call("quantize", layout, *_rows(layout, out.shape[0]), *_array(x), message_stride, segment_stride, *target)
@@ -170,15 +179,40 @@ def decode_sum(messages: Tensor, layout: MessageLayout, out: Tensor, segment_str
 
 @_shown
 def decode_sum_requantize(
-    messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout, draw: Draw | None = None
-) -> None:
-    """Sum ``messages``; segment s of the sum becomes message s of ``out``."""
+    messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout, draw: Draw | None = None,
+    *, residual: ResidualBlocks | None = None,
+) -> None:  # fmt: skip
+    """Sum ``messages``; segment s of the sum becomes message s of ``out``. ``residual`` as in :func:`quantize`."""
+    assert residual is None or fuses_residual(out, out_layout, layout), f"a residual with {out_layout}"
     message.verify(messages, layout)
     if messages.numel() and on_triton.serves(out, layout, out_layout):
-        on_triton.decode_sum_requantize(messages, layout, out, out_layout, draw)
+        on_triton.decode_sum_requantize(messages, layout, out, out_layout, draw, residual=residual)
     elif messages.numel() and _uses_native(out, layout, out_layout):
         target = out.data_ptr(), out_layout.nbytes, out_layout.hash, _draw(draw)
         _call("decode_sum_requantize", layout, *_incoming(messages, layout), *_wire(out_layout), *target)
     else:
         quant.decode_sum_requantize(messages, layout, out, out_layout, draw)
     message.sign(out, out_layout)
+
+
+@_shown
+def quantize_difference(x: Tensor, held: Tensor, layout: MessageLayout, out: Tensor, draw: Draw | None = None) -> None:
+    """Write message ``out`` [1, nbytes] from RN(x - held), both [n] (N11)."""
+    if x.numel() and on_triton.serves(x, layout) and on_triton.serves(held, layout):
+        on_triton.quantize(x, layout, out, 0, 0, draw, held=held)
+        message.sign(out, layout)
+    else:
+        wide = torch.float64 if torch.float64 in (x.dtype, held.dtype) else torch.float32
+        quantize((x.to(wide) - held).float(), layout, out, 0, 0, draw)
+
+
+@_shown
+def decode_add(messages: Tensor, layout: MessageLayout, out: Tensor) -> None:
+    """Add the values of message ``messages`` [1, nbytes] to ``out`` [n] (N11)."""
+    if out.numel() and on_triton.serves(out, layout):
+        message.verify(messages, layout)
+        on_triton.decode(messages, layout, out, 0, 0, added=True)
+    else:
+        decoded = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        decode(messages, layout, decoded, 0, 0)
+        out.add_(decoded)

@@ -11,7 +11,7 @@ import importlib
 import warnings
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,7 +22,13 @@ from zcomm.message import MessageLayout
 from zcomm.philox import Draw
 from zcomm.triton_kernels import unavailable_reason as triton_unavailable_reason
 
-__all__ = ["decode", "decode_sum", "decode_sum_requantize", "quantize", "serves", "unavailable_reason"]
+__all__ = [
+    "ResidualBlocks", "decode", "decode_sum", "decode_sum_requantize", "fuses_residual", "quantize", "serves",
+    "unavailable_reason",
+]  # fmt: skip
+
+ResidualBlocks: TypeAlias = tuple[Tensor, Tensor, float]
+"""Codes int8 [num_rows, num_blocks, 256], scales bfloat16 [num_rows, num_blocks], both overwritten; beta."""
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.uint8})
 
@@ -83,16 +89,30 @@ def _checked(name: str, messages: Tensor, layout: MessageLayout, *arguments: Any
         )
 
 
+def fuses_residual(array: Tensor, layout: MessageLayout, *others: MessageLayout) -> bool:
+    """Whether ``array`` is encoded as ``layout`` and its residual renewed in one launch."""
+    return layout.codec.is_block and layout.block & (layout.block - 1) == 0 and serves(array, layout, *others)
+
+
+def _residual(blocks: ResidualBlocks | None) -> Any:
+    return None if blocks is None else _launch().Residual(*blocks)
+
+
 def quantize(
-    x: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None
-) -> None:
-    """As :func:`zcomm.quant.quantize`."""
-    _launch().quantize(x, layout, out, message_stride, segment_stride, draw)
+    x: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None,
+    *, held: Tensor | None = None, residual: ResidualBlocks | None = None,
+) -> None:  # fmt: skip
+    """As :func:`zcomm.quant.quantize`; of x - held, or with a residual (N10)."""
+    of_residual = _residual(residual)
+    _launch().quantize(x, layout, out, message_stride, segment_stride, draw, held=held, residual=of_residual)
 
 
-def decode(messages: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int) -> None:
-    """As :func:`zcomm.quant.decode`."""
-    _checked("decode", messages, layout, out, message_stride, segment_stride)
+def decode(
+    messages: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int,
+    *, added: bool = False,
+) -> None:  # fmt: skip
+    """As :func:`zcomm.quant.decode`; or added to ``out`` (N11)."""
+    _checked("decode", messages, layout, out, message_stride, segment_stride, added=added)
 
 
 def decode_sum(messages: Tensor, layout: MessageLayout, out: Tensor, segment_stride: int, divisor: float) -> None:
@@ -101,7 +121,9 @@ def decode_sum(messages: Tensor, layout: MessageLayout, out: Tensor, segment_str
 
 
 def decode_sum_requantize(
-    messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout, draw: Draw | None
-) -> None:
-    """As :func:`zcomm.quant.decode_sum_requantize`."""
-    _checked("decode_sum_requantize", messages, layout, out, out_layout, draw)
+    messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout, draw: Draw | None,
+    *, residual: ResidualBlocks | None = None,
+) -> None:  # fmt: skip
+    """As :func:`zcomm.quant.decode_sum_requantize`; or with a residual (N10)."""
+    of_residual = _residual(residual)
+    _checked("decode_sum_requantize", messages, layout, out, out_layout, draw, residual=of_residual)

@@ -37,6 +37,7 @@ from zcomm.buffer_layout import BufferLayout, Span
 from zcomm.errors import ConfigError, LayoutError, StateError
 from zcomm.formats import FORMATS, codec_for
 from zcomm.message import MessageLayout, layout_of
+from zcomm.on_triton import ResidualBlocks
 from zcomm.route import Group, Route, find_route
 from zcomm.topology import Numbering
 from zcomm.work import Steps, Work, run
@@ -301,13 +302,22 @@ class Residual:
             residual = residual.mul_(self.beta)
         values.add_(residual)
 
-    def keep(self, values: Tensor, messages: Tensor, layout: MessageLayout, first: int) -> None:
-        """The new residual of N10: u, ``values`` [num_rows, numel], less what ``messages`` decode to; u is lost."""
+    def blocks_to_renew(self, first: int, numel: int) -> ResidualBlocks:
+        """Columns from ``first`` for a kernel that adds them and overwrites them by the new residual of N10."""
+        part = _blocks_of(first, numel)
+        blocks = self._uncommitted()
+        return blocks.codes[:, part], blocks.scales[:, part], self.beta
+
+    def _uncommitted(self) -> _Blocks:
         if self._next is None:
             self._next = self._current.clone()
+        return self._next
+
+    def keep(self, values: Tensor, messages: Tensor, layout: MessageLayout, first: int) -> None:
+        """The new residual of N10: u, ``values`` [num_rows, numel], less what ``messages`` decode to; u is lost."""
         decoded = torch.empty(values.shape, dtype=torch.float32, device=values.device)
         kernels.decode(messages, layout, decoded, values.shape[1], 0)
-        self._next.encode(values.sub_(decoded), first)
+        self._uncommitted().encode(values.sub_(decoded), first)
 
 
 def _shortened(value: Any) -> str:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.zcomm.data import mixture, same_values
-from zcomm import quant
+from zcomm import kernels, quant
+from zcomm.encoder import Encoder
 from zcomm.formats import FORMATS, get_format
 from zcomm.message import MessageLayout, layout_of
-from zcomm.philox import Draw
+from zcomm.philox import Draw, RandomKey
+from zcomm.residual import Residual
+from zcomm.route import Route, find_route
+from zcomm.topology import Topology
 from zcomm.triton_kernels import launch
 
 WIRES = ["int4", "nf4", "int8", "fp8_e4m3", "int4:asym", "int4/512:hadamard", "int8/2", "int4:asym:hadamard:stochastic"]
@@ -108,6 +114,36 @@ def test_residual_of_a_sum(format: str, received: str) -> None:
     assert is_valid.item() == 1
 
 
+@pytest.mark.parametrize("received", ["int8", "bf16"])
+@pytest.mark.parametrize("format", ["int4", "int8/48", "int4:stochastic"])
+def test_a_collective_keeps_the_same_residual(format: str, received: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole and in chunks, over three steps, with and without the fused kernels."""
+    numel, cut = 1000, 512
+    incoming = [layout_of("test", get_format(received), torch.float32, 1, n) for n in (numel, cut, numel - cut)]
+    layouts = [layout_of("after", get_format(format), torch.float32, 1, n) for n in (numel, cut, numel - cut)]
+    outcomes = []
+    for is_fused in (True, False):
+        if not is_fused:
+            monkeypatch.setattr(kernels, "fuses_residual", lambda *_: False)
+        residual = Residual(Topology.single(), [("all", 0, numel)], numel, beta=BETA)
+        for step in range(3):
+            route = find_route("test", residual.route.hops[0][0].group, format, first="intra")
+            encoder = Encoder(_two_hops(route), numel, RandomKey(1, step=step) if ":" in format else None, residual)
+            sent = []
+            for columns, layout, of_sum in zip(
+                (slice(0, numel),) if step < 2 else (slice(0, cut), slice(cut, numel)),
+                layouts[:1] if step < 2 else layouts[1:], incoming[:1] if step < 2 else incoming[1:], strict=True,
+            ):  # fmt: skip
+                values = mixture(2 * numel, step).nan_to_num(0, 2, -2).view(2, numel)[:, columns].contiguous()
+                messages, out = _quantized(values, of_sum), layout.new(1, values.device)
+                encoder.at(columns.start).sum_and_encode(messages, of_sum, out, layout)
+                sent.append(out)
+            residual.commit()
+            outcomes.append((*sent, residual.values()))
+    for fused, stepwise in zip(outcomes[:3], outcomes[3:], strict=True):
+        assert all(same_values(a, b) for a, b in zip(fused, stepwise, strict=True))
+
+
 def test_a_residual_needs_blocks_that_fit() -> None:
     values = torch.ones(1, 100)
     blocks = launch.Residual(torch.zeros(1, 1, 256, dtype=torch.int8), torch.zeros(1, 1, dtype=torch.bfloat16), 1.0)
@@ -117,23 +153,25 @@ def test_a_residual_needs_blocks_that_fit() -> None:
             launch.quantize(values, layout, layout.new(1, values.device), 100, 0, residual=blocks)
 
 
+def _two_hops(route: Route) -> Route:
+    return replace(route, hops=(route.hops[-1], route.hops[-1]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("format", ["int4", "bf16", "int4:asym:hadamard:stochastic"])
 def test_delta(format: str, dtype: torch.dtype) -> None:
     """The message of new - held; and held plus what it decodes to, in float32 and then in held's dtype."""
-    is_valid = torch.ones(1, dtype=torch.int32)
     for seed, numel in enumerate(SIZES):
         new, held = mixture(numel, seed, torch.float32), mixture(numel, seed + 20, dtype)
         layout = layout_of("test", get_format(format), torch.float32, 1, numel)
         expected = _quantized((new - held.float()).unsqueeze(0), layout, _random(format))
         out = layout.new(1, new.device).fill_(0xAB)
-        launch.quantize(new, layout, out, 0, 0, _random(format), held=held)
+        kernels.quantize_difference(new, held, layout, out, _random(format))
         wire = layout.codec.dtype or torch.uint8
         assert same_values(out.view(wire), expected.view(wire))
         applied = (held.float() + _decoded(out, layout)[0]).to(dtype)
-        launch.decode(out, layout, held, 0, 0, is_valid=is_valid, added=True)
+        kernels.decode_add(out, layout, held)
         assert same_values(held, applied)
-    assert is_valid.item() == 1
 
 
 def test_a_message_of_another_layout_clears_the_flag() -> None:
