@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 from gpt_model import GPT, GPTConfig
-from harness import Column, Report, interleave
 from text_data import load_text, training_batch
 from torch import Tensor
 from torch.distributions import Laplace, StudentT
 
 from zcomm import Format, get_format, kernels
+from zcomm.bench.harness import Column, Report, interleave
 from zcomm.message import MessageLayout, layout_of
 from zcomm.philox import Draw
 

@@ -18,7 +18,7 @@ from zcomm.route import Group, Route, WireFormat, check_flat, divisor_of, find_r
 from zcomm.topology import Numbering
 from zcomm.work import Steps, Work, nothing, run
 
-__all__ = ["all_reduce", "all_reduce_steps"]
+__all__ = ["FIRST_GATHER_HOP", "all_reduce", "all_reduce_steps"]
 
 FIRST_GATHER_HOP = 2
 """Random numbers: hops of the reduce-scatter are 0 and 1, those of the gather 2 and 3."""

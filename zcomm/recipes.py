@@ -43,13 +43,16 @@ class Recipe:
     name: str = "own"
     """For reports."""
     weights: Wire = "int8"
-    """Of FSDP2's parameters."""
+    """Of FSDP2's parameters; rounded to nearest, for they are gathered again for backward."""
     gradients: tuple[Wire, Wire] = ("int4", "int4")
     """Of the reduce-scatter: inside the node, between nodes."""
     reduced: Wire = "int8"
     """Of DDP's reduced gradients on their way back."""
     residual: bool = False
     """Whether what the second hop loses is added back in the next step."""
+    seed: int = 0
+    """Of the random numbers of gradients that are rounded stochastically: those of an installation's exchange number
+    ``i`` are ``RandomKey(seed, i // 2**32, i % 2**32)``; :meth:`Installation.state_dict` has the number."""
     error: float = math.nan
     """Relative error of a mean, measured as the module says; NaN if no one has."""
     min_numel: int = 2048
@@ -61,18 +64,12 @@ class Recipe:
         """The formats, looked up.
 
         Raises:
-            FormatError: There is no such format, it rounds stochastically, or ``gradients`` is not a pair.
+            FormatError: There is no such format, or ``gradients`` is not a pair.
         """
         if not isinstance(self.gradients, tuple) or len(self.gradients) != 2:
             raise FormatError(f"gradients must be a pair (inside the node, between nodes): got {self.gradients!r}")
         inside, between = self.gradients
-        wires = Wires(get_format(self.weights), (get_format(inside), get_format(between)), get_format(self.reduced))
-        for wire in (wires.weights, *wires.gradients, wires.reduced):
-            if wire.is_random:
-                raise FormatError(
-                    f"the drop-ins keep no keys for random numbers: format={wire}; use rounding='nearest'"
-                )
-        return wires
+        return Wires(get_format(self.weights), (get_format(inside), get_format(between)), get_format(self.reduced))
 
 
 RECIPES = {

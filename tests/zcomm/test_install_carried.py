@@ -1,4 +1,4 @@
-"""Residuals of the drop-ins: through DDP's new buckets, and through a checkpoint."""
+"""What the drop-ins carry from step to step: residuals through DDP's new buckets; checkpoints; random numbers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zcomm
 from tests.ranks import run_ranks, topology
-from tests.zcomm.models import Given, batch, mlp
+from tests.zcomm.models import Given, batch, flat_grad, mlp
 from tests.zcomm.travelled import travelled
-from zcomm import Recipe, Residual, StateError
+from zcomm import ConfigError, FormatError, Recipe, Residual, StateError
 from zcomm.install.planned import Planned
 from zcomm.install.report import Installation
 
@@ -184,8 +184,8 @@ def _train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> Tensor:
     return torch.cat([p.detach().flatten() for p in local])
 
 
-def _check_checkpoint(rank: int, kind: str, folder: str) -> None:
-    recipe = Recipe(gradients=("int8", "nf4"), residual=True, min_numel=500)
+def _check_checkpoint(rank: int, kind: str, wires: tuple[str, str], folder: str) -> None:
+    recipe = Recipe(gradients=wires, residual=True, min_numel=500)
     model, installed, optimizer = _installed(kind, recipe)
     _train(model, optimizer, rank, range(3))
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "zcomm": installed.state_dict()}
@@ -216,10 +216,11 @@ def _check_checkpoint(rank: int, kind: str, folder: str) -> None:
                 assert state["num_commits"] == expected["num_commits"]
 
 
+@pytest.mark.parametrize("wires", [("int8", "nf4"), ("int4:stochastic", "int4:stochastic")], ids=["nf4", "stochastic"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 @pytest.mark.filterwarnings("ignore")
-def test_a_restart_with_residuals_has_the_same_bits(kind: str, tmp_path: Path) -> None:
-    run_ranks(4, _check_checkpoint, kind, str(tmp_path))
+def test_a_restart_has_the_same_bits(kind: str, wires: tuple[str, str], tmp_path: Path) -> None:
+    run_ranks(4, _check_checkpoint, kind, wires, str(tmp_path))
 
 
 def _check_refused(rank: int) -> None:
@@ -240,3 +241,59 @@ def _check_refused(rank: int) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_a_state_that_cannot_be_meant_is_refused() -> None:
     run_ranks(4, _check_refused)
+
+
+# --- random numbers
+
+
+STOCHASTIC = Recipe(gradients=("int4:stochastic", "int4:stochastic"), reduced="none", seed=7)
+
+
+def _check_every_exchange_draws_anew(rank: int) -> None:
+    """Equal gradients: the mean over steps comes to the exact one, which a rounding to nearest never does."""
+    sizes, num_steps, errors = {"a": 5000, "b": 3001}, 32, []
+    inputs = {name: float(_given(rank, "a")[0]) * torch.linspace(0, 1, numel) for name, numel in sizes.items()}
+    ramps = torch.cat([torch.linspace(0, 1, numel) for numel in sizes.values()]).double()
+    exact = ramps * sum(float(_given(r, "a")[0]) for r in range(4)) / 4
+    for wire in ("int4", "int4:stochastic"):
+        ddp = DistributedDataParallel(Given(sizes))
+        zcomm.install_ddp(ddp, Recipe(gradients=(wire, wire), reduced="none"), topology=topology(2))
+        total = torch.zeros_like(exact)
+        for _ in range(num_steps):
+            ddp.zero_grad()
+            ddp(inputs).backward()
+            total += flat_grad(ddp)
+        errors.append(float((total / num_steps - exact).norm() / exact.norm()))
+    assert errors[1] < errors[0] / 2
+
+
+def _check_keys_are_as_documented(rank: int) -> None:
+    """Exchange number i of an installation is all_reduce() with RandomKey(seed, 0, i), bit for bit."""
+    ddp = DistributedDataParallel(Given({"a": SIZES["a"]}))
+    installed = zcomm.install_ddp(ddp, STOCHASTIC, topology=topology(2))
+    for step in range(3):
+        assert installed.state_dict()["num_random"] == step
+        ddp.zero_grad()
+        ddp({"a": _given(rank, "a")}).backward()
+        expected, key = _given(rank, "a"), zcomm.RandomKey(7, 0, step)
+        wires = STOCHASTIC.wires()
+        zcomm.all_reduce(expected, "avg", topology(2), format=wires.gradients, gather_format="none", random=key)
+        assert torch.equal(flat_grad(ddp), expected)
+
+
+def test_stochastic_gradients_draw_anew_every_time_by_documented_keys() -> None:
+    run_ranks(4, _check_every_exchange_draws_anew)
+    run_ranks(4, _check_keys_are_as_documented)
+
+
+def _check_weights_are_not_random(rank: int) -> None:
+    model = mlp(128)
+    fully_shard(model)
+    with pytest.raises(FormatError, match=r"module '\(root\)' gathers .*weights='int8:stochastic' rounds"):
+        zcomm.install_fsdp2(model, Recipe(weights="int8:stochastic"), topology=topology(2))
+    with pytest.raises(ConfigError, match="seed"):
+        zcomm.install_fsdp2(model, Recipe(seed=-1), topology=topology(2))
+
+
+def test_weights_that_would_differ_between_forward_and_backward_are_refused() -> None:
+    run_ranks(4, _check_weights_are_not_random)

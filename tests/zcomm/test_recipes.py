@@ -66,5 +66,3 @@ def test_formats_that_cannot_be_are_refused() -> None:
         Recipe(gradients="int4").wires()  # type: ignore[arg-type]
     with pytest.raises(FormatError, match="did you mean 'int8'"):
         Recipe(weights="int88").wires()
-    with pytest.raises(FormatError, match=r"keep no keys for random numbers: format=int4:stochastic"):
-        Recipe(gradients=("int8", "int4:stochastic")).wires()

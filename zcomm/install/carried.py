@@ -1,4 +1,5 @@
-"""What an installation carries from one step to the next: residuals, by parameter, through new buckets and restarts.
+"""What an installation carries from one step to the next, through new buckets and restarts: residuals, by parameter,
+and the number of the next exchange that draws random numbers.
 
     bucket seen first --> its residuals are made ------------------------------> current
                             ^ moved, parameter by parameter, from                  |
@@ -17,6 +18,8 @@ import torch.distributed as dist
 
 from zcomm.buffer_layout import Span
 from zcomm.errors import StateError
+from zcomm.formats import Format
+from zcomm.philox import RandomKey
 from zcomm.relayout import relayout_residuals
 from zcomm.residual import Residual
 from zcomm.route import Group
@@ -26,14 +29,16 @@ __all__ = ["Carried"]
 
 
 class Carried:
-    """The residuals of one installation, on this rank.
+    """The state of one installation, on this rank.
 
     Args:
-        names: The parameters that may have one.
+        names: The parameters that may have a residual.
+        seed: The recipe's; ConfigError if no key can have it.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str], seed: int) -> None:
         self.residuals: list[Residual] = []
+        self._seed, self._num_random = RandomKey(seed).seed, 0
         self._names = frozenset(names)
         self._kept: list[dict[str, Any]] = []
 
@@ -61,6 +66,17 @@ class Carried:
         self.residuals.append(residual)
         return residual
 
+    def key_for(self, *formats: Format) -> RandomKey | None:
+        """The random numbers of the exchange that comes next, if one of its formats takes any: every time others.
+
+        Exchanges come in the same order on all ranks, and so does this call.
+        """
+        if not any(wire.is_random for wire in formats):
+            return None
+        tensor, step = divmod(self._num_random, 2**32)
+        self._num_random += 1
+        return RandomKey(self._seed, tensor, step)
+
     def retire(self, residual: Residual) -> None:
         """Its buffer is exchanged no more: keep what it holds for those that its parameters are in next."""
         self.residuals.remove(residual)
@@ -69,11 +85,12 @@ class Carried:
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`zcomm.install.report.Installation.state_dict` says."""
         states = [_committed(residual).state_dict() for residual in self.residuals]
-        return {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "residuals": [*states, *self._kept]}
+        ranks = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        return {**ranks, "residuals": [*states, *self._kept], "num_random": self._num_random}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As :meth:`zcomm.install.report.Installation.load_state_dict` says."""
-        if self.residuals:
+        if self.residuals or self._num_random:
             raise StateError("load_state_dict() must come before the first backward: uninstall() and install again")
         ranks, mine = (state["rank"], state["world_size"]), (dist.get_rank(), dist.get_world_size())
         if ranks != mine:
@@ -84,7 +101,7 @@ class Carried:
         names = {span[0] for residual in state["residuals"] for span in residual["layout"]["spans"]}
         if unknown := sorted(names - self._names):
             raise StateError(f"the state has residuals of parameters that have none here: {', '.join(unknown)}")
-        self._kept = [dict(residual) for residual in state["residuals"]]
+        self._kept, self._num_random = [dict(residual) for residual in state["residuals"]], int(state["num_random"])
 
 
 def _committed(residual: Residual) -> Residual:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zcomm import backend, volume
-from zcomm.all_reduce import all_reduce_steps
+from zcomm.all_reduce import FIRST_GATHER_HOP, all_reduce_steps
 from zcomm.encoder import Encoder
 from zcomm.errors import ConfigError, LayoutError, StateError, TopologyError
 from zcomm.formats import codec_for
@@ -32,6 +32,7 @@ from zcomm.install.ddp_hook import GradBucket, exchange_gradients
 from zcomm.install.pieces import Piece, cut
 from zcomm.install.planned import Planned
 from zcomm.install.report import Account, Installation, Tally
+from zcomm.philox import RandomKey
 from zcomm.recipes import DEFAULT_RECIPE, Recipe, Wires, get_recipe
 from zcomm.route import find_route
 from zcomm.topology import Topology
@@ -90,7 +91,7 @@ def install_ddp(
             f"the topology must be over the ranks of DDP's process group: {topology}, "
             f"group of {dist.get_world_size(group)}, rank {dist.get_rank(group)}"
         )
-    account = Account(choice.name for choice in choices.values())
+    account = Account((choice.name for choice in choices.values()), recipe.seed)
     compressed = _Compressed(topology, choices, account, has_residual=recipe.residual, is_shadow=shadow)
     state.compressed = compressed
     title = f"install_ddp, recipe {recipe.name}, {topology.num_nodes} nodes x {topology.ranks_per_node} ranks"
@@ -207,21 +208,23 @@ class _Compressed:
         ended = _future(buffer.device)
         for one in planned:
             one.begin()
+        keys = [self._account.carried.key_for(*one.wires.gradients, one.wires.reduced) for one in planned]
 
         def end(error: BaseException | None) -> None:
             ended.set_result(buffer if error is None else error)
 
-        run_then(self._steps(buffer, planned), end, device=buffer.device, queue=self._topology.queue)
+        run_then(self._steps(buffer, planned, keys), end, device=buffer.device, queue=self._topology.queue)
         return ended.then(_value_or_raise)
 
-    def _steps(self, buffer: Tensor, planned: list[Planned]) -> Steps:
+    def _steps(self, buffer: Tensor, planned: list[Planned], keys: list[RandomKey | None]) -> Steps:
         rows = buffer.view(1, -1)
-        for one in planned:
+        for one, key in zip(planned, keys, strict=True):
             values, wires = one.piece.take(rows), one.wires
             reducing = find_route(OPERATION, self._topology, wires.gradients, first="intra")
             gathering = find_route(OPERATION, self._topology, wires.reduced, first="inter")
             shard_numel = -(-values.numel() // self._topology.world_size)
-            reducer, gatherer = Encoder(reducing, shard_numel, residual=one.residual), Encoder(gathering, shard_numel)
+            reducer = Encoder(reducing, shard_numel, key, one.residual)
+            gatherer = Encoder(gathering, shard_numel, key, first_hop=FIRST_GATHER_HOP)
             yield from all_reduce_steps(values.view(-1), reducer, gatherer, "local", self._topology.world_size)
             if not one.piece.is_view:
                 one.piece.put(values, rows)

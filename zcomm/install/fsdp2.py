@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from zcomm.errors import ConfigError, LayoutError, StateError, TopologyError
+from zcomm.errors import ConfigError, FormatError, LayoutError, StateError, TopologyError
 from zcomm.formats import codec_for
 from zcomm.install.choices import Choice, Override, choose
 from zcomm.install.fsdp2_comms import Gather, Plans, Reduce, ReplicaMean, ShadowGather, ShadowReduce
@@ -61,8 +61,8 @@ def install_fsdp2(
         An Installation, with ``report()`` and ``uninstall()``; the latter ends the mean over replicas, too.
 
     Raises:
-        ConfigError, FormatError: A recipe, format or module name does not exist (the nearest is given); there is
-            nothing to install on.
+        ConfigError, FormatError: A recipe, format or module name does not exist (the nearest is given); weights would
+            be rounded stochastically; there is nothing to install on.
         LayoutError: A module cannot be served; its name is given, and what to do.
         StateError: A module has a communication of its own already.
         TopologyError: ``topology`` or ``replicate_group`` does not fit the ranks.
@@ -78,7 +78,7 @@ def install_fsdp2(
     owned = _topology_of_job(units) if topology is None and replicate_group is None else None
     topology = topology or owned
     _check_topology(units, topology)
-    account = Account(choice.name for chosen in of_units for choice in chosen)
+    account = Account((choice.name for chosen in of_units for choice in chosen), recipe.seed)
     before = [_Before(unit, replaces_hook=replicate_group is not None) for unit in units]
     last_hop = (Reduce if replicate_group is None else ReplicaMean) if recipe.residual else None
     for unit, chosen in zip(units, of_units, strict=True):
@@ -169,6 +169,11 @@ def _check_dtypes(unit: Unit, choices: Sequence[Choice]) -> None:
             "MixedPrecisionPolicy(param_dtype=...), or call fully_shard on the modules that differ"
         )
     for choice in choices:
+        if choice.wires.weights.is_random:
+            raise FormatError(
+                f"{unit.label} gathers its weights for forward and again for backward, and both must be the same: "
+                f"weights={str(choice.wires.weights)!r} rounds stochastically; use rounding='nearest'"
+            )
         for dtype in unit.gather_dtypes:
             codec_for(choice.wires.weights, dtype)
 

@@ -210,7 +210,9 @@ class Reduce(_Allocates):
             piece, wire = one.piece, self._plans.of_hops(one.wires.gradients, path)
             start, stop = piece.ranges[0]
             shard = output_tensor[start:stop] if piece.is_view else output_tensor.new_empty(piece.numel)
-            reduce_scatter_single(shard, piece.take(rows), op, group=path, format=wire, residual=one.begin())
+            key = self._plans.account.carried.key_for(*(wire if isinstance(wire, tuple) else (wire,)))
+            source, residual = piece.take(rows), one.begin()
+            reduce_scatter_single(shard, source, op, group=path, format=wire, residual=residual, random=key)
             if not piece.is_view:
                 piece.put(shard.view(1, -1), output_tensor.view(1, -1))
             one.tally.calls += 1
@@ -240,8 +242,11 @@ class ReplicaMean:
         columns = reduce_output.view(1, -1)
         for one in self._pieces(reduce_output):
             piece, between, reduced = one.piece, one.wires.gradients[1], one.wires.reduced
-            values = piece.take(columns)
-            all_reduce(values.view(-1), "avg", self._group, format=between, gather_format=reduced, residual=one.begin())
+            values, key = piece.take(columns), self._plans.account.carried.key_for(between, reduced)
+            all_reduce(
+                values.view(-1), "avg", self._group, format=between, gather_format=reduced, residual=one.begin(),
+                random=key,
+            )  # fmt: skip
             if not piece.is_view:
                 piece.put(values, columns)
             one.tally.calls += 1

@@ -123,9 +123,9 @@ class Report:
 class Account:
     """The tallies of one installation, of parameters ``names``, and what it carries from step to step."""
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str], seed: int) -> None:
         self.tallies: list[Tally] = []
-        self.carried = Carried(names)
+        self.carried = Carried(names, seed)
         self.notes: list[str] = []
         """What happened that a user should know."""
 
