@@ -1,6 +1,6 @@
 """ZeRO for PyTorch: optimizer states, gradients and parameters sharded over the ranks, on quantized collectives."""
 
-from zero import zero
+from zero import utils, zero
 from zero.access import GatheredParameters, register_external_parameter, unregister_external_parameter
 from zero.config import NotAvailableError
 from zero.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPULion
@@ -31,5 +31,6 @@ __all__ = [
     "model_state_nbytes",
     "register_external_parameter",
     "unregister_external_parameter",
+    "utils",
     "zero",
 ]
