@@ -8,6 +8,7 @@ from zero.distributed import init_distributed
 from zero.engine import Engine
 from zero.init import Init
 from zero.initialize import Initialized, add_config_arguments, initialize
+from zero.load import Loaded, load_pretrained
 from zero.optimizer import ZeroOptimizer
 from zero.settings import Effective, ZeroSettings
 from zero.stages import model_state_nbytes
@@ -22,12 +23,14 @@ __all__ = [
     "GatheredParameters",
     "Init",
     "Initialized",
+    "Loaded",
     "NotAvailableError",
     "ZeroOptimizer",
     "ZeroSettings",
     "add_config_arguments",
     "init_distributed",
     "initialize",
+    "load_pretrained",
     "model_state_nbytes",
     "register_external_parameter",
     "unregister_external_parameter",
