@@ -1,6 +1,6 @@
 """ZeRO for PyTorch: optimizer states, gradients and parameters sharded over the ranks, on quantized collectives."""
 
-from zero import zero
+from zero import utils, zero
 from zero.access import GatheredParameters, register_external_parameter, unregister_external_parameter
 from zero.config import NotAvailableError
 from zero.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPULion
@@ -8,6 +8,7 @@ from zero.distributed import init_distributed
 from zero.engine import Engine
 from zero.init import Init
 from zero.initialize import Initialized, add_config_arguments, initialize
+from zero.load import Loaded, load_pretrained
 from zero.optimizer import ZeroOptimizer
 from zero.settings import Effective, ZeroSettings
 from zero.stages import model_state_nbytes
@@ -22,14 +23,17 @@ __all__ = [
     "GatheredParameters",
     "Init",
     "Initialized",
+    "Loaded",
     "NotAvailableError",
     "ZeroOptimizer",
     "ZeroSettings",
     "add_config_arguments",
     "init_distributed",
     "initialize",
+    "load_pretrained",
     "model_state_nbytes",
     "register_external_parameter",
     "unregister_external_parameter",
+    "utils",
     "zero",
 ]

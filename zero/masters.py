@@ -20,7 +20,7 @@ from zero.bucket import Bucket
 from zero.settings import nearest_setting
 from zero.stages import Stage
 
-__all__ = ["MasterPiece", "build_inner", "build_pieces", "check_elementwise", "check_options"]
+__all__ = ["MasterPiece", "OptimizerStates", "build_inner", "build_pieces", "check_elementwise", "check_options"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,23 @@ class MasterPiece:
     start: int
     """First element, counted from the start of the bucket's master."""
     master: Tensor
+
+
+class OptimizerStates:
+    """What the inner optimizer keeps for each parameter's part."""
+
+    def __init__(self, inner: Optimizer, pieces: list[MasterPiece]) -> None:
+        self._inner = inner
+        self._piece_of = {piece.param: piece for piece in pieces}
+
+    def piece(self, param: nn.Parameter) -> MasterPiece | None:
+        """This rank's part of ``param``, if it has one."""
+        return self._piece_of.get(param)
+
+    def get(self, param: nn.Parameter, key: str) -> Any:
+        """State ``key`` of this rank's part of ``param``; None if there is none yet."""
+        piece = self.piece(param)
+        return None if piece is None else self._inner.state.get(piece.master, {}).get(key)
 
 
 def build_pieces(buckets: list[Bucket], stage: Stage, shard_index: int) -> list[MasterPiece]:

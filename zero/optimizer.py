@@ -28,8 +28,9 @@ from zero.config.plan import Plan
 from zero.config.read import Configuration, Source
 from zero.final_gradients import FinalGradients
 from zero.inputs import check_inputs, choose_topology
+from zero.leaf_modules import set_configured
 from zero.loss_scale import LossScale
-from zero.masters import as_groups, build_inner, build_pieces
+from zero.masters import OptimizerStates, as_groups, build_inner, build_pieces
 from zero.memory import MemoryReport, measure
 from zero.placement import cast
 from zero.runtime import Runtime
@@ -98,6 +99,8 @@ class ZeroOptimizer(Optimizer):
 
     def _build(self, model: nn.Module, optimizer: type[Optimizer] | Optimizer, topology: Topology, plan: Plan) -> None:
         kept = plan.configuration.values.data_types.keep_in_fp32_modules
+        leaves = plan.configuration.values.zero_optimization.leaf_module
+        on_every_rank(lambda: set_configured(model, leaves), topology)
         on_every_rank(lambda: cast(model, plan.dtype, kept), topology)
         groups = as_groups(model, optimizer)
         self._runtime = Runtime(model, plan.settings, topology)
@@ -109,6 +112,7 @@ class ZeroOptimizer(Optimizer):
             with self._runtime.gathered(self._runtime.buckets):  # the model stays whole
                 self._runtime.close()
             raise
+        self._runtime.states = OptimizerStates(self._inner, self._pieces)
         self._gradients = FinalGradients(self._runtime, self._pieces)
         self._inner.param_groups[0]["params"].append(self._gradients.flag)
         self._adopt(plan)

@@ -25,6 +25,7 @@ from zero.grads import Reducer
 from zero.hooks import Hooks
 from zero.init_shards import is_built
 from zero.layout import BucketLayout
+from zero.masters import OptimizerStates
 from zero.pool import BufferPool
 from zero.settings import Effective, ZeroSettings, resolve
 from zero.settle import make_whole, settle
@@ -48,6 +49,8 @@ class Runtime:
         # Gathers and reductions each have process groups of their own: their orders need not match one another.
         self.pool = BufferPool(self.buckets[0].device)
         self.is_saving = False
+        self.states: OptimizerStates | None = None
+        """What the optimizer keeps, once there is one."""
         self._published = Published(topology, is_always_full=not self.stage.shards_parameters)
         self.gatherer = Gatherer(self.buckets, topology, settings, self.effective, self.pool)
         self.is_closed = False

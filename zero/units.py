@@ -2,8 +2,9 @@
 
 A unit is a module that is used as a whole: each layer of a ``ModuleList`` (or of a ``Sequential`` of composite layers),
 and every other child of the modules above them. The parameters that such an upper module holds itself are a unit of
-their own, with those of its ``ParameterList`` and ``ParameterDict``, which nobody calls. The cut depends on the model's
-structure alone, never on a stage, a bucket size or a world size.
+their own, with those of its ``ParameterList`` and ``ParameterDict``, which nobody calls. A leaf module
+(:mod:`zero.leaf_modules`) is one unit, whatever is in it. The cut depends on the model's structure alone, never on a
+stage, a bucket size or a world size.
 
     GPT                          units:  wte | wpe | blocks.0 | blocks.1 | ... | ln_f
       wte, wpe, ln_f, lm_head            (lm_head, tied to wte, is served by wte's unit)
@@ -17,11 +18,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["EXTERNAL", "Unit", "external_parameters", "find_units", "own_parameters"]
+__all__ = ["EXTERNAL", "LEAF", "Unit", "external_parameters", "find_units", "is_leaf", "own_parameters"]
 
 PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 EXTERNAL = "zero_external_parameters"
 """The attribute of a module that holds the parameters it uses and does not own."""
+LEAF = "zero_is_leaf_module"
+"""The attribute of a module that says whether it is gathered as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ def _visit(name: str, module: nn.Module, seen: set[nn.Parameter], *, is_root: bo
         for child_name, child in module.named_children()
         if _has_parameters(child) and not isinstance(child, PARAMETER_CONTAINERS)
     ]
-    if not children or not (is_root or _is_divisible(module)):
+    if not children or is_leaf(module) or not (is_root or _is_divisible(module)):
         yield Unit(name, module, _take(name, module.named_parameters(), seen))
         return
     yield Unit(name, module, _take(name, own_parameters(module), seen))
@@ -59,6 +62,11 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, child in module.named_children():
         if isinstance(child, PARAMETER_CONTAINERS):
             yield from child.named_parameters(prefix=name)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether ``module`` is gathered as a whole, however many layers are in it."""
+    return bool(module.__dict__.get(LEAF, False))
 
 
 def external_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -79,8 +87,8 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _is_divisible(module: nn.Module) -> bool:
-    """Whether somewhere in ``module`` there is a list of layers."""
-    return any(_is_list_of_layers(descendant) for descendant in module.modules())
+    """Whether somewhere in ``module`` there is a list of layers, or a leaf module, which ends the cut."""
+    return any(is_leaf(descendant) or _is_list_of_layers(descendant) for descendant in module.modules())
 
 
 def _is_list_of_layers(module: nn.Module) -> bool:

@@ -185,7 +185,6 @@ def test_what_has_no_effect_is_said() -> None:
         {"elasticity": {"max_train_batch_size": 8}},
         {"gradient_allreduce_op": "sum"},
         {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
-        {"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["Block"]}}},
     ],
 )
 def test_unavailable_keys_are_refused_unless_off(raw: dict[str, Any]) -> None:

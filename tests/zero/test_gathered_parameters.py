@@ -47,29 +47,32 @@ def test_nested_several_and_modified() -> None:
     run_ranks(2, _check_blocks)
 
 
+def _fail_on_rank_1(weight: nn.Parameter, rank: int) -> None:
+    with GatheredParameters(weight, modifier_rank=0):
+        if rank == 1:
+            raise OSError("disk full")
+
+
+def _change_on_rank_1(model: nn.Module, weight: nn.Parameter, rank: int) -> None:
+    with GatheredParameters(model.parameters()), torch.no_grad():
+        if rank == 1:
+            weight.add_(1)
+
+
 def _check_errors(rank: int) -> None:
     for stage in (2, 3):
         model = new_model()
         with zero_optimizer(model, stage=stage) as optimizer:
             weight = model.blocks[0].norm.weight
-            with (
-                pytest.raises(OSError if rank == 1 else StateError, match="disk full") as error,
-                GatheredParameters(weight, modifier_rank=0),
-            ):
-                if rank == 1:
-                    raise OSError("disk full")
+            with pytest.raises(OSError if rank == 1 else StateError, match="disk full") as error:
+                _fail_on_rank_1(weight, rank)
             assert rank == 1 or "rank 1: OSError" in str(error.value)
             with pytest.raises(TopologyError, match="modifier_rank=2"), GatheredParameters(weight, modifier_rank=2):
                 pass
             before = full_values(model)
             if stage == 3:
-                with (
-                    pytest.raises(StateError, match=r"'blocks\.0\.norm\.weight'.*modifier_rank="),
-                    GatheredParameters(model.parameters()),
-                    torch.no_grad(),
-                ):
-                    if rank == 1:
-                        weight.add_(1)
+                with pytest.raises(StateError, match=r"'blocks\.0\.norm\.weight'.*modifier_rank="):
+                    _change_on_rank_1(model, weight, rank)
                 assert_same_bits(full_values(model), before)
             loss_of(model, *batch(0, 0, rank)).backward()
             optimizer.step()

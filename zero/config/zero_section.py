@@ -66,11 +66,9 @@ class OffloadOptimizer:
 class LeafModule:
     """``leaf_module``."""
 
-    classes: tuple[str, ...] = key((), "classes gathered as a whole", unavailable="leaf modules", active_if="stage 3")
-    names: tuple[str, ...] = key((), "modules, by name", unavailable="leaf modules", active_if="stage 3")
-    name_suffixes: tuple[str, ...] = key(
-        (), "modules, by the end of the name", unavailable="leaf modules", active_if="stage 3"
-    )
+    classes: tuple[str, ...] = key((), "classes gathered as a whole", active_if="stage 3")
+    names: tuple[str, ...] = key((), "modules, by name", active_if="stage 3")
+    name_suffixes: tuple[str, ...] = key((), "modules, by the end of the name", active_if="stage 3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,125 @@
+"""zero.utils.safe_get_* and safe_set_*: what they read and set is what a single process has and does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.ranks import run_ranks
+from tests.zero.models import batch, loss_of, new_model
+from tests.zero.training import full_values, zero_optimizer
+from zcomm import LayoutError, StateError
+from zero import GatheredParameters, utils
+
+NAMES = ("wte.weight", "blocks.1.norm.bias", "position", "blocks.2.mlp.0.weight")
+
+
+def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, changes: bool) -> None:
+    """One step on the batches of two ranks, with the changes that are made by rank below."""
+    parts = [batch(0, 0, rank) for rank in range(2)]
+    tokens, targets = (torch.cat(column) for column in zip(*parts, strict=True))
+    loss_of(model, tokens, targets).backward()
+    if changes:
+        params = dict(model.named_parameters())
+        with torch.no_grad():
+            for name in NAMES:
+                params[name].copy_(_value(params[name], 1))
+                params[name].grad.copy_(_value(params[name], 2) * 0.01)
+                optimizer.state[params[name]]["exp_avg"].copy_(_value(params[name], 3) * 0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _value(like: Tensor, seed: int) -> Tensor:
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+
+
+def _parts(param: nn.Parameter, local: Tensor | None) -> Tensor:
+    """The sum over ranks of the numbers of local elements."""
+    count = torch.tensor([0 if local is None else local.numel()])
+    torch.distributed.all_reduce(count)
+    return count
+
+
+def _set_all(param: nn.Parameter, *, is_local: bool, rank: int) -> None:
+    for seed, what, factor in ((1, "fp32_param", 1.0), (2, "grad", 0.01), (3, "optimizer_state", 0.01)):
+        key = ("exp_avg",) if what == "optimizer_state" else ()
+        value = _value(param, seed) * factor
+        if is_local:
+            # This rank's elements: those that change when all others are kept.
+            getattr(utils, f"safe_set_full_{what}")(param, torch.arange(float(param.numel())).view(param.shape), *key)
+            mine = getattr(utils, f"safe_get_local_{what}")(param, *key).long()
+            getattr(utils, f"safe_set_local_{what}")(param, value.flatten()[mine], *key)
+        else:
+            getattr(utils, f"safe_set_full_{what}")(param, value if rank == 0 else value * 0, *key)
+
+
+def _check(rank: int, stage: int) -> None:
+    for is_local in (False, True):
+        plain, model = new_model(), new_model()
+        reference = torch.optim.Adam(plain.parameters(), lr=1e-2)
+        with zero_optimizer(model, torch.optim.Adam(model.parameters(), lr=1e-2), stage=stage) as optimizer:
+            params, expected = dict(model.named_parameters()), dict(plain.named_parameters())
+            assert utils.safe_get_full_grad(params["position"]) is None
+            assert utils.safe_get_full_optimizer_state(params["position"], "exp_avg") is None
+            loss_of(model, *batch(0, 0, rank)).backward()
+            _plain_step(plain, reference, changes=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            for name in NAMES:
+                param, state = params[name], reference.state[expected[name]]
+                torch.testing.assert_close(utils.safe_get_full_fp32_param(param), expected[name].detach())
+                for key in ("exp_avg", "exp_avg_sq"):
+                    torch.testing.assert_close(utils.safe_get_full_optimizer_state(param, key), state[key])
+                assert utils.safe_get_full_optimizer_state(param, "step") == 1
+                assert utils.safe_get_full_optimizer_state(param, "nothing") is None
+                total = _parts(param, utils.safe_get_local_fp32_param(param))
+                assert total == param.numel() * (1 if stage else 2)
+            loss_of(model, *batch(0, 0, rank)).backward()
+            for name in NAMES:
+                assert utils.safe_get_full_grad(params[name]).shape == params[name].shape
+                _set_all(params[name], is_local=is_local, rank=rank)
+                torch.testing.assert_close(utils.safe_get_full_fp32_param(params[name]), _value(params[name], 1))
+                torch.testing.assert_close(utils.safe_get_full_grad(params[name]), _value(params[name], 2) * 0.01)
+                with GatheredParameters(params[name]):
+                    torch.testing.assert_close(params[name].detach(), _value(params[name], 1))
+            optimizer.step()
+            _plain_step(plain, reference, changes=True)
+            got = full_values(model)
+            for name, value in expected.items():
+                torch.testing.assert_close(got[name], value.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_reads_and_sets_as_a_single_process(stage: int) -> None:
+    run_ranks(2, _check, stage)
+
+
+def _check_errors(rank: int) -> None:
+    model = new_model(torch.bfloat16, has_frozen=True)
+    outside = nn.Parameter(torch.ones(2))
+    assert utils.safe_get_full_fp32_param(outside) is None
+    with zero_optimizer(model, stage=3) as optimizer:
+        weight, frozen = model.wte.weight, model.norm.bias
+        full = utils.safe_get_full_fp32_param(weight)
+        assert full.dtype == torch.float32
+        assert torch.equal(full, new_model(torch.bfloat16).wte.weight.detach().float())
+        assert utils.safe_get_full_grad(frozen) is None
+        with pytest.raises(StateError, match=r"'wte\.weight' has no gradient"):
+            utils.safe_set_full_grad(weight, full)
+        with pytest.raises(StateError, match="states come with the first step"):
+            utils.safe_set_full_optimizer_state(weight, full, "exp_avg")
+        with pytest.raises(LayoutError, match=r"'wte\.weight' must have 888 elements"):
+            utils.safe_set_full_fp32_param(weight, full if rank == 0 else full[1:])
+        with pytest.raises(StateError, match="construct it first"):
+            utils.safe_set_full_fp32_param(outside, outside)
+        with optimizer.no_sync():
+            loss_of(model, *batch(0, 0, rank)).backward()
+        with pytest.raises(StateError, match="before they were reduced"):
+            utils.safe_get_full_grad(weight)
+        optimizer.zero_grad()
+
+
+def test_errors() -> None:
+    run_ranks(2, _check_errors)
