@@ -2,6 +2,7 @@
 
 from zero import zero
 from zero.access import GatheredParameters, register_external_parameter
+from zero.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from zero.config import NotAvailableError
 from zero.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from zero.distributed import init_distributed
@@ -16,6 +17,7 @@ __all__ = [
     "CPUAdagrad",
     "CPUAdam",
     "CPULion",
+    "CheckpointError",
     "Effective",
     "Engine",
     "GatheredParameters",
@@ -26,7 +28,9 @@ __all__ = [
     "add_config_arguments",
     "init_distributed",
     "initialize",
+    "load_checkpoint",
     "model_state_nbytes",
     "register_external_parameter",
+    "save_checkpoint",
     "zero",
 ]

@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from zero.config.plan import Plan, make_plan
 from zero.config.read import Configuration, Source
 from zero.final_gradients import FinalGradients
 from zero.loss_scale import LossScale
-from zero.masters import as_groups, build_inner, build_pieces, check_elementwise
+from zero.masters import MasterPiece, as_groups, build_inner, build_pieces, check_elementwise
 from zero.memory import MemoryReport, measure
 from zero.placement import cast
 from zero.runtime import Runtime, check_model
@@ -36,6 +36,16 @@ from zero.state_dict import install_state_dict_hooks
 __all__ = ["ZeroOptimizer"]
 
 logger = logging.getLogger("zero")
+
+
+class Inside(NamedTuple):
+    """What a ZeroOptimizer is made of, for checkpoints."""
+
+    runtime: Runtime
+    inner: Optimizer
+    pieces: list[MasterPiece]
+    group_of: dict[nn.Parameter, int]
+    """The parameter group of every trainable parameter, by its number."""
 
 
 class ZeroOptimizer(Optimizer):
@@ -94,6 +104,7 @@ class ZeroOptimizer(Optimizer):
             ranks_per_node = plan.configuration.values.zcomm.ranks_per_node
         self._runtime = Runtime(model, plan.settings, _choose_topology(topology, ranks_per_node, group))
         shard_index = self._runtime.topology.shard_index("local")
+        self._group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
         self._pieces = build_pieces(self._runtime.buckets, self._runtime.stage, shard_index)
         self._inner = build_inner(optimizer, groups, self._pieces, optimizer_options)
         self._gradients = FinalGradients(self._runtime, self._pieces)
@@ -302,11 +313,20 @@ class ZeroOptimizer(Optimizer):
         buckets = [bucket for bucket in self._runtime.buckets if bucket.is_trainable]
         for bucket, master in zip(buckets, state_dict["masters"], strict=True):
             bucket.master.copy_(master)
-        self._inner.load_state_dict(state_dict["optimizer"])
-        self._share_state()
+        self.load_inner_state(state_dict["optimizer"])
         if self.loss_scale is not None and state_dict.get("loss_scale") is not None:
             self.loss_scale.load_state_dict(state_dict["loss_scale"])
         self._runtime.publish(buckets)
+
+    def load_inner_state(self, state_dict: dict[str, Any]) -> None:
+        """Give the inner optimizer, which updates this rank's masters, the state and parameter groups it had."""
+        self._inner.load_state_dict(state_dict)
+        self._share_state()
+
+    @property
+    def inside(self) -> Inside:
+        """The parts of this optimizer, for :mod:`zero.checkpoint`."""
+        return Inside(self._runtime, self._inner, self._pieces, self._group_of)
 
     def master_pieces(self) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
         """``(parameter, first element, master values)`` for everything this rank updates."""

@@ -1,0 +1,7 @@
+"""Checkpoints: saved at any stage on any number of ranks, loaded at any other, without a pickle."""
+
+from zero.checkpoint.errors import CheckpointError
+from zero.checkpoint.load import Loaded, load_checkpoint
+from zero.checkpoint.save import Saving, save_checkpoint
+
+__all__ = ["CheckpointError", "Loaded", "Saving", "load_checkpoint", "save_checkpoint"]
