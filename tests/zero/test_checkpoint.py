@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import zero
 from tests.ranks import run_ranks
-from tests.zero.models import new_model
+from tests.zero.models import batch, loss_of, new_model
 from tests.zero.training import train, zero_optimizer
 
 STAGES, WORLD_SIZES = (1, 2, 3), (1, 2, 3, 4)
@@ -87,3 +89,93 @@ def test_any_stage_and_world_size_loads_any_other(checkpoints: Any, world_size: 
     for saved_world in WORLD_SIZES:
         folder = checkpoints(saved_world)
     run_ranks(world_size, _load_at_stages, str(folder), [(s, w) for s in STAGES for w in WORLD_SIZES])
+
+
+class Dropped(nn.Module):
+    """A model whose forward draws random numbers and keeps a running buffer that differs between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = new_model()
+        self.dropout = nn.Dropout(0.3)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.seen += targets.float().mean() * random.random()
+        hidden = self.inner.wte(tokens).float().detach() * np.random.rand()
+        noise = self.dropout(torch.ones(tokens.shape[-1])).mean() + hidden.mean() * 1e-3
+        return loss_of(self.inner, tokens, targets) * noise
+
+
+SCHEDULES = {
+    "WarmupLR": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4},
+    "WarmupDecayLR": {"warmup_max_lr": 1e-2, "warmup_num_steps": 3, "total_num_steps": 9},
+    "WarmupCosineLR": {"warmup_num_steps": 3, "total_num_steps": 9},
+    "OneCycle": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 3},
+    "LRRangeTest": {"lr_range_test_step_size": 2},
+}
+
+
+def _engine(stage: int, schedule: str) -> Any:
+    config = {
+        "zero_optimization": {"stage": stage},
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1},
+        "scheduler": {"type": schedule, "params": SCHEDULES[schedule]},
+        "steps_per_print": 1000,
+    }
+    engine, *_ = zero.initialize(model=Dropped(), optimizer=torch.optim.AdamW, config=config)
+    return engine
+
+
+def _advance(engine: Any, rank: int, steps: range) -> list[Any]:
+    seen = []
+    for step in steps:
+        for micro in range(2):
+            loss = engine(*batch(step, micro, rank))
+            engine.backward(loss * (float("inf") if step == 1 and rank == 1 else 1.0))
+            engine.step()
+        seen.append((loss.item(), engine.get_lr(), engine.cur_scale, engine.global_steps, engine.skipped_steps))
+    return seen
+
+
+def _check_resumes(rank: int, folder: str, stage: int, schedule: str, is_async: bool) -> None:  # noqa: FBT001
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(rank)
+    straight = _engine(stage, schedule)
+    _advance(straight, rank, range(3))
+    saving = straight.save_checkpoint(folder, client_state={"epoch": 7}, async_op=is_async)
+    expected = _advance(straight, rank, range(3, 7))
+    assert saving
+    assert saving.wait() == Path(folder) / "global_step3"
+    states = whole_state(straight.optimizer, straight.module), straight.module.seen.clone()
+    straight.destroy()
+    torch.manual_seed(99 + rank)
+    resumed = _engine(stage, schedule)
+    _advance(resumed, rank, range(10, 11))
+    assert resumed.load_checkpoint(folder) == (Path(folder) / "global_step3", {"epoch": 7})
+    assert (resumed.global_steps, resumed.skipped_steps, resumed.micro_steps) == (3, 1, 6)
+    assert _advance(resumed, rank, range(3, 7)) == expected
+    assert_equal_bits(whole_state(resumed.optimizer, resumed.module), states[0])
+    assert torch.equal(resumed.module.seen, states[1])
+    resumed.destroy()
+
+
+@pytest.mark.parametrize(
+    ("stage", "schedule", "is_async"),
+    [
+        (0, "WarmupLR", False),
+        (1, "WarmupDecayLR", True),
+        (2, "WarmupCosineLR", False),
+        (3, "OneCycle", True),
+        (3, "LRRangeTest", False),
+    ],
+)
+def test_resuming_has_the_same_bits_as_not_stopping(
+    tmp_path: Path,
+    stage: int,
+    schedule: str,
+    is_async: bool,  # noqa: FBT001
+) -> None:
+    run_ranks(2, _check_resumes, str(tmp_path), stage, schedule, is_async)
