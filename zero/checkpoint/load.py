@@ -86,6 +86,8 @@ def load_checkpoint(
         _check_stateful(index, stateful or {}, wanted)
     except CheckpointError as caught:
         error = caught
+    except (KeyError, TypeError, ValueError, AttributeError) as caught:  # a document of another form
+        error = CheckpointError(f"the metadata of the checkpoint in {load_dir} cannot be read: {caught!r}")
     raise_together(error, topology)
     assert request is not None, "no error and no request"
     _read(request, topology.background)
