@@ -2,7 +2,7 @@
 
 from zero import zero
 from zero.access import GatheredParameters, register_external_parameter
-from zero.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from zero.checkpoint import CheckpointError, export_checkpoint, load_checkpoint, save_checkpoint
 from zero.config import NotAvailableError
 from zero.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from zero.distributed import init_distributed
@@ -26,6 +26,7 @@ __all__ = [
     "ZeroOptimizer",
     "ZeroSettings",
     "add_config_arguments",
+    "export_checkpoint",
     "init_distributed",
     "initialize",
     "load_checkpoint",

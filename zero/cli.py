@@ -3,6 +3,7 @@
 zero config explain FILE    the effective settings, where each came from, what is inactive and why
 zero config schema          the JSON schema, for editors
 zero config table           the table of all keys, as in the README
+zero export CKPT OUTPUT     the weights of a checkpoint as safetensors
 """
 
 from __future__ import annotations
@@ -12,10 +13,17 @@ import json
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from zcomm import ConfigError
+from zero.checkpoint import CheckpointError, export_checkpoint
+from zero.checkpoint.weights_out import MAX_SHARD_NBYTES
 from zero.config import explain, json_schema, markdown_table, read_source
 
 __all__ = ["main"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FACTORS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,18 +31,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         sys.stdout.write(_answer(options))
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     return 0
 
 
 def _answer(options: argparse.Namespace) -> str:
+    if options.command == "export":
+        return _export(options)
     if options.what == "schema":
         return json.dumps(json_schema(), indent=2) + "\n"
     if options.what == "table":
         return markdown_table()
     return explain(read_source(options.file), world_size=options.world_size, shows_all=options.all)
+
+
+def _export(options: argparse.Namespace) -> str:
+    paths = export_checkpoint(
+        options.checkpoint,
+        options.output,
+        tag=options.tag,
+        dtype=DTYPES[options.dtype] if options.dtype else None,
+        max_shard_nbytes=options.max_shard_size,
+    )
+    return "".join(f"{path}\n" for path in paths)
+
+
+def _size(text: str) -> int:
+    """``500MB`` in bytes."""
+    number = text.upper().removesuffix("B")
+    factor = FACTORS.get(number[-1:], 1)
+    try:
+        nbytes = int(float(number.rstrip("KMGT")) * factor)
+    except ValueError:
+        nbytes = 0
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError(f"a size must be a number of bytes, or like 500MB or 5GB: {text!r}")
+    return nbytes
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,4 +82,11 @@ def _parser() -> argparse.ArgumentParser:
     explaining.add_argument("--all", action="store_true", help="also keys at their defaults that have no effect")
     whats.add_parser("schema", help="the JSON schema, for editors")
     whats.add_parser("table", help="all keys as a Markdown table")
+    exporting = commands.add_parser("export", help="the weights of a checkpoint as safetensors, for transformers")
+    exporting.add_argument("checkpoint", metavar="CKPT", help="the folder of checkpoints, or of one of them")
+    exporting.add_argument("output", metavar="OUTPUT", help="a file whose name ends with .safetensors")
+    exporting.add_argument("--tag", metavar="TAG", help="which checkpoint; default: the latest")
+    exporting.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights; default: that of the model")
+    size = "largest file, 5GB if absent; more are written, with an index, if one would be larger"
+    exporting.add_argument("--max-shard-size", type=_size, default=MAX_SHARD_NBYTES, metavar="SIZE", help=size)
     return parser

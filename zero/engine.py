@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from zero.checkpoint import Loaded, Saving, load_checkpoint, save_checkpoint
+from zero.checkpoint import Loaded, Saving, load_checkpoint, save_checkpoint, save_model_file
 from zero.config import BatchSizes, Config
 from zero.config.plan import to_dtype
 from zero.optimizer import ZeroOptimizer
@@ -242,6 +242,22 @@ class Engine:
             load_optimizer_states=load_optimizer_states,
             load_module_only=load_module_only,
         )
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,  # noqa: FBT001  (DeepSpeed's signature)
+    ) -> bool:
+        """Write the model's weights, in their dtypes, at any stage; collective. See :func:`save_model_file`.
+
+        A ``save_filename`` that ends with ``.safetensors`` is written bucket by bucket.
+        """
+        path = Path(save_dir) / save_filename
+        save_model_file(self.optimizer, path, exclude_frozen_parameters=exclude_frozen_parameters)
+        return True
+
+    save_fp16_model = save_16bit_model
 
     def _stateful(self) -> dict[str, Any]:
         scheduler = {"lr_scheduler": self.lr_scheduler} if hasattr(self.lr_scheduler, "state_dict") else {}

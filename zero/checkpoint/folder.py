@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from zero.checkpoint.errors import CheckpointError
@@ -22,6 +23,7 @@ __all__ = [
     "check_tag",
     "is_shard_name",
     "read_latest",
+    "remove_file",
     "remove_stale_shards",
     "replace_file",
     "shard_name",
@@ -83,6 +85,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def remove_file(path: Path) -> None:
+    """Delete ``path`` if that is possible: what is left over harms nobody."""
+    with suppress(OSError):
+        path.unlink()
+
+
 def replace_file(path: Path, data: bytes, save_id: str) -> None:
     """Let ``path`` hold ``data``, durably; a crash leaves what was there before."""
     temporary = path.with_name(f".{path.name}.{save_id}")
@@ -93,7 +101,7 @@ def replace_file(path: Path, data: bytes, save_id: str) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        remove_file(temporary)
         raise
     sync_folder(path.parent)
 
@@ -103,4 +111,4 @@ def remove_stale_shards(folder: Path, kept: set[str]) -> None:
     for path in folder.iterdir():
         is_left_over = path.name.startswith(f".{METADATA}.")
         if is_left_over or (is_shard_name(path.name) and path.name not in kept):
-            path.unlink(missing_ok=True)
+            remove_file(path)

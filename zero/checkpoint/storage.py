@@ -19,7 +19,15 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from zero.checkpoint.errors import CheckpointError
-from zero.checkpoint.folder import LATEST, METADATA, remove_stale_shards, replace_file, shard_name, sync_folder
+from zero.checkpoint.folder import (
+    LATEST,
+    METADATA,
+    remove_file,
+    remove_stale_shards,
+    replace_file,
+    shard_name,
+    sync_folder,
+)
 from zero.checkpoint.index import Index, StoredChunk, StoredTensor, write_index
 from zero.checkpoint.tensor_file import as_bytes, from_bytes, make_header
 
@@ -69,7 +77,7 @@ class FolderWriter(StorageWriter):
         try:
             return _done(_write_shard(path, plan, planner))
         except OSError as error:
-            path.unlink(missing_ok=True)
+            remove_file(path)
             free = shutil.disk_usage(self._folder).free if self._folder.is_dir() else 0
             raise CheckpointError(
                 f"{path} could not be written: {error.strerror} ({free / 2**30:.2f} GiB are free there): make room or "
