@@ -160,6 +160,7 @@ def test_exported_gpt2_has_the_same_logits_in_transformers(tmp_path: Path) -> No
     with torch.no_grad():
         expected = engine(tokens).logits.clone()
     engine.destroy()
+    torch.distributed.destroy_process_group()  # which initialize() has started in this process
     assert main(["export", str(tmp_path / "checkpoints"), str(tmp_path / "one" / "model.safetensors")]) == 0
     several = [str(tmp_path / "several" / "model.safetensors"), "--max-shard-size", "10KB"]
     assert main(["export", str(tmp_path / "checkpoints"), *several]) == 0
