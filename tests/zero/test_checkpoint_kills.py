@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import zero
@@ -16,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 NUM_KILLS = int(os.environ.get("ZERO_TEST_KILLS", "5"))
 
 
+@pytest.mark.timeout(60 + 3 * NUM_KILLS)
 def test_kills_during_saves_leave_the_last_complete_checkpoint(tmp_path: Path) -> None:
     seed = int.from_bytes(os.urandom(4), "little")
     command = [sys.executable, "-m", "tests.zero.kill_during_saves", str(tmp_path), str(NUM_KILLS), str(seed)]
