@@ -250,15 +250,16 @@ def backend_of(group: dist.ProcessGroup | None) -> str:
     return str(dist.get_backend_config(group))
 
 
-def new_group(ranks: list[int], parent: dist.ProcessGroup | None, *, is_local: bool) -> dist.ProcessGroup | None:
-    """A process group of global ``ranks`` with ``parent``'s backend and timeout; None for ranks outside.
+def new_group(
+    ranks: list[int], parent: dist.ProcessGroup | None, *, is_local: bool, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """A process group of global ``ranks`` with ``parent``'s timeout and, if None, backend; None for ranks outside.
 
     Called by every rank of the job in the same order; with ``is_local`` by ``ranks`` alone, for parents that are not
     the whole job (torch.distributed then names the group by its ranks and the number of groups that a rank has).
     """
-    group = dist.new_group(
-        ranks, timeout=_timeout_of(parent), backend=_shortest(backend_of(parent)), use_local_synchronization=is_local
-    )
+    chosen = backend or _shortest(backend_of(parent))
+    group = dist.new_group(ranks, timeout=_timeout_of(parent), backend=chosen, use_local_synchronization=is_local)
     return cast(dist.ProcessGroup, group) if dist.get_rank() in ranks else None
 
 

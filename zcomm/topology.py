@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zcomm import backend
 from zcomm.backend import ALONE, Hop
+from zcomm.background import Background
 from zcomm.errors import ConfigError, StateError, TopologyError
 from zcomm.work import WorkQueue
 
@@ -166,6 +167,15 @@ class Topology:
         """A :meth:`clone`, made at the first use, which is collective, and closed with this one."""
         return self.clone()
 
+    @cached_property
+    def background(self) -> Background:
+        """A thread with a gloo group of these ranks, made at the first use, which is collective; closed with this."""
+        group = None
+        if self.world_size > 1:
+            ranks = list(self.global_ranks)
+            group = backend.new_group(ranks, self._parent, is_local=self._is_local, backend="gloo")
+        return Background(group)
+
     def shard_index(self, numbering: Numbering) -> int:
         """The shard that this rank owns."""
         return self.rank if numbering == "rank" else self.local_rank * self.num_nodes + self.node_rank
@@ -184,6 +194,11 @@ class Topology:
         """Finish what is queued and free the process groups."""
         if "companion" in self.__dict__:
             self.__dict__.pop("companion").close()
+        if "background" in self.__dict__:
+            background: Background = self.__dict__.pop("background")
+            background.close()
+            if background.group is not None:
+                backend.destroy_group(background.group, is_local=self._is_local)
         self.queue.close()
         for group in self._groups:
             backend.destroy_group(group, is_local=self._is_local)

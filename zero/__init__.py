@@ -2,6 +2,7 @@
 
 from zero import utils, zero
 from zero.access import GatheredParameters, register_external_parameter, unregister_external_parameter
+from zero.checkpoint import CheckpointError, export_checkpoint, load_checkpoint, save_checkpoint
 from zero.config import NotAvailableError
 from zero.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from zero.distributed import init_distributed
@@ -18,6 +19,7 @@ __all__ = [
     "CPUAdagrad",
     "CPUAdam",
     "CPULion",
+    "CheckpointError",
     "Effective",
     "Engine",
     "GatheredParameters",
@@ -28,11 +30,14 @@ __all__ = [
     "ZeroOptimizer",
     "ZeroSettings",
     "add_config_arguments",
+    "export_checkpoint",
     "init_distributed",
     "initialize",
+    "load_checkpoint",
     "load_pretrained",
     "model_state_nbytes",
     "register_external_parameter",
+    "save_checkpoint",
     "unregister_external_parameter",
     "utils",
     "zero",

@@ -4,6 +4,7 @@ zero config explain FILE    the effective settings, where each came from, what i
 zero config schema          the JSON schema, for editors
 zero config table           the table of all keys, as in the README
 zero io-bench PATH          how fast the disk under a folder is read and written, and which aio settings suit it
+zero export CKPT OUTPUT     the weights of a checkpoint as safetensors
 """
 
 from __future__ import annotations
@@ -13,11 +14,18 @@ import json
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from zcomm import ConfigError
+from zero.checkpoint import CheckpointError, export_checkpoint
+from zero.checkpoint.weights_out import MAX_SHARD_NBYTES
 from zero.config import explain, json_schema, markdown_table, read_source
 from zero.io_bench import run as run_io_bench
 
 __all__ = ["main"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FACTORS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         sys.stdout.write(_answer(options))
-    except (ConfigError, OSError) as error:
+    except (ConfigError, CheckpointError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     return 0
@@ -34,11 +42,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _answer(options: argparse.Namespace) -> str:
     if options.command == "io-bench":
         return run_io_bench(options.path, nbytes=options.size_mib << 20, seconds=options.seconds)
+    if options.command == "export":
+        return _export(options)
     if options.what == "schema":
         return json.dumps(json_schema(), indent=2) + "\n"
     if options.what == "table":
         return markdown_table()
     return explain(read_source(options.file), world_size=options.world_size, shows_all=options.all)
+
+
+def _export(options: argparse.Namespace) -> str:
+    paths = export_checkpoint(
+        options.checkpoint,
+        options.output,
+        tag=options.tag,
+        dtype=DTYPES[options.dtype] if options.dtype else None,
+        max_shard_nbytes=options.max_shard_size,
+    )
+    return "".join(f"{path}\n" for path in paths)
+
+
+def _size(text: str) -> int:
+    """``500MB`` in bytes."""
+    number = text.upper().removesuffix("B")
+    factor = FACTORS.get(number[-1:], 1)
+    try:
+        nbytes = int(float(number.rstrip("KMGT")) * factor)
+    except ValueError:
+        nbytes = 0
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError(f"a size must be a number of bytes, or like 500MB or 5GB: {text!r}")
+    return nbytes
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,4 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     io_bench.add_argument("path", metavar="PATH", help="a folder on the disk, which will get a file for the moment")
     io_bench.add_argument("--size-mib", type=int, default=1024, metavar="N", help="of the file (default 1024)")
     io_bench.add_argument("--seconds", type=float, default=2.0, help="for each row and direction (default 2)")
+    exporting = commands.add_parser("export", help="the weights of a checkpoint as safetensors, for transformers")
+    exporting.add_argument("checkpoint", metavar="CKPT", help="the folder of checkpoints, or of one of them")
+    exporting.add_argument("output", metavar="OUTPUT", help="a file whose name ends with .safetensors")
+    exporting.add_argument("--tag", metavar="TAG", help="which checkpoint; default: the latest")
+    exporting.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights; default: that of the model")
+    size = "largest file, 5GB if absent; more are written, with an index, if one would be larger"
+    exporting.add_argument("--max-shard-size", type=_size, default=MAX_SHARD_NBYTES, metavar="SIZE", help=size)
     return parser

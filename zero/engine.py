@@ -11,12 +11,14 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from zero.checkpoint import Loaded, Saving, load_checkpoint, save_checkpoint, save_model_file
 from zero.config import BatchSizes, Config
 from zero.config.plan import to_dtype
 from zero.optimizer import ZeroOptimizer
@@ -24,6 +26,7 @@ from zero.optimizer import ZeroOptimizer
 __all__ = ["Engine"]
 
 logger = logging.getLogger("zero")
+COUNTERS = ("micro_steps", "global_steps", "skipped_steps")
 
 
 class BatchInfo(NamedTuple):
@@ -189,6 +192,77 @@ class Engine:
         """All three."""
         return BatchInfo(self._batch_sizes.train, self._batch_sizes.micro, self._batch_sizes.accumulation)
 
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,  # noqa: FBT001  (DeepSpeed's signature)
+        exclude_frozen_parameters: bool = False,  # noqa: FBT001
+        *,
+        async_op: bool = False,
+    ) -> Saving:
+        """Save everything training goes on from, as ``global_stepN`` if no ``tag`` is given; collective.
+
+        See :func:`zero.save_checkpoint`.
+        """
+        return save_checkpoint(
+            self.optimizer,
+            save_dir,
+            f"global_step{self.global_steps}" if tag is None else tag,
+            stateful=self._stateful(),
+            client_state=client_state,
+            save_latest=save_latest,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+            async_op=async_op,
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,  # noqa: FBT001  (DeepSpeed's signature)
+        load_optimizer_states: bool = True,  # noqa: FBT001
+        load_lr_scheduler_states: bool = True,  # noqa: FBT001
+        load_module_only: bool = False,  # noqa: FBT001
+    ) -> Loaded:
+        """Go on from a checkpoint of any stage and world size: ``(path, client_state)``; collective.
+
+        See :func:`zero.load_checkpoint`.
+        """
+        stateful = self._stateful()
+        if not load_lr_scheduler_states:
+            stateful.pop("lr_scheduler", None)
+        return load_checkpoint(
+            self.optimizer,
+            load_dir,
+            tag,
+            stateful=stateful,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_module_only=load_module_only,
+        )
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,  # noqa: FBT001  (DeepSpeed's signature)
+    ) -> bool:
+        """Write the model's weights, in their dtypes, at any stage; collective. See :func:`save_model_file`.
+
+        A ``save_filename`` that ends with ``.safetensors`` is written bucket by bucket.
+        """
+        path = Path(save_dir) / save_filename
+        save_model_file(self.optimizer, path, exclude_frozen_parameters=exclude_frozen_parameters)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _stateful(self) -> dict[str, Any]:
+        scheduler = {"lr_scheduler": self.lr_scheduler} if hasattr(self.lr_scheduler, "state_dict") else {}
+        return {"engine": _Counters(self), **scheduler}
+
     def destroy(self) -> None:
         """Take the hooks off the model and free what belongs to it; see :meth:`zero.ZeroOptimizer.close`."""
         self.optimizer.close()
@@ -221,6 +295,21 @@ class Engine:
                 times = ", ".join(f"{phase} {1e3 * s:.1f} ms" for phase, s in self._seconds.items())
                 logger.info("step=%d: %s", self.global_steps, times)
         self._seconds.clear()
+
+
+class _Counters:
+    """The counters of an engine, as something with a state dict; the engine's own is the model's."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def state_dict(self) -> dict[str, int]:
+        return {name: getattr(self._engine, name) for name in COUNTERS}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        for name in COUNTERS:
+            setattr(self._engine, name, int(state[name]))
+        self._engine._mark_boundary()
 
 
 def _to_half(tensor: Tensor) -> Tensor:

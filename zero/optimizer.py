@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from zero.final_gradients import FinalGradients
 from zero.inputs import check_inputs, choose_topology
 from zero.leaf_modules import set_configured
 from zero.loss_scale import LossScale
-from zero.masters import OptimizerStates, as_groups, build_inner, build_pieces
+from zero.masters import MasterPiece, OptimizerStates, as_groups, build_inner, build_pieces
 from zero.memory import MemoryReport, measure
 from zero.placement import cast
 from zero.runtime import Runtime
@@ -40,6 +40,16 @@ from zero.state_dict import install_state_dict_hooks
 __all__ = ["ZeroOptimizer"]
 
 logger = logging.getLogger("zero")
+
+
+class Inside(NamedTuple):
+    """What a ZeroOptimizer is made of, for checkpoints."""
+
+    runtime: Runtime
+    inner: Optimizer
+    pieces: list[MasterPiece]
+    group_of: dict[nn.Parameter, int]
+    """The parameter group of every trainable parameter, by its number."""
 
 
 class ZeroOptimizer(Optimizer):
@@ -103,6 +113,7 @@ class ZeroOptimizer(Optimizer):
         on_every_rank(lambda: set_configured(model, leaves), topology)
         on_every_rank(lambda: cast(model, plan.dtype, kept), topology)
         groups = as_groups(model, optimizer)
+        self._group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
         self._runtime = Runtime(model, plan.settings, topology)
         self._pieces = build_pieces(self._runtime.buckets, self._runtime.stage, topology.shard_index("local"))
         try:
@@ -316,8 +327,7 @@ class ZeroOptimizer(Optimizer):
         buckets = [bucket for bucket in self._runtime.buckets if bucket.is_trainable]
         for bucket, master in zip(buckets, state_dict["masters"], strict=True):
             bucket.master.copy_(master)
-        self._inner.load_state_dict(state_dict["optimizer"])
-        self._share_state()
+        self.load_inner_state(state_dict["optimizer"])
         if self.loss_scale is not None and state_dict.get("loss_scale") is not None:
             self.loss_scale.load_state_dict(state_dict["loss_scale"])
         self._runtime.publish(buckets)
@@ -330,6 +340,16 @@ class ZeroOptimizer(Optimizer):
         ]
         if wrong:
             raise LayoutError("a shard fits only the layout it was saved from: " + "; ".join(wrong)[:600])
+
+    def load_inner_state(self, state_dict: dict[str, Any]) -> None:
+        """Give the inner optimizer, which updates this rank's masters, the state and parameter groups it had."""
+        self._inner.load_state_dict(state_dict)
+        self._share_state()
+
+    @property
+    def inside(self) -> Inside:
+        """The parts of this optimizer, for :mod:`zero.checkpoint`."""
+        return Inside(self._runtime, self._inner, self._pieces, self._group_of)
 
     def master_pieces(self) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
         """``(parameter, first element, master values)`` for everything this rank updates."""

@@ -110,6 +110,11 @@ class Runtime:
             return self.boundary
         return self._num_backwards % self.settings.gradient_accumulation_steps == 0
 
+    @property
+    def is_within_step(self) -> bool:
+        """Whether gradients of a step that is not taken yet are held."""
+        return self._num_backwards > 0 and any(any(g.used) or any(g.written) for g in self.reducer.all)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside keep their gradients on this rank."""

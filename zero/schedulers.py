@@ -74,6 +74,10 @@ class _BatchScheduler(LRScheduler):
         """Steps of the schedule so far, minus 1."""
         return int(self.last_epoch) - 1
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: plain values only."""
+        return {key: value for key, value in super().state_dict().items() if not isinstance(value, _Ramp)}
+
 
 class WarmupLR(_BatchScheduler):
     """From ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps`` steps, then constant.

@@ -19,6 +19,7 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(
     ("text", "num_ranks", "printed"),
     [
         ("ZeroOptimizer(", 2, "stage 3"),
+        ("save_checkpoint", 2, "resumed from None, now at step 20"),
         ('format=("int8", "int4")', 4, "reduce_scatter"),
         ("zcomm.Format(", 4, "int4/64:hadamard"),
         ("relative_errors", 4, "all_reduce"),
@@ -32,6 +33,8 @@ def test_example_runs(tmp_path: Path, text: str, num_ranks: int, printed: str) -
     assert len(example.splitlines()) <= 30
     path.write_text(example)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    done = subprocess.run([*torchrun, str(path)], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [*torchrun, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert printed in done.stdout

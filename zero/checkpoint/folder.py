@@ -1,0 +1,114 @@
+"""Names and durability: which files a checkpoint consists of, and how a file comes to be whole or not at all.
+
+    SAVE_DIR/latest                          the tag of the newest complete checkpoint
+    SAVE_DIR/TAG/metadata.json               what there is and where; a checkpoint is complete once this file is there
+    SAVE_DIR/TAG/shard_RANK_ID.safetensors   what one rank wrote; ID is that of the save
+
+Saving under a tag that exists writes new shards beside the old ones, replaces metadata.json, and then deletes the old
+ones: at every moment one complete checkpoint is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from zero.checkpoint.errors import CheckpointError
+
+__all__ = [
+    "LATEST",
+    "METADATA",
+    "check_tag",
+    "is_shard_name",
+    "read_latest",
+    "remove_file",
+    "remove_stale_shards",
+    "replace_file",
+    "shard_name",
+    "sync_folder",
+    "tags_in",
+]
+
+LATEST = "latest"
+METADATA = "metadata.json"
+SHARD = re.compile(r"shard_\d{5,}_[0-9a-f]{8}\.safetensors")
+
+
+def shard_name(rank: int, save_id: str) -> str:
+    """The file of one rank in one save."""
+    return f"shard_{rank:05d}_{save_id}.safetensors"
+
+
+def is_shard_name(name: str) -> bool:
+    """Whether ``name`` is one that :func:`shard_name` gives, so a file of the checkpoint's own folder."""
+    return SHARD.fullmatch(name) is not None
+
+
+def check_tag(tag: str) -> str:
+    """``tag``, if it is the name of a folder.
+
+    Raises:
+        CheckpointError: It is not.
+    """
+    if not tag or tag in (".", "..", LATEST) or any(c in tag for c in "/\\\0\n") or len(tag.encode()) > 200:
+        raise CheckpointError(f"tag must be the name of a folder, of at most 200 bytes, and not 'latest': tag={tag!r}")
+    return tag
+
+
+def tags_in(folder: Path) -> list[str]:
+    """The complete checkpoints of ``folder``, the newest last."""
+    found = [(path.stat().st_mtime_ns, path.parent.name) for path in folder.glob(f"*/{METADATA}")]
+    return [name for _, name in sorted(found)]
+
+
+def read_latest(folder: Path) -> str | None:
+    """The tag that ``latest`` names; None if there is no such file.
+
+    Raises:
+        CheckpointError: It names nothing that is a tag.
+    """
+    try:
+        text = (folder / LATEST).read_text(errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return check_tag(text[:1000].strip())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names that were added to ``folder``, or replaced in it, durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_file(path: Path) -> None:
+    """Delete ``path`` if that is possible: what is left over harms nobody."""
+    with suppress(OSError):
+        path.unlink()
+
+
+def replace_file(path: Path, data: bytes, save_id: str) -> None:
+    """Let ``path`` hold ``data``, durably; a crash leaves what was there before."""
+    temporary = path.with_name(f".{path.name}.{save_id}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        remove_file(temporary)
+        raise
+    sync_folder(path.parent)
+
+
+def remove_stale_shards(folder: Path, kept: set[str]) -> None:
+    """Delete the shards of earlier saves under the same tag, and of saves that were cut short."""
+    for path in folder.iterdir():
+        is_left_over = path.name.startswith(f".{METADATA}.")
+        if is_left_over or (is_shard_name(path.name) and path.name not in kept):
+            remove_file(path)

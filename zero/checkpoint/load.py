@@ -1,0 +1,138 @@
+"""Loading: find, compare, read everything to host memory, and only then change the model.
+
+    latest -> index -> compared with the model -> DCP reads every rank's parts -> masters, states, generators -> publish
+
+Until the last step an error, the same on every rank, leaves model and optimizer as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint import state_dict_loader as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from zcomm.background import Background
+from zero.checkpoint.agreement import raise_together, share_text
+from zero.checkpoint.errors import CheckpointError
+from zero.checkpoint.folder import check_tag, read_latest
+from zero.checkpoint.index import Index, read_index
+from zero.checkpoint.planners import LoadPartsPlanner
+from zero.checkpoint.request import Request, Wanted, make_request
+from zero.checkpoint.restore import restore
+from zero.checkpoint.save import as_checkpoint_error, check_topology, wait_for_saves
+from zero.checkpoint.storage import FolderReader
+from zero.checkpoint.weights_in import find_weights, index_of_weights
+from zero.optimizer import ZeroOptimizer
+
+__all__ = ["Loaded", "load_checkpoint"]
+
+logger = logging.getLogger("zero")
+
+
+class Loaded(NamedTuple):
+    """What :func:`load_checkpoint` returns, in DeepSpeed's order."""
+
+    path: Path | None
+    """The folder of the checkpoint; None: ``load_dir`` has no ``latest``, and nothing was loaded."""
+    client_state: dict[str, Any]
+
+
+def load_checkpoint(
+    optimizer: ZeroOptimizer,
+    load_dir: str | Path,
+    tag: str | None = None,
+    *,
+    stateful: Mapping[str, Any] | None = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_module_only: bool = False,
+) -> Loaded:
+    """Go on from a checkpoint that was saved at any stage, on any number of ranks; collective.
+
+    Args:
+        optimizer: Of the model that is to be changed.
+        load_dir: The folder that checkpoints were saved to. With ``load_module_only`` also a file or folder of
+            safetensors, or a state_dict that ``torch.load(weights_only=True)`` reads.
+        tag: Which one. Default: what ``latest`` names; without such a file nothing is loaded, and ``path`` is None.
+        stateful: Objects that were saved under the same names; each gets ``load_state_dict()``.
+        load_module_strict: False: parameters and buffers that only the model has, or only the checkpoint, are skipped.
+        load_optimizer_states: False: start with a new optimizer.
+        load_module_only: Only weights and buffers, converted to the model's dtypes.
+
+    Raises:
+        CheckpointError: No such checkpoint; it is incomplete, truncated or damaged; parameters, shapes, dtypes or
+            groups differ. The same on every rank, and nothing is changed.
+
+    On as many ranks as it was saved on, each rank's random generators go on, too, and training has the same bits as if
+    it had not stopped. Ranks beyond the saved ones keep their generators. Gradients that are held are dropped.
+    Cost for each rank: its shard of masters and states read, into host memory first.
+    """
+    topology = optimizer.topology
+    check_topology(topology)
+    wait_for_saves(topology)
+    wanted = Wanted(optimizer_states=load_optimizer_states, module_only=load_module_only, strict=load_module_strict)
+    index, request, error = None, None, None
+    try:
+        folder = _find(Path(load_dir), tag, optimizer, only_weights=load_module_only)
+        if folder is None:
+            return Loaded(None, {})
+        is_file = load_module_only and find_weights(folder)
+        index = index_of_weights(folder, optimizer.inside) if is_file else read_index(folder)
+        request = make_request(optimizer.inside, index, wanted)
+        _check_stateful(index, stateful or {}, wanted)
+    except CheckpointError as caught:
+        error = caught
+    except (KeyError, TypeError, ValueError, AttributeError) as caught:  # a document of another form
+        error = CheckpointError(f"the metadata of the checkpoint in {load_dir} cannot be read: {caught!r}")
+    raise_together(error, topology)
+    assert request is not None, "no error and no request"
+    _read(request, topology.background)
+    loaded = restore(optimizer, request, stateful or {}, wanted)
+    return Loaded(request.index.folder, loaded)
+
+
+def _find(load_dir: Path, tag: str | None, optimizer: ZeroOptimizer, *, only_weights: bool) -> Path | None:
+    """The folder to load from, as the first rank sees it."""
+    if tag is not None:
+        return load_dir / check_tag(tag)
+    try:
+        latest = read_latest(load_dir) or ""
+    except CheckpointError:
+        latest = "\0"
+    latest = share_text(latest, 0, optimizer.topology)
+    if latest:
+        return load_dir / check_tag(latest)
+    if only_weights and find_weights(load_dir):
+        return load_dir
+    if optimizer.topology.rank == 0:
+        logger.warning("%s has no file 'latest': nothing is loaded (pass tag= to load one by its name)", load_dir)
+    return None
+
+
+def _check_stateful(index: Index, stateful: Mapping[str, Any], wanted: Wanted) -> None:
+    missing = [] if wanted.module_only else [name for name in stateful if name not in index.content["stateful"]]
+    if missing:
+        raise CheckpointError(
+            f"{index.folder} holds no state of {missing[0]!r}: it was saved with {list(index.content['stateful'])}; "
+            "leave it out of stateful="
+        )
+
+
+def _read(request: Request, background: Background) -> None:
+    planner, reader = LoadPartsPlanner(list(request.parts.values())), FolderReader(request.index)
+
+    def read() -> None:
+        if background.group is not None:
+            dcp.load({}, storage_reader=reader, planner=planner, process_group=background.group)
+            return
+        planner.set_up_planner({}, reader.read_metadata(), is_coordinator=True)
+        reader.read_data(planner.create_local_plan(), planner)
+
+    try:
+        background.submit(read).result()
+    except (CheckpointException, CheckpointError) as error:
+        raise as_checkpoint_error(error) from error

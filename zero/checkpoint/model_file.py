@@ -1,0 +1,112 @@
+"""The weights of a living model as one file, or as safetensors of limited size."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zero.checkpoint.agreement import raise_together
+from zero.checkpoint.errors import CheckpointError
+from zero.checkpoint.folder import remove_file
+from zero.checkpoint.parts import named_buffers
+from zero.checkpoint.weights_out import Layout, WeightsWriter
+from zero.optimizer import ZeroOptimizer
+from zero.runtime import Runtime
+
+__all__ = ["save_model_file"]
+
+
+def save_model_file(optimizer: ZeroOptimizer, path: Path, *, exclude_frozen_parameters: bool = False) -> None:
+    """Write the parameters, in their dtypes, and the buffers of the model; collective. The first rank writes.
+
+    Args:
+        optimizer: Of the model.
+        path: ``*.safetensors`` is written bucket by bucket, tied weights once; any other name by ``torch.save`` of the
+            whole ``model.state_dict()``.
+        exclude_frozen_parameters: Leave frozen parameters out.
+
+    Raises:
+        CheckpointError: The file cannot be written; the same on every rank.
+
+    Memory of the first rank: one bucket, or for ``torch.save`` the whole model.
+    """
+    runtime, error = optimizer.inside.runtime, None
+    chosen = {
+        s.name for b in runtime.buckets for s in b.layout.slots if b.is_trainable or not exclude_frozen_parameters
+    }
+    try:
+        if path.suffix == ".safetensors":
+            _write_safetensors(runtime, path, chosen)
+        else:
+            _write_pickle(runtime, path, chosen)
+    except CheckpointError as caught:
+        error = caught
+    raise_together(error, runtime.topology)
+
+
+def _write_safetensors(runtime: Runtime, path: Path, chosen: set[str]) -> None:
+    buffers = named_buffers(runtime.model)
+    layout: Layout = {
+        **{s.name: (b.dtype, s.shape) for b in runtime.buckets for s in b.layout.slots if s.name in chosen},
+        **{name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()},
+    }
+    writer, failures = None, list[CheckpointError]()
+    with _collecting(failures):
+        writer = WeightsWriter(path, layout) if runtime.topology.rank == 0 else None
+    for name, value in _values(runtime, layout):  # gathered on every rank, whatever happens to the file
+        if writer is not None and not failures:
+            with _collecting(failures):
+                writer.write(name, value)
+    if writer is not None:
+        with _collecting(failures):
+            if not failures:
+                writer.finish()
+        writer.discard()
+    if failures:
+        raise failures[0]
+
+
+@contextmanager
+def _collecting(failures: list[CheckpointError]) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        failures.append(error)
+
+
+def _values(runtime: Runtime, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """The whole parameters, one bucket at a time, then the buffers. Collective."""
+    for bucket in runtime.buckets:
+        with runtime.exact(bucket) as values:
+            for slot, value in zip(bucket.layout.slots, values, strict=True):
+                if slot.name in layout:
+                    yield slot.name, value
+    yield from named_buffers(runtime.model).items()
+
+
+def _write_pickle(runtime: Runtime, path: Path, chosen: set[str]) -> None:
+    names = {
+        name: param.zero_shard.name  # type: ignore[attr-defined]
+        for name, param in runtime.model.named_parameters(remove_duplicate=False)
+    }
+    whole = runtime.model.state_dict()
+    if runtime.topology.rank != 0:
+        return
+    kept = {name: value for name, value in whole.items() if name not in names or names[name] in chosen}
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            torch.save(kept, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:  # torch's writer hides the system's error
+        remove_file(temporary)
+        raise CheckpointError(f"{path} could not be written: {error}") from error

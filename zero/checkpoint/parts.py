@@ -1,0 +1,130 @@
+"""What a rank holds of the model and its optimizer, as flat parts with global names.
+
+    weight/PARAM           every parameter: the float32 master of a trainable one, a frozen one as it is
+    state/NAME/PARAM       optimizer states with one value for each element (moments)
+    tensor|int|float/NAME/PARAM     optimizer states with one value for a parameter (step)
+    buffer/BUFFER          the first rank's persistent buffers
+    rank/R/buffer/BUFFER   those of rank R that differ from the first rank's
+
+A part's name and offset depend on the parameter alone, not on stage, bucket or world size.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zcomm import control
+from zero.bucket import Bucket
+from zero.checkpoint.errors import CheckpointError
+from zero.checkpoint.planners import Part
+from zero.checkpoint.tensor_file import CODES, as_bytes
+from zero.masters import MasterPiece
+from zero.optimizer import Inside
+from zero.runtime import Runtime
+
+__all__ = ["SCALARS", "Held", "buffer_parts", "held_pieces", "held_weights", "named_buffers", "state_parts"]
+
+SCALARS = {"tensor": Tensor, "int": int, "float": float}
+"""Kinds of states with one value for a parameter."""
+
+
+class Held(NamedTuple):
+    """Elements ``[first, first + len(values))`` of a parameter of ``numel``, whose values rest on this rank."""
+
+    name: str
+    numel: int
+    first: int
+    values: Tensor
+    bucket: Bucket
+
+    def part(self, key: str, values: Tensor) -> Part:
+        """These elements of another tensor of the parameter's shape."""
+        return Part(key, self.numel, self.first, values[: self.values.numel()])
+
+
+def held_weights(runtime: Runtime) -> Iterator[Held]:
+    """This rank's part of every parameter, trainable or not, without padding."""
+    row = runtime.topology.shard_index("local")
+    for bucket in runtime.buckets:
+        for piece, master in bucket.master_pieces(runtime.stage, row):
+            slot = bucket.layout.slots[piece.slot]
+            first = piece.start - slot.offset
+            yield Held(slot.name, slot.numel, first, master[: slot.numel - first], bucket)
+
+
+def held_pieces(inside: Inside) -> Iterator[tuple[Held, MasterPiece]]:
+    """The same for what this rank updates, each with its master."""
+    runtime = inside.runtime
+    row = runtime.topology.shard_index("local")
+    for piece in inside.pieces:
+        base = row * piece.bucket.layout.shard_numel if runtime.stage.shards_states else 0
+        slot = piece.bucket.layout.slots[piece.slot]
+        first = piece.start + base - slot.offset
+        yield Held(slot.name, slot.numel, first, piece.master[: slot.numel - first], piece.bucket), piece
+
+
+def state_parts(inside: Inside) -> list[Part]:
+    """The inner optimizer's state.
+
+    Raises:
+        CheckpointError: A state that is neither of the parameter's size, nor a number. This rank's own error.
+    """
+    parts = []
+    for held, piece in held_pieces(inside):
+        for name, value in inside.inner.state.get(piece.master, {}).items():
+            if value is None:
+                continue
+            if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == piece.master.numel():
+                parts.append(held.part(f"state/{name}/{held.name}", value))
+                continue
+            kind = _scalar_kind(inside, held.name, name, value)
+            stored = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=_wide(value))
+            parts.append(Part.whole(f"{kind}/{name}/{held.name}", stored))
+    return parts
+
+
+def _wide(value: float) -> torch.dtype:
+    return torch.int64 if isinstance(value, int) else torch.float64
+
+
+def _scalar_kind(inside: Inside, param: str, name: str, value: Any) -> str:
+    kind = next((kind for kind, cls in SCALARS.items() if isinstance(value, cls)), None)
+    is_scalar = not isinstance(value, Tensor) or (value.numel() == 1 and value.dtype in CODES)
+    if kind is None or not is_scalar or "/" in name:
+        shape = f" of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else ""
+        raise CheckpointError(
+            f"{type(inside.inner).__name__} keeps state {name!r} of {param!r} as a {type(value).__name__}{shape}: "
+            "a checkpoint stores tensors with one value for each element, and numbers"
+        )
+    return kind
+
+
+def named_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to the model's state."""
+    transient = {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in model.named_buffers() if name not in transient}
+
+
+def buffer_parts(runtime: Runtime) -> list[Part]:
+    """The buffers: each rank's own where they differ from the first rank's. Collective: one small exchange."""
+    topology, buffers = runtime.topology, named_buffers(runtime.model)
+    if not buffers:
+        return []
+    digests = torch.tensor([float(zlib.crc32(as_bytes(buffer))) for buffer in buffers.values()], dtype=torch.float64)
+    first = control.gather_float64(digests, topology)[0]
+    parts = []
+    for index, (name, buffer) in enumerate(buffers.items()):
+        if topology.rank == 0:
+            parts.append(Part.whole(f"buffer/{name}", buffer))
+        elif first[index] != digests[index]:
+            parts.append(Part.whole(f"rank/{topology.rank}/buffer/{name}", buffer))
+    return parts

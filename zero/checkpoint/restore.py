@@ -1,0 +1,115 @@
+"""Giving what was read to the model, the optimizer and everything else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero.checkpoint.agreement import raise_together
+from zero.checkpoint.errors import CheckpointError
+from zero.checkpoint.parts import SCALARS, held_pieces, held_weights, named_buffers
+from zero.checkpoint.random_state import restore_random_state
+from zero.checkpoint.request import Request, Wanted, keys_by_parameter
+from zero.checkpoint.snapshot import group_options
+from zero.optimizer import Inside, ZeroOptimizer
+
+__all__ = ["restore"]
+
+logger = logging.getLogger("zero")
+
+
+@torch.no_grad()
+def restore(optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
+    """Change everything that was asked for, publish the parameters, and return the client state. Collective.
+
+    Raises:
+        CheckpointError: A document cannot be decoded; the same on every rank, before anything is changed.
+    """
+    inside, content = optimizer.inside, request.index.content
+    decoded: dict[str, Any] = {}
+    error = None
+    try:
+        if not wanted.module_only:
+            names = ("client_state", "loss_scale", "extra_state")
+            decoded = {name: request.decoded(content[name]) for name in names}
+            decoded["stateful"] = {name: request.decoded(content["stateful"][name]) for name in stateful}
+            decoded["random"] = request.random_state()
+            if wanted.optimizer_states:
+                decoded["inner"] = _inner_state(inside, request)
+    except (CheckpointError, KeyError, TypeError, ValueError) as caught:
+        error = CheckpointError(f"{request.index.folder} is damaged: {caught!r}")
+    raise_together(error, inside.runtime.topology)
+    optimizer.zero_grad()
+    _restore_weights(inside, request)
+    if wanted.module_only:
+        return {}
+    if wanted.optimizer_states:
+        optimizer.load_inner_state(decoded["inner"])
+        _restore_loss_scale(optimizer, decoded["loss_scale"])
+    for name, module in inside.runtime.model.named_modules():
+        if type(module).set_extra_state is not nn.Module.set_extra_state and name in decoded["extra_state"]:
+            module.set_extra_state(decoded["extra_state"][name])
+    for name, item in stateful.items():
+        item.load_state_dict(decoded["stateful"][name])
+    if decoded["random"] is not None:
+        restore_random_state(decoded["random"], inside.runtime.buckets[0].device)
+    client_state: dict[str, Any] = decoded["client_state"]
+    return client_state
+
+
+def _restore_weights(inside: Inside, request: Request) -> None:
+    runtime = inside.runtime
+    for held in held_weights(runtime):
+        key = f"weight/{held.name}"
+        if request.has(key):
+            held.values.copy_(request.values(key))
+    for name, buffer in named_buffers(runtime.model).items():
+        for key in (f"buffer/{name}", f"rank/{runtime.topology.rank}/buffer/{name}"):
+            if request.has(key):
+                buffer.copy_(request.values(key).view(buffer.shape))
+    runtime.publish(runtime.buckets)
+
+
+def _inner_state(inside: Inside, request: Request) -> dict[str, Any]:
+    """The state dict of the inner optimizer on this rank."""
+    groups = inside.inner.param_groups
+    numbers = {id(param): i for i, param in enumerate(p for group in groups for p in group["params"])}
+    saved = request.index.content["optimizer"]["groups"]
+    packed = [
+        {**options, **request.decoded(there["options"]), "params": [numbers[id(p)] for p in group["params"]]}
+        for group, options, there in zip(groups, group_options(inside), saved, strict=True)
+    ]
+    keys_of, state = keys_by_parameter(request.parts), {}
+    for held, piece in held_pieces(inside):
+        of_piece: dict[str, Any] = {}
+        for key in keys_of.get(held.name, []):
+            kind, name, _ = key.split("/", 2)
+            of_piece[name] = _state_value(kind, request.values(key), piece.master)
+        if of_piece:
+            state[numbers[id(piece.master)]] = of_piece
+    return {"state": state, "param_groups": packed}
+
+
+def _state_value(kind: str, values: Tensor, master: Tensor) -> Any:
+    if kind == "tensor":
+        return values.view(()).clone()
+    if kind != "state":
+        return SCALARS[kind](values.item())
+    padded = values.new_zeros(master.numel())
+    padded[: values.numel()] = values
+    return padded.to(master.device)
+
+
+def _restore_loss_scale(optimizer: ZeroOptimizer, saved: dict[str, Any] | None) -> None:
+    here = optimizer.loss_scale
+    if here is None or saved is None:
+        return
+    if saved.keys() != here.state_dict().keys():
+        if optimizer.topology.rank == 0:
+            logger.warning("the saved loss scale is of another kind: this one starts anew at %g", here.scale)
+        return
+    here.load_state_dict(saved)

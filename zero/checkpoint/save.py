@@ -1,0 +1,175 @@
+"""Saving: a snapshot on the main thread, the rest in the background thread of the topology.
+
+main thread   refuse or agree -> snapshot (-> copy it, if asynchronous)
+background    DCP plans over the ranks -> every rank writes and syncs its shard -> metadata.json -> latest
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from zcomm import Topology
+from zcomm.background import Background
+from zero.checkpoint.agreement import share_text
+from zero.checkpoint.errors import CheckpointError
+from zero.checkpoint.folder import check_tag
+from zero.checkpoint.planners import SavePartsPlanner
+from zero.checkpoint.snapshot import Snapshot, take_snapshot
+from zero.checkpoint.storage import FolderWriter
+from zero.optimizer import ZeroOptimizer
+
+__all__ = ["Saving", "as_checkpoint_error", "check_topology", "save_checkpoint"]
+
+logger = logging.getLogger("zero")
+
+
+class Saving:
+    """A save under way; true in a condition, as what DeepSpeed returns."""
+
+    def __init__(self, path: Path, future: Future[None]) -> None:
+        self.path = path
+        """The folder of the checkpoint."""
+        self._future = future
+
+    def wait(self) -> Path:
+        """Return the folder once the checkpoint is complete and durable on every rank.
+
+        Raises:
+            CheckpointError: It could not be written; the same on every rank. The checkpoints before are untouched.
+        """
+        self._future.result()
+        return self.path
+
+    @property
+    def is_done(self) -> bool:
+        """Whether :meth:`wait` would return, or raise, at once."""
+        return self._future.done()
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def save_checkpoint(
+    optimizer: ZeroOptimizer,
+    save_dir: str | Path,
+    tag: str,
+    *,
+    stateful: Mapping[str, Any] | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+    async_op: bool = False,
+) -> Saving:
+    """Save model, optimizer and everything else that training goes on from; collective.
+
+    Args:
+        optimizer: Its model is saved with it.
+        save_dir: A folder that all ranks share. The checkpoint is ``save_dir/tag``.
+        tag: Names the checkpoint. One of that name is replaced once the new one is complete.
+        stateful: Objects with ``state_dict()`` and ``load_state_dict()``: schedulers, a GradScaler, samplers.
+        client_state: Plain values and tensors to be given back by :func:`load_checkpoint`: the first rank's.
+        save_latest: Let ``save_dir/latest`` name this checkpoint, once it is complete.
+        exclude_frozen_parameters: Leave frozen parameters out; loading then keeps those of the model.
+        async_op: Return once everything is copied to host memory; a thread writes. The next save waits for it.
+
+    Raises:
+        CheckpointError: Gradients of an unfinished step are held; something cannot be stored, named by its path;
+            another asynchronous save has failed; or the disk is full. The same on every rank.
+
+    Stored: masters, optimizer states, parameter groups, buffers, loss scale, and the random generators of every rank
+    (python, numpy, torch, GPU). Cost for each rank: its shard in bytes written; with ``async_op`` also in host memory.
+    """
+    topology = optimizer.topology
+    check_topology(topology)
+    folder = Path(share_text(str(Path(save_dir).absolute()), 0, topology))
+    folder = folder / check_tag(share_text(str(tag), 0, topology))
+    _check_between_steps(optimizer)
+    wait_for_saves(topology)
+    snapshot = take_snapshot(
+        optimizer,
+        stateful=stateful or {},
+        client_state=client_state or {},
+        exclude_frozen_parameters=exclude_frozen_parameters,
+    )
+    if async_op:
+        snapshot = snapshot.copied()
+    background = topology.background
+
+    def write() -> None:
+        _write(snapshot, FolderWriter(folder, snapshot.content, moves_latest=save_latest), background)
+
+    saving = Saving(folder, background.submit(write))
+    if not async_op:
+        saving.wait()
+        return saving
+    background.last = saving
+    return saving
+
+
+def check_topology(topology: Topology) -> None:
+    """Refuse ranks that hold only a part of the model each."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if size != topology.world_size:
+        raise CheckpointError(
+            f"a checkpoint is of all ranks, which hold the same model: this optimizer has {topology.world_size} of "
+            f"{size} ranks. Checkpoints beside model-parallel ranks are not available in this version"
+        )
+
+
+def wait_for_saves(topology: Topology) -> None:
+    """Let an asynchronous save before this one finish; raise its error if nobody has seen it."""
+    background = topology.background
+    last, background.last = background.last, None
+    if last is not None:
+        last.wait()
+
+
+def _check_between_steps(optimizer: ZeroOptimizer) -> None:
+    if optimizer.inside.runtime.is_within_step:
+        raise CheckpointError(
+            "a checkpoint is taken between steps: gradients of an unfinished step are held. Save after step(), at the "
+            "accumulation boundary (engine.is_gradient_accumulation_boundary()), or call zero_grad() before"
+        )
+
+
+def _write(snapshot: Snapshot, writer: FolderWriter, background: Background) -> None:
+    planner = SavePartsPlanner(snapshot.parts)
+    try:
+        if background.group is None:
+            _write_alone(planner, writer)
+        else:
+            dcp.save({}, storage_writer=writer, planner=planner, process_group=background.group)
+    except (CheckpointException, Exception) as error:
+        failure = as_checkpoint_error(error)
+        logger.error("%s", failure)
+        raise failure from error
+
+
+def _write_alone(planner: SavePartsPlanner, writer: FolderWriter) -> None:
+    """DCP's steps without other ranks."""
+    planner.set_up_planner({}, is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).value()])
+
+
+def as_checkpoint_error(error: BaseException) -> CheckpointError:
+    """What went wrong on the ranks, as one error whose text is the same on all of them."""
+    if isinstance(error, CheckpointError):
+        return error
+    if not isinstance(error, CheckpointException):
+        return CheckpointError(f"{type(error).__name__}: {error}")
+    texts = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
+    known = [cause for cause in texts.values() if isinstance(cause, CheckpointError)]
+    if known:
+        return CheckpointError(str(known[0]))
+    return CheckpointError("; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, e in texts.items()))

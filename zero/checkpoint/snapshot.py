@@ -1,0 +1,150 @@
+"""Everything a checkpoint holds, taken on the main thread: parts of tensors, and a JSON document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.checkpoint.agreement import raise_together
+from zero.checkpoint.errors import CheckpointError
+from zero.checkpoint.parts import buffer_parts, held_weights, named_buffers, state_parts
+from zero.checkpoint.planners import Part
+from zero.checkpoint.random_state import capture_random_state
+from zero.checkpoint.tensor_file import CODES
+from zero.checkpoint.tree import Tree
+from zero.optimizer import Inside, ZeroOptimizer
+from zero.runtime import Runtime
+
+__all__ = ["Snapshot", "group_options", "names_of_groups", "take_snapshot"]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one rank saves."""
+
+    parts: list[Part]
+    content: dict[str, Any]
+    """The document of metadata.json; the first rank's is written."""
+
+    def copied(self) -> Snapshot:
+        """The same in host memory of its own, which the training does not change."""
+        parts = [replace(part, values=part.values.to("cpu", copy=True)) for part in self.parts]
+        return Snapshot(parts, self.content)
+
+
+def take_snapshot(
+    optimizer: ZeroOptimizer,
+    *,
+    stateful: Mapping[str, Any],
+    client_state: Mapping[str, Any],
+    exclude_frozen_parameters: bool,
+) -> Snapshot:
+    """The parts of this rank, as views of live tensors. Collective.
+
+    Raises:
+        CheckpointError: Something that cannot be stored; the same on every rank.
+    """
+    inside = optimizer.inside
+    parts, error = buffer_parts(inside.runtime), None
+    content: dict[str, Any] = {}
+    try:
+        weights = [held for held in held_weights(inside.runtime)]  # noqa: C416
+        for held in weights:
+            if held.bucket.is_trainable or not exclude_frozen_parameters:
+                parts.append(held.part(f"weight/{held.name}", held.values))
+        parts += state_parts(inside)
+        content, more = _content(optimizer, inside, dict(stateful), dict(client_state))
+        parts += more + _of_this_rank(inside.runtime)
+        content["excludes_frozen"] = exclude_frozen_parameters
+    except CheckpointError as caught:
+        error = caught
+    raise_together(error, inside.runtime.topology)
+    return Snapshot(parts, content)
+
+
+def _content(
+    optimizer: ZeroOptimizer, inside: Inside, stateful: dict[str, Any], client_state: dict[str, Any]
+) -> tuple[dict[str, Any], list[Part]]:
+    """The document, and the tensors it refers to: the first rank's."""
+    runtime, tree = inside.runtime, Tree("tree")
+    loss_scale = optimizer.loss_scale
+    content = {
+        "torch": torch.__version__,
+        "world_size": runtime.topology.world_size,
+        "stage": runtime.stage.number,
+        "parameters": _parameters(runtime),
+        "buffers": {
+            name: {"dtype": CODES[buffer.dtype], "shape": list(buffer.shape)}
+            for name, buffer in named_buffers(runtime.model).items()
+        },
+        "optimizer": {
+            "class": type(inside.inner).__name__,
+            "groups": [
+                {"parameters": names, "options": tree.encode(options, f"param_groups[{index}]")}
+                for index, (names, options) in enumerate(
+                    zip(names_of_groups(inside), group_options(inside), strict=True)
+                )
+            ],
+        },
+        "loss_scale": None if loss_scale is None else tree.encode(loss_scale.state_dict(), "loss_scale"),
+        "extra_state": {
+            name: tree.encode(module.get_extra_state(), f"extra state of {name!r}")
+            for name, module in runtime.model.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        },
+        "stateful": {name: tree.encode(item.state_dict(), name) for name, item in stateful.items()},
+        "client_state": tree.encode(client_state, "client_state"),
+    }
+    parts = [Part.whole(key, tensor) for key, tensor in tree.tensors.items()]
+    return content, parts if runtime.topology.rank == 0 else []
+
+
+def _parameters(runtime: Runtime) -> dict[str, Any]:
+    """Shape, dtype and other names of every parameter, in the model's order."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in runtime.model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    slots = {
+        param: (slot, bucket)
+        for bucket in runtime.buckets
+        for param, slot in zip(bucket.params, bucket.layout.slots, strict=True)
+    }
+    described = {}
+    for param, of_param in names.items():
+        slot, bucket = slots[param]
+        described[slot.name] = {
+            "shape": list(slot.shape),
+            "dtype": CODES[bucket.dtype],
+            "is_trainable": bucket.is_trainable,
+            "aliases": [name for name in of_param if name != slot.name],
+        }
+    return described
+
+
+def names_of_groups(inside: Inside) -> list[list[str]]:
+    """The trainable parameters of every parameter group."""
+    names: list[list[str]] = [[] for _ in inside.inner.param_groups]
+    for bucket in inside.runtime.buckets:
+        if bucket.is_trainable:
+            for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
+                names[inside.group_of[param]].append(slot.name)
+    return names
+
+
+def group_options(inside: Inside) -> list[dict[str, Any]]:
+    """The settings of every parameter group: learning rates and the like."""
+    return [{key: value for key, value in g.items() if key != "params"} for g in inside.inner.param_groups]
+
+
+def _of_this_rank(runtime: Runtime) -> list[Part]:
+    """What is different on every rank: the random generators. JSON, too, is stored as a tensor, of bytes."""
+    rank = runtime.topology.rank
+    tree = Tree(f"rank/{rank}/tree")
+    document = tree.encode({"random": capture_random_state(runtime.buckets[0].device)}, "random state")
+    text = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
+    return [Part.whole(f"rank/{rank}/json", text), *(Part.whole(key, value) for key, value in tree.tensors.items())]

@@ -1,0 +1,225 @@
+"""DCP's storage: safetensors shards and metadata.json, written durably and read chunk by chunk with checksums."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from zero.checkpoint.errors import CheckpointError
+from zero.checkpoint.folder import (
+    LATEST,
+    METADATA,
+    remove_file,
+    remove_stale_shards,
+    replace_file,
+    shard_name,
+    sync_folder,
+)
+from zero.checkpoint.index import Index, StoredChunk, StoredTensor, write_index
+from zero.checkpoint.tensor_file import as_bytes, from_bytes, make_header
+
+__all__ = ["FolderReader", "FolderWriter", "read_chunk"]
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class FolderWriter(StorageWriter):
+    """Writes one checkpoint.
+
+    Args:
+        folder: ``SAVE_DIR/TAG``.
+        content: What metadata.json holds beside the tensors; the first rank's is written.
+        moves_latest: Whether ``SAVE_DIR/latest`` names it in the end.
+    """
+
+    def __init__(self, folder: Path, content: Mapping[str, Any], *, moves_latest: bool) -> None:
+        self._folder, self._content, self._moves_latest = folder, content, moves_latest
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """One writer is one checkpoint: nothing to do."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:  # noqa: ARG002, FBT001
+        """Every rank makes the folder, or finds it."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"the folder {self._folder} cannot be made: {error.strerror}") from error
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Name the ranks' files."""
+        save_id = secrets.token_hex(4)
+        return [replace(plan, storage_data=shard_name(rank, save_id)) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file, and wait until it is on the disk."""
+        path = self._folder / str(plan.storage_data)
+        try:
+            return _done(_write_shard(path, plan, planner))
+        except OSError as error:
+            remove_file(path)
+            free = shutil.disk_usage(self._folder).free if self._folder.is_dir() else 0
+            raise CheckpointError(
+                f"{path} could not be written: {error.strerror} ({free / 2**30:.2f} GiB are free there): make room or "
+                "choose another folder; the checkpoints before are untouched"
+            ) from error
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the first rank, once all ranks have written: metadata.json, and then ``latest``."""
+        written = [result for of_rank in results for result in of_rank]
+        chunks: dict[str, list[StoredChunk]] = {}
+        files: dict[str, int] = {}
+        for result in written:
+            chunk, file_nbytes = result.storage_data
+            chunks.setdefault(result.index.fqn, []).append(chunk)
+            files[chunk.file] = file_nbytes
+        self._check_visible(files)
+        tensors = {}
+        for key, stored in metadata.state_dict_metadata.items():
+            assert isinstance(stored, TensorStorageMetadata), "parts are tensors"
+            of_key = tuple(sorted(chunks[key], key=lambda chunk: chunk.offset))
+            tensors[key] = StoredTensor(stored.properties.dtype, stored.size.numel(), of_key)
+        save_id = secrets.token_hex(4)
+        sync_folder(self._folder)
+        replace_file(self._folder / METADATA, write_index(tensors, files, self._content), save_id)
+        sync_folder(self._folder.parent)
+        if self._moves_latest:
+            replace_file(self._folder.parent / LATEST, self._folder.name.encode(), save_id)
+        remove_stale_shards(self._folder, set(files))
+
+    def _check_visible(self, files: Mapping[str, int]) -> None:
+        for name, nbytes in files.items():
+            path = self._folder / name
+            if not path.is_file() or path.stat().st_size != nbytes:
+                raise CheckpointError(
+                    f"the first rank does not see {path}, which another rank has written: the folder of a checkpoint "
+                    "must be on a file system that all ranks share"
+                )
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
+        """DCP does not choose this storage by itself."""
+        return False
+
+
+def _write_shard(path: Path, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    layout = {}
+    for item in plan.items:
+        assert item.tensor_data is not None, "parts are tensors"
+        numel = item.tensor_data.chunk.sizes[0]
+        layout[_entry_name(item.index)] = (item.tensor_data.properties.dtype, (numel,))
+    header, entries = make_header(layout)
+    nbytes = max((entry.stop for entry in entries.values()), default=len(header))
+    results = []
+    with path.open("wb") as file:
+        file.write(header)
+        for item in plan.items:
+            values = planner.resolve_data(item)
+            assert isinstance(values, Tensor), "parts are tensors"
+            data = as_bytes(values)
+            file.write(data)
+            entry = entries[_entry_name(item.index)]
+            assert item.index.offset is not None, "chunks have offsets"
+            chunk = StoredChunk(item.index.offset[0], entry.shape[0], path.name, entry.start, zlib.crc32(data))
+            results.append(WriteResult(item.index, len(data), (chunk, nbytes)))
+        file.flush()
+        os.fsync(file.fileno())
+    return results
+
+
+def _entry_name(index: MetadataIndex) -> str:
+    return f"{index.fqn}@{index.offset[0] if index.offset else 0}"
+
+
+class FolderReader(StorageReader):
+    """Reads what ``index`` says."""
+
+    def __init__(self, index: Index) -> None:
+        self._folder, self._metadata = index.folder, index.as_dcp()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """One reader is one checkpoint: nothing to do."""
+
+    def read_metadata(self) -> Metadata:
+        """What there is."""
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:  # noqa: FBT001
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read every chunk that the plan touches once, in the order of the files."""
+        stored: dict[MetadataIndex, tuple[torch.dtype, StoredChunk]] = self._metadata.storage_data
+        items: dict[MetadataIndex, list[Any]] = {}
+        for item in plan.items:
+            items.setdefault(MetadataIndex(item.storage_index.fqn, item.storage_index.offset), []).append(item)
+        for index in sorted(items, key=lambda index: (stored[index][1].file, stored[index][1].position)):
+            dtype, chunk = stored[index]
+            values = read_chunk(self._folder, index.fqn, chunk, dtype)
+            for item in items[index]:
+                target = planner.resolve_tensor(item)
+                target.copy_(values.narrow(0, item.storage_offsets[0], item.lengths[0]))
+                planner.commit_tensor(item, target)
+        return _done(None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
+        """DCP does not choose this storage by itself."""
+        return False
+
+
+def read_chunk(folder: Path, key: str, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
+    """The values of one chunk of tensor ``key``, checked.
+
+    Raises:
+        CheckpointError: The file cannot be read, or the bytes are not those that were written.
+    """
+    path, data = folder / chunk.file, bytearray(chunk.numel * dtype.itemsize)
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(chunk.position)
+            _read_all(file.readinto, memoryview(data))
+    except (OSError, EOFError) as error:
+        raise CheckpointError(f"{path} cannot be read, for tensor {key!r}: {error}") from error
+    if chunk.crc32 is not None and zlib.crc32(data) != chunk.crc32:
+        raise CheckpointError(
+            f"{path} is damaged: the checksum of tensor {key!r}, elements {chunk.offset} to "
+            f"{chunk.offset + chunk.numel}, does not fit; load another checkpoint"
+        )
+    return from_bytes(data, dtype)
+
+
+def _read_all(read_into: Any, view: memoryview) -> None:
+    while view:
+        count = read_into(view)
+        if not count:
+            raise EOFError(f"the file ends {len(view)} bytes too early")
+        view = view[count:]
