@@ -26,7 +26,7 @@ from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from zero.bucket import Bucket
-from zero.gather import Gatherer
+from zero.gather import Gatherer, Mode
 from zero.grads import Reducer
 from zero.units import Unit, external_parameters, own_parameters
 
@@ -69,6 +69,8 @@ class Hooks:
         self._unit_modules: set[nn.Module] = set()
         self._forwards: list[tuple[nn.Module, AbstractContextManager[Any] | None]] = []
         """Modules whose forward runs, outermost first, each with the saving of tensors that began with it."""
+        self._mode = Mode.INFERENCE
+        """What the outermost of these is part of."""
         self._backward: ReferenceType[RunningBackward] | None = None
         self._handles: list[Any] = []
 
@@ -119,7 +121,7 @@ class Hooks:
         if bucket not in self._buckets_of[module]:
             self._buckets_of[module].append(bucket)
             bucket.forward_depth += 1
-        self._gatherer.acquire(bucket)
+        self._gatherer.acquire(bucket, self._mode)
         return True
 
     def keep(self, handles: Iterable[Any]) -> None:
@@ -139,6 +141,7 @@ class Hooks:
             logger.warning("a backward ended with an exception: gradients since the last zero_grad() are dropped")
             self._reducer.zero()
             self._gatherer.release_all()
+            self._gatherer.abandon_iteration(Mode.TRAINING)
 
     def _hook_gradient(self, param: nn.Parameter, bucket: int, slot: int) -> None:
         grads = self._reducer.by_bucket[bucket]
@@ -162,18 +165,20 @@ class Hooks:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module not in self._buckets_of:
             return
+        is_recomputing = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
         if not self._forwards:
             self.recover()
             self._unpin()
+            is_training = is_recomputing or (torch.is_grad_enabled() and module.training)
+            self._mode = Mode.TRAINING if is_training else Mode.INFERENCE
+            self._gatherer.abandon_iteration(Mode.INFERENCE)
         self._forwards.append((module, self._start_saving()))
-        is_recomputing = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
         if is_recomputing:  # under activation checkpointing
             self._begin_backward()
-        is_training = torch.is_grad_enabled() and module.training
         for bucket in self._buckets_of[module]:
             bucket.forward_depth += 1
             bucket.is_held_by_backward |= is_recomputing
-            self._gatherer.acquire(bucket, prefetch=is_training)
+            self._gatherer.acquire(bucket, self._mode)
         if module in self._unit_modules and torch.is_grad_enabled():
             # Not leaves: those outlive the step, and would keep a hook for each.
             inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.grad_fn is not None]
@@ -216,6 +221,8 @@ class Hooks:
         _, context = self._forwards.pop()
         if context is not None:
             context.__exit__(None, None, None)
+        if not self._forwards and self._mode is Mode.INFERENCE and output is not None:  # it is after an exception
+            self._gatherer.end_iteration(Mode.INFERENCE)
 
     def _bucket_under(self, tensor: Tensor) -> Bucket | None:
         if tensor.layout is not torch.strided or getattr(type(tensor), "is_released", False):
@@ -236,12 +243,13 @@ class Hooks:
         if isinstance(saved, SavedElsewhere):
             return saved.unpack(saved.packed)
         bucket = saved.bucket
-        if torch._C._current_graph_task_id() != -1:
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if is_in_backward:
             self._begin_backward()
             bucket.is_held_by_backward = True
         else:
             bucket.is_pinned = True
-        self._gatherer.acquire(bucket)
+        self._gatherer.acquire(bucket, Mode.TRAINING if is_in_backward else None)
         assert bucket.full is not None, f"bucket {bucket.name!r} is full without a buffer"
         view = bucket.full.as_strided(saved.size, saved.stride, saved.offset)
         return view.clone() if torch.is_grad_enabled() else view  # create_graph=True: this backward saves it, too
@@ -258,7 +266,7 @@ class Hooks:
         self._begin_backward()
         for bucket in buckets:
             bucket.is_held_by_backward = True
-            self._gatherer.acquire(bucket, prefetch=True)
+            self._gatherer.acquire(bucket, Mode.TRAINING)
 
     def _end_of_use_in_backward(self, buckets: list[Bucket]) -> None:
         for bucket in buckets:
@@ -267,6 +275,7 @@ class Hooks:
 
     def _end_backward(self, running: RunningBackward) -> None:  # noqa: ARG002  (kept alive by being an argument)
         self._backward = None
+        self._gatherer.end_backward()
         self._reducer.end_backward()
         for bucket in self._gatherer.by_storage.copy().values():
             bucket.is_held_by_backward = False

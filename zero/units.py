@@ -5,6 +5,9 @@ and every other child of the modules above them. The parameters that such an upp
 their own, with those of its ``ParameterList`` and ``ParameterDict``, which nobody calls. The cut depends on the model's
 structure alone, never on a stage, a bucket size or a world size.
 
+A unit with more elements than may be gathered at a time is cut into its children, too, down to single layers; but not
+the modules of torch.nn that use their children's parameters without calling them.
+
     GPT                          units:  wte | wpe | blocks.0 | blocks.1 | ... | ln_f
       wte, wpe, ln_f, lm_head            (lm_head, tied to wte, is served by wte's unit)
       blocks: ModuleList
@@ -12,6 +15,7 @@ structure alone, never on a stage, a bucket size or a world size.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,6 +24,7 @@ from torch import nn
 __all__ = ["EXTERNAL", "Unit", "external_parameters", "find_units", "own_parameters"]
 
 PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+USING_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 EXTERNAL = "zero_external_parameters"
 """The attribute of a module that holds the parameters it uses and does not own."""
 
@@ -33,24 +38,28 @@ class Unit:
     parameters: tuple[tuple[str, nn.Parameter], ...]
 
 
-def find_units(model: nn.Module) -> list[Unit]:
-    """Cut ``model`` into units. Each parameter is in one unit; a tied one belongs to its first owner."""
-    seen: set[nn.Parameter] = set()
-    return [unit for unit in _visit("", model, seen, is_root=True) if unit.parameters]
+def find_units(model: nn.Module, max_numel: int = sys.maxsize) -> list[Unit]:
+    """Cut ``model`` into units. Each parameter is in one unit; a tied one belongs to its first owner.
+
+    ``max_numel``: elements of a unit, where a module that holds others has more.
+    """
+    return [unit for unit in _visit("", model, set(), max_numel, is_root=True) if unit.parameters]
 
 
-def _visit(name: str, module: nn.Module, seen: set[nn.Parameter], *, is_root: bool) -> Iterator[Unit]:
+def _visit(
+    name: str, module: nn.Module, seen: set[nn.Parameter], max_numel: int, *, is_root: bool = False
+) -> Iterator[Unit]:
     children = [
         (child_name, child)
         for child_name, child in module.named_children()
         if _has_parameters(child) and not isinstance(child, PARAMETER_CONTAINERS)
     ]
-    if not children or not (is_root or _is_divisible(module)):
+    if not children or not (is_root or _is_divisible(module) or _is_too_large(module, max_numel)):
         yield Unit(name, module, _take(name, module.named_parameters(), seen))
         return
     yield Unit(name, module, _take(name, own_parameters(module), seen))
     for child_name, child in children:
-        yield from _visit(f"{name}.{child_name}".lstrip("."), child, seen, is_root=False)
+        yield from _visit(f"{name}.{child_name}".lstrip("."), child, seen, max_numel)
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -76,6 +85,12 @@ def _take(
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def _is_too_large(module: nn.Module, max_numel: int) -> bool:
+    if isinstance(module, USING_THEIR_CHILDREN):
+        return False
+    return sum(param.numel() for param in module.parameters()) > max_numel
 
 
 def _is_divisible(module: nn.Module) -> bool:
