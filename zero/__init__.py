@@ -6,6 +6,7 @@ from zero.config import NotAvailableError
 from zero.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from zero.distributed import init_distributed
 from zero.engine import Engine
+from zero.generation import gathered_for_generation
 from zero.init import Init
 from zero.initialize import Initialized, add_config_arguments, initialize
 from zero.optimizer import ZeroOptimizer
@@ -26,6 +27,7 @@ __all__ = [
     "ZeroOptimizer",
     "ZeroSettings",
     "add_config_arguments",
+    "gathered_for_generation",
     "init_distributed",
     "initialize",
     "model_state_nbytes",

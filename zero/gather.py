@@ -86,6 +86,18 @@ class Gatherer:
         if bucket.state is BucketState.GATHERING:
             self._finish(bucket)
 
+    def acquire_all(self, buckets: list[Bucket]) -> None:
+        """Make all of ``buckets`` FULL, outside of forward and backward; their exchanges overlap."""
+        if not self._is_active:
+            return
+        if self._compares_always:
+            for bucket in buckets:
+                self.acquire(bucket)
+        for bucket in buckets:
+            self._issue(bucket)
+        for bucket in buckets:
+            self.acquire(bucket)
+
     def _begin_use(self, bucket: Bucket, mode: Mode | None) -> tuple[Start, ...]:
         self._in_use[bucket.index] = None
         self._kept.discard(bucket.index)

@@ -148,8 +148,7 @@ class Runtime:
         """Hold ``buckets`` full."""
         for bucket in buckets:
             bucket.forward_depth += 1
-        for bucket in buckets:
-            self.gatherer.acquire(bucket)
+        self.gatherer.acquire_all(buckets)
         try:
             yield
         finally:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["EXTERNAL", "Unit", "external_parameters", "find_units", "own_parameters"]
+__all__ = ["EXTERNAL", "Unit", "external_parameters", "find_units", "is_compiled", "own_parameters"]
 
 PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 USING_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -54,7 +54,8 @@ def _visit(
         for child_name, child in module.named_children()
         if _has_parameters(child) and not isinstance(child, PARAMETER_CONTAINERS)
     ]
-    if not children or not (is_root or _is_divisible(module) or _is_too_large(module, max_numel)):
+    is_divided = is_root or (not is_compiled(module) and (_is_divisible(module) or _is_too_large(module, max_numel)))
+    if not children or not is_divided:
         yield Unit(name, module, _take(name, module.named_parameters(), seen))
         return
     yield Unit(name, module, _take(name, own_parameters(module), seen))
@@ -85,6 +86,11 @@ def _take(
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` was made by torch.compile, or compiled in place: it is used as a whole."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _is_too_large(module: nn.Module, max_numel: int) -> bool:
