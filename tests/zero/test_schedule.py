@@ -142,15 +142,16 @@ def test_a_schedule_learns_a_new_order() -> None:
 class FakeExchange:
     """Ends when it likes, at the latest when somebody waits; its values are seen only then."""
 
-    def __init__(self, owner: FakeNetwork, bucket: Bucket, columns: Any, full: torch.Tensor) -> None:
-        self.owner, self.bucket, self.columns, self.full = owner, bucket, columns, full
+    def __init__(self, bucket: Bucket, columns: slice, full: torch.Tensor) -> None:
+        self.full = full
         self.has_ended = False
+        self.values = bucket.shard[columns].clone()
         full.fill_(float("nan"))
 
     def end(self) -> None:
         if not self.has_ended:
             self.has_ended = True
-            self.full.copy_(self.bucket.shard[self.columns])
+            self.full.copy_(self.values)
 
     wait = end
 
@@ -164,7 +165,7 @@ class FakeNetwork:
         columns = [slice(a, b) for a, b in pairwise(edges)]
 
         def start(index: int, full: torch.Tensor) -> FakeExchange:
-            exchange = FakeExchange(self, bucket, columns[index], full[columns[index]])
+            exchange = FakeExchange(bucket, columns[index], full[columns[index]])
             self.exchanges.append(exchange)
             return exchange
 
@@ -192,6 +193,8 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
         self.order = [self.random.randrange(4) for _ in range(12)]
         self.position = 0
         self.num_held = Counter[int]()
+        self.go_on(len(self.order))
+        self.a_step_ends()
 
     def _bucket(self, index: int, effective: Any, topology: Topology) -> Bucket:
         param = nn.Parameter(torch.full((256 * (index + 1),), index + 1.0))
@@ -215,6 +218,15 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
         index = self.order[self.position % len(self.order)]
         self.position += 1
         self._use(index)
+
+    @rule(num_uses=st.integers(1, 12))
+    def go_on(self, num_uses: int) -> None:
+        """Use the next ones one after the other, as they are expected."""
+        for _ in range(num_uses):
+            index = self.order[self.position % len(self.order)]
+            self.use_the_next()
+            self.what_is_in_use_is_full_and_right()
+            self._end(index)
 
     @rule(index=st.integers(0, 3))
     def use_another(self, index: int) -> None:
@@ -250,11 +262,14 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
         assert all(e.has_ended for e in self.network.exchanges), "a buffer went back while it was being filled"
         self.network.exchanges.clear()
 
-    @rule(index=st.integers(0, 3))
-    def values_change(self, index: int) -> None:
-        if not self.num_held[index]:
-            self.buckets[index].shard.add_(4)
-            self.gatherer.parameters_changed([self.buckets[index]])
+    @rule(num_uses=st.integers(0, 12))
+    def values_change(self, num_uses: int) -> None:
+        """Of all that nobody uses, which then goes on."""
+        idle = [bucket for bucket in self.buckets if not self.num_held[bucket.index]]
+        for bucket in idle:
+            bucket.shard.add_(4)
+        self.gatherer.parameters_changed(idle)
+        self.go_on(num_uses)
 
     @invariant()
     def what_is_in_use_is_full_and_right(self) -> None:
@@ -271,7 +286,7 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
 
 
 TestBuckets = BucketsUnderAnyNetwork.TestCase
-TestBuckets.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestBuckets.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
 def test_impossible_transitions_are_named() -> None:
