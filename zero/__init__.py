@@ -7,6 +7,7 @@ from zero.config import NotAvailableError
 from zero.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from zero.distributed import init_distributed
 from zero.engine import Engine
+from zero.generation import gathered_for_generation
 from zero.init import Init
 from zero.initialize import Initialized, add_config_arguments, initialize
 from zero.load import Loaded, load_pretrained
@@ -31,6 +32,7 @@ __all__ = [
     "ZeroSettings",
     "add_config_arguments",
     "export_checkpoint",
+    "gathered_for_generation",
     "init_distributed",
     "initialize",
     "load_checkpoint",

@@ -8,6 +8,9 @@ stage   full buffer          shard                    master (float32)          
 Frozen parameters have no master but the shard; where stages 1 and 2 quantize weights, an exact copy of it.
 
 SHARDED --issue a gather--> GATHERING --wait--> FULL --release--> SHARDED          (below stage 3: always FULL)
+                            GATHERING --abandon--> SHARDED
+
+At stage 3 a resident bucket, of small parameters, is always FULL, too: gathered again whenever its shards have changed.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ class BucketState(Enum):
 
 TRANSITIONS = {
     BucketState.SHARDED: {BucketState.GATHERING},
-    BucketState.GATHERING: {BucketState.FULL},
+    BucketState.GATHERING: {BucketState.FULL, BucketState.SHARDED},
     BucketState.FULL: {BucketState.SHARDED},
 }
 
@@ -64,7 +67,15 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
 class Bucket:
     """Parameters of one unit that share dtype and requires_grad, laid flat."""
 
-    def __init__(self, index: int, name: str, layout: BucketLayout, params: list[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        layout: BucketLayout,
+        params: list[nn.Parameter],
+        *,
+        is_resident: bool = False,
+    ) -> None:
         self.index = index
         self.name = name
         self.layout = layout
@@ -83,6 +94,7 @@ class Bucket:
         self.forward_depth = 0
         self.is_held_by_backward = False
         self.is_pinned = False
+        self.is_resident = is_resident
 
     @property
     def is_needed(self) -> bool:
@@ -111,7 +123,8 @@ class Bucket:
             self._move(BucketState.GATHERING)
             self.full = full
             self.expose()
-            self.release()
+            if not self.is_resident:
+                self.release()
         else:
             self.shard = own if stage.shards_states else full
             self.state = BucketState.GATHERING
@@ -171,6 +184,13 @@ class Bucket:
             hide(param, empty)
         full, self.full = self.full, None
         assert full is not None, f"bucket {self.name!r} was full without a buffer"
+        return full
+
+    def abandon(self) -> Tensor:
+        """Give up a gather, all exchanges of which have ended; returns the buffer."""
+        self._move(BucketState.SHARDED)
+        full, self.full = self.full, None
+        assert full is not None, f"bucket {self.name!r} was being gathered without a buffer"
         return full
 
     def master_pieces(self, stage: Stage, shard_index: int) -> list[tuple[Piece, Tensor]]:

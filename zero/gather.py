@@ -1,67 +1,39 @@
-"""Filling full parameters from shards: the stage-3 gather with its secondary partition, and the gather after a step.
+"""Filling full parameters from shards, and letting them go: every bucket of stage 3, by the schedule.
 
     acquire: SHARDED -> pool buffer -> all-gather (primary, or inside the node from the secondary partition) -> FULL
-    release: FULL -> placeholders, buffer back to the pool
+    release: FULL -> placeholders, buffer back to the pool, unless the schedule keeps it for its next use
 
-The order of gathers is recorded during one optimizer step; in the next, each gather issues the one that followed it.
-An order that changes costs a missed prefetch, never a wrong result.
+Each use is told to a :class:`zero.schedule.Schedule`, which says what to start for later ones. Where it has no plan, in
+the first iteration and after a change of order, the ranks compare what they are about to gather.
 """
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterable
+from enum import Enum
 
-from torch import Tensor
+import torch
 
-from zcomm import SecondaryPartition, Topology, Work, all_gather_single
+from zcomm import Topology, Work
 from zero.bucket import Bucket, BucketState
-from zero.layout import BucketLayout
+from zero.order_check import OrderCheck
 from zero.pool import BufferPool
+from zero.schedule import END_OF_BACKWARD, Limits, Schedule, Start
 from zero.settings import Effective, ZeroSettings
+from zero.sources import GatherOptions, Primary, Secondary
 
-__all__ = ["Gatherer", "Trace", "issue_gather"]
+__all__ = ["Gatherer", "Mode"]
 
-
-def issue_gather(
-    layout: BucketLayout, full: Tensor, shard: Tensor, topology: Topology, settings: ZeroSettings, *, format: str
-) -> list[Work]:
-    """Start filling ``full`` from every rank's ``shard``, at most ``allgather_bucket_size`` elements an exchange."""
-    rows, works = full.view(topology.world_size, -1), []
-    chunks = layout.chunks(settings.allgather_bucket_size)
-    for start, stop in chunks:
-        output = full if len(chunks) == 1 else rows[:, start:stop]
-        work = all_gather_single(
-            output,
-            shard[start:stop],
-            topology,
-            format=format,
-            numbering="local",
-            async_op=settings.overlap_comm,
-        )
-        if work is not None:
-            works.append(work)
-    return works
+logger = logging.getLogger("zero")
 
 
-class Trace:
-    """The order in which buckets are gathered within one optimizer step, learnt in the step before."""
+class Mode(Enum):
+    """What an iteration is: each has an order of its own."""
 
-    def __init__(self) -> None:
-        self._recorded: list[int] = []
-        self._current: list[int] = []
-
-    def follow(self, index: int) -> int | None:
-        """Note that bucket ``index`` is gathered; return the one that followed last time, if the order still agrees."""
-        self._current.append(index)
-        at = len(self._current)
-        if at < len(self._recorded) and self._recorded[at - 1] == index:
-            return self._recorded[at]
-        return None
-
-    def restart(self) -> None:
-        """An optimizer step ends: what was seen becomes what is expected."""
-        self._recorded, self._current = self._current, []
+    TRAINING = "training"  # from one optimizer step to the next
+    INFERENCE = "inference"  # one forward without gradients
 
 
 class Gatherer:
@@ -71,29 +43,135 @@ class Gatherer:
         self, buckets: list[Bucket], topology: Topology, settings: ZeroSettings, effective: Effective, pool: BufferPool
     ) -> None:
         self._buckets, self._topology, self._pool = buckets, topology, pool
-        self._settings, self._effective = settings, effective
-        self._works: dict[int, list[Work]] = {}
-        self._secondary: dict[int, SecondaryPartition] = {}
+        self._effective, self._logs_every_change = effective, settings.log_trace_cache_warnings
+        self._is_active = effective.stage.shards_parameters
+        limits = effective.limits
+        self.options = GatherOptions(
+            topology,
+            effective.weight_format,
+            settings.overlap_comm,
+            limits.prefetch_numel or settings.allgather_bucket_size,
+            settings.allgather_bucket_size,
+        )
+        self._primary = [Primary(bucket, self.options) for bucket in buckets]
+        exchanges = [source.exchanges for source in self._primary]
+        self._secondary: dict[int, Secondary] = {}
         if effective.has_secondary:
             for b in buckets:
-                partition = SecondaryPartition(topology, b.layout.numel, b.dtype, device=b.device)
-                self._secondary[b.index] = partition
-        self.trace = Trace()
+                if not b.is_resident:
+                    self._secondary[b.index] = Secondary(b, self.options, exchanges[b.index])
+        limits = _within_layers(limits, [sum(e) for e in exchanges])
+        self._schedules = {mode: Schedule(exchanges, limits) for mode in Mode}
+        self._check = OrderCheck(topology) if self._is_active else None
+        self._works: dict[int, list[Work | None]] = {}
+        """The exchanges that have started of each bucket that is being gathered."""
+        self._in_use: dict[int, Schedule | None] = {}
+        """Buckets that somebody needs, each with the schedule that was told of it."""
+        self._kept: set[int] = set()
+        """Full buckets that nobody needs now."""
+        self._has_said: set[str] = set()
         self.checksum = 0
         """Of all gathers issued so far, in order: they match those of other ranks only if it is the same there."""
         self.by_storage: dict[int, Bucket] = {}
 
-    def acquire(self, bucket: Bucket, *, prefetch: bool = False) -> None:
-        """Make ``bucket`` FULL. ``prefetch``: the call is part of training, so its order is worth learning."""
-        if bucket.state is BucketState.FULL:
+    def acquire(self, bucket: Bucket, mode: Mode | None = None) -> None:
+        """Make ``bucket`` FULL. ``mode``: the use is part of an iteration, so its place in the order is recorded."""
+        if not self._is_active or bucket.is_resident:
             return
-        self._issue(bucket)
-        if prefetch and self._settings.overlap_comm:
-            following = self.trace.follow(bucket.index)
-            if following is not None:
-                self._issue(self._buckets[following])
+        starts = () if bucket.index in self._in_use else self._begin_use(bucket, mode)
+        if bucket.state is not BucketState.FULL:
+            self._issue(bucket)
+        for start in starts:
+            self._issue(self._buckets[start.bucket], start.stop)
+        if bucket.state is BucketState.GATHERING:
+            self._finish(bucket)
+
+    def acquire_all(self, buckets: list[Bucket]) -> None:
+        """Make all of ``buckets`` FULL, outside of forward and backward; their exchanges overlap."""
+        if not self._is_active:
+            return
+        if self._compares_always:
+            for bucket in buckets:
+                self.acquire(bucket)
+        for bucket in buckets:
+            self._issue(bucket)
+        for bucket in buckets:
+            self.acquire(bucket)
+
+    def _begin_use(self, bucket: Bucket, mode: Mode | None) -> tuple[Start, ...]:
+        self._in_use[bucket.index] = None
+        self._kept.discard(bucket.index)
+        if mode is None:
+            self._compare(f"gathers {_describe(bucket)} outside of forward and backward")
+            return ()
+        schedule = self._in_use[bucket.index] = self._schedules[mode]
+        return self._begin(schedule, bucket.index, mode)
+
+    def _begin(self, schedule: Schedule, bucket: int, mode: Mode) -> tuple[Start, ...]:
+        if not schedule.expects(bucket):
+            self._leave_plan(schedule, mode)
+        if not schedule.is_following or self._compares_always:
+            phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+            what = (
+                "has come to the end of backward"
+                if bucket == END_OF_BACKWARD
+                else f"gathers {_describe(self._buckets[bucket])} in {phase}"
+            )
+            self._compare(f"{what}, use {schedule.position} of {mode.value}", always=True)
+        return schedule.begin(bucket)
+
+    @property
+    def _compares_always(self) -> bool:
+        return self._check is not None and self._check.is_always_on
+
+    def _compare(self, call: str, *, always: bool = False) -> None:
+        if self._check is not None and (always or self._check.is_always_on):
+            self._check.compare(call)
+
+    def _leave_plan(self, schedule: Schedule, mode: Mode) -> None:
+        schedule.leave_plan()
+        if mode is Mode.TRAINING:
+            self._say(
+                f"the order in which layers are used has changed at use {schedule.position} of a step: it is recorded "
+                "anew, and this step gathers each layer when it is used",
+                "order" if not self._logs_every_change else "",
+            )
+        self._drop_idle(self._buckets)
+
+    def _say(self, text: str, once: str) -> None:
+        """Log on rank 0; what has the same ``once`` only once, unless that is empty."""
+        if once in self._has_said:
+            return
+        if once:
+            self._has_said.add(once)
+        if self._topology.rank == 0:
+            logger.warning("%s", text)
+
+    def _issue(self, bucket: Bucket, stop: int | None = None) -> None:
+        """Start the exchanges of ``bucket`` up to number ``stop`` that have not started yet."""
+        if bucket.state is BucketState.SHARDED:
+            bucket.begin_gather(self._pool.take(bucket.layout.numel, bucket.dtype))
+            self._works[bucket.index] = []
+        if bucket.state is not BucketState.GATHERING:
+            return
+        assert bucket.full is not None, f"bucket {bucket.name!r} is being gathered without a buffer"
+        works, source = self._works[bucket.index], self._source(bucket)
+        for index in range(len(works), len(self._primary[bucket.index].exchanges) if stop is None else stop):
+            self.checksum = zlib.crc32(f"{bucket.index}.{index}".encode(), self.checksum)
+            works.append(source.start(index, bucket.full))
+
+    def _source(self, bucket: Bucket) -> Primary | Secondary:
+        secondary = self._secondary.get(bucket.index)
+        return secondary if secondary is not None and secondary.is_valid else self._primary[bucket.index]
+
+    def _wait(self, bucket: Bucket) -> None:
         for work in self._works.pop(bucket.index):
-            work.wait()
+            if work is not None:
+                work.wait()
+
+    def _finish(self, bucket: Bucket) -> None:
+        self._issue(bucket)
+        self._wait(bucket)
         assert bucket.full is not None, f"bucket {bucket.name!r} is being gathered without a buffer"
         secondary = self._secondary.get(bucket.index)
         if secondary is not None and not secondary.is_valid:
@@ -101,40 +179,79 @@ class Gatherer:
         bucket.expose()
         self.by_storage[bucket.full.untyped_storage().data_ptr()] = bucket
 
-    def _issue(self, bucket: Bucket) -> None:
-        if bucket.state is not BucketState.SHARDED:
-            return
-        self.checksum = zlib.crc32(bucket.index.to_bytes(4, "little"), self.checksum)
-        full = self._pool.take(bucket.layout.numel, bucket.dtype)
-        bucket.begin_gather(full)
-        secondary = self._secondary.get(bucket.index)
-        if secondary is not None and secondary.is_valid:
-            work = secondary.gather(full, async_op=self._settings.overlap_comm)
-            self._works[bucket.index] = [] if work is None else [work]
-        else:
-            wire = self._effective.weight_format
-            works = issue_gather(bucket.layout, full, bucket.shard, self._topology, self._settings, format=wire)
-            self._works[bucket.index] = works
-
     def release_if_unneeded(self, bucket: Bucket) -> None:
-        """Give the buffer back unless somebody needs it."""
-        if bucket.state is BucketState.FULL and not bucket.is_needed and self._effective.stage.shards_parameters:
+        """Give the buffer back unless somebody needs it, or will soon."""
+        if not self._is_active or bucket.is_resident or bucket.is_needed:
+            return
+        if bucket.index in self._in_use:
+            schedule = self._in_use.pop(bucket.index)
+            if schedule is not None and schedule.end(bucket.index):
+                self._kept.add(bucket.index)
+        if bucket.index not in self._kept:
+            self._release(bucket)
+
+    def _release(self, bucket: Bucket) -> None:
+        if bucket.state is BucketState.FULL:
             full = bucket.release()
             del self.by_storage[full.untyped_storage().data_ptr()]
             self._pool.give(full)
 
+    def _drop_idle(self, buckets: Iterable[Bucket]) -> None:
+        """Give back what is kept or prefetched for later."""
+        for bucket in buckets:
+            if bucket.index in self._in_use or bucket.is_resident:
+                continue
+            self._kept.discard(bucket.index)
+            if bucket.state is BucketState.GATHERING:
+                self._wait(bucket)
+                self._pool.give(bucket.abandon())
+            self._release(bucket)
+
     def release_all(self) -> None:
         """No forward or backward runs any more: give every buffer back, prefetched ones too."""
-        if not self._effective.stage.shards_parameters:
+        if not self._is_active:
             return
         for bucket in self._buckets:
             bucket.forward_depth, bucket.is_held_by_backward, bucket.is_pinned = 0, False, False
-            if bucket.state is BucketState.GATHERING:
-                self.acquire(bucket)
             self.release_if_unneeded(bucket)
+        self._drop_idle(self._buckets)
+
+    def end_backward(self) -> None:
+        """A backward has used its last bucket."""
+        if self._is_active:
+            self._begin(self._schedules[Mode.TRAINING], END_OF_BACKWARD, Mode.TRAINING)
+
+    def abandon_iteration(self, mode: Mode) -> None:
+        """An exception has ended it: what it has recorded is worth nothing."""
+        if self._schedules[mode].position:
+            self._schedules[mode].restart()
+
+    def end_iteration(self, mode: Mode) -> None:
+        """The next iteration begins. Collective if this one was not as planned."""
+        schedule = self._schedules[mode]
+        if not self._is_active or not schedule.position or schedule.is_as_planned:
+            schedule.restart()
+            return
+        assert self._check is not None, "stage 3 without an order check"
+        if schedule.is_following:
+            self._leave_plan(schedule, mode)
+        uses = schedule.recorded()
+        self._check.compare(f"ends an iteration of {mode.value} after {len(uses)} uses")
+        ends = self._check.agree_ends([use.end for use in uses])
+        schedule.restart([use._replace(end=end) for use, end in zip(uses, ends, strict=True)])
+        assert schedule.plan is not None, "an order without a plan"
+        if schedule.plan.needed_numel > schedule.limits.live_numel:
+            self._say(
+                f"stage3_max_live_parameters={schedule.limits.live_numel} is exceeded by what modules need at a time: "
+                f"{schedule.plan.needed_numel} elements",
+                "live",
+            )
 
     def parameters_changed(self, buckets: Iterable[Bucket]) -> None:
         """The shards of ``buckets`` have new values: replicas of the old ones are worthless."""
+        buckets = list(buckets)
+        if self._is_active:
+            self._drop_idle(buckets)
         for bucket in buckets:
             if bucket.index in self._secondary:
                 self._secondary[bucket.index].invalidate()
@@ -143,3 +260,18 @@ class Gatherer:
     def secondary_nbytes(self) -> int:
         """Bytes of the secondary partitions."""
         return sum(secondary.nbytes for secondary in self._secondary.values())
+
+
+def _within_layers(limits: Limits, numels: list[int]) -> Limits:
+    """More than the largest layer ahead would cost memory and hide nothing more."""
+    return Limits(
+        prefetch_numel=min(limits.prefetch_numel, max(numels, default=0)),
+        live_numel=limits.live_numel,
+        reuse_numel=limits.reuse_numel,
+    )
+
+
+def _describe(bucket: Bucket) -> str:
+    first, more = bucket.layout.slots[0], len(bucket.layout.slots) - 1
+    rest = f" and {more} more" if more else ""
+    return f"parameter {first.name!r} {first.shape}{rest} of module {bucket.name!r}"

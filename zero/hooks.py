@@ -12,8 +12,8 @@ is left to the hooks that a user has around the forward; activation checkpointin
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,9 +26,9 @@ from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from zero.bucket import Bucket
-from zero.gather import Gatherer
+from zero.gather import Gatherer, Mode
 from zero.grads import Reducer
-from zero.units import Unit, external_parameters, own_parameters
+from zero.units import Unit, external_parameters, is_compiled, own_parameters
 
 __all__ = ["Hooks"]
 
@@ -69,7 +69,10 @@ class Hooks:
         self._unit_modules: set[nn.Module] = set()
         self._forwards: list[tuple[nn.Module, AbstractContextManager[Any] | None]] = []
         """Modules whose forward runs, outermost first, each with the saving of tensors that began with it."""
+        self._mode = Mode.INFERENCE
+        """What the outermost of these is part of."""
         self._backward: ReferenceType[RunningBackward] | None = None
+        self._is_idle = False
         self._handles: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hooks:
@@ -87,7 +90,10 @@ class Hooks:
             self._buckets_of[unit.module] = list(buckets)
             self._unit_modules.add(unit.module)
         owner = {param: bucket for buckets in buckets_of_unit for bucket in buckets for param in bucket.params}
+        inlined = {m for unit in units if is_compiled(unit.module) for m in unit.module.modules()}
         for module in model.modules():
+            if module in inlined - self._unit_modules and not external_parameters(module):
+                continue  # its unit has gathered it; a hook would only break the graph
             known = self._buckets_of.setdefault(module, [])
             direct = [owner[param] for _, param in own_parameters(module) if param in owner]
             direct += [owner[param] for param in external_parameters(module) if param in owner]
@@ -119,7 +125,7 @@ class Hooks:
         if bucket not in self._buckets_of[module]:
             self._buckets_of[module].append(bucket)
             bucket.forward_depth += 1
-        self._gatherer.acquire(bucket)
+        self._gatherer.acquire(bucket, self._mode)
         return True
 
     def keep(self, handles: Iterable[Any]) -> None:
@@ -139,6 +145,16 @@ class Hooks:
             logger.warning("a backward ended with an exception: gradients since the last zero_grad() are dropped")
             self._reducer.zero()
             self._gatherer.release_all()
+            self._gatherer.abandon_iteration(Mode.TRAINING)
+
+    @contextmanager
+    def idle_without_gradients(self) -> Iterator[None]:
+        """Inside, forwards without gradients pass by: somebody holds all that they use."""
+        before, self._is_idle = self._is_idle, True
+        try:
+            yield
+        finally:
+            self._is_idle = before
 
     def _hook_gradient(self, param: nn.Parameter, bucket: int, slot: int) -> None:
         grads = self._reducer.by_bucket[bucket]
@@ -154,26 +170,31 @@ class Hooks:
         self._handles += [param.register_hook(before), param.register_post_accumulate_grad_hook(after)]  # type: ignore[no-untyped-call]
 
     def _hook_module(self, module: nn.Module) -> None:
+        # Compiled code calls them as they are: 1.3 us each.
+        disable: Callable[[Any], Any] = torch.compiler.disable
+        before, after = disable(self._before_forward), disable(self._after_forward)
         self._handles += [
-            module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            module.register_forward_hook(self._after_forward, always_call=True),
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, always_call=True),
         ]
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module not in self._buckets_of:
+        if module not in self._buckets_of or (self._is_idle and not torch.is_grad_enabled()):
             return
+        is_recomputing = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
         if not self._forwards:
             self.recover()
             self._unpin()
+            is_training = is_recomputing or (torch.is_grad_enabled() and module.training)
+            self._mode = Mode.TRAINING if is_training else Mode.INFERENCE
+            self._gatherer.abandon_iteration(Mode.INFERENCE)
         self._forwards.append((module, self._start_saving()))
-        is_recomputing = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
         if is_recomputing:  # under activation checkpointing
             self._begin_backward()
-        is_training = torch.is_grad_enabled() and module.training
         for bucket in self._buckets_of[module]:
             bucket.forward_depth += 1
             bucket.is_held_by_backward |= is_recomputing
-            self._gatherer.acquire(bucket, prefetch=is_training)
+            self._gatherer.acquire(bucket, self._mode)
         if module in self._unit_modules and torch.is_grad_enabled():
             # Not leaves: those outlive the step, and would keep a hook for each.
             inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.grad_fn is not None]
@@ -216,6 +237,8 @@ class Hooks:
         _, context = self._forwards.pop()
         if context is not None:
             context.__exit__(None, None, None)
+        if not self._forwards and self._mode is Mode.INFERENCE and output is not None:  # it is after an exception
+            self._gatherer.end_iteration(Mode.INFERENCE)
 
     def _bucket_under(self, tensor: Tensor) -> Bucket | None:
         if tensor.layout is not torch.strided or getattr(type(tensor), "is_released", False):
@@ -236,12 +259,13 @@ class Hooks:
         if isinstance(saved, SavedElsewhere):
             return saved.unpack(saved.packed)
         bucket = saved.bucket
-        if torch._C._current_graph_task_id() != -1:
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if is_in_backward:
             self._begin_backward()
             bucket.is_held_by_backward = True
         else:
             bucket.is_pinned = True
-        self._gatherer.acquire(bucket)
+        self._gatherer.acquire(bucket, Mode.TRAINING if is_in_backward else None)
         assert bucket.full is not None, f"bucket {bucket.name!r} is full without a buffer"
         view = bucket.full.as_strided(saved.size, saved.stride, saved.offset)
         return view.clone() if torch.is_grad_enabled() else view  # create_graph=True: this backward saves it, too
@@ -258,7 +282,7 @@ class Hooks:
         self._begin_backward()
         for bucket in buckets:
             bucket.is_held_by_backward = True
-            self._gatherer.acquire(bucket, prefetch=True)
+            self._gatherer.acquire(bucket, Mode.TRAINING)
 
     def _end_of_use_in_backward(self, buckets: list[Bucket]) -> None:
         for bucket in buckets:
@@ -267,6 +291,7 @@ class Hooks:
 
     def _end_backward(self, running: RunningBackward) -> None:  # noqa: ARG002  (kept alive by being an argument)
         self._backward = None
+        self._gatherer.end_backward()
         self._reducer.end_backward()
         for bucket in self._gatherer.by_storage.copy().values():
             bucket.is_held_by_backward = False

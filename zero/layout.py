@@ -106,10 +106,16 @@ class BucketLayout:
             if start < stop and start < slot.offset + slot.numel:
                 yield Piece(index, start, stop)
 
-    def chunks(self, max_numel: int) -> list[tuple[int, int]]:
+    def chunks(self, max_numel: int, *, first_numel: int | None = None) -> list[tuple[int, int]]:
         """Column ranges of the shards such that one exchange carries at most ``max_numel`` elements of the bucket.
 
-        At least one ``align`` run of every shard is carried, however small ``max_numel`` is.
+        The first one at most ``first_numel``, if that is less. At least one ``align`` run of every shard is carried,
+        however small they are.
         """
-        width = max(max_numel // (self.world_size * self.align), 1) * self.align
-        return [(a, min(a + width, self.shard_numel)) for a in range(0, self.shard_numel, width)]
+        width = self._width(max_numel)
+        first = min(width, self._width(max_numel if first_numel is None else first_numel), self.shard_numel)
+        starts = [0, *range(first, self.shard_numel, width)] if self.shard_numel else []
+        return list(zip(starts, [*starts[1:], self.shard_numel], strict=True)) if starts else []
+
+    def _width(self, max_numel: int) -> int:
+        return max(max_numel // (self.world_size * self.align), 1) * self.align

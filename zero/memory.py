@@ -25,7 +25,8 @@ class MemoryReport:
     states: int
     """Optimizer states and float32 masters."""
     buffers: dict[str, int]
-    """Named buffers beyond the formula: the pool of full buffers, and the secondary partition."""
+    """Named buffers beyond the formula: the pool of full buffers, the secondary partition, parameters that
+    stay whole at stage 3."""
     unreduced_gradients: int
     """Of the pool's bytes, those that hold full local gradients of ``no_sync`` at stages 2 and 3."""
     formula: float
@@ -90,6 +91,7 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
         buffers={
             "pool": runtime.pool.nbytes,
             "secondary partition": runtime.gatherer.secondary_nbytes,
+            "persistent parameters": _nbytes([b.full for b in buckets if b.is_resident and b.full is not None], seen),
         },
         unreduced_gradients=runtime.reducer.unreduced_nbytes,
         formula=formula,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -20,15 +21,17 @@ from zcomm import LayoutError, StateError, Topology, control
 from zero.agreement import on_every_rank
 from zero.bucket import Bucket, BucketState, ShardInfo
 from zero.edits import Published
-from zero.gather import Gatherer, issue_gather
+from zero.gather import Gatherer, Mode
 from zero.grads import Reducer
 from zero.hooks import Hooks
 from zero.init_shards import is_built
 from zero.layout import BucketLayout
 from zero.masters import OptimizerStates
 from zero.pool import BufferPool
+from zero.residents import choose_residents, set_apart
 from zero.settings import Effective, ZeroSettings, resolve
 from zero.settle import make_whole, settle
+from zero.sources import start_gather
 from zero.units import Unit, find_units
 
 __all__ = ["Runtime", "check_model"]
@@ -63,8 +66,8 @@ class Runtime:
     def _build(self, plan: _Plan) -> None:
         exact = self.is_inexact and not self.stage.shards_parameters
         settle(self.model, self.buckets, self.stage, self.topology, keeps_exact_masters=exact)
-        if exact:
-            self.publish([bucket for bucket in self.buckets if bucket.dtype.is_floating_point])
+        if self.is_inexact:
+            self.publish([b for b in self.buckets if (exact or b.is_resident) and b.dtype.is_floating_point])
         self._published.remember(self.buckets)
         topology, settings = self.topology, self.settings
         topologies = (topology.companion, topology)
@@ -128,7 +131,7 @@ class Runtime:
         """Masters have new values, unless the step was skipped: publish them, start the next step's bookkeeping."""
         self._num_backwards = 0
         self.gatherer.release_all()
-        self.gatherer.trace.restart()
+        self.gatherer.end_iteration(Mode.TRAINING)
         self.pool.drop_unused()
         if has_new_values:
             self.publish([bucket for bucket in self.buckets if bucket.is_trainable])
@@ -140,12 +143,9 @@ class Runtime:
             bucket.clear_padding()
             if bucket.master is not bucket.shard:
                 bucket.shard.copy_(bucket.master)
-            if self.stage.shards_states and not self.stage.shards_parameters:
-                assert bucket.full is not None, "below stage 3 parameters are always full"
-                wire = self.effective.weight_format
-                works += issue_gather(
-                    bucket.layout, bucket.full, bucket.shard, self.topology, self.settings, format=wire
-                )
+            if self.stage.shards_states and (bucket.is_resident or not self.stage.shards_parameters):
+                assert bucket.full is not None, "residents, and below stage 3 all parameters, are always full"
+                works += start_gather(bucket.layout, bucket.full, bucket.shard, self.gatherer.options)
         for work in works:
             work.wait()
         self._published.remember(buckets)
@@ -156,7 +156,7 @@ class Runtime:
         """Hold ``buckets`` full."""
         for bucket in buckets:
             bucket.forward_depth += 1
-            self.gatherer.acquire(bucket)
+        self.gatherer.acquire_all(buckets)
         try:
             yield
         finally:
@@ -179,7 +179,7 @@ class Runtime:
         shard = bucket.master.to(bucket.dtype)
         full = self.pool.take(bucket.layout.numel, bucket.dtype)
         try:
-            for work in issue_gather(bucket.layout, full, shard, self.topology, self.settings, format="none"):
+            for work in start_gather(bucket.layout, full, shard, replace(self.gatherer.options, format="none")):
                 work.wait()
             yield bucket.views(full)
         finally:
@@ -282,11 +282,27 @@ def _plan(model: nn.Module, settings: ZeroSettings, topology: Topology) -> _Plan
     check_model(model)
     if effective.stage.shards_parameters:
         _check_is_gatherable(model)
-    units = find_units(model)
-    runs = _runs_of(units, _numel_to_merge(settings, effective))
-    buckets_of_run = _cut_into_buckets(runs, topology.world_size, effective.align)
-    buckets_of_unit = [buckets for run, buckets in zip(runs, buckets_of_run, strict=True) for _ in run]
-    return _Plan(effective, units, buckets_of_unit, [bucket for buckets in buckets_of_run for bucket in buckets])
+    units, residents = _cut_into_units(model, settings, effective)
+    buckets = _cut_into_buckets([residents], topology.world_size, effective.align, is_resident=True)
+    buckets_of_unit: list[list[Bucket]] = []
+    for run in _runs_of(units, _numel_to_merge(settings, effective)):
+        of_run = _cut_into_buckets(run, topology.world_size, effective.align, first=len(buckets))
+        buckets_of_unit += [of_run] * len(run)
+        buckets += of_run
+    return _Plan(effective, units, buckets_of_unit, buckets)
+
+
+def _cut_into_units(model: nn.Module, settings: ZeroSettings, effective: Effective) -> tuple[list[Unit], Unit]:
+    """The units, and what is no part of them: parameters that stay whole at stage 3."""
+    if not effective.stage.shards_parameters:
+        return set_apart(find_units(model), set(), model)
+    units = find_units(model, effective.limits.live_numel)
+    residents = choose_residents(
+        units,
+        less_than=settings.stage3_param_persistence_threshold,
+        total=settings.stage3_model_persistence_threshold,
+    )
+    return set_apart(units, residents, model)
 
 
 def _numel_to_merge(settings: ZeroSettings, effective: Effective) -> int:
@@ -346,22 +362,20 @@ def _runs_of(units: list[Unit], max_numel: int) -> list[list[Unit]]:
     return runs
 
 
-def _cut_into_buckets(runs: list[list[Unit]], world_size: int, align: int) -> list[list[Bucket]]:
-    """The buckets of each run: one for each dtype and requires_grad in it."""
-    buckets_of_run, index = [], 0
-    for run in runs:
-        kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
-        for name, param in (named for unit in run for named in unit.parameters):
-            kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param))
-        buckets = []
-        for named in kinds.values():
-            names, params = [name for name, _ in named], [param for _, param in named]
-            layout = BucketLayout.of(names, [tuple(p.shape) for p in params], world_size, align)
-            title = " .. ".join(dict.fromkeys((run[0].name or names[0], run[-1].name or names[-1])))
-            buckets.append(Bucket(index, title, layout, params))
-            index += 1
-        buckets_of_run.append(buckets)
-    return buckets_of_run
+def _cut_into_buckets(
+    run: list[Unit], world_size: int, align: int, *, first: int = 0, is_resident: bool = False
+) -> list[Bucket]:
+    """The buckets of a run, numbered from ``first``: one for each dtype and requires_grad in it."""
+    kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, param in (named for unit in run for named in unit.parameters):
+        kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param))
+    buckets = []
+    for index, named in enumerate(kinds.values(), first):
+        names, params = [name for name, _ in named], [param for _, param in named]
+        layout = BucketLayout.of(names, [tuple(p.shape) for p in params], world_size, align)
+        title = " .. ".join(dict.fromkeys((run[0].name or names[0], run[-1].name or names[-1])))
+        buckets.append(Bucket(index, title, layout, params, is_resident=is_resident))
+    return buckets
 
 
 def _check_ranks_agree(buckets: list[Bucket], settings: ZeroSettings, topology: Topology) -> None:

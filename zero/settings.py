@@ -11,9 +11,13 @@ import torch
 
 from zcomm import ConfigError, Topology, TopologyError, get_format
 from zero.layout import ALIGN
+from zero.schedule import Limits
 from zero.stages import Stage, get_stage
 
 __all__ = ["Effective", "ZeroSettings", "resolve", "split_options"]
+
+LEAST_SHARD_NUMEL = 2048
+"""What a rank sends in an exchange of stage 3 at least, in elements: less costs latency alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,18 @@ class ZeroSettings:
     """Exchange while the computation goes on. The bits are the same either way."""
     gradient_accumulation_steps: int = 1
     """Backwards per step. Stages 0 and 1 reduce at the last; without it, at each (``no_sync()`` defers too)."""
+    stage3_prefetch_bucket_size: int = 50_000_000
+    """Elements gathered ahead of their use at most, and not more than the largest layer has; 0: none."""
+    stage3_max_live_parameters: int = 1_000_000_000
+    """Elements gathered at a time, but for what modules that run need. A module with more is gathered in parts."""
+    stage3_max_reuse_distance: int = 0
+    """A layer stays gathered if fewer elements are used before it is used again; 0: it never does."""
+    stage3_param_persistence_threshold: int = 0
+    """Parameters with fewer elements stay whole; each step gathers them once."""
+    stage3_model_persistence_threshold: int = 2**63 - 1
+    """Elements that stay whole at most."""
+    log_trace_cache_warnings: bool = False
+    """Log every change of the order in which layers are used, not the first only."""
     ignore_unused_parameters: bool = True
     """Parameters that no rank had a gradient for are left as they are; False: ``step()`` raises and names them."""
 
@@ -59,9 +75,14 @@ class ZeroSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1: {name}={value!r}")
-        for name in ("quantized_weights", "quantized_gradients", "overlap_comm", "ignore_unused_parameters"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False: {name}={getattr(self, name)!r}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.startswith("stage3_") and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 0
+            ):
+                raise ConfigError(f"{field.name} must be an integer of at least 0: {field.name}={value!r}")
+            if isinstance(field.default, bool) and not isinstance(value, bool):
+                raise ConfigError(f"{field.name} must be True or False: {field.name}={value!r}")
         allowed = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
         if self.gradient_dtype not in allowed:
             raise ConfigError(f"gradient_dtype must be a floating dtype: gradient_dtype={self.gradient_dtype!r}")
@@ -93,6 +114,10 @@ class Effective:
     align: int
     """Elements that parameters and shards are aligned to."""
     topology: str
+    limits: Limits
+    """What stage 3 gathers ahead, holds and keeps."""
+    adjusted: tuple[str, ...] = ()
+    """What was asked for and is done differently."""
     inactive: tuple[str, ...] = ()
     """What was asked for and has no effect, with the reason."""
 
@@ -102,7 +127,8 @@ class Effective:
             f"ZeRO stage {self.stage.number} on {self.topology}: weights as {self.weight_format}, gradients as "
             f"{grads}, secondary partition (hpZ) {'on' if self.has_secondary else 'off'}"
         )
-        return "; ".join([text, *(f"inactive: {reason}" for reason in self.inactive)])
+        notes = [*self.adjusted, *(f"inactive: {reason}" for reason in self.inactive)]
+        return "; ".join([text, *notes])
 
 
 def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
@@ -120,6 +146,7 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
         if block > ALIGN and block % ALIGN:
             raise ConfigError(f"block must divide or be a multiple of {ALIGN}: format={name}, block={block}")
         align = max(align, block)
+    limits, adjusted = _limits(settings, topology, stage)
     return Effective(
         stage=stage,
         weight_format=weights,
@@ -127,8 +154,31 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
         has_secondary=has_secondary,
         align=align,
         topology=f"{topology.num_nodes} x {topology.ranks_per_node} ranks",
+        limits=limits,
+        adjusted=tuple(adjusted),
         inactive=tuple(inactive),
     )
+
+
+def _limits(settings: ZeroSettings, topology: Topology, stage: Stage) -> tuple[Limits, list[str]]:
+    """The limits of the stage-3 schedule, and what was raised for them."""
+    least, adjusted = topology.world_size * LEAST_SHARD_NUMEL, []
+
+    def at_least(name: str) -> int:
+        value: int = getattr(settings, name)
+        if value >= least:
+            return value
+        if stage.shards_parameters:
+            adjusted.append(f"{name}={value} raised to {least} ({LEAST_SHARD_NUMEL} elements a rank)")
+        return least
+
+    is_ahead = settings.overlap_comm and settings.stage3_prefetch_bucket_size > 0
+    limits = Limits(
+        prefetch_numel=at_least("stage3_prefetch_bucket_size") if is_ahead else 0,
+        live_numel=at_least("stage3_max_live_parameters"),
+        reuse_numel=settings.stage3_max_reuse_distance,
+    )
+    return limits, adjusted
 
 
 def _gradient_formats(settings: ZeroSettings) -> tuple[str, str] | None:

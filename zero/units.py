@@ -6,6 +6,9 @@ their own, with those of its ``ParameterList`` and ``ParameterDict``, which nobo
 (:mod:`zero.leaf_modules`) is one unit, whatever is in it. The cut depends on the model's structure alone, never on a
 stage, a bucket size or a world size.
 
+A unit with more elements than may be gathered at a time is cut into its children, too, down to single layers; but not
+the modules of torch.nn that use their children's parameters without calling them.
+
     GPT                          units:  wte | wpe | blocks.0 | blocks.1 | ... | ln_f
       wte, wpe, ln_f, lm_head            (lm_head, tied to wte, is served by wte's unit)
       blocks: ModuleList
@@ -13,14 +16,18 @@ stage, a bucket size or a world size.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["EXTERNAL", "LEAF", "Unit", "external_parameters", "find_units", "is_leaf", "own_parameters"]
+__all__ = [
+    "EXTERNAL", "LEAF", "Unit", "external_parameters", "find_units", "is_compiled", "is_leaf", "own_parameters",
+]  # fmt: skip
 
 PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+USING_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 EXTERNAL = "zero_external_parameters"
 """The attribute of a module that holds the parameters it uses and does not own."""
 LEAF = "zero_is_leaf_module"
@@ -36,24 +43,29 @@ class Unit:
     parameters: tuple[tuple[str, nn.Parameter], ...]
 
 
-def find_units(model: nn.Module) -> list[Unit]:
-    """Cut ``model`` into units. Each parameter is in one unit; a tied one belongs to its first owner."""
-    seen: set[nn.Parameter] = set()
-    return [unit for unit in _visit("", model, seen, is_root=True) if unit.parameters]
+def find_units(model: nn.Module, max_numel: int = sys.maxsize) -> list[Unit]:
+    """Cut ``model`` into units. Each parameter is in one unit; a tied one belongs to its first owner.
+
+    ``max_numel``: elements of a unit, where a module that holds others has more.
+    """
+    return [unit for unit in _visit("", model, set(), max_numel, is_root=True) if unit.parameters]
 
 
-def _visit(name: str, module: nn.Module, seen: set[nn.Parameter], *, is_root: bool) -> Iterator[Unit]:
+def _visit(
+    name: str, module: nn.Module, seen: set[nn.Parameter], max_numel: int, *, is_root: bool = False
+) -> Iterator[Unit]:
     children = [
         (child_name, child)
         for child_name, child in module.named_children()
         if _has_parameters(child) and not isinstance(child, PARAMETER_CONTAINERS)
     ]
-    if not children or is_leaf(module) or not (is_root or _is_divisible(module)):
+    is_divided = is_root or (not is_compiled(module) and (_is_divisible(module) or _is_too_large(module, max_numel)))
+    if not children or is_leaf(module) or not is_divided:
         yield Unit(name, module, _take(name, module.named_parameters(), seen))
         return
     yield Unit(name, module, _take(name, own_parameters(module), seen))
     for child_name, child in children:
-        yield from _visit(f"{name}.{child_name}".lstrip("."), child, seen, is_root=False)
+        yield from _visit(f"{name}.{child_name}".lstrip("."), child, seen, max_numel)
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -84,6 +96,17 @@ def _take(
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` was made by torch.compile, or compiled in place: it is used as a whole."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _is_too_large(module: nn.Module, max_numel: int) -> bool:
+    if isinstance(module, USING_THEIR_CHILDREN):
+        return False
+    return sum(param.numel() for param in module.parameters()) > max_numel
 
 
 def _is_divisible(module: nn.Module) -> bool:

@@ -20,6 +20,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
     "hpZ": {"hpz_partition_size": 2},
+    "kept, small ones whole": {"stage3_max_reuse_distance": 10**9, "stage3_param_persistence_threshold": 60},
+    "hpZ, in parts, small ones whole": {
+        "hpz_partition_size": 2,
+        "stage3_prefetch_bucket_size": 1,
+        "stage3_max_live_parameters": 1,
+        "stage3_max_reuse_distance": 2000,
+        "stage3_param_persistence_threshold": 60,
+        "allgather_bucket_size": 1500,
+    },
     "hpZ, tiny buckets, no overlap": {"hpz_partition_size": 2, "allgather_bucket_size": 1, "overlap_comm": False},
 }
 

@@ -24,6 +24,10 @@ class Condition(NamedTuple):
 CONDITIONS = {
     "stage 1+": Condition(lambda c: c.zero_optimization.stage >= 1, "stage 0 shards nothing"),
     "stage 3": Condition(lambda c: c.zero_optimization.stage == 3, "parameters are whole below stage 3"),
+    "stage 3, overlapped": Condition(
+        lambda c: c.zero_optimization.stage == 3 and c.zero_optimization.overlap_comm,
+        "parameters are whole below stage 3, or overlap_comm is false",
+    ),
     "fp16": Condition(lambda c: c.fp16.enabled, "fp16 is not enabled"),
     "bf16": Condition(lambda c: c.bf16.enabled, "bf16 is not enabled"),
     "16 bit": Condition(lambda c: c.fp16.enabled or c.bf16.enabled, "neither fp16 nor bf16 is enabled"),

@@ -13,7 +13,6 @@ from zero.config.keys import key, section
 __all__ = ["LeafModule", "OffloadOptimizer", "OffloadParam", "ZeroOptimization"]
 
 FLAT = "parameters and gradients are always views of flat buckets"
-SCHEDULE = "each layer is gathered before its use and released after it, the next one is prefetched"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,24 +139,43 @@ class ZeroOptimization:
         active_if="offload_optimizer",
     )
     stage3_prefetch_bucket_size: int = key(
-        50_000_000, "elements prefetched ahead", minimum=0, inactive=SCHEDULE, active_if="stage 3"
+        50_000_000,
+        "elements gathered ahead of their use at most, and not more than the largest layer has (more would hide "
+        "nothing more); 0 is none",
+        minimum=0,
+        setting="stage3_prefetch_bucket_size",
+        active_if="stage 3, overlapped",
     )
     stage3_param_persistence_threshold: int = key(
-        100_000,
-        "smaller parameters stay whole",
+        0,
+        "parameters with fewer elements stay whole (DeepSpeed: 100,000; here they travel with their layer, so that "
+        "keeping them saves bytes, but no exchange)",
         minimum=0,
         aliases=("stage3_param_persitance_threshold",),
-        inactive=SCHEDULE,
+        setting="stage3_param_persistence_threshold",
         active_if="stage 3",
     )
     stage3_model_persistence_threshold: int = key(
-        2**63 - 1, "elements that stay whole at most", minimum=0, inactive=SCHEDULE, active_if="stage 3"
+        2**63 - 1,
+        "elements that stay whole at most",
+        minimum=0,
+        setting="stage3_model_persistence_threshold",
+        active_if="stage 3",
     )
     stage3_max_live_parameters: int = key(
-        1_000_000_000, "gathered elements at a time", minimum=0, inactive=SCHEDULE, active_if="stage 3"
+        1_000_000_000,
+        "elements gathered at a time, but for what running modules need; a module with more is gathered in parts",
+        minimum=0,
+        setting="stage3_max_live_parameters",
+        active_if="stage 3",
     )
     stage3_max_reuse_distance: int = key(
-        1_000_000_000, "elements within which reuse prevents release", minimum=0, inactive=SCHEDULE, active_if="stage 3"
+        0,
+        "a layer stays gathered if fewer elements are used before it is used again; 0 is never (DeepSpeed: 1e9, "
+        "which keeps smaller models whole from forward to backward: 2/3 of the bytes, and stage 2's memory)",
+        minimum=0,
+        setting="stage3_max_reuse_distance",
+        active_if="stage 3",
     )
     stage3_module_granularity_threshold: int = key(
         0, "finer modules are gathered as one", minimum=0, inactive="layers are always gathered as one"
@@ -166,7 +184,7 @@ class ZeroOptimization:
         False, "gather by all-reduce", false="the same as true", inactive="gathers are all-gathers"
     )
     stage3_allgather_sequential: bool = key(
-        False, "gather one parameter at a time", false="the same as true", inactive=SCHEDULE
+        False, "gather one parameter at a time", false="the same as true", inactive="layers are always gathered as one"
     )
     stage3_gather_16bit_weights_on_model_save: bool = key(
         False,
@@ -211,5 +229,11 @@ class ZeroOptimization:
     )
     pipeline_loading_checkpoint: bool = key(False, "staged loading", false="-", inactive="of DeepSpeed's format")
     override_module_apply: bool = key(True, "Module.apply gathers first", false="-", inactive="of zero.Init")
-    log_trace_cache_warnings: bool = key(False, "log a changed order", false="-", inactive="it costs a prefetch only")
+    log_trace_cache_warnings: bool = key(
+        False,
+        "log every change of the order in which layers are used",
+        false="log the first",
+        setting="log_trace_cache_warnings",
+        active_if="stage 3",
+    )
     save_muon_momentum_buffer_in_memory: bool = key(False, "Muon on NVMe", false="-", inactive="Muon only")

@@ -1,0 +1,105 @@
+"""Where a bucket's full parameters come from, in how many exchanges.
+
+    Primary     the shards of all ranks               columns of the shards:  | first | ..., each of at most max_numel
+    Secondary   the node's own copy (hpZ)             as many, contiguous:    |   0   |   1   |   2   | ...
+
+The first exchange carries no more than may be prefetched: a bucket that is larger is prefetched in part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import Tensor
+
+from zcomm import SecondaryPartition, Topology, Work, all_gather_single
+from zero.bucket import Bucket
+from zero.layout import BucketLayout
+
+__all__ = ["GatherOptions", "Primary", "Secondary", "start_gather"]
+
+
+@dataclass(frozen=True, slots=True)
+class GatherOptions:
+    """How the exchanges of gathers are made."""
+
+    topology: Topology
+    format: str
+    """Wire format of weights."""
+    is_async: bool
+    first_numel: int
+    """Elements that the first exchange of a gather carries at most."""
+    max_numel: int
+    """Elements that any exchange carries at most."""
+
+
+def start_gather(layout: BucketLayout, full: Tensor, shard: Tensor, options: GatherOptions) -> list[Work]:
+    """Start filling ``full`` from every rank's ``shard``."""
+    columns = layout.chunks(options.max_numel)
+    works = [_gather_columns(full, shard, start, stop, options) for start, stop in columns]
+    return [work for work in works if work is not None]
+
+
+def _gather_columns(full: Tensor, shard: Tensor, start: int, stop: int, options: GatherOptions) -> Work | None:
+    is_all = stop - start == shard.numel()
+    return all_gather_single(
+        full if is_all else full.view(options.topology.world_size, -1)[:, start:stop],
+        shard[start:stop],
+        options.topology,
+        format=options.format,
+        numbering="local",
+        async_op=options.is_async,
+    )
+
+
+class Primary:
+    """The shards of all ranks."""
+
+    def __init__(self, bucket: Bucket, options: GatherOptions) -> None:
+        self._bucket, self._options = bucket, options
+        self._columns = bucket.layout.chunks(options.max_numel, first_numel=options.first_numel)
+        self.exchanges = [(stop - start) * options.topology.world_size for start, stop in self._columns]
+        """Elements that each exchange carries."""
+
+    def start(self, index: int, full: Tensor) -> Work | None:
+        """Start exchange number ``index``."""
+        start, stop = self._columns[index]
+        return _gather_columns(full, self._bucket.shard, start, stop, self._options)
+
+
+class Secondary:
+    """A copy inside the node, cut like the exchanges of the primary partition."""
+
+    def __init__(self, bucket: Bucket, options: GatherOptions, exchanges: Sequence[int]) -> None:
+        self._is_async = options.is_async
+        self._ends = list(accumulate(exchanges))
+        self._parts = [
+            SecondaryPartition(options.topology, numel, bucket.dtype, device=bucket.device) for numel in exchanges
+        ]
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether it holds the parameters' present values."""
+        return all(part.is_valid for part in self._parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on this rank."""
+        return sum(part.nbytes for part in self._parts)
+
+    def fill(self, full: Tensor) -> None:
+        """Keep this rank's part of ``full``."""
+        for part, end in zip(self._parts, self._ends, strict=True):
+            part.fill(full[end - part.numel : end])
+
+    def invalidate(self) -> None:
+        """The values have changed."""
+        for part in self._parts:
+            part.invalidate()
+
+    def start(self, index: int, full: Tensor) -> Work | None:
+        """Start exchange number ``index``."""
+        part, end = self._parts[index], self._ends[index]
+        return part.gather(full[end - part.numel : end], async_op=self._is_async)
