@@ -2,7 +2,7 @@
 
 from zero import zero
 from zero.access import GatheredParameters, register_external_parameter, unregister_external_parameter
-from zero.config import NotAvailableError
+from zero.config import NotAvailableError, precision_preset
 from zero.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from zero.distributed import init_distributed
 from zero.engine import Engine
@@ -29,6 +29,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "model_state_nbytes",
+    "precision_preset",
     "register_external_parameter",
     "unregister_external_parameter",
     "zero",

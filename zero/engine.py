@@ -79,7 +79,9 @@ class Engine:
         chosen = self._config.torch_autocast
         if not chosen.enabled:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=to_dtype(chosen.dtype))
+        # Its cache would keep a copy of every gathered weight until the end of the forward.
+        caches = not self.optimizer.effective.stage.shards_parameters
+        return torch.autocast(self.device.type, dtype=to_dtype(chosen.dtype), cache_enabled=caches)
 
     @property
     def device(self) -> torch.device:

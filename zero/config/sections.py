@@ -20,7 +20,7 @@ class Fp16:
 
     enabled: bool = key(False, "parameters and computation in float16, float32 masters", false="off")
     auto_cast: bool = key(False, "the engine casts floating-point inputs", false="inputs as given", active_if="fp16")
-    loss_scale: float = key(0.0, "a fixed loss scale; 0 is dynamic", minimum=0, active_if="fp16")
+    loss_scale: float = key(0.0, "a fixed loss scale; 0 is dynamic", minimum=0, active_if="float16")
     initial_scale_power: int = key(
         16,
         "the first dynamic scale is 2 to this power",
