@@ -34,7 +34,8 @@ def clip_grad_norm_(
         mine = torch.tensor(sum(squares), dtype=torch.float64)
     by_rank = control.gather_float64(mine.reshape(1).cpu(), runtime.topology).flatten()
     if norm_type == math.inf:
-        total = torch.tensor(model.gather(by_rank.amax().item())).amax().item()  # keeps a NaN
+        largest_of = torch.tensor(model.gather(by_rank.amax().item()), dtype=torch.float64)
+        total = largest_of.amax().item()  # keeps a NaN
     else:
         total = math.sqrt(sum(model.gather(sum(by_rank.tolist()))))
     if error_if_nonfinite and not math.isfinite(total):
