@@ -6,6 +6,8 @@ from zero.config import NotAvailableError, precision_preset
 from zero.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from zero.distributed import init_distributed
 from zero.engine import Engine
+from zero.estimate import Estimate, estimate
+from zero.formulas import Activations, Counts
 from zero.init import Init
 from zero.initialize import Initialized, add_config_arguments, initialize
 from zero.optimizer import ZeroOptimizer
@@ -14,11 +16,14 @@ from zero.stages import model_state_nbytes
 
 __all__ = [
     "CPUSGD",
+    "Activations",
     "CPUAdagrad",
     "CPUAdam",
     "CPULion",
+    "Counts",
     "Effective",
     "Engine",
+    "Estimate",
     "GatheredParameters",
     "Init",
     "Initialized",
@@ -26,6 +31,7 @@ __all__ = [
     "ZeroOptimizer",
     "ZeroSettings",
     "add_config_arguments",
+    "estimate",
     "init_distributed",
     "initialize",
     "model_state_nbytes",
