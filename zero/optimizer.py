@@ -38,6 +38,7 @@ from zero.placement import cast
 from zero.runtime import Runtime
 from zero.settings import Effective
 from zero.state_dict import install_state_dict_hooks
+from zero.timing import time_exchanges
 
 __all__ = ["ZeroOptimizer"]
 
@@ -172,6 +173,10 @@ class ZeroOptimizer(Optimizer):
     @is_boundary.setter
     def is_boundary(self, value: bool) -> None:
         self._runtime.boundary = value
+
+    def time_exchanges(self, timed: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Run each gather within ``timed("gather")`` and each reduction within ``timed("reduce")``, on the host."""
+        time_exchanges(self._runtime, timed)
 
     def memory(self) -> MemoryReport:
         """Allocated bytes of model states on this rank, by kind."""

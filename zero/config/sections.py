@@ -190,7 +190,7 @@ class Config:
     activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing, "activations")
     aio: Aio = section(Aio, "file input and output")
     steps_per_print: int | None = key(None, "print step, loss scale and learning rate so often", minimum=1)
-    wall_clock_breakdown: bool = key(False, "log the times of forward, backward and step", false="off")
+    wall_clock_breakdown: bool = key(False, "log the times of forward, backward, gather, reduce and step", false="off")
     prescale_gradients: bool = key(
         False, "divide before the reduction", false="the same as true", inactive="sums are in float32"
     )
