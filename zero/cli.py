@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 from zcomm import ConfigError
 from zero.config import explain, json_schema, markdown_table, read_source
-from zero.io_bench import run as run_io_bench
 from zero.estimate import estimate
 from zero.formulas import Activations, Counts
+from zero.io_bench import run as run_io_bench
 
 __all__ = ["main"]
 
