@@ -41,7 +41,9 @@ def parse_arguments() -> argparse.Namespace:
     model.add_argument("--hidden-size", type=int, default=256)
     model.add_argument("--num-attention-heads", type=int, default=4)
     model.add_argument("--seq-length", type=int, default=128)
-    model.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the parameters")
+    model.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16", help="of the parameters"
+    )
     training = parser.add_argument_group("training")
     training.add_argument("--batch-size", type=int, default=16, help="sequences per step over all ranks")
     training.add_argument("--train-iters", type=int, default=200)
@@ -78,11 +80,12 @@ class Run:
         matmul_dtype = choose_matmul_dtype(dtype, device)
         config = GPTConfig(**shape, seq_length=arguments.seq_length, matmul_dtype=matmul_dtype)
         self.model = GPT(config).to(device, dtype)
+        precision = {"fp16": {"enabled": True}} if dtype == torch.float16 else {}
         self.topology, self.device = topology, device
         numel = sum(p.numel() for p in self.model.parameters())
         self.optimizer = ZeroOptimizer(
             self.model, torch.optim.AdamW, topology=topology, stage=stage, lr=arguments.lr, betas=(0.9, 0.95),
-            weight_decay=0.1, fused=True, **switches,
+            weight_decay=0.1, fused=True, **precision, **switches,
         )  # fmt: skip
         self.scheduler = LambdaLR(self.optimizer, lambda step: _lr_factor(step, arguments.train_iters))
         self.result = Result(_name_of(self.optimizer, dtype), numel, dtype, stage)
@@ -92,11 +95,12 @@ class Run:
         start_s = time.perf_counter()
         with zcomm.traffic() as sent:
             loss = self.model(tokens, targets)
-            loss.backward()
+            self.optimizer.scale(loss).backward()
             self.optimizer.clip_grad_norm_(1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.scheduler.step()
+            if self.optimizer.was_step_applied:
+                self.scheduler.step()
         mean = self._average(loss)
         self.result.add_step(mean, sent, seconds=time.perf_counter() - start_s)
         return mean

@@ -3,10 +3,12 @@
 from zero import utils, zero
 from zero.access import GatheredParameters, register_external_parameter, unregister_external_parameter
 from zero.checkpoint import CheckpointError, export_checkpoint, load_checkpoint, save_checkpoint
-from zero.config import NotAvailableError
+from zero.config import NotAvailableError, precision_preset
 from zero.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from zero.distributed import init_distributed
 from zero.engine import Engine
+from zero.estimate import Estimate, estimate
+from zero.formulas import Activations, Counts
 from zero.generation import gathered_for_generation
 from zero.init import Init
 from zero.initialize import Initialized, add_config_arguments, initialize
@@ -17,12 +19,15 @@ from zero.stages import model_state_nbytes
 
 __all__ = [
     "CPUSGD",
+    "Activations",
     "CPUAdagrad",
     "CPUAdam",
     "CPULion",
     "CheckpointError",
+    "Counts",
     "Effective",
     "Engine",
+    "Estimate",
     "GatheredParameters",
     "Init",
     "Initialized",
@@ -31,6 +36,7 @@ __all__ = [
     "ZeroOptimizer",
     "ZeroSettings",
     "add_config_arguments",
+    "estimate",
     "export_checkpoint",
     "gathered_for_generation",
     "init_distributed",
@@ -38,6 +44,7 @@ __all__ = [
     "load_checkpoint",
     "load_pretrained",
     "model_state_nbytes",
+    "precision_preset",
     "register_external_parameter",
     "save_checkpoint",
     "unregister_external_parameter",

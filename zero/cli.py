@@ -5,6 +5,7 @@ zero config schema          the JSON schema, for editors
 zero config table           the table of all keys, as in the README
 zero io-bench PATH          how fast the disk under a folder is read and written, and which aio settings suit it
 zero export CKPT OUTPUT     the weights of a checkpoint as safetensors
+zero estimate PARAMETERS    the memory of each rank, by kind, for every stage and tier
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from zcomm import ConfigError
 from zero.checkpoint import CheckpointError, export_checkpoint
 from zero.checkpoint.weights_out import MAX_SHARD_NBYTES
 from zero.config import explain, json_schema, markdown_table, read_source
+from zero.estimate import estimate
+from zero.formulas import Activations, Counts
 from zero.io_bench import run as run_io_bench
 
 __all__ = ["main"]
@@ -44,6 +47,8 @@ def _answer(options: argparse.Namespace) -> str:
         return run_io_bench(options.path, nbytes=options.size_mib << 20, seconds=options.seconds)
     if options.command == "export":
         return _export(options)
+    if options.command == "estimate":
+        return _estimate(options)
     if options.what == "schema":
         return json.dumps(json_schema(), indent=2) + "\n"
     if options.what == "table":
@@ -97,4 +102,39 @@ def _parser() -> argparse.ArgumentParser:
     exporting.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights; default: that of the model")
     size = "largest file, 5GB if absent; more are written, with an index, if one would be larger"
     exporting.add_argument("--max-shard-size", type=_size, default=MAX_SHARD_NBYTES, metavar="SIZE", help=size)
+    _add_estimate(commands.add_parser("estimate", help="the memory of each rank, for every stage and tier"))
     return parser
+
+
+def _add_estimate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("parameters", type=float, metavar="PARAMETERS", help="of the model, for example 7e9")
+    parser.add_argument("--config", metavar="FILE", help="DeepSpeed's JSON")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="data-parallel ranks on each node")
+    parser.add_argument("--largest-layer", type=float, metavar="N", help="parameters (default: of all, over --layers)")
+    parser.add_argument("--layers", type=int, default=1, metavar="N")
+    shape = parser.add_argument_group("activations of a transformer")
+    shape.add_argument("--hidden", type=int, metavar="N", help="width; without it activations are left out")
+    shape.add_argument("--batch", type=int, default=1, metavar="N", help="sequences a rank and backward")
+    shape.add_argument("--sequence", type=int, default=1024, metavar="N", help="tokens each")
+    shape.add_argument("--checkpointing", action="store_true", help="activation checkpoints")
+    shape.add_argument("--model-parallel", type=int, default=1, metavar="N", help="ranks they are partitioned over")
+
+
+def _estimate(options: argparse.Namespace) -> str:
+    numel = int(options.parameters)
+    if numel < 1 or options.layers < 1:
+        raise ConfigError(f"there must be parameters and layers: parameters={numel}, layers={options.layers}")
+    counts = Counts(numel=numel, largest_unit=int(options.largest_layer or numel / options.layers))
+    shape = None
+    if options.hidden is not None:
+        shape = Activations(
+            hidden=options.hidden,
+            num_layers=options.layers,
+            batch=options.batch,
+            sequence=options.sequence,
+            is_checkpointed=options.checkpointing,
+            model_parallel=options.model_parallel,
+        )
+    found = estimate(counts, options.config, options.nodes, options.ranks, activations=shape, prints=False)
+    return str(found)

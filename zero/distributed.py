@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from zcomm import ConfigError, StateError
+from zero.model_parallel import ModelParallel
 
 __all__ = ["DataParallel", "RankDataLoader", "data_parallel", "init_distributed", "local_device"]
 
@@ -61,33 +62,35 @@ class DataParallel:
 
     Args:
         group: Their group; None is all ranks.
-        has_model_parallel: Whether other ranks hold other parts of the same model.
+        model_parallel: The ranks that hold other parts of the same model.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, has_model_parallel: bool = False) -> None:
-        self.group, self.has_model_parallel = group, has_model_parallel
+    def __init__(self, group: dist.ProcessGroup | None, model_parallel: ModelParallel | None = None) -> None:
+        self.group, self.model_parallel = group, model_parallel or ModelParallel()
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
 
 def data_parallel(mpu: Any) -> DataParallel:
-    """The data-parallel ranks of ``mpu``: None, an object with ``get_data_parallel_group()``, or a DeviceMesh.
+    """The data-parallel ranks of ``mpu``, and beside them the model-parallel ones.
+
+    Args:
+        mpu: None: all ranks are data-parallel. A process group, an object with Megatron's methods
+            (``get_data_parallel_group()``, ...), or a DeviceMesh of which one axis has a name of :data:`DATA_AXES`.
 
     Raises:
-        ConfigError: It is neither, or a mesh without an axis for data.
+        ConfigError: It is none of these, or a mesh without an axis for data.
     """
-    if mpu is None:
-        return DataParallel(None)
+    if mpu is None or isinstance(mpu, dist.ProcessGroup):
+        return DataParallel(mpu)
     if isinstance(mpu, DeviceMesh):
         names = mpu.mesh_dim_names or ()
         axis = next((name for name in DATA_AXES if name in names), None)
         if axis is None and mpu.ndim > 1:
             raise ConfigError(f"a mesh of several axes must name one of them {' or '.join(DATA_AXES)}: got {names}")
-        group = mpu.get_group(axis)
-        return DataParallel(group, has_model_parallel=mpu.size() > dist.get_world_size(group))
+        return DataParallel(mpu.get_group(axis), ModelParallel.of_mesh(mpu, axis) if axis and mpu.ndim > 1 else None)
     if not hasattr(mpu, "get_data_parallel_group"):
         raise ConfigError(f"mpu must be a DeviceMesh or have get_data_parallel_group(): got {mpu!r}")
-    size = getattr(mpu, "get_model_parallel_world_size", lambda: 1)()
-    return DataParallel(mpu.get_data_parallel_group(), has_model_parallel=size > 1)
+    return DataParallel(mpu.get_data_parallel_group(), ModelParallel.of_mpu(mpu))
 
 
 class RankDataLoader:

@@ -29,6 +29,9 @@ logger = logging.getLogger("zero")
 COUNTERS = ("micro_steps", "global_steps", "skipped_steps")
 
 
+PHASES = ("forward", "backward", "gather", "reduce", "step")
+
+
 class BatchInfo(NamedTuple):
     """The three numbers of :meth:`Engine.get_batch_info`."""
 
@@ -61,6 +64,8 @@ class Engine:
         self._boundary: bool | None = None if config.managed_gradient_accumulation else True
         self._seconds: dict[str, float] = {}
         self._times = config.wall_clock_breakdown
+        if self._times:
+            optimizer.time_exchanges(self._timed_on_host)
         optimizer.computes_grad_norm = config.zero_optimization.compute_grad_norm
         self._mark_boundary()
 
@@ -82,7 +87,9 @@ class Engine:
         chosen = self._config.torch_autocast
         if not chosen.enabled:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=to_dtype(chosen.dtype))
+        # Its cache would keep a copy of every gathered weight until the end of the forward.
+        caches = not self.optimizer.effective.stage.shards_parameters
+        return torch.autocast(self.device.type, dtype=to_dtype(chosen.dtype), cache_enabled=caches)
 
     @property
     def device(self) -> torch.device:
@@ -273,9 +280,14 @@ class Engine:
             yield
             return
         self._synchronize()
+        with self._timed_on_host(phase):
+            yield
+            self._synchronize()
+
+    @contextmanager
+    def _timed_on_host(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self._synchronize()
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def _synchronize(self) -> None:
@@ -292,8 +304,8 @@ class Engine:
                     *(self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom(), self.cur_scale),
                 )
             if self._times:
-                times = ", ".join(f"{phase} {1e3 * s:.1f} ms" for phase, s in self._seconds.items())
-                logger.info("step=%d: %s", self.global_steps, times)
+                times = ", ".join(f"{phase} {1e3 * self._seconds.get(phase, 0.0):.1f} ms" for phase in PHASES)
+                logger.info("step=%d: %s (gather and reduce within the others)", self.global_steps, times)
         self._seconds.clear()
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zcomm import ConfigError, StateError
 from zero.access import GatheredParameters
 from zero.agreement import on_every_rank
-from zero.config import BatchSizes, Configuration, NotAvailableError, check_available, read_source, solve_batch_sizes
+from zero.config import BatchSizes, Configuration, check_available, read_source, solve_batch_sizes
 from zero.config.read import Source
 from zero.distributed import DataParallel, RankDataLoader, data_parallel, init_distributed, local_device
 from zero.engine import Engine
@@ -63,7 +63,8 @@ def initialize(
         training_data: A dataset; a dataloader of this rank's share is returned for it.
         lr_scheduler: A scheduler, or a function of the optimizer. Default: the configuration's, if it has one.
         distributed_port: For starting torch.distributed where MASTER_PORT is not set.
-        mpu: An object with ``get_data_parallel_group()``, or a DeviceMesh. Default: all ranks are data-parallel.
+        mpu: An object with Megatron's ``get_data_parallel_group()`` and ``get_model_parallel_*()``, or a DeviceMesh
+            with an axis for data; see :mod:`zero.model_parallel`. Default: all ranks are data-parallel.
         dist_init_required: False: torch.distributed must run already. Default: it is started if it does not.
         collate_fn: For the dataloader.
         config: A dict, or the path of a JSON file.
@@ -84,14 +85,13 @@ def initialize(
         check_available(configuration)
         sizes = solve_batch_sizes(configuration.values, ranks.world_size)
         data = _new_dataloader(training_data, ranks, sizes, configuration, collate_fn)
-        _check_model_parallel(configuration, ranks)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module: got {model!r}")
         move(model, local_device(args))
         return model, configuration, sizes, data, _choose_optimizer(optimizer, model, model_parameters, configuration)
 
     model, configuration, batch_sizes, loader, chosen = on_every_rank(prepare, ranks.group)
-    wrapped = ZeroOptimizer(model, chosen, config=configuration, group=ranks.group)
+    wrapped = ZeroOptimizer(model, chosen, config=configuration, group=ranks)
     scheduler = _choose_scheduler(lr_scheduler, model, wrapped, configuration)
     engine = Engine(model, wrapped, lr_scheduler=scheduler, config=configuration.values, batch_sizes=batch_sizes)
     engine.training_dataloader = loader
@@ -116,15 +116,6 @@ def _find_configuration(args: Any, config: Source | None, config_params: Source 
     if len(given) > 1 and any(source != given[0] for source in given):
         raise ConfigError("only one configuration may be given: config=, config_params= or --deepspeed_config in args")
     return read_source(given[0])
-
-
-def _check_model_parallel(configuration: Configuration, ranks: DataParallel) -> None:
-    config = configuration.values
-    if ranks.has_model_parallel and (config.gradient_clipping or config.fp16.enabled or config.bf16.enabled):
-        raise NotAvailableError(
-            "not available in this version: gradient_clipping and the overflow checks of fp16 and bf16 beside model-"
-            "parallel ranks (norms and overflows would be of this rank's part of the model only)"
-        )
 
 
 def _choose_optimizer(given: Any, model: nn.Module, parameters: Any, configuration: Configuration) -> Optimizer:

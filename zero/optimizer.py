@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zcomm import LayoutError, StateError, Topology
@@ -26,16 +27,19 @@ from zero.agreement import on_every_rank
 from zero.clip import clip_grad_norm_
 from zero.config.plan import Plan
 from zero.config.read import Configuration, Source
+from zero.distributed import DataParallel, data_parallel
 from zero.final_gradients import FinalGradients
 from zero.inputs import check_inputs, choose_topology
 from zero.leaf_modules import set_configured
 from zero.loss_scale import LossScale
 from zero.masters import MasterPiece, OptimizerStates, as_groups, build_inner, build_pieces
 from zero.memory import MemoryReport, measure
+from zero.model_parallel import ModelParallel
 from zero.placement import cast
 from zero.runtime import Runtime
 from zero.settings import Effective
 from zero.state_dict import install_state_dict_hooks
+from zero.timing import time_exchanges
 
 __all__ = ["ZeroOptimizer"]
 
@@ -64,7 +68,8 @@ class ZeroOptimizer(Optimizer):
             batch sizes are for :func:`zero.initialize`.
         topology: Which ranks share a node. Default: torchrun's environment.
         ranks_per_node: Instead of ``topology``: so many consecutive ranks stand in for a node.
-        group: The data-parallel ranks; default: all.
+        group: The data-parallel ranks; default: all. A DeviceMesh or an mpu beside tensor- and pipeline-parallel ranks,
+            with which norms and overflows are agreed on: see :mod:`zero.model_parallel`.
         options: Any key of the configuration (``stage``, ``zero_quantized_weights``, ``fp16={"enabled": True}``, ...)
             and the fields of :class:`zero.ZeroSettings`, which win over ``config``; what is left goes to the optimizer
             class (``lr``, ``weight_decay``, ...).
@@ -89,9 +94,12 @@ class ZeroOptimizer(Optimizer):
         config: Source | Configuration | None = None,
         topology: Topology | None = None,
         ranks_per_node: int | None = None,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | DataParallel | Any = None,
         **options: Any,
     ) -> None:
+        if group is not None and not isinstance(group, DataParallel):
+            group = data_parallel(group)
+        self._model_parallel, group = (ModelParallel(), None) if group is None else (group.model_parallel, group.group)
         # A wrong option or optimizer is refused, on every rank, before the model is touched.
         ranks = group if topology is None else topology
         plan = on_every_rank(lambda: check_inputs(model, optimizer, config, options), ranks)
@@ -181,6 +189,10 @@ class ZeroOptimizer(Optimizer):
     def is_boundary(self, value: bool) -> None:
         self._runtime.boundary = value
 
+    def time_exchanges(self, timed: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Run each gather within ``timed("gather")`` and each reduction within ``timed("reduce")``, on the host."""
+        time_exchanges(self._runtime, timed)
+
     def memory(self) -> MemoryReport:
         """Allocated bytes of model states on this rank, by kind."""
         return measure(self._runtime, self._inner)
@@ -206,7 +218,9 @@ class ZeroOptimizer(Optimizer):
         Cost for each rank: one pass over its shards, 8 bytes to every other rank, one host sync.
         """
         self.unscale_()
-        return clip_grad_norm_(self._runtime, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return clip_grad_norm_(
+            self._runtime, self._model_parallel, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
 
     def scale(self, loss: Tensor) -> Tensor:
         """``loss``, in at least float32, times the loss scale: call ``backward()`` of what is returned.
@@ -268,14 +282,15 @@ class ZeroOptimizer(Optimizer):
         """Check, unscale, clip and hand over; False if the step is to be skipped, on every rank."""
         self.last_grad_norm = None
         if self.loss_scale is not None:
-            overflowed = self._gradients.has_overflow()
+            overflowed = self._model_parallel.any(self._gradients.has_overflow())
             self.unscale_()
             self.loss_scale.update(overflowed=overflowed)
             if overflowed:
                 return False
         if self._max_norm > 0 or self.computes_grad_norm:
             limit = self._max_norm if self._max_norm > 0 else math.inf
-            self.last_grad_norm = clip_grad_norm_(self._runtime, limit, 2.0, error_if_nonfinite=False).item()
+            norm = clip_grad_norm_(self._runtime, self._model_parallel, limit, 2.0, error_if_nonfinite=False)
+            self.last_grad_norm = norm.item()
         self._gradients.hand_over()
         return True
 
@@ -366,6 +381,7 @@ class ZeroOptimizer(Optimizer):
         close inside ``zero.GatheredParameters(model.parameters())``, or save them before.
         """
         self._runtime.close()
+        self._model_parallel.close()
         if self._owns_topology:
             self._runtime.topology.close()
 

@@ -18,6 +18,8 @@ __all__ = ["Effective", "ZeroSettings", "resolve", "split_options"]
 
 LEAST_SHARD_NUMEL = 2048
 """What a rank sends in an exchange of stage 3 at least, in elements: less costs latency alone."""
+UNQUANTIZED = ("none", "bf16", "fp16")
+"""Wire formats that are dtypes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,9 +138,10 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
     stage, inactive = get_stage(settings.stage), []
     weights = settings.weight_format or ("int8" if settings.quantized_weights else "none")
     gradients = _gradient_formats(settings)
-    if not stage.shards_states and (weights != "none" or gradients is not None):
+    is_quantized = gradients is not None and any(name not in UNQUANTIZED for name in gradients)
+    if not stage.shards_states and (weights != "none" or is_quantized):
         inactive.append("quantized weights and gradients (stage 0 has no sharded exchange; use stage 1, 2 or 3)")
-        weights, gradients = "none", None
+        weights, gradients = "none", None if is_quantized else gradients
     has_secondary = _secondary(settings, topology, stage, inactive)
     align = ALIGN
     for name in (weights, *(gradients or ())):

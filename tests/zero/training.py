@@ -44,7 +44,7 @@ def train(
         for micro in range(num_micro):
             defers = uses_no_sync and micro < num_micro - 1
             with optimizer.no_sync() if defers else nullcontext():
-                (loss_of(model, *batch(step, micro, rank)) / num_micro).backward()
+                optimizer.scale(loss_of(model, *batch(step, micro, rank)) / num_micro).backward()
         if max_norm is not None:
             norms.append(optimizer.clip_grad_norm_(max_norm).item())
         optimizer.step()

@@ -6,6 +6,7 @@ from zero.config.document import markdown_table
 from zero.config.errors import NotAvailableError
 from zero.config.explain import explain
 from zero.config.plan import Plan, make_plan
+from zero.config.presets import precision_preset
 from zero.config.read import Configuration, parse, read_source
 from zero.config.schema import json_schema
 from zero.config.sections import Config
@@ -22,6 +23,7 @@ __all__ = [
     "make_plan",
     "markdown_table",
     "parse",
+    "precision_preset",
     "read_source",
     "solve_batch_sizes",
 ]

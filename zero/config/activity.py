@@ -10,7 +10,7 @@ from zero.config.keys import Definition, definitions, section_type
 from zero.config.read import Configuration
 from zero.config.sections import Config
 
-__all__ = ["CONDITIONS", "Setting", "check_available", "settings_of", "unused_notes"]
+__all__ = ["CONDITIONS", "Setting", "check_available", "is_float16", "settings_of", "unused_notes"]
 
 
 class Condition(NamedTuple):
@@ -21,6 +21,12 @@ class Condition(NamedTuple):
     """Why not."""
 
 
+def is_float16(config: Config) -> bool:
+    """Whether gradients need a loss scale: parameters in float16, or the engine's forward under float16 autocast."""
+    autocast = config.torch_autocast
+    return config.fp16.enabled or (autocast.enabled and autocast.dtype in ("fp16", "float16", "half"))
+
+
 CONDITIONS = {
     "stage 1+": Condition(lambda c: c.zero_optimization.stage >= 1, "stage 0 shards nothing"),
     "stage 3": Condition(lambda c: c.zero_optimization.stage == 3, "parameters are whole below stage 3"),
@@ -29,10 +35,11 @@ CONDITIONS = {
         "parameters are whole below stage 3, or overlap_comm is false",
     ),
     "fp16": Condition(lambda c: c.fp16.enabled, "fp16 is not enabled"),
+    "float16": Condition(is_float16, "neither fp16 nor float16 autocast is enabled"),
     "bf16": Condition(lambda c: c.bf16.enabled, "bf16 is not enabled"),
     "16 bit": Condition(lambda c: c.fp16.enabled or c.bf16.enabled, "neither fp16 nor bf16 is enabled"),
     "dynamic loss scale": Condition(
-        lambda c: c.fp16.enabled and c.fp16.loss_scale == 0, "the loss scale is not dynamic"
+        lambda c: is_float16(c) and c.fp16.loss_scale == 0, "the loss scale is not dynamic"
     ),
     "torch_autocast": Condition(lambda c: c.torch_autocast.enabled, "torch_autocast is not enabled"),
     "plain gradients": Condition(

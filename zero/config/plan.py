@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zcomm import ConfigError
-from zero.config.activity import check_available, settings_of, unused_notes
+from zero.config.activity import check_available, is_float16, settings_of, unused_notes
 from zero.config.keys import own_keys
 from zero.config.legacy import MOVED
 from zero.config.read import Configuration, Source, parse, read_source
@@ -44,7 +44,7 @@ class Plan:
     def new_loss_scale(self) -> LossScale | None:
         """The loss scale as configured; None: gradients are neither scaled nor are steps skipped."""
         config = self.configuration.values
-        if config.fp16.enabled:
+        if is_float16(config):
             if config.fp16.loss_scale:
                 return StaticLossScale(config.fp16.loss_scale)
             return DynamicLossScale(

@@ -20,7 +20,7 @@ class Fp16:
 
     enabled: bool = key(False, "parameters and computation in float16, float32 masters", false="off")
     auto_cast: bool = key(False, "the engine casts floating-point inputs", false="inputs as given", active_if="fp16")
-    loss_scale: float = key(0.0, "a fixed loss scale; 0 is dynamic", minimum=0, active_if="fp16")
+    loss_scale: float = key(0.0, "a fixed loss scale; 0 is dynamic", minimum=0, active_if="float16")
     initial_scale_power: int = key(
         16,
         "the first dynamic scale is 2 to this power",
@@ -190,7 +190,7 @@ class Config:
     activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing, "activations")
     aio: Aio = section(Aio, "file input and output")
     steps_per_print: int | None = key(None, "print step, loss scale and learning rate so often", minimum=1)
-    wall_clock_breakdown: bool = key(False, "log the times of forward, backward and step", false="off")
+    wall_clock_breakdown: bool = key(False, "log the times of forward, backward, gather, reduce and step", false="off")
     prescale_gradients: bool = key(
         False, "divide before the reduction", false="the same as true", inactive="sums are in float32"
     )

@@ -1,0 +1,104 @@
+"""The training script of DeepSpeed's tutorials runs with one import changed, under their configurations."""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.job import ROOT
+from tests.ranks import run_ranks
+from tests.zero.configs import CONFIGS, NEEDS_MORE
+
+pytest.importorskip("transformers", reason="transformers is not installed: it is in the bench extra")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+HERE = ROOT / "tests" / "end_to_end"
+SCRIPT, IN_TURN = str(HERE / "deepspeed_script.py"), str(HERE / "in_turn.py")
+STEPS = 30
+
+
+def _arguments(name: str, folder: Path) -> list[str]:
+    """Write the configuration ``name``; the script's arguments to run under it."""
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(CONFIGS[name]))
+    return [f"--deepspeed_config={path}", f"--output={folder / name}", f"--steps={STEPS}"]
+
+
+def _reports(name: str, folder: Path, world_size: int) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def _warmup_decay(steps: int) -> float:
+    """The schedule of the configurations after so many steps of it: to 3e-5 in 30 of 300 steps."""
+    return 3e-5 * math.log(max(steps, 1)) / math.log(30) if steps <= 30 else 3e-5 * (300 - (steps - 1)) / 270
+
+
+def _check_fp16(report: dict[str, Any]) -> None:
+    """From scale 2^32: overflows halve it, but for the first (hysteresis 2); none of them moves the schedule."""
+    rows, power, num_overflows, num_applied = report["rows"], 32, 0, 0
+    for row in rows:
+        assert row["scale"] == 2.0**power
+        num_overflows += not row["applied"]
+        num_applied += row["applied"]
+        power = 32 - max(num_overflows - 1, 0)
+        assert row["lr"] == pytest.approx(_warmup_decay(num_applied), abs=1e-12)
+    assert report["skipped"] == num_overflows
+    assert num_overflows > 1
+    assert num_applied > 3
+    assert not rows[0]["applied"]
+    assert rows[-1]["applied"]
+
+
+def _check(reports: list[dict[str, Any]], config: dict[str, Any]) -> None:
+    for report in reports:
+        assert f"ZeRO stage {config['zero_optimization']['stage']}" in report["effective"]
+        losses = [row["loss"] for row in report["rows"]]
+        assert all(math.isfinite(loss) for loss in losses)
+        assert losses[0] == pytest.approx(math.log(256), abs=0.3)
+        assert min(losses) < losses[0]
+        assert [row["scale"] for row in report["rows"]] == [row["scale"] for row in reports[0]["rows"]]
+        if "fp16" in config:
+            _check_fp16(report)
+
+
+def test_script_runs_unchanged_on_two_ranks(tmp_path: Path) -> None:
+    """Under torchrun, one configuration after the other."""
+    names = [name for name in CONFIGS if name not in NEEDS_MORE]
+    runs = [word for name in names for word in ("--", *_arguments(name, tmp_path))][1:]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, IN_TURN, SCRIPT, *runs], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert done.stdout.count("step:0, loss:") == len(names) == 5
+    for name in names:
+        _check(_reports(name, tmp_path, 2), CONFIGS[name])
+
+
+def _run_as_on_two_nodes(rank: int, arguments: list[str]) -> None:
+    """On a live rank, in the environment that torchrun gives to 2 nodes of 2 ranks."""
+    environment = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank % 2)}
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", [SCRIPT, *arguments])
+        end = runpy.run_path(SCRIPT, run_name="__main__")
+        end["engine"].destroy()
+
+
+def test_zeropp_on_two_nodes(tmp_path: Path) -> None:
+    run_ranks(4, _run_as_on_two_nodes, _arguments("zeropp", tmp_path))
+    reports = _reports("zeropp", tmp_path, 4)
+    _check(reports, CONFIGS["zeropp"])
+    assert (
+        "2 x 2 ranks: weights as int8, gradients as int4 -> int4, secondary partition (hpZ) on"
+        in reports[0]["effective"]
+    )

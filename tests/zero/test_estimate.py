@@ -1,0 +1,169 @@
+"""zero.estimate against what is allocated, and against figures of the papers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests.ranks import run_ranks
+from tests.zero.configs import CONFIGS
+from tests.zero.training import zero_optimizer
+from zcomm import ConfigError
+from zero.cli import main
+from zero.estimate import TIERS
+from zero.formulas import Activations, Counts, Setup, usage_of
+
+WIDTH, DEPTH = 256, 6
+
+
+class Layered(nn.Module):
+    """Equal layers that are gathered one by one; some of them may be frozen."""
+
+    def __init__(self, *, has_frozen: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(DEPTH)
+        )
+        if has_frozen:
+            self.layers[2:4].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+CASES: list[tuple[int, bool, dict[str, Any]]] = [
+    *((stage, False, {"bf16": {"enabled": True}}) for stage in range(4)),
+    *((stage, True, {}) for stage in (1, 3)),
+    (2, False, {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}}),
+    (1, False, {"zero_quantized_weights": True}),
+    (3, False, {"bf16": {"enabled": True}, "zero_hpz_partition_size": 2, "zero_quantized_weights": True}),
+]
+KINDS = {"pool": ("buckets", "prefetch"), "secondary partition": ("secondary partition",)}
+
+
+def _check_allocated(rank: int, world_size: int) -> None:
+    per_node = 2
+    for stage, has_frozen, options in CASES:
+        model = Layered(has_frozen=has_frozen)
+        zero_keys = {k: v for k, v in options.items() if k.startswith("zero_")} | {"stage": stage}
+        config = {k: v for k, v in options.items() if not k.startswith("zero_")} | {"zero_optimization": zero_keys}
+        found = zero.estimate(model, config, world_size // per_node, per_node, prints=False)
+        params = [p for p in model.parameters() if p.requires_grad]
+        with zero_optimizer(model, torch.optim.AdamW(params), ranks_per_node=per_node, config=config) as optimizer:
+            for _ in range(2):
+                x = torch.randn(4, WIDTH, dtype=next(model.parameters()).dtype)
+                optimizer.scale(model(x).float().square().mean()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            report = optimizer.memory()
+        nbytes = {usage.kind: usage.nbytes for usage in found.usage()}
+        case = (stage, has_frozen, options, nbytes, report)
+        for kind in ("parameters", "gradients", "states"):
+            assert nbytes.get(kind, 0) == pytest.approx(report.by_kind[kind], rel=0.01), case
+        for ours, theirs in KINDS.items():
+            together = sum(nbytes.get(kind, 0) for kind in theirs)
+            assert together == pytest.approx(report.buffers[ours], rel=0.02 if "part" in ours else 0.35, abs=1e4), case
+        assert found.nbytes() == pytest.approx(report.total, rel=0.15), case
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_estimate_is_what_is_allocated(world_size: int) -> None:
+    run_ranks(world_size, _check_allocated, world_size)
+
+
+PAPER = Counts(numel=7_500_000_000, largest_unit=50_000_000)
+
+
+@pytest.mark.parametrize(
+    ("stage", "num_nodes", "gigabytes"), [(0, 8, 120.0), (1, 8, 31.4), (2, 8, 16.6), (3, 8, 1.9), (3, 1, 15.0)]
+)
+def test_model_states_are_those_of_the_paper(stage: int, num_nodes: int, gigabytes: float) -> None:
+    """ZeRO, figure 1 and table 1: 7.5 G parameters in 16 bit, gradients too, 8 ranks a node."""
+    setup = Setup(stage=stage, num_nodes=num_nodes, ranks_per_node=8, gradient_nbytes=2)
+    states = {u.kind: u.nbytes for u in usage_of(PAPER, setup)}
+    found = sum(states[kind] for kind in ("parameters", "gradients", "states")) / 1e9
+    assert found == pytest.approx(gigabytes, abs=0.05)
+
+
+SHAPE = Activations(hidden=1024, num_layers=16, batch=4, sequence=512)
+TOKENS = 2 * 1024 * 4 * 512  # bytes of one layer's input in 16 bit
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, {("activations", "device"): 12 * 16 * TOKENS}),
+        (
+            {"is_checkpointed": True},
+            {("activations", "device"): 12 * 4 * TOKENS, ("activation checkpoints", "device"): 4 * TOKENS},
+        ),
+        (
+            {"is_checkpointed": True, "num_checkpoints": 8, "model_parallel": 2, "on_host": True},
+            {("activations", "device"): 12 * 2 * TOKENS, ("activation checkpoints", "host"): 8 * TOKENS / 2},
+        ),
+    ],
+)
+def test_activations(more: dict[str, Any], expected: dict[tuple[str, str], float]) -> None:
+    shape = Activations(hidden=1024, num_layers=16, batch=4, sequence=512, **more)
+    found = usage_of(PAPER, Setup(stage=3), shape)
+    assert {(u.kind, u.place): u.nbytes for u in found if u.kind.startswith("activation")} == expected
+
+
+def test_tiers_move_what_they_name() -> None:
+    """Nothing is lost between the places: model states add up to the same, NVMe adds its buffers."""
+    setup = Setup(stage=3, num_nodes=2, ranks_per_node=4, pinned_numels=(1000, 2000))
+    kinds = ("parameters", "gradients", "states")
+    on_device = {u.kind: u.nbytes for u in usage_of(PAPER, setup)}
+    places = {}
+    for name, tier in TIERS.items():
+        found = usage_of(PAPER, Setup(stage=3, num_nodes=2, ranks_per_node=4, pinned_numels=(1000, 2000), tier=tier))
+        assert {u.kind: u.nbytes for u in found if u.kind in kinds} == {kind: on_device[kind] for kind in kinds}
+        places[name] = tuple(next(u.place for u in found if u.kind == kind) for kind in kinds)
+        pinned = sum(u.nbytes for u in found if u.kind == "pinned buffers")
+        assert pinned == {"nvme optimizer": 8000, "nvme": 8000 + 2000}.get(name, 0)
+    assert places == {
+        "device": ("device", "device", "device"),
+        "cpu optimizer": ("device", "host", "host"),
+        "cpu": ("host", "host", "host"),
+        "nvme optimizer": ("device", "host", "nvme"),
+        "nvme": ("nvme", "host", "nvme"),
+    }
+
+
+def test_tutorial_configurations_are_estimated(capsys: pytest.CaptureFixture[str]) -> None:
+    """Offload and checkpointing count although this version refuses to run some of them."""
+    cases = {"zero_infinity": (3, "nvme"), "zero_offload": (3, "cpu"), "zeropp": (3, "device")}
+    for name, (stage, tier) in cases.items():
+        found = zero.estimate(Layered().to("meta"), CONFIGS[name], 2, 2, activations=SHAPE)
+        text = capsys.readouterr().out
+        assert (found.stage, found.tier) == (stage, tier)
+        assert text == str(found)
+        assert text.count("<- as configured") == 1
+        assert ("checkpoints cost 33 % more computation" in text) == (name != "zeropp")
+        assert ("secondary partition" in text) == (name == "zeropp")
+        rows = [line.split()[:1] for line in text.splitlines()]
+        assert [rows.count([str(number)]) for number in range(4)] == [1, 3, 3, 5]
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
+    arguments = ["estimate", "1e9", "--config", str(path), "--nodes", "2", "--ranks", "8", "--layers", "10"]
+    assert main([*arguments, "--hidden", "2048", "--checkpointing"]) == 0
+    text = capsys.readouterr().out
+    assert "1,000,000,000 parameters on 2 nodes x 8 ranks" in text
+    assert "states                 device      750 MB" in text  # 12 / 16 bytes a parameter
+    assert "activation checkpoints" in text
+    assert main(["estimate", "0.1"]) == 1
+    assert "there must be parameters" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="nodes=0"):
+        zero.estimate(PAPER, None, 0, 8)

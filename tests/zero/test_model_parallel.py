@@ -1,0 +1,220 @@
+"""Data-parallel ranks beside tensor-parallel ones: 2 x 2 ranks train a split MLP as one process trains the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import zero
+from tests.ranks import run_ranks
+from tests.zero.training import full_values
+from zcomm import ConfigError
+from zero import ZeroOptimizer
+
+WIDTH, INNER, STEPS = 12, 20, 4
+
+
+class Whole(nn.Module):
+    """A residual MLP with a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, INNER)
+        self.down = nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class _SumBackward(torch.autograd.Function):
+    """Megatron's f: each rank's part of the layer gives a part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _SumForward(torch.autograd.Function):
+    """Megatron's g."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Split(nn.Module):
+    """One tensor-parallel rank's part of :class:`Whole`: columns of ``up``, rows of ``down``, the rest replicated."""
+
+    def __init__(self, whole: Whole, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group, rank = group, dist.get_rank(group)
+        mine = slice(rank * INNER // 2, (rank + 1) * INNER // 2)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, INNER // 2)
+        self.down = nn.Linear(INNER // 2, WIDTH, bias=False)
+        self.bias = nn.Parameter(whole.down.bias.detach().clone())
+        for param, part in (
+            (self.up.weight, whole.up.weight[mine]),
+            (self.up.bias, whole.up.bias[mine]),
+            (self.down.weight, whole.down.weight[:, mine]),
+        ):
+            param.data = part.detach().clone()
+            param.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up(_SumBackward.apply(self.norm(x), self.group)).relu()
+        return x + _SumForward.apply(self.down(inner), self.group) + self.bias
+
+    def of_whole(self, whole: Whole) -> dict[str, Tensor]:
+        """What ``whole`` has of each parameter here."""
+        rank = dist.get_rank(self.group)
+        mine = slice(rank * INNER // 2, (rank + 1) * INNER // 2)
+        return {
+            "bias": whole.down.bias,
+            "norm.weight": whole.norm.weight,
+            "norm.bias": whole.norm.bias,
+            "up.weight": whole.up.weight[mine],
+            "up.bias": whole.up.bias[mine],
+            "down.weight": whole.down.weight[:, mine],
+        }
+
+
+def _whole() -> Whole:
+    torch.manual_seed(5)
+    return Whole().double()
+
+
+def _batch(step: int, data_rank: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + data_rank)).double()
+
+
+def _train_whole(max_norm: float, norm_type: float = 2.0) -> tuple[Whole, list[float]]:
+    model, norms = _whole(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        model(torch.cat([_batch(step, rank) for rank in range(2)])).square().mean().backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, norms
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+class Mpu:
+    """Megatron's interface on a mesh."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.get_data_parallel_group = lambda: mesh.get_group("dp")
+        self.get_model_parallel_group = lambda: mesh.get_group("tp")
+        self.get_model_parallel_world_size = mesh["tp"].size
+        self.get_tensor_model_parallel_rank = lambda: mesh.get_local_rank("tp")
+
+
+def _check_split_equals_whole(rank: int, stages: tuple[int, ...]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole, expected_norms = _train_whole(0.3)
+    assert min(expected_norms) > 0.3, "clipping must have something to do"
+    for stage in stages:
+        model = Split(_whole(), mesh.get_group("tp")).double()
+        config = {"zero_optimization": {"stage": stage}, "gradient_clipping": 0.3}
+        mpu = mesh if stage % 2 else Mpu(mesh)
+        engine, *_ = zero.initialize(model=model, optimizer=_sgd, mpu=mpu, config=config)
+        norms = []
+        for step in range(STEPS):
+            engine.backward(engine(_batch(step, mesh.get_local_rank("dp"))).square().mean())
+            engine.step()
+            norms.append(engine.get_global_grad_norm())
+        got = full_values(model)
+        engine.destroy()
+        assert norms == pytest.approx(expected_norms, rel=1e-6)
+        for name, expected in model.of_whole(whole).items():
+            torch.testing.assert_close(got[name], expected.detach(), rtol=0, atol=1e-10, msg=f"{stage}: {name}")
+
+
+def test_split_model_equals_the_whole() -> None:
+    run_ranks(4, _check_split_equals_whole, (0, 1, 2, 3))
+
+
+def _check_infinity_norm(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    _, expected = _train_whole(1e9, float("inf"))
+    model = Split(_whole(), mesh.get_group("tp")).double()
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=2, lr=0.1, momentum=0.9, group=mesh)
+    model(_batch(0, mesh.get_local_rank("dp"))).square().mean().backward()
+    assert optimizer.clip_grad_norm_(1e9, float("inf")).item() == pytest.approx(expected[0])
+    optimizer.close()
+
+
+def test_infinity_norm() -> None:
+    run_ranks(4, _check_infinity_norm)
+
+
+def _check_overflow(rank: int) -> None:
+    """One rank of four overflows, in one part of the model: all skip, and the scales stay the same."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Split(_whole(), mesh.get_group("tp")).float()
+    fp16 = {"enabled": True, "initial_scale_power": 6, "hysteresis": 1}
+    engine, *_ = zero.initialize(model=model, optimizer=_sgd, mpu=mesh, config={"fp16": fp16})
+    applied, scales = [], []
+    for step in range(4):
+        x = _batch(step, mesh.get_local_rank("dp")).half()
+        loss = engine(x).float().square().mean()
+        if step in (1, 2):  # inside one rank's own part, where no exchange of the model shows it to the others
+            loss = loss + (model.up.bias.float().sum() * (float("inf") if rank == step else 0.0))
+        engine.backward(loss)
+        engine.step()
+        applied.append(engine.was_step_applied())
+        scales.append(engine.cur_scale)
+    engine.destroy()
+    assert applied == [True, False, False, True]
+    assert scales == [64, 32, 16, 16]
+
+
+def test_an_overflow_in_one_part_skips_the_step_everywhere() -> None:
+    run_ranks(4, _check_overflow)
+
+
+def _check_pipeline_axis(rank: int) -> None:
+    """Parameters of pipeline stages are different ones; ``shared`` ones are counted by one of them."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, bias=False)
+    tied = nn.Parameter(torch.ones(2))
+    model.register_parameter("tied", tied)
+    if mesh.get_local_rank("pp") == 1:
+        tied.shared = True  # type: ignore[attr-defined]
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=1, lr=0.1, group=mesh)
+    (model(torch.ones(1, 3)).sum() + 2 * tied.sum()).backward()
+    # weight: 6 ones in each of 2 stages, counted by the first tensor-parallel rank; tied: 2 twos, in one stage.
+    assert optimizer.clip_grad_norm_(1e9).item() == pytest.approx((2 * 6 + 2 * 4) ** 0.5)
+    optimizer.close()
+    mpu = Mpu(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    del mpu.get_model_parallel_group
+    with pytest.raises(ConfigError, match="get_model_parallel_group"):
+        ZeroOptimizer(nn.Linear(2, 2), torch.optim.SGD, lr=0.1, group=mpu)
+
+
+def test_pipeline_stages_and_shared_parameters() -> None:
+    run_ranks(4, _check_pipeline_axis)

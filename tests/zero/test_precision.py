@@ -1,0 +1,233 @@
+"""dtypes of parameters, accumulation and wire: what each option does, at every stage, to values and to bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import zcomm
+import zero
+from tests.ranks import run_ranks
+from tests.zero.models import as_vector, batch, loss_of, new_model, relative_error
+from tests.zero.training import full_values, zero_optimizer
+from zcomm import ConfigError
+from zero.loss_scale import StaticLossScale
+
+STAGES = (0, 1, 2, 3)
+
+
+class Sum(nn.Module):
+    """``w`` times what comes in, summed: the gradient is what comes in."""
+
+    def __init__(self, numel: int = 600, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(numel, dtype=dtype))
+
+    def forward(self, gradient: float) -> Tensor:
+        return (self.w * gradient).sum()
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1.0)
+
+
+def _check_accumulation(rank: int) -> None:
+    """1, then 16 times 2^-8: half a unit of bfloat16 at 1, so that a sum in bfloat16 never leaves 1."""
+    for stage in STAGES:
+        for key, expected in ((None, 1.0625), ("fp32", 1.0625), ("bf16", 1.0)):
+            options: dict[str, Any] = {"data_types": {"grad_accum_dtype": key}} if key else {}
+            options |= {"stage": stage, "gradient_accumulation_steps": 17, "bf16": {"enabled": True}}
+            model = Sum()
+            with zero_optimizer(model, _sgd(model.parameters()), **options) as optimizer:
+                for gradient in (1.0, *[2**-8] * 16):
+                    model(gradient).backward()
+                optimizer.step()
+                values = full_values(model)["w"]
+            assert set((-values).tolist()) == {expected}, (stage, key)
+
+
+def test_gradients_accumulate_in_float32_unless_asked() -> None:
+    run_ranks(2, _check_accumulation)
+
+
+def _check_wire(rank: int) -> None:
+    """1 + 2^-10 is a float16 number, and not a bfloat16 one."""
+    exact = 1 + 2**-10
+    for stage in STAGES:
+        for key, expected, nbytes in ((None, exact, 4), ("fp32", exact, 4), ("fp16", exact, 2), ("bf16", 1.0, 2)):
+            options = {"communication_data_type": key} if key else {}
+            model = Sum(1024)
+            with zero_optimizer(model, torch.optim.SGD, stage=stage, lr=1.0, **options) as optimizer:
+                with zcomm.traffic() as sent:
+                    model(exact).backward()
+                optimizer.step()
+                values = full_values(model)["w"]
+            assert set((-values).tolist()) == {expected}, (stage, key)
+            payload = nbytes * 1024 // 2  # to the one other rank, and some bytes of header
+            assert payload <= sent.bytes(operation="reduce_scatter") <= payload + 64, (stage, key)
+
+
+def test_gradients_travel_in_the_chosen_dtype() -> None:
+    run_ranks(2, _check_wire)
+
+
+def _two_losses(model: nn.Module, step: int, rank: int) -> list[Tensor]:
+    return [loss_of(model, *batch(step, loss, rank)) * weight for loss, weight in ((0, 1.0), (1, 0.3))]
+
+
+def _check_several_losses(rank: int) -> None:
+    """Each loss has its own backward; one overflow of any, on any rank, skips the step of all and nothing else."""
+    overflows = {1: (0, 1), 3: (1, 0)}  # step: loss, rank
+    plain = new_model(torch.float64)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in (0, 2, 4):
+        sum((loss / 2 for r in range(2) for loss in _two_losses(plain, step, r)), torch.zeros(())).backward()
+        reference.step()
+        reference.zero_grad()
+    for stage in STAGES:
+        model, applied = new_model(torch.float64), []
+        with zero_optimizer(model, torch.optim.AdamW, lr=1e-2, stage=stage) as optimizer:
+            optimizer.loss_scale = StaticLossScale(2.0**12)
+            for step in range(5):
+                for index, loss in enumerate(_two_losses(model, step, rank)):
+                    bad = overflows.get(step) == (index, rank)
+                    with optimizer.scale_loss(loss * float("inf") if bad else loss) as scaled:
+                        scaled.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                applied.append(optimizer.was_step_applied)
+            got = as_vector(full_values(model).values())
+        assert applied == [True, False, True, False, True]
+        assert relative_error(got, as_vector(plain.parameters())) < 1e-12, stage
+
+
+def test_several_losses_of_one_optimizer() -> None:
+    run_ranks(2, _check_several_losses)
+
+
+class Normed(nn.Module):
+    """Linear layers in 16 bit around a norm that may stay in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.first(x.to(self.first.weight.dtype))
+        inner = self.norm(inner.to(self.norm.weight.dtype))
+        out: Tensor = self.last(inner.to(self.last.weight.dtype))
+        return out
+
+
+def _x(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(7 * step + rank))
+
+
+def _normed() -> Normed:
+    torch.manual_seed(3)
+    return Normed()
+
+
+def _check_mixed_dtypes(rank: int) -> None:
+    """The oracle casts float32 masters itself, all but the norm."""
+    plain = _normed()
+    for name, param in plain.named_parameters():
+        if "norm" not in name:
+            param.data = param.data.bfloat16().float()
+    start = {name: param.detach().clone() for name, param in plain.named_parameters()}
+    reference = _sgd(plain.parameters())
+    for step in range(3):
+        values = {n: p if "norm" in n else p.bfloat16() for n, p in plain.named_parameters()}
+        x = torch.cat([_x(step, r) for r in range(2)])
+        functional_call(plain, values, (x,)).float().square().mean().backward()
+        reference.step()
+        reference.zero_grad()
+    for stage in STAGES:
+        model = _normed()
+        config = {
+            "zero_optimization": {"stage": stage},
+            "bf16": {"enabled": True},
+            "data_types": {"keep_in_fp32_modules": ["norm"]},
+        }
+        engine, *_ = zero.initialize(model=model, optimizer=_sgd, config=config)
+        for step in range(3):
+            engine.backward(engine(_x(step, rank)).float().square().mean())
+            engine.step()
+        got = full_values(model)
+        engine.destroy()
+        for name, param in plain.named_parameters():
+            assert got[name].dtype == (torch.float32 if "norm" in name else torch.bfloat16)
+            excess = (got[name].double() - param.double()).abs()
+            if "norm" not in name:
+                excess = torch.relu(excess - got[name].double().abs() * 2**-8)
+            assert excess.norm() < 0.03 * (param - start[name]).norm(), (stage, name)
+
+
+def test_one_model_with_several_dtypes() -> None:
+    run_ranks(2, _check_mixed_dtypes)
+
+
+def _check_autocast(rank: int) -> None:
+    """The forward that torch.autocast gives, on float32 parameters; under float16 with a loss scale."""
+    for dtype, wanted in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        plain = _normed()
+        reference = _sgd(plain.parameters())
+        for step in range(3):
+            with torch.autocast("cpu", dtype=wanted):
+                out = plain(torch.cat([_x(step, r) for r in range(2)]))
+            out.float().square().mean().backward()
+            reference.step()
+            reference.zero_grad()
+        update = as_vector(plain.parameters()) - as_vector(_normed().parameters())
+        for stage in STAGES:
+            model = _normed()
+            config = {
+                "zero_optimization": {"stage": stage},
+                "torch_autocast": {"enabled": True, "dtype": dtype},
+                "fp16": {"enabled": False, "initial_scale_power": 10},
+            }
+            engine, optimizer, *_ = zero.initialize(model=model, optimizer=_sgd, config=config)
+            assert (optimizer.loss_scale is not None) == (dtype == "float16")
+            for step in range(3):
+                out = engine(_x(step, rank))
+                assert out.dtype == wanted
+                engine.backward(out.float().square().mean())
+                engine.step()
+            assert engine.skipped_steps == 0
+            got = full_values(model)
+            engine.destroy()
+            assert {value.dtype for value in got.values()} == {torch.float32}
+            moved = as_vector(got.values()) - as_vector(_normed().parameters())
+            assert relative_error(moved, update) < 0.03, (stage, dtype)
+
+
+def test_autocast_inside_the_engine() -> None:
+    run_ranks(2, _check_autocast)
+
+
+def test_presets() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    kinds = {}
+    for level in ("O0", "O1", "O2", "O3"):
+        model.float()
+        preset = zero.precision_preset(level, model)
+        engine, optimizer, *_ = zero.initialize(model=model, optimizer=_sgd, config=preset)
+        out = engine(torch.ones(3, 4, dtype=model[0].weight.dtype))
+        masters = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+        scale = None if optimizer.loss_scale is None else optimizer.loss_scale.scale
+        kinds[level] = (model[0].weight.dtype, model[1].weight.dtype, out.dtype, scale)
+        assert masters == {torch.float32}
+        engine.destroy()
+    half = torch.float16
+    assert kinds == {
+        "O0": (torch.float32, torch.float32, torch.float32, None),
+        "O1": (torch.float32, torch.float32, half, 2.0**16),
+        "O2": (half, torch.float32, half, 2.0**16),
+        "O3": (half, half, half, 1.0),
+    }
+    with pytest.raises(ConfigError, match="O0, O1, O2, O3"):
+        zero.precision_preset("O4")

@@ -1,0 +1,196 @@
+"""``zero.estimate``: the memory that training will take on one rank, by kind, for every stage and tier."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from zcomm import ConfigError
+from zero.config.plan import to_dtype
+from zero.config.read import Configuration, Source, parse, read_source
+from zero.config.sections import Config
+from zero.formulas import RECOMPUTATION, Activations, Counts, Setup, Tier, Usage, usage_of
+from zero.layout import BucketLayout
+from zero.units import find_units
+
+__all__ = ["TIERS", "Estimate", "count", "estimate"]
+
+TIERS = {
+    "device": Tier(),
+    "cpu optimizer": Tier(states="host"),
+    "cpu": Tier(parameters="host", states="host"),
+    "nvme optimizer": Tier(states="nvme"),
+    "nvme": Tier(parameters="nvme", states="nvme"),
+}
+PLACES = {"none": "device", "cpu": "host", "nvme": "nvme"}
+NUM_MOMENTS = {"sgd": 0, "adagrad": 1, "lion": 1, "rmsprop": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes on one rank. ``str()`` of it is the table."""
+
+    stage: int
+    """The configured one."""
+    tier: str
+    """The configured one, a key of :data:`TIERS`."""
+    setup: Setup
+    counts: Counts
+    activations: Activations | None
+
+    def usage(self, stage: int | None = None, tier: str | None = None) -> list[Usage]:
+        """Every kind at a stage and tier; default: the configured ones."""
+        chosen = TIERS[self.tier if tier is None else tier]
+        setup = replace(self.setup, stage=self.stage if stage is None else stage, tier=chosen)
+        return usage_of(self.counts, setup, self.activations)
+
+    def nbytes(self, place: str = "device", *, stage: int | None = None, tier: str | None = None) -> float:
+        """Bytes in ``device``, ``host`` or ``nvme``."""
+        return sum(usage.nbytes for usage in self.usage(stage, tier) if usage.place == place)
+
+    def __str__(self) -> str:
+        setup = self.setup
+        lines = [
+            f"{self.counts.numel:,} parameters on {setup.num_nodes} nodes x {setup.ranks_per_node} ranks; each rank:",
+            "",
+            f"{'stage':>5}  {'tier':<15} {'device':>10} {'host':>10} {'nvme':>10}",
+        ]
+        for stage in range(4):
+            for tier in _tiers_of(stage):
+                is_chosen = (stage, tier) == (self.stage, self.tier)
+                cells = " ".join(f"{_shown(self.nbytes(p, stage=stage, tier=tier)):>10}" for p in PLACES.values())
+                lines.append(f"{stage:>5}  {tier:<15} {cells}{'  <- as configured' if is_chosen else ''}")
+        lines += ["", f"as configured, stage {self.stage}, {self.tier}:"]
+        lines += [f"  {u.kind:<22} {u.place:<7} {_shown(u.nbytes):>10}" for u in self.usage()]
+        if self.activations is not None and self.activations.is_checkpointed:
+            lines.append(f"  checkpoints cost {100 * RECOMPUTATION:.0f} % more computation: the forward again")
+        return "\n".join(lines) + "\n"
+
+
+def estimate(
+    model: nn.Module | Counts,
+    config: Source | Configuration | None = None,
+    nodes: int = 1,
+    ranks: int = 1,
+    *,
+    activations: Activations | None = None,
+    prints: bool = True,
+) -> Estimate:
+    """The memory that training ``model`` will take on each rank, by kind, for every stage and tier.
+
+    Args:
+        model: A model, on the meta device as well, or its counts.
+        config: A configuration, as for :func:`zero.initialize`; offload counts, whether it is available or not.
+        nodes: Machines.
+        ranks: Data-parallel ranks on each.
+        activations: Of a transformer; its section ``activation_checkpointing`` of the configuration is added.
+        prints: Write the table to the standard output.
+
+    Raises:
+        ConfigError: Fewer than one node or rank, or what is wrong with the configuration.
+
+    Fragmentation, the memory of CUDA itself and what kernels need for a moment come on top. Formulas and their sources:
+    :mod:`zero.formulas`.
+    """
+    if nodes < 1 or ranks < 1:
+        raise ConfigError(f"nodes and ranks must be at least 1: nodes={nodes}, ranks={ranks}")
+    if not isinstance(config, Configuration):
+        config = parse({}, "default") if config is None else read_source(config)
+    values = config.values
+    counts = model if isinstance(model, Counts) else count(model, nodes * ranks)
+    offload = values.zero_optimization
+    tier = Tier(
+        parameters=PLACES[offload.offload_param.device] if offload.stage == 3 else "device",
+        states=PLACES[offload.offload_optimizer.device] if offload.stage else "device",
+    )
+    setup = _setup(values, 4 if isinstance(model, Counts) else _param_nbytes(model), counts, nodes, ranks)
+    name = next((name for name, known in TIERS.items() if known == tier), None)
+    if name is None:
+        raise ConfigError(
+            "parameters can be offloaded no further than optimizer states: "
+            f"offload_param.device={offload.offload_param.device!r}, "
+            f"offload_optimizer.device={offload.offload_optimizer.device!r}"
+        )
+    found = Estimate(offload.stage, name, setup, counts, _with_checkpoints(activations, values))
+    if prints:
+        sys.stdout.write(str(found))
+    return found
+
+
+def count(model: nn.Module, world_size: int) -> Counts:
+    """The counts of ``model`` as it is laid out over ``world_size`` ranks, padding included."""
+    units = []
+    for unit in find_units(model):
+        kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
+        for name, param in unit.parameters:
+            kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param))
+        numels = {True: 0, False: 0}
+        for (_, is_trainable), named in kinds.items():
+            layout = BucketLayout.of([n for n, _ in named], [tuple(p.shape) for _, p in named], world_size)
+            numels[is_trainable] += layout.numel
+        units.append(numels)
+    trainable = sum(numels[True] for numels in units)
+    numel = trainable + sum(numels[False] for numels in units)
+    largest = max((sum(numels.values()) for numels in units), default=0)
+    return Counts(numel=numel, trainable=trainable, largest_unit=largest)
+
+
+def _param_nbytes(model: nn.Module) -> int:
+    sizes = [param.element_size() for param in model.parameters()]
+    return max(set(sizes), key=sizes.count, default=4)
+
+
+def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: int) -> Setup:
+    zero, numel = config.zero_optimization, counts.numel
+    param_nbytes = 2 if config.fp16.enabled or config.bf16.enabled else own_nbytes
+    accumulates = config.data_types.grad_accum_dtype
+    quantizes = zero.zero_quantized_weights or config.zcomm.weight_format not in (None, "none")
+    has_master = param_nbytes == 2 or (quantizes and zero.stage in (1, 2))
+    moments = NUM_MOMENTS.get((config.optimizer.type or "adam").lower(), 2)
+    width = 8 if own_nbytes == 8 else 4
+    shard = -(-numel // (nodes * ranks))
+    param_buffers = min(zero.offload_param.buffer_count * zero.offload_param.buffer_size, shard)
+    state_buffers = zero.offload_optimizer.buffer_count * min(zero.sub_group_size, shard)
+    return Setup(
+        stage=zero.stage,
+        num_nodes=nodes,
+        ranks_per_node=ranks,
+        param_nbytes=param_nbytes,
+        gradient_nbytes=width if accumulates is None else to_dtype(accumulates).itemsize,
+        state_nbytes=width * (has_master + moments),
+        merged_numel=min(2**20, zero.reduce_bucket_size, zero.allgather_bucket_size),
+        has_secondary=zero.zero_hpz_partition_size > 1,
+        has_residuals=zero.zeropp_loco_param is not None,
+        pinned_numels=(param_buffers, state_buffers),
+    )
+
+
+def _with_checkpoints(shape: Activations | None, config: Config) -> Activations | None:
+    chosen = config.activation_checkpointing
+    if shape is None or not (chosen.partition_activations or chosen.cpu_checkpointing or chosen.number_checkpoints):
+        return shape
+    return replace(
+        shape,
+        is_checkpointed=True,
+        num_checkpoints=shape.num_checkpoints or chosen.number_checkpoints,
+        model_parallel=shape.model_parallel if chosen.partition_activations else 1,
+        on_host=shape.on_host or chosen.cpu_checkpointing,
+    )
+
+
+def _tiers_of(stage: int) -> list[str]:
+    """Tiers that differ at ``stage``."""
+    if stage == 0:
+        return ["device"]
+    return [name for name, tier in TIERS.items() if stage == 3 or tier.parameters == "device"]
+
+
+def _shown(nbytes: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}" if nbytes else "-"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
