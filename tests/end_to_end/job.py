@@ -31,9 +31,10 @@ def metrics(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def losses(output: Path) -> list[tuple[str, int, float]]:
-    """Every training and held-out loss of a run, in order, with all their digits."""
-    return [(row["kind"], row["step"], row["loss"]) for row in metrics(output) if row["kind"] != "summary"]
+def losses(output: Path, run: str) -> list[tuple[str, int, float]]:
+    """Every training and held-out loss of ``run``, in order, with all their digits."""
+    rows = (row for row in metrics(output) if row["kind"] != "summary" and row["run"] == run)
+    return [(row["kind"], row["step"], row["loss"]) for row in rows]
 
 
 def summary(output: Path, run: str) -> dict[str, Any]:

@@ -56,8 +56,15 @@ def test_speed_and_bytes_on_a_slow_network() -> None:
     assert torchs > 1.9 * rows["reduce_scatter", "bf16"]["wire_nbytes"]  # gloo sends twice what it must
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("when", ["in the set-up", "in a run"])
+@pytest.mark.parametrize(
+    ("when", "number"),
+    [
+        ("in the set-up", signal.SIGINT),
+        ("in the set-up", signal.SIGTERM),
+        ("in a run", signal.SIGINT),
+        ("in a run", signal.SIGHUP),
+    ],
+)
 def test_a_signal_leaves_nothing_behind(number: signal.Signals, when: str) -> None:
     before = _namespaces()
     process = subprocess.Popen(

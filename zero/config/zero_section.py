@@ -218,7 +218,9 @@ class ZeroOptimization:
     load_from_fp32_weights: bool = key(
         True, "masters are restored from float32", false="the same as true", inactive="state_dict() holds the masters"
     )
-    elastic_checkpoint: bool = key(False, "checkpoints fit other world sizes", false="-", inactive="stage 1/2 format")
+    elastic_checkpoint: bool = key(
+        False, "checkpoints fit other world sizes", false="the same as true", inactive="they always do"
+    )
     round_robin_gradients: bool = key(False, "order of offloaded gradients", false="-", inactive="not needed here")
     parameter_alignment: bool = key(
         False, "align parameters", false="the same as true", inactive="parameters start on multiples of 256 elements"
