@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, ClassVar, overload
 
 import torch
@@ -109,7 +110,7 @@ class CPUOptimizer(Optimizer, ABC):
         master = state.get("master", param)
         step = int(state["step"]) + 1
         rule, factors = self.rule_of(group, step)
-        factors = _scaled(factors, -grad_factor if group["maximize"] else grad_factor)
+        factors = replace(factors, grad_factor=-grad_factor if group["maximize"] else grad_factor)
         moments = [state.get(name) for name in self.moments] + [None, None]
         if master is not param and out is None:
             out = param
@@ -330,10 +331,6 @@ class CPUSGD(CPUOptimizer):
             nesterov=group["nesterov"],
         )
         return Rule.SGD, factors
-
-
-def _scaled(factors: Factors, grad_factor: float) -> Factors:
-    return Factors(**{**vars(factors), "grad_factor": grad_factor})
 
 
 def _check_range(name: str, value: Any, least: float, most: float) -> None:

@@ -210,16 +210,23 @@ def _state(place: Place, param: nn.Parameter, key: str) -> tuple[Tensor | None, 
     return value if is_part else None, None, bool((kinds[:, 0] == 2).any())
 
 
-def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """The optimizer's state of that name for ``param``, whole; a scalar if it is one number. Collective."""
+def _found_state(param: nn.Parameter, key: str) -> tuple[Place, Tensor | None, Tensor | None] | None:
+    """Where ``param`` is, this rank's part of its state, and the state if it is one number; None if there is none."""
     place = _place(param)
     if place is None:
         return None
-    own, number, exists = _state(place, param, optim_state_key)
-    if not exists:
+    own, number, exists = _state(place, param, key)
+    return (place, own, None if number is None else torch.tensor(number)) if exists else None
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """The optimizer's state of that name for ``param``, whole; a scalar if it is one number. Collective."""
+    found = _found_state(param, optim_state_key)
+    if found is None:
         return None
+    place, own, number = found
     if number is not None:
-        return torch.tensor(number)
+        return number
     rows = torch.zeros_like(place.bucket.master)
     if own is not None:
         rows[place.part].copy_(own[: place.last - place.first])
@@ -228,14 +235,12 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """This rank's part of that state, a flat copy; a scalar if it is one number. Collective: it is agreed on."""
-    place = _place(param)
-    if place is None:
+    found = _found_state(param, optim_state_key)
+    if found is None:
         return None
-    own, number, exists = _state(place, param, optim_state_key)
-    if not exists:
-        return None
+    place, own, number = found
     if number is not None:
-        return torch.tensor(number)
+        return number
     return torch.empty(0) if own is None else own[: place.last - place.first].float().clone()
 
 

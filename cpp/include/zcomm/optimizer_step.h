@@ -56,7 +56,7 @@ struct Shard {
 };
 
 // One step of the whole shard. bfloat16 moments take word e of `draw` for element e of moment1, and of moment2 under
-// draw's next tensor number: v changes by 0.1 % a step, which rounding to nearest would lose.
+// draw's next tensor number: v may change by less than a bfloat16 step, which rounding to nearest would lose.
 // Throws std::invalid_argument before it writes anything.
 void OptimizerStep(const StepOptions& options, const Shard& shard, const std::optional<Draw>& draw,
                    std::size_t num_threads);
