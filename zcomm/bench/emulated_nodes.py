@@ -15,12 +15,14 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-__all__ = ["INTERFACE", "Node", "emulated_nodes", "unavailable_reason"]
+__all__ = ["INTERFACE", "Node", "emulated_nodes", "signals_put_off", "unavailable_reason"]
 
 SUBNET = "10.77.0"
 INTERFACE = "eth0"
@@ -89,7 +91,7 @@ def emulated_nodes(num_nodes: int, *, rate: str | None = None) -> Iterator[list[
                      "rate", rate, "burst", "256kb", "latency", "200ms")  # fmt: skip
         yield nodes
     finally:
-        with _signals_held_back():  # removal is not stopped half-way
+        with signals_put_off():  # removal is not stopped half-way
             stack.close()
 
 
@@ -103,23 +105,33 @@ def _remove_left_behind() -> None:
 
 
 def _namespaces() -> list[str]:
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
-    return [line.split()[0] for line in listed.splitlines() if line.strip()]
+    return [line.split()[0] for line in _run("ip", "netns", "list", check=False).splitlines() if line.strip()]
 
 
-def _run(*command: str) -> None:
-    """A signal waits for the command's end: one that came while it started would leave it running, and be forgotten."""
-    with _signals_held_back():
-        subprocess.run(command, check=True, capture_output=True, text=True)
+def _run(*command: str, check: bool = True) -> str:
+    """Return what ``command`` prints. It has a session of its own: Ctrl-C does not end it half-way."""
+    with signals_put_off():
+        done = subprocess.run(command, check=check, capture_output=True, text=True, start_new_session=True)
+    return done.stdout
 
 
 @contextmanager
-def _signals_held_back() -> Iterator[None]:
-    allowed = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+def signals_put_off() -> Iterator[None]:
+    """Put off the handlers of signals to the end, so that what starts a command always gets to know its process.
+
+    Blocking them would not do: another thread may receive one, and Python then calls the handler in this one.
+    """
+    came: list[int] = []
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # no other is ever interrupted
+        handlers = {number: signal.signal(number, lambda n, _: came.append(n)) for number in STOPPING}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, allowed)
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number in dict.fromkeys(came):
+            signal.raise_signal(number)
 
 
 def _add_namespace(stack: ExitStack, name: str) -> None:
@@ -128,11 +140,10 @@ def _add_namespace(stack: ExitStack, name: str) -> None:
 
 
 def _remove_namespace(name: str) -> None:
-    listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
-    for pid in listed.stdout.split():
+    for pid in _run("ip", "netns", "pids", name, check=False).split():
         with suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
-    subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+    _run("ip", "netns", "delete", name, check=False)
 
 
 def _write_name_service(stack: ExitStack, node: Node, nodes: list[Node]) -> None:

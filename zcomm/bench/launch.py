@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from zcomm.bench.emulated_nodes import Node, emulated_nodes
+from zcomm.bench.emulated_nodes import Node, emulated_nodes, signals_put_off
 from zcomm.bench.ranks_setup import choose_topology, process_group, relaunch_under_torchrun
 from zcomm.topology import Topology
 
@@ -37,7 +37,7 @@ def on_ranks(arguments: argparse.Namespace, command: Sequence[str], work: Callab
         relaunch_under_torchrun(arguments.num_ranks, module)
     per_node = arguments.ranks_per_node or 2
     with _stopped_by_signals(), emulated_nodes(arguments.emulate_nodes, rate=arguments.rate) as nodes:
-        return _run_agents([_start_agent(nodes, index, per_node, module) for index in range(len(nodes))])
+        return _run_agents(nodes, per_node, module)
 
 
 def _as_a_rank(arguments: argparse.Namespace, work: Callable[[Topology], int]) -> int:
@@ -61,9 +61,12 @@ def _start_agent(nodes: list[Node], index: int, per_node: int, module: list[str]
     return subprocess.Popen(nodes[index].command(torchrun), env=environment)
 
 
-def _run_agents(agents: list[subprocess.Popen[bytes]]) -> int:
-    """Wait for all; the first that fails ends the others."""
+def _run_agents(nodes: list[Node], per_node: int, module: list[str]) -> int:
+    """Start one agent on each node and wait for all; the first that fails ends the others."""
+    agents: list[subprocess.Popen[bytes]] = []
     try:
+        with signals_put_off():
+            agents.extend(_start_agent(nodes, index, per_node, module) for index in range(len(nodes)))
         while any(agent.poll() is None for agent in agents):
             if failed := [agent.returncode for agent in agents if agent.returncode]:
                 return failed[0]
