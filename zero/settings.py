@@ -13,6 +13,7 @@ from zcomm import ConfigError, Topology, TopologyError, get_format
 from zero.layout import ALIGN
 from zero.schedule import Limits
 from zero.stages import Stage, get_stage
+from zero.tiers.settings import ON_DEVICE, Tiers
 
 __all__ = ["Effective", "ZeroSettings", "resolve", "split_options"]
 
@@ -64,6 +65,8 @@ class ZeroSettings:
     """Log every change of the order in which layers are used, not the first only."""
     ignore_unused_parameters: bool = True
     """Parameters that no rank had a gradient for are left as they are; False: ``step()`` raises and names them."""
+    tiers: Tiers = ON_DEVICE
+    """Where states and parameters rest: the sections ``offload_optimizer``, ``offload_param`` and ``aio``."""
 
     def __post_init__(self) -> None:
         """Refuse what can never be meant."""

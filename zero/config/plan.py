@@ -14,6 +14,7 @@ from zero.config.keys import own_keys
 from zero.config.legacy import MOVED
 from zero.config.read import Configuration, Source, parse, read_source
 from zero.config.sections import Config, Zcomm
+from zero.config.tiers import tiers_of
 from zero.config.zero_section import ZeroOptimization
 from zero.loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from zero.settings import ZeroSettings
@@ -77,7 +78,7 @@ def make_plan(config: Source | Configuration | None, options: Mapping[str, Any])
     elif overlay:
         raise ConfigError(f"keywords cannot be added to a configuration that was read: {', '.join(overlay)}")
     check_available(config)
-    settings = ZeroSettings(**(_settings_of(config, has_config=has_config) | ours))
+    settings = ZeroSettings(**({"tiers": tiers_of(config.values)} | _settings_of(config, has_config=has_config) | ours))
     notes = (*config.notes, *unused_notes(config))
     return Plan(settings=settings, configuration=config, optimizer_options=rest, notes=notes)
 

@@ -1,0 +1,49 @@
+"""The sections ``offload_optimizer``, ``offload_param`` and ``aio``."""
+
+from __future__ import annotations
+
+from zcomm import ConfigError
+from zero.config.sections import Config
+from zero.tiers.settings import Files, ParameterTier, StateTier, Tier, Tiers
+
+__all__ = ["tiers_of"]
+
+
+def tiers_of(config: Config) -> Tiers:
+    """Read the sections ``offload_optimizer``, ``offload_param`` and ``aio``.
+
+    Raises:
+        ConfigError: A tier without its folder, or a ratio above 1.
+    """
+    zero = config.zero_optimization
+    optimizer, param = zero.offload_optimizer, zero.offload_param
+    states_are_offloaded = optimizer.device != "none" and zero.stage >= 1
+    params_are_offloaded = param.device != "none" and zero.stage == 3
+    for name, section, is_offloaded in (
+        ("offload_optimizer", optimizer, states_are_offloaded),
+        ("offload_param", param, params_are_offloaded),
+    ):
+        if is_offloaded and section.device == "nvme" and not section.nvme_path:
+            raise ConfigError(f"zero_optimization.{name}.device='nvme' needs nvme_path, a folder on a fast disk")
+    if optimizer.ratio > 1:
+        raise ConfigError(f"zero_optimization.offload_optimizer.ratio must be 0 to 1: ratio={optimizer.ratio}")
+    return Tiers(
+        states=StateTier(
+            tier=Tier(optimizer.device) if states_are_offloaded else Tier.DEVICE,
+            path=optimizer.nvme_path,
+            ratio=optimizer.ratio,
+            sub_group_numel=zero.sub_group_size,
+            num_buffers=optimizer.buffer_count,
+            reads_ahead=optimizer.pipeline_read,
+            writes_behind=optimizer.pipeline_write,
+        ),
+        parameters=ParameterTier(
+            tier=Tier(param.device) if params_are_offloaded else Tier.DEVICE,
+            path=param.nvme_path,
+            num_buffers=param.buffer_count,
+            buffer_numel=param.buffer_size,
+            max_numel_in_memory=param.max_in_cpu,
+        ),
+        files=Files(request_nbytes=config.aio.block_size, num_requests=config.aio.queue_depth),
+        pins_memory=optimizer.pin_memory and param.pin_memory,
+    )
