@@ -14,6 +14,9 @@ Draw = tuple[int, int, int, int, int, int]
 
 FILE_ALIGNMENT: int
 
+def checked_file_nbytes(nbytes: int) -> int:
+    """Bytes of a checked file with so many of data."""
+
 class FileQueue:
     """Reads and writes files past the page cache, on threads of its own; ``cpp/include/zcomm/file_queue.h``.
 
@@ -21,10 +24,10 @@ class FileQueue:
     """
 
     def __init__(self, num_threads: int, request_nbytes: int) -> None: ...
-    def create(self, path: str, nbytes: int) -> int:
-        """Create a file with its space reserved."""
+    def create(self, path: str, nbytes: int, is_checked: bool = False) -> int:
+        """Create a file with its space reserved; with ``is_checked``, one that carries checksums of its pages."""
 
-    def open(self, path: str) -> int: ...
+    def open(self, path: str, is_checked: bool = False) -> int: ...
     def size(self, file: int) -> int: ...
     def is_direct(self, file: int) -> bool: ...
     def sync(self, file: int) -> None: ...

@@ -6,6 +6,7 @@ __all__ = [
     "BackendUnavailableError",
     "ConfigError",
     "FormatError",
+    "IntegrityError",
     "LayoutError",
     "MessageError",
     "StateError",
@@ -44,3 +45,7 @@ class StateError(ZcommError, RuntimeError):
 
 class MessageError(ZcommError, RuntimeError):
     """A message that is not what this rank was to receive, or that was damaged on the way."""
+
+
+class IntegrityError(ZcommError, OSError):
+    """A file that does not hold what was written to it. errno, path and text as of any OSError."""

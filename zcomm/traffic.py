@@ -7,10 +7,10 @@ to the caller.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
 
-__all__ = ["Count", "Key", "Traffic", "record", "traffic"]
+__all__ = ["Count", "Key", "Ledger", "Traffic", "Window", "record", "traffic"]
 
 
 class Key(NamedTuple):
@@ -30,28 +30,67 @@ class Count(NamedTuple):
     bytes: int = 0
 
 
-class _Ledger:
-    """The process's counts. Collectives also run in the threads of topologies: hence the lock."""
+K = TypeVar("K", bound=tuple[str, ...])
 
-    def __init__(self) -> None:
-        self._counts: dict[Key, list[int]] = {}
+
+class Ledger(Generic[K]):
+    """The process's counts by keys of class ``key_class``. What is counted also runs in threads: hence the lock."""
+
+    def __init__(self, key_class: Callable[..., K]) -> None:
+        self._key_class = key_class
+        self._counts: dict[K, list[int]] = {}
         self._lock = threading.Lock()
 
-    def add(self, key: tuple[str, str, str], num_messages: int, numel: int, nbytes: int) -> None:
+    def add(self, key: tuple[str, ...], num_messages: int, numel: int, nbytes: int) -> None:
+        """Count messages of ``numel`` elements in ``nbytes`` bytes each."""
         with self._lock:
-            count = self._counts.get(key)  # type: ignore[call-overload]  # a plain tuple hashes and compares as a Key
+            count = self._counts.get(key)  # type: ignore[arg-type]  # a plain tuple hashes and compares as a key
             if count is None:
-                count = self._counts[Key(*key)] = [0, 0, 0]
+                count = self._counts[self._key_class(*key)] = [0, 0, 0]
             count[0] += num_messages
             count[1] += num_messages * numel
             count[2] += num_messages * nbytes
 
-    def snapshot(self) -> dict[Key, Count]:
+    def snapshot(self) -> dict[K, Count]:
+        """The counts as they are now."""
         with self._lock:
             return {key: Count(*count) for key, count in self._counts.items()}
 
 
-_LEDGER = _Ledger()
+class Window(Generic[K]):
+    """Counts of a ledger since import, or between :meth:`open` and :meth:`close`."""
+
+    def __init__(self, ledger: Ledger[K]) -> None:
+        self._ledger = ledger
+        self._counts: dict[K, Count] | None = ledger.snapshot()
+        self._before: dict[K, Count] = {}
+
+    def open(self) -> None:
+        """Count from here on."""
+        self._before, self._counts = self._ledger.snapshot(), None
+
+    def close(self) -> None:
+        """Count no more."""
+        self._counts = self.counts
+
+    @property
+    def counts(self) -> dict[K, Count]:
+        """Everything counted, by key."""
+        if self._counts is not None:
+            return self._counts
+        return _difference(self._ledger.snapshot(), self._before)
+
+    def total(self, column: int, wanted: tuple[str | None, ...]) -> int:
+        """Sum of a column of :class:`Count` over the keys that have the ``wanted`` parts; None is any."""
+        chosen = (
+            count[column]
+            for key, count in self.counts.items()
+            if all(w is None or w == k for w, k in zip(wanted, key, strict=True))
+        )
+        return sum(chosen)
+
+
+_LEDGER = Ledger(Key)
 record = _LEDGER.add
 """``record(key, num_messages, numel, nbytes)``: count messages of ``numel`` elements in ``nbytes`` bytes each."""
 
@@ -63,43 +102,32 @@ class Traffic:
     with two hops possibly as late as in its ``wait()``: wait inside the block.
     """
 
-    def __init__(self, counts: Mapping[Key, Count]) -> None:
-        self._counts: dict[Key, Count] | None = dict(counts)
-        self._before: dict[Key, Count] = {}
+    def __init__(self) -> None:
+        self._window = Window(_LEDGER)
 
     @property
     def counts(self) -> dict[Key, Count]:
         """Everything counted, by key."""
-        if self._counts is not None:
-            return self._counts
-        return _difference(_LEDGER.snapshot(), self._before)
+        return self._window.counts
 
     def __enter__(self) -> Traffic:
-        self._before, self._counts = _LEDGER.snapshot(), None
+        self._window.open()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._counts = self.counts
-
-    def _total(self, column: int, wanted: tuple[str | None, ...]) -> int:
-        chosen = (
-            count[column]
-            for key, count in self.counts.items()
-            if all(w is None or w == k for w, k in zip(wanted, key, strict=True))
-        )
-        return sum(chosen)
+        self._window.close()
 
     def calls(self, *, operation: str | None = None, format: str | None = None, link: str | None = None) -> int:
         """Messages sent; None counts all."""
-        return self._total(0, (operation, format, link))
+        return self._window.total(0, (operation, format, link))
 
     def elements(self, *, operation: str | None = None, format: str | None = None, link: str | None = None) -> int:
         """Tensor elements sent."""
-        return self._total(1, (operation, format, link))
+        return self._window.total(1, (operation, format, link))
 
     def bytes(self, *, operation: str | None = None, format: str | None = None, link: str | None = None) -> int:
         """Bytes sent."""
-        return self._total(2, (operation, format, link))
+        return self._window.total(2, (operation, format, link))
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """``{"all_gather|int8|inter": {"calls": ..., "elements": ..., "bytes": ...}}``."""
@@ -125,7 +153,7 @@ class Traffic:
     __str__ = table
 
 
-def _difference(after: Mapping[Key, Count], before: Mapping[Key, Count]) -> dict[Key, Count]:
+def _difference(after: Mapping[K, Count], before: Mapping[K, Count]) -> dict[K, Count]:
     none = Count()
     changed = {key: Count(*(a - b for a, b in zip(c, before.get(key, none), strict=True))) for key, c in after.items()}
     return {key: count for key, count in changed.items() if count.calls}
@@ -133,4 +161,4 @@ def _difference(after: Mapping[Key, Count], before: Mapping[Key, Count]) -> dict
 
 def traffic() -> Traffic:
     """Everything sent since import; as a context manager, what is sent inside the block."""
-    return Traffic(_LEDGER.snapshot())
+    return Traffic()

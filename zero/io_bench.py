@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from zcomm import ConfigError, kernels
+from zero.tiers.host_buffers import aligned_bytes
 
-__all__ = ["Rates", "aligned_bytes", "measure", "run"]
+__all__ = ["Rates", "measure", "run"]
 
 Pattern = tuple[int, int]
 PATTERNS: tuple[Pattern, ...] = (
@@ -42,14 +40,6 @@ class Rates:
     write: float
     both: float
     """Read plus written, at the same time."""
-
-
-def aligned_bytes(nbytes: int) -> Tensor:
-    """A uint8 CPU tensor whose address suits direct I/O."""
-    alignment = int(kernels.native().FILE_ALIGNMENT)
-    whole = torch.zeros(nbytes + alignment, dtype=torch.uint8)
-    start = -whole.data_ptr() % alignment
-    return whole[start : start + nbytes]
 
 
 def measure(folder: Path, *, nbytes: int, seconds: float, patterns: tuple[Pattern, ...] = PATTERNS) -> list[Rates]:

@@ -211,11 +211,18 @@ void ThrowOsError(const std::exception_ptr& error, void*) {
   }
 }
 
+zcomm::FileKind MakeFileKind(bool is_checked) {
+  return is_checked ? zcomm::FileKind::kChecked : zcomm::FileKind::kPlain;
+}
+
 void DefineFileQueue(nb::module_& m) {
   using zcomm::FileQueue;
   const auto release = nb::call_guard<nb::gil_scoped_release>();
   nb::register_exception_translator(ThrowOsError);
   m.attr("FILE_ALIGNMENT") = zcomm::kFileAlignment;
+  m.def(
+      "checked_file_nbytes", [](std::int64_t nbytes) { return zcomm::CheckedFile::FileNbytes(Size("nbytes", nbytes)); },
+      "nbytes"_a);
   nb::class_<FileQueue>(m, "FileQueue")
       .def(
           "__init__",
@@ -225,11 +232,16 @@ void DefineFileQueue(nb::module_& m) {
           "num_threads"_a, "request_nbytes"_a)
       .def(
           "create",
-          [](FileQueue& self, const std::string& path, std::int64_t nbytes) {
-            return self.Create(path, Size("nbytes", nbytes));
+          [](FileQueue& self, const std::string& path, std::int64_t nbytes, bool is_checked) {
+            return self.Create(path, Size("nbytes", nbytes), MakeFileKind(is_checked));
           },
-          release, "path"_a, "nbytes"_a)
-      .def("open", &FileQueue::Open, release, "path"_a)
+          release, "path"_a, "nbytes"_a, "is_checked"_a = false)
+      .def(
+          "open",
+          [](FileQueue& self, const std::string& path, bool is_checked) {
+            return self.Open(path, MakeFileKind(is_checked));
+          },
+          release, "path"_a, "is_checked"_a = false)
       .def("size", &FileQueue::Size, release, "file"_a)
       .def("is_direct", &FileQueue::IsDirect, release, "file"_a)
       .def("sync", &FileQueue::Sync, release, "file"_a)

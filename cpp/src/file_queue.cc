@@ -9,6 +9,7 @@
 #include <cstring>
 #include <utility>
 
+#include "file_moves.h"
 #include "zcomm/check.h"
 
 namespace zcomm {
@@ -16,25 +17,28 @@ namespace {
 
 constexpr std::size_t kMaxThreads = 256;
 
-// The errno of a transfer that ended before all bytes had moved, or 0; `done` counts those that moved.
-int Move(int descriptor, bool is_write, std::uint64_t offset, std::uint8_t* data, std::size_t nbytes,
-         std::size_t* done) {
-  for (*done = 0; *done < nbytes;) {
-    const auto at = static_cast<off_t>(offset + *done);
-    const ssize_t moved = is_write ? ::pwrite(descriptor, data + *done, nbytes - *done, at)
-                                   : ::pread(descriptor, data + *done, nbytes - *done, at);
-    if (moved < 0 && errno == EINTR) continue;
-    if (moved < 0) return errno;
-    if (moved == 0) return is_write ? ENOSPC : ENODATA;
-    *done += static_cast<std::size_t>(moved);
-  }
-  return 0;
+// Moves one request, with the checksums of a checked file. Returns errno, or 0; `done` counts the bytes that are right.
+template <class Request>
+int Move(const Request& request, std::size_t* done) {
+  CheckedFile* checked = request.checked;
+  const std::uint64_t page = request.offset / kPageNbytes;
+  const std::size_t num_pages = request.nbytes / kPageNbytes;
+  if (checked != nullptr && request.is_write) checked->Keep(page, request.data, num_pages);
+  const std::uint64_t start = request.offset + (checked == nullptr ? 0 : CheckedFile::kDataOffset);
+  const int error = MoveBytes(request.descriptor, request.is_write, start, request.data, request.nbytes, done);
+  if (error != 0 || checked == nullptr || request.is_write) return error;
+  *done = checked->FirstWrong(page, request.data, num_pages) * kPageNbytes;
+  return *done == request.nbytes ? 0 : EBADMSG;
 }
 
 }  // namespace
 
 FileError::FileError(int number, std::string path, const std::string& what)
     : std::runtime_error(what + ": " + std::strerror(number)), number_(number), path_(std::move(path)) {}
+
+Descriptor::~Descriptor() {
+  if (number_ >= 0) ::close(number_);
+}
 
 FileQueue::FileQueue(std::size_t num_threads, std::size_t request_nbytes) : request_nbytes_(request_nbytes) {
   ZCOMM_CHECK(num_threads >= 1 && num_threads <= kMaxThreads,
@@ -52,31 +56,50 @@ FileQueue::~FileQueue() {
   }
   work_.notify_all();
   for (std::thread& thread : threads_) thread.join();
-  for (const auto& entry : files_) ::close(entry.second.descriptor);
 }
 
-int FileQueue::Create(const std::string& path, std::uint64_t nbytes) {
-  const int file = Add(path, O_RDWR | O_CREAT | O_EXCL);
-  const int descriptor = At(file).descriptor;
-  int error = nbytes == 0 ? 0 : ::posix_fallocate(descriptor, 0, static_cast<off_t>(nbytes));
-  if (error == EOPNOTSUPP || error == EINVAL) error = ::ftruncate(descriptor, static_cast<off_t>(nbytes)) ? errno : 0;
-  if (error == 0) return file;
-  Close(file);
-  ::unlink(path.c_str());
-  throw FileError(error, path, "cannot reserve " + std::to_string(nbytes) + " bytes");
+int FileQueue::Create(const std::string& path, std::uint64_t nbytes, FileKind kind) {
+  std::shared_ptr<CheckedFile> checked;
+  if (kind == FileKind::kChecked) checked = std::make_shared<CheckedFile>(nbytes);
+  const std::uint64_t reserved = checked ? CheckedFile::FileNbytes(nbytes) : nbytes;
+  const auto size = static_cast<off_t>(reserved);
+  File file = OpenFile(path, O_RDWR | O_CREAT | O_EXCL);
+  const int descriptor = file.descriptor.number();
+  int error = reserved == 0 || ::fallocate(descriptor, 0, 0, size) == 0 ? 0 : errno;
+  if (error == EOPNOTSUPP) error = ::ftruncate(descriptor, size) == 0 ? 0 : errno;
+  if (error == 0 && checked) error = checked->WriteNew(descriptor);
+  if (error != 0) {
+    ::unlink(path.c_str());
+    throw FileError(error, path, "cannot reserve " + std::to_string(reserved) + " bytes");
+  }
+  file.checked = std::move(checked);
+  return Add(std::move(file));
 }
 
-int FileQueue::Open(const std::string& path) { return Add(path, O_RDWR); }
+int FileQueue::Open(const std::string& path, FileKind kind) {
+  File file = OpenFile(path, O_RDWR);
+  if (kind == FileKind::kChecked) {
+    std::unique_ptr<CheckedFile> checked;
+    const int error = CheckedFile::Load(file.descriptor.number(), &checked);
+    if (error != 0) throw FileError(error, path, "this is not a file with checksums, or it is damaged");
+    file.checked = std::move(checked);
+  }
+  return Add(std::move(file));
+}
 
-int FileQueue::Add(const std::string& path, int flags) {
+FileQueue::File FileQueue::OpenFile(const std::string& path, int flags) {
   File file;
   file.path = path;
-  file.descriptor = ::open(path.c_str(), flags | O_DIRECT | O_CLOEXEC, S_IRUSR | S_IWUSR);
-  if (file.descriptor < 0 && errno == EINVAL) {  // no direct I/O here; O_CREAT may have made the file
+  file.descriptor = Descriptor(::open(path.c_str(), flags | O_DIRECT | O_CLOEXEC, S_IRUSR | S_IWUSR));
+  if (file.descriptor.number() < 0 && errno == EINVAL) {  // no direct I/O here; O_CREAT may have made the file
     file.is_direct = false;
-    file.descriptor = ::open(path.c_str(), (flags & ~O_EXCL) | O_CLOEXEC, S_IRUSR | S_IWUSR);
+    file.descriptor = Descriptor(::open(path.c_str(), (flags & ~O_EXCL) | O_CLOEXEC, S_IRUSR | S_IWUSR));
   }
-  if (file.descriptor < 0) throw FileError(errno, path, "cannot open the file");
+  if (file.descriptor.number() < 0) throw FileError(errno, path, "cannot open the file");
+  return file;
+}
+
+int FileQueue::Add(File file) {
   const std::lock_guard<std::mutex> lock(mutex_);
   files_.emplace(next_file_, std::move(file));
   return next_file_++;
@@ -91,8 +114,9 @@ FileQueue::File& FileQueue::At(int file) {
 std::uint64_t FileQueue::Size(int file) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const File& of = At(file);
+  if (of.checked) return of.checked->data_nbytes();
   struct stat status{};
-  if (::fstat(of.descriptor, &status) != 0) throw FileError(errno, of.path, "cannot ask for the file's size");
+  if (::fstat(of.descriptor.number(), &status) != 0) throw FileError(errno, of.path, "cannot ask for the file's size");
   return static_cast<std::uint64_t>(status.st_size);
 }
 
@@ -103,16 +127,15 @@ bool FileQueue::IsDirect(int file) {
 
 void FileQueue::Sync(int file) {
   std::unique_lock<std::mutex> lock(mutex_);
-  const File of = At(file);
+  const File& of = At(file);  // which the caller does not close meanwhile
   lock.unlock();
-  if (::fdatasync(of.descriptor) != 0) throw FileError(errno, of.path, "cannot write to the disk");
+  if (::fdatasync(of.descriptor.number()) != 0) throw FileError(errno, of.path, "cannot write to the disk");
 }
 
 void FileQueue::Close(int file) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const File& of = At(file);
   ZCOMM_CHECK(of.num_transfers == 0, "the file has transfers in flight: ", of.path);
-  ::close(of.descriptor);
   files_.erase(file);
 }
 
@@ -131,14 +154,23 @@ std::uint64_t FileQueue::Submit(int file, bool is_write, std::uint64_t offset, s
               ", address=", reinterpret_cast<std::uintptr_t>(data));
   const std::lock_guard<std::mutex> lock(mutex_);
   File& of = At(file);
+  ZCOMM_CHECK(!of.checked || (offset <= of.checked->data_nbytes() && nbytes <= of.checked->data_nbytes() - offset),
+              "a transfer must end within the data: offset=", offset, ", nbytes=", nbytes,
+              ", data=", of.checked->data_nbytes(), ", file ", of.path);
   const std::uint64_t ticket = next_ticket_++;
   const std::size_t count = (nbytes + request_nbytes_ - 1) / request_nbytes_;
-  transfers_[ticket] = {file, is_write, count, 0, ""};
-  if (count > 0) ++of.num_transfers;
-  for (std::size_t at = 0; at < nbytes; at += request_nbytes_) {
-    requests_.push_back(
-        {ticket, of.descriptor, is_write, offset + at, data + at, std::min(request_nbytes_, nbytes - at)});
+  const std::size_t num_before = requests_.size();
+  try {
+    for (std::size_t at = 0; at < nbytes; at += request_nbytes_) {
+      const std::size_t part = std::min(request_nbytes_, nbytes - at);
+      requests_.push_back({ticket, of.descriptor.number(), of.checked.get(), is_write, offset + at, data + at, part});
+    }
+    transfers_[ticket] = {file, is_write, offset, nbytes, count, 0, 0, 0, 0};
+  } catch (...) {  // no memory: nothing of it was begun
+    while (requests_.size() > num_before) requests_.pop_back();
+    throw;
   }
+  if (count > 0) ++of.num_transfers;
   work_.notify_all();
   return ticket;
 }
@@ -152,23 +184,31 @@ void FileQueue::Serve() {
     requests_.pop_front();
     lock.unlock();
     std::size_t done = 0;
-    const int error = Move(request.descriptor, request.is_write, request.offset, request.data, request.nbytes, &done);
+    const int error = Move(request, &done);
     lock.lock();
-    Finish(request, error, done);
+    Finish(request, error, done, &lock);
   }
 }
 
-void FileQueue::Finish(const Request& request, int error, std::size_t done) {
+void FileQueue::Finish(const Request& request, int error, std::size_t moved_nbytes,
+                       std::unique_lock<std::mutex>* lock) {
   Transfer& transfer = transfers_.at(request.ticket);
+  File& file = At(transfer.file);
+  if (transfer.unfinished == 1 && error == 0 && transfer.error == 0 && request.is_write && file.checked) {
+    lock->unlock();  // nobody erases the file or the transfer before it is finished
+    error = file.checked->WriteTable(file.descriptor.number(), transfer.offset / kPageNbytes,
+                                     transfer.nbytes / kPageNbytes);
+    lock->lock();
+  }
   if (error != 0 && transfer.error == 0) {
     transfer.error = error;
-    transfer.message = std::string(request.is_write ? "wrote " : "read ") + std::to_string(done) + " of " +
-                       std::to_string(request.nbytes) + " bytes at offset " + std::to_string(request.offset);
+    transfer.failed_offset = request.offset;
+    transfer.failed_nbytes = request.nbytes;
+    transfer.moved_nbytes = moved_nbytes;
   }
-  if (--transfer.unfinished == 0) {
-    --At(transfer.file).num_transfers;
-    done_.notify_all();
-  }
+  if (--transfer.unfinished > 0) return;
+  --file.num_transfers;
+  done_.notify_all();
 }
 
 bool FileQueue::IsDone(std::uint64_t ticket) {
@@ -186,7 +226,12 @@ void FileQueue::Wait(std::uint64_t ticket) {
   transfers_.erase(ticket);
   if (transfer.error == 0) return;
   const auto file = files_.find(transfer.file);
-  throw FileError(transfer.error, file == files_.end() ? "" : file->second.path, transfer.message);
+  const char* verb = transfer.is_write           ? "wrote "
+                     : transfer.error == EBADMSG ? "wrong checksum: read rightly "
+                                                 : "read ";
+  throw FileError(transfer.error, file == files_.end() ? "" : file->second.path,
+                  verb + std::to_string(transfer.moved_nbytes) + " of " + std::to_string(transfer.failed_nbytes) +
+                      " bytes at offset " + std::to_string(transfer.failed_offset));
 }
 
 }  // namespace zcomm

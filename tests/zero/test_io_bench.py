@@ -12,7 +12,8 @@ import torch
 
 from zcomm import ConfigError, kernels
 from zero import cli, io_bench
-from zero.io_bench import Rates, aligned_bytes
+from zero.io_bench import Rates
+from zero.tiers.host_buffers import aligned_bytes
 
 KIB = 1024
 

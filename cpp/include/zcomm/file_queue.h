@@ -5,11 +5,15 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
+
+#include "zcomm/checked_file.h"
 
 namespace zcomm {
 
@@ -26,12 +30,37 @@ class FileError : public std::runtime_error {
   std::string path_;
 };
 
+// An open file of the operating system, closed at the end.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int number) : number_(number) {}
+  Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(number_, other.number_);
+    return *this;
+  }
+  ~Descriptor();
+
+  int number() const { return number_; }
+
+ private:
+  int number_ = -1;
+};
+
 // Of offsets, addresses and byte counts of direct I/O.
-inline constexpr std::size_t kFileAlignment = 4096;
+inline constexpr std::size_t kFileAlignment = kPageNbytes;
+
+// Plain files hold the data alone; checked ones as CheckedFile says.
+enum class FileKind { kPlain, kChecked };
 
 // Reads and writes files past the page cache (O_DIRECT; through it where the file system has none), many requests at a
 // time, on threads of its own. A transfer is cut into requests of `request_nbytes`, and the threads take the requests
 // of all transfers in the order of submission, so that `num_threads` requests are in flight.
+//
+// A checked file's pages are summed before they are written and compared after they were read, by the thread that has
+// the request; what differs is a FileError of EBADMSG. After a failed write the data there are undefined: reading them
+// fails unless they are what was to be written.
 //
 // Transfers of one file must not overlap while they are in flight. All functions may be called from several threads.
 // An error never ends the process: it is thrown by Wait of the transfer, or by the call itself.
@@ -44,10 +73,10 @@ class FileQueue {
 
   // Creates a file of `nbytes`, whose space is reserved so that later writes cannot run out of it, or throws and leaves
   // none. An existing file is an error (EEXIST). Readable by its owner alone.
-  int Create(const std::string& path, std::uint64_t nbytes);
+  int Create(const std::string& path, std::uint64_t nbytes, FileKind kind = FileKind::kPlain);
   // Opens an existing file for reading and writing.
-  int Open(const std::string& path);
-  // Bytes of an open file.
+  int Open(const std::string& path, FileKind kind = FileKind::kPlain);
+  // Bytes of an open file; of a checked one, of its data.
   std::uint64_t Size(int file);
   // Whether transfers of the file go past the page cache.
   bool IsDirect(int file);
@@ -57,7 +86,7 @@ class FileQueue {
   void Close(int file);
 
   // A ticket for Wait. `offset`, `nbytes` and the address of `data` are multiples of kFileAlignment; `data` stays where
-  // it is until Wait has returned.
+  // it is until Wait has returned. A checked file's transfers end within its data.
   std::uint64_t Read(int file, std::uint64_t offset, void* data, std::size_t nbytes);
   std::uint64_t Write(int file, std::uint64_t offset, const void* data, std::size_t nbytes);
   bool IsDone(std::uint64_t ticket);
@@ -67,31 +96,38 @@ class FileQueue {
  private:
   struct File {
     std::string path;
-    int descriptor = -1;
+    Descriptor descriptor;
     bool is_direct = true;
     std::size_t num_transfers = 0;
+    std::shared_ptr<CheckedFile> checked;  // null: plain
   };
   struct Transfer {
     int file = 0;
     bool is_write = false;
+    std::uint64_t offset = 0;
+    std::size_t nbytes = 0;
     std::size_t unfinished = 0;
-    int error = 0;
-    std::string message;
+    int error = 0;  // of the first request that failed, whose numbers follow
+    std::uint64_t failed_offset = 0;
+    std::size_t failed_nbytes = 0;
+    std::size_t moved_nbytes = 0;
   };
   struct Request {
     std::uint64_t ticket;
     int descriptor;
+    CheckedFile* checked;  // null: plain
     bool is_write;
     std::uint64_t offset;
     std::uint8_t* data;
     std::size_t nbytes;
   };
 
-  int Add(const std::string& path, int flags);
+  static File OpenFile(const std::string& path, int flags);
+  int Add(File file);
   File& At(int file);
   std::uint64_t Submit(int file, bool is_write, std::uint64_t offset, std::uint8_t* data, std::size_t nbytes);
   void Serve();
-  void Finish(const Request& request, int error, std::size_t done);
+  void Finish(const Request& request, int error, std::size_t moved_nbytes, std::unique_lock<std::mutex>* lock);
 
   const std::size_t request_nbytes_;
   std::mutex mutex_;
