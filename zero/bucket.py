@@ -26,6 +26,7 @@ from zcomm import StateError, Topology
 from zero.layout import BucketLayout, Piece
 from zero.released import hide, is_released, placeholder, show
 from zero.stages import Stage
+from zero.tiers.shard_rest import InPlace, ShardRest
 
 __all__ = ["Bucket", "BucketState", "ShardInfo"]
 
@@ -86,6 +87,7 @@ class Bucket:
         self.state = BucketState.SHARDED
         self.full: Tensor | None = None
         self.shard = torch.empty(0)
+        self.rest: ShardRest = InPlace(self.shard)
         self.master = torch.empty(0)
         self._padding: list[Tensor] = []
         """The views of the master that hold no parameter."""
@@ -130,6 +132,7 @@ class Bucket:
             self.state = BucketState.GATHERING
             self.full = full
             self.expose()
+        self.rest = InPlace(self.shard)
         dtype = master_dtype(self.dtype) if self.is_trainable else self.dtype
         if self.shard.dtype == dtype and not (keeps_exact_master and dtype.is_floating_point):
             self.master = self.shard
@@ -143,6 +146,14 @@ class Bucket:
         """Zero what the optimizer made of the padding: 0/0 if it divides by the second moment, noise if it adds any."""
         if self._padding:
             torch._foreach_zero_(self._padding)
+
+    def update_shard(self) -> None:
+        """Bring the shard in line with the master."""
+        self.clear_padding()
+        if self.master is not self.shard:
+            numel = self.shard.numel()
+            self.rest.target(0, numel).copy_(self.master)
+            self.rest.written(0, numel)
 
     def _move(self, to: BucketState) -> None:
         if to not in TRANSITIONS[self.state]:

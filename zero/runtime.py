@@ -140,9 +140,7 @@ class Runtime:
         """Bring what the forward reads in line with the masters."""
         works = []
         for bucket in buckets:
-            bucket.clear_padding()
-            if bucket.master is not bucket.shard:
-                bucket.shard.copy_(bucket.master)
+            bucket.update_shard()
             if self.stage.shards_states and (bucket.is_resident or not self.stage.shards_parameters):
                 assert bucket.full is not None, "residents, and below stage 3 all parameters, are always full"
                 works += start_gather(bucket.layout, bucket.full, bucket.shard, self.gatherer.options)
