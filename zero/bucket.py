@@ -4,6 +4,7 @@ stage   full buffer          shard                    master (float32)          
 0       always               = full                   = full, or a float32 copy         full buffer
 1, 2    always               own rows of full         = shard, or a float32 copy        full buffer | shard
 3       from the pool        the only thing kept      = shard, or a float32 copy        shard
+1 - 3, offloaded states      as above                 a float32 copy in host memory     shard in host memory
 
 Frozen parameters have no master but the shard; where stages 1 and 2 quantize weights, an exact copy of it.
 
@@ -26,6 +27,8 @@ from zcomm import StateError, Topology
 from zero.layout import BucketLayout, Piece
 from zero.released import hide, is_released, placeholder, show
 from zero.stages import Stage
+from zero.tiers.host import HostMemory
+from zero.tiers.moved import record
 from zero.tiers.shard_rest import InPlace, ShardRest
 
 __all__ = ["Bucket", "BucketState", "ShardInfo"]
@@ -89,8 +92,10 @@ class Bucket:
         self.shard = torch.empty(0)
         self.rest: ShardRest = InPlace(self.shard)
         self.master = torch.empty(0)
-        self._padding: list[Tensor] = []
-        """The views of the master that hold no parameter."""
+        self.gaps: list[tuple[int, int]] = []
+        """The runs of the master that hold no parameter, and stay zero."""
+        self.host: HostMemory | None = None
+        """Where master, moments and gradients rest, and are updated; None: with the parameters."""
         self.empties = [placeholder(p.shape, p.dtype, p.device) for p in params]
         # Who needs the full parameters now: running forwards, a running backward, somebody who holds a view.
         self.forward_depth = 0
@@ -133,27 +138,30 @@ class Bucket:
             self.full = full
             self.expose()
         self.rest = InPlace(self.shard)
+        self.gaps = self.layout.gaps_of(row) if stage.shards_states else list(self.layout.gaps)
         dtype = master_dtype(self.dtype) if self.is_trainable else self.dtype
-        if self.shard.dtype == dtype and not (keeps_exact_master and dtype.is_floating_point):
+        if self.is_trainable and self.host is not None:
+            self.master = self.host.empty(numel, dtype).copy_(self.shard)
+        elif self.shard.dtype == dtype and not (keeps_exact_master and dtype.is_floating_point):
             self.master = self.shard
         else:
             self.master = self.shard.to(dtype, copy=True)
-        if self.is_trainable:
-            gaps = self.layout.gaps_of(row) if stage.shards_states else self.layout.gaps
-            self._padding = [self.master[start:stop] for start, stop in gaps]
-
-    def clear_padding(self) -> None:
-        """Zero what the optimizer made of the padding: 0/0 if it divides by the second moment, noise if it adds any."""
-        if self._padding:
-            torch._foreach_zero_(self._padding)
 
     def update_shard(self) -> None:
         """Bring the shard in line with the master."""
-        self.clear_padding()
         if self.master is not self.shard:
-            numel = self.shard.numel()
-            self.rest.target(0, numel).copy_(self.master)
-            self.rest.written(0, numel)
+            self.begin_update().copy_(self.master)
+            self.end_update()
+
+    def begin_update(self) -> Tensor:
+        """Memory, where the master is updated, for all new values of the shard; its contents are undefined."""
+        return self.rest.target(0, self.shard.numel(), self.master.device)
+
+    def end_update(self) -> None:
+        """What :meth:`begin_update` gave is filled."""
+        if self.host is not None:
+            record("parameters", "to_device", self.shard.numel() * self.shard.element_size())
+        self.rest.written(0, self.shard.numel())
 
     def _move(self, to: BucketState) -> None:
         if to not in TRANSITIONS[self.state]:
@@ -205,10 +213,10 @@ class Bucket:
         return full
 
     def master_pieces(self, stage: Stage, shard_index: int) -> list[tuple[Piece, Tensor]]:
-        """The parameters this rank updates, as leaf views of the master weights."""
+        """The parameters this rank updates, as leaf views of the master weights, without the padding."""
         if not stage.shards_states:
-            slots = self.layout.slots
-            return [(Piece(i, s.offset, s.end), self.master[s.offset : s.end]) for i, s in enumerate(slots) if s.numel]
+            ends = [(i, s.offset, s.offset + s.numel) for i, s in enumerate(self.layout.slots) if s.numel]
+            return [(Piece(i, start, stop), self.master[start:stop]) for i, start, stop in ends]
         base = shard_index * self.layout.shard_numel
         pieces = self.layout.pieces(shard_index)
         return [(piece, self.master[piece.start - base : piece.stop - base]) for piece in pieces]
