@@ -28,7 +28,7 @@ from zero.layout import BucketLayout, Piece
 from zero.released import hide, is_released, placeholder, show
 from zero.stages import Stage
 from zero.tiers.host import HostMemory
-from zero.tiers.moved import record
+from zero.tiers.parameter_rests import ParameterRests
 from zero.tiers.shard_rest import InPlace, ShardRest
 
 __all__ = ["Bucket", "BucketState", "ShardInfo"]
@@ -120,13 +120,22 @@ class Bucket:
         """``full`` as one view for each parameter."""
         return [full[s.offset : s.offset + s.numel].view(s.shape) for s in self.layout.slots]
 
-    def settle(self, full: Tensor, stage: Stage, topology: Topology, *, keeps_exact_master: bool) -> None:
+    def settle(
+        self,
+        full: Tensor,
+        stage: Stage,
+        topology: Topology,
+        rests: ParameterRests,
+        *,
+        keeps_exact_master: bool,
+    ) -> None:
         """Take what this rank keeps of the initial values ``full``, by the table above."""
         row = topology.shard_index("local")
         numel = self.layout.shard_numel
         own = full[row * numel : (row + 1) * numel]
         if stage.shards_parameters:
-            self.shard = own.clone()
+            self.rest = rests.place(self.index, own, updates_on_host=self.host is not None)
+            self.shard = self.rest.shard
             self._move(BucketState.GATHERING)
             self.full = full
             self.expose()
@@ -134,24 +143,27 @@ class Bucket:
                 self.release()
         else:
             self.shard = own if stage.shards_states else full
+            self.rest = rests.leave(self.shard, updates_on_host=self.host is not None)
             self.state = BucketState.GATHERING
             self.full = full
             self.expose()
-        self.rest = InPlace(self.shard)
         self.gaps = self.layout.gaps_of(row) if stage.shards_states else list(self.layout.gaps)
+        initial = own if stage.shards_states else full
         dtype = master_dtype(self.dtype) if self.is_trainable else self.dtype
+        is_own_master = not self.is_trainable or self.rest.is_on_device
         if self.is_trainable and self.host is not None:
-            self.master = self.host.empty(numel, dtype).copy_(self.shard)
-        elif self.shard.dtype == dtype and not (keeps_exact_master and dtype.is_floating_point):
+            self.master = self.host.empty(initial.numel(), dtype).copy_(initial)
+        elif self.shard.dtype == dtype and is_own_master and not (keeps_exact_master and dtype.is_floating_point):
             self.master = self.shard
         else:
-            self.master = self.shard.to(dtype, copy=True)
+            self.master = initial.to(dtype, copy=True)
 
     def update_shard(self) -> None:
         """Bring the shard in line with the master."""
         if self.master is not self.shard:
-            self.begin_update().copy_(self.master)
-            self.end_update()
+            for start, stop in self.rest.ranges:
+                self.rest.target(start, stop, self.master.device).copy_(self.master[start:stop])
+                self.rest.written(start, stop)
 
     def begin_update(self) -> Tensor:
         """Memory, where the master is updated, for all new values of the shard; its contents are undefined."""
@@ -159,8 +171,6 @@ class Bucket:
 
     def end_update(self) -> None:
         """What :meth:`begin_update` gave is filled."""
-        if self.host is not None:
-            record("parameters", "to_device", self.shard.numel() * self.shard.element_size())
         self.rest.written(0, self.shard.numel())
 
     def _move(self, to: BucketState) -> None:
