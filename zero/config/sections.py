@@ -153,6 +153,14 @@ class Zcomm:
         setting="gradient_format",
         active_if="stage 1+",
     )
+    tile_linears_above: int | None = key(
+        None,
+        "elements of a linear layer's weight above which it is cut into tiles of at most so many, each gathered and "
+        "released on its own; its keys in state dicts stay",
+        minimum=1,
+        setting="tile_linears_above",
+        active_if="stage 3",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
