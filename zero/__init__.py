@@ -13,10 +13,12 @@ from zero.formulas import Activations, Counts
 from zero.generation import gathered_for_generation
 from zero.init import Init
 from zero.initialize import Initialized, add_config_arguments, initialize
+from zero.large_linears import untile_linears
 from zero.load import Loaded, load_pretrained
 from zero.optimizer import ZeroOptimizer
 from zero.settings import Effective, ZeroSettings
 from zero.stages import model_state_nbytes
+from zero.tiling import TiledLinear, TiledLinearReturnBias
 
 __all__ = [
     "CPUSGD",
@@ -34,6 +36,8 @@ __all__ = [
     "Initialized",
     "Loaded",
     "NotAvailableError",
+    "TiledLinear",
+    "TiledLinearReturnBias",
     "ZeroOptimizer",
     "ZeroSettings",
     "add_config_arguments",
@@ -51,6 +55,7 @@ __all__ = [
     "register_external_parameter",
     "save_checkpoint",
     "unregister_external_parameter",
+    "untile_linears",
     "utils",
     "zero",
 ]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zcomm import LayoutError, StateError, Topology, control
 from zero.access import GatheredParameters
 from zero.agreement import on_every_rank
+from zero.large_linears import split_readers
 from zero.tensor_files import open_tensors
 
 __all__ = ["Loaded", "load_pretrained"]
@@ -69,7 +70,7 @@ def load_pretrained(
     """
     topology = _topology_of(model)
     tensors = dict(_tensors(model))
-    contents = on_every_rank(lambda: _contents(tensors, source, rename, strict=strict, rank=topology.rank), topology)
+    contents = on_every_rank(lambda: _contents(model, source, rename, strict=strict, rank=topology.rank), topology)
     present = torch.tensor([name in contents.read for name in tensors])
     control.broadcast_(present, 0, topology)
     chosen = {name for name, is_there in zip(tensors, present.tolist(), strict=True) if is_there}
@@ -115,7 +116,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _contents(
-    tensors: dict[str, Tensor],
+    model: nn.Module,
     source: Mapping[str, Tensor] | str | os.PathLike[str] | None,
     rename: Callable[[str], str | None] | None,
     *,
@@ -126,7 +127,9 @@ def _contents(
         return Contents({}, [])
     if source is None:
         raise LayoutError("rank 0 must be given tensors, a file or a folder: source=None")
-    renamed = {(name if rename is None else rename(name)): read for name, read in open_tensors(source).items()}
+    tensors = dict(_tensors(model))
+    opened = {(name if rename is None else rename(name)): read for name, read in open_tensors(source).items()}
+    renamed = split_readers(model, opened)
     read = {name: how for name, how in renamed.items() if name is not None and name in tensors}
     unexpected = sorted(name for name in renamed if name is not None and name not in tensors)
     loaded = {id(tensors[name]) for name in read}

@@ -31,6 +31,7 @@ from zero.config.read import Configuration, Source
 from zero.distributed import DataParallel, data_parallel
 from zero.final_gradients import FinalGradients
 from zero.inputs import check_inputs, choose_topology
+from zero.large_linears import tile_configured
 from zero.leaf_modules import set_configured
 from zero.loss_scale import LossScale
 from zero.masters import MasterPiece, OptimizerStates, as_groups, build_inner, build_pieces
@@ -122,9 +123,11 @@ class ZeroOptimizer(Optimizer):
         leaves = plan.configuration.values.zero_optimization.leaf_module
         on_every_rank(lambda: set_configured(model, leaves), topology)
         on_every_rank(lambda: cast(model, plan.dtype, kept), topology)
+        tiled = tile_configured(model, plan.settings, optimizer)
         groups = as_groups(model, optimizer)
         self._group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
         self._runtime = Runtime(model, plan.settings, topology)
+        self._runtime.effective = self._runtime.effective.and_adjusted(tiled)
         self._pieces = build_pieces(self._runtime.buckets, self._runtime.stage, topology.shard_index("local"))
         try:
             build = partial(build_inner, optimizer, groups, self._pieces, plan.optimizer_options)

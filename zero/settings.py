@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,8 @@ class ZeroSettings:
     """Parameters with fewer elements stay whole; each step gathers them once."""
     stage3_model_persistence_threshold: int = 2**63 - 1
     """Elements that stay whole at most."""
+    tile_linears_above: int | None = None
+    """Linear layers whose weight has more elements are cut into tiles of at most so many, each gathered on its own."""
     log_trace_cache_warnings: bool = False
     """Log every change of the order in which layers are used, not the first only."""
     ignore_unused_parameters: bool = True
@@ -82,6 +84,10 @@ class ZeroSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1: {name}={value!r}")
+        if self.tile_linears_above is not None and self.tile_linears_above < 1:
+            raise ConfigError(
+                f"tile_linears_above must be at least 1 element: tile_linears_above={self.tile_linears_above!r}"
+            )
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name.startswith("stage3_") and (
@@ -127,6 +133,10 @@ class Effective:
     """What was asked for and is done differently."""
     inactive: tuple[str, ...] = ()
     """What was asked for and has no effect, with the reason."""
+
+    def and_adjusted(self, notes: tuple[str, ...]) -> Effective:
+        """The same with more of what was asked for and is done differently."""
+        return replace(self, adjusted=self.adjusted + notes)
 
     def __str__(self) -> str:
         grads = "parameter dtype" if self.gradient_formats is None else " -> ".join(self.gradient_formats)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from zcomm import control
 from zero.bucket import Bucket
+from zero.large_linears import Rows, rows_by_key, split_keys
 from zero.runtime import Runtime
 
 __all__ = ["install_state_dict_hooks"]
@@ -68,17 +69,30 @@ def _names(runtime: Runtime, prefix: str) -> dict[nn.Parameter, list[str]]:
 def _fill(runtime: Runtime, state_dict: dict[str, Any], prefix: str) -> None:
     """Replace what stands in ``state_dict`` for the parameters: meta tensors of released ones, or quantized values."""
     names, is_sharded = _names(runtime, prefix), runtime.stage.shards_parameters
+    tiles = {part.tile: (key, part) for key, rows in rows_by_key(runtime.model, prefix).items() for part in rows}
     for bucket in runtime.buckets:
         with runtime.exact(bucket) as values:
             if is_sharded and runtime.topology.rank != 0:
                 continue
             for param, value in zip(bucket.params, values, strict=True):
+                if param in tiles:
+                    _fill_rows(state_dict, *tiles[param], value)
+                    continue
                 copied = value.to("cpu", copy=True) if is_sharded else value.clone()
                 for name in names[param]:
                     if isinstance(state_dict.get(name), Tensor):
                         state_dict[name] = copied
     if is_sharded and runtime.topology.rank != 0:
         state_dict.clear()
+
+
+def _fill_rows(state_dict: dict[str, Any], key: str, rows: Rows, value: Tensor) -> None:
+    whole = state_dict.get(key)
+    if not isinstance(whole, Tensor):
+        return
+    if whole.is_meta:
+        whole = state_dict[key] = torch.empty(whole.shape, dtype=value.dtype)
+    whole[rows.start : rows.stop].copy_(value)
 
 
 class _Load:
@@ -100,6 +114,9 @@ class _Load:
         runtime = self._runtime
         self._errors, self._is_empty = errors, not state_dict
         self._taken, self._slots = set(), {}
+        tiles = split_keys(runtime.model, state_dict, prefix)
+        state_dict.clear()
+        state_dict.update(tiles)
         fitting = _fitting(runtime, state_dict, prefix)
         params = [(bucket, slot, param) for bucket in runtime.buckets for slot, param in enumerate(bucket.params)]
         is_loaded = torch.tensor([param in fitting for _, _, param in params])

@@ -2,5 +2,13 @@
 
 from zero.access import GatheredParameters, register_external_parameter, unregister_external_parameter
 from zero.init import Init
+from zero.tiling import TiledLinear, TiledLinearReturnBias
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "TiledLinear",
+    "TiledLinearReturnBias",
+    "register_external_parameter",
+    "unregister_external_parameter",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -45,11 +46,10 @@ def export_checkpoint(
     wanted = _wanted(index, dtype)
     writer = WeightsWriter(Path(output), {name: entry for name, (_, entry) in wanted.items()}, max_shard_nbytes)
     try:
-        for name, (key, (to_dtype, _)) in wanted.items():
-            stored = index.tensors.get(key)
-            for chunk in stored.chunks if stored is not None else ():
-                assert stored is not None, "chunks of a stored tensor"
-                writer.write(name, read_chunk(index.folder, key, chunk, stored.dtype).to(to_dtype))
+        for name, (keys, (to_dtype, _)) in wanted.items():
+            for key, stored in ((key, index.tensors[key]) for key in keys if key in index.tensors):
+                for chunk in stored.chunks:
+                    writer.write(name, read_chunk(index.folder, key, chunk, stored.dtype).to(to_dtype))
         return writer.finish()
     finally:
         writer.discard()
@@ -70,17 +70,33 @@ def _folder(checkpoint: Path, tag: str | None) -> Path:
     return checkpoint / latest
 
 
-def _wanted(index: Index, dtype: torch.dtype | None) -> dict[str, tuple[str, tuple[torch.dtype, tuple[int, ...]]]]:
-    """By name: the key of the stored tensor, and the dtype and shape to write."""
-    wanted = {}
+class Wanted(NamedTuple):
+    """One tensor of the output."""
+
+    keys: list[str]
+    """Of the stored tensors: one, or the tiles of a layer that was cut into rows."""
+    entry: tuple[torch.dtype, tuple[int, ...]]
+    """The dtype and shape to write."""
+
+
+def _wanted(index: Index, dtype: torch.dtype | None) -> dict[str, Wanted]:
+    """What to write, by name."""
+    wanted: dict[str, Wanted] = {}
+    tiles = index.content.get("tiles", {})
+    whole_of = {tile: name for name, of_name in tiles.items() for tile in of_name}
     for kind, section in (("weight", "parameters"), ("buffer", "buffers")):
-        for name, there in index.content[section].items():
+        for stored_name, there in index.content[section].items():
+            name = whole_of.get(stored_name, stored_name)
             own, shape = DTYPES[there["dtype"]], tuple(there["shape"])
-            key = f"{kind}/{name}"
+            key = f"{kind}/{stored_name}"
             if key not in index.tensors and torch.Size(shape).numel():
                 raise CheckpointError(
-                    f"{index.folder} has no values of {name!r}: it was saved with exclude_frozen_parameters=True; "
-                    "save it with them"
+                    f"{index.folder} has no values of {stored_name!r}: it was saved with "
+                    "exclude_frozen_parameters=True; save it with them"
                 )
-            wanted[name] = (key, (dtype if dtype is not None and own.is_floating_point else own, shape))
+            keys, rows = [key], shape[0] if shape else 0
+            if name in wanted:
+                keys, rows = [*wanted[name].keys, key], wanted[name].entry[1][0] + rows
+            written = dtype if dtype is not None and own.is_floating_point else own
+            wanted[name] = Wanted(keys, (written, (rows, *shape[1:]) if shape else ()))
     return wanted

@@ -16,6 +16,7 @@ from zero.checkpoint.errors import CheckpointError
 from zero.checkpoint.folder import remove_file
 from zero.checkpoint.parts import named_buffers
 from zero.checkpoint.weights_out import Layout, WeightsWriter
+from zero.large_linears import rows_by_key
 from zero.optimizer import ZeroOptimizer
 from zero.runtime import Runtime
 
@@ -53,13 +54,13 @@ def save_model_file(optimizer: ZeroOptimizer, path: Path, *, exclude_frozen_para
 def _write_safetensors(runtime: Runtime, path: Path, chosen: set[str]) -> None:
     buffers = named_buffers(runtime.model)
     layout: Layout = {
-        **{s.name: (b.dtype, s.shape) for b in runtime.buckets for s in b.layout.slots if s.name in chosen},
+        **_layout_of_parameters(runtime, chosen),
         **{name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()},
     }
     writer, failures = None, list[CheckpointError]()
     with _collecting(failures):
         writer = WeightsWriter(path, layout) if runtime.topology.rank == 0 else None
-    for name, value in _values(runtime, layout):  # gathered on every rank, whatever happens to the file
+    for name, value in _values(runtime, chosen):  # gathered on every rank, whatever happens to the file
         if writer is not None and not failures:
             with _collecting(failures):
                 writer.write(name, value)
@@ -80,13 +81,36 @@ def _collecting(failures: list[CheckpointError]) -> Iterator[None]:
         failures.append(error)
 
 
-def _values(runtime: Runtime, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """The whole parameters, one bucket at a time, then the buffers. Collective."""
+def _layout_of_parameters(runtime: Runtime, chosen: set[str]) -> Layout:
+    whole_of = {part.key: (key, rows[-1].stop) for key, rows in rows_by_key(runtime.model).items() for part in rows}
+    layout = {}
+    for bucket in runtime.buckets:
+        for slot in bucket.layout.slots:
+            if slot.name in chosen:
+                name, num_rows = whole_of.get(slot.name, (slot.name, 0))
+                layout[name] = bucket.dtype, (num_rows, *slot.shape[1:]) if num_rows else slot.shape
+    return layout
+
+
+def _values(runtime: Runtime, chosen: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """The whole parameters, one bucket at a time, then the buffers. Collective.
+
+    Of a layer in tiles: its weight, tile after tile, then its bias, of which those of the tiles are kept till then.
+    """
+    tiles = {part.key: (key, part, rows[-1].stop) for key, rows in rows_by_key(runtime.model).items() for part in rows}
+    waiting: dict[str, list[Tensor]] = {}
     for bucket in runtime.buckets:
         with runtime.exact(bucket) as values:
             for slot, value in zip(bucket.layout.slots, values, strict=True):
-                if slot.name in layout:
-                    yield slot.name, value
+                if slot.name not in chosen:
+                    continue
+                if slot.name not in tiles or len(slot.shape) > 1:
+                    yield tiles[slot.name][0] if slot.name in tiles else slot.name, value
+                    continue
+                key, part, num_rows = tiles[slot.name]
+                waiting.setdefault(key, []).append(value.clone())
+                if part.stop == num_rows:
+                    yield key, torch.cat(waiting.pop(key))
     yield from named_buffers(runtime.model).items()
 
 

@@ -17,6 +17,7 @@ from zero.checkpoint.planners import Part
 from zero.checkpoint.random_state import capture_random_state
 from zero.checkpoint.tensor_file import CODES
 from zero.checkpoint.tree import Tree
+from zero.large_linears import rows_by_key
 from zero.optimizer import Inside, ZeroOptimizer
 from zero.runtime import Runtime
 
@@ -78,6 +79,7 @@ def _content(
         "world_size": runtime.topology.world_size,
         "stage": runtime.stage.number,
         "parameters": _parameters(runtime),
+        "tiles": {key: [part.key for part in rows] for key, rows in rows_by_key(runtime.model).items()},
         "buffers": {
             name: {"dtype": CODES[buffer.dtype], "shape": list(buffer.shape)}
             for name, buffer in named_buffers(runtime.model).items()

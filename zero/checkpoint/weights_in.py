@@ -15,6 +15,7 @@ from zero.checkpoint.errors import CheckpointError
 from zero.checkpoint.index import CHUNK_NUMEL, Index, StoredChunk, StoredTensor
 from zero.checkpoint.parts import named_buffers
 from zero.checkpoint.tensor_file import CODES, Entry, read_header
+from zero.large_linears import rows_by_key
 from zero.optimizer import Inside
 
 __all__ = ["find_weights", "index_of_weights"]
@@ -67,6 +68,14 @@ def index_of_weights(path: Path, inside: Inside) -> Index:
             tensors[f"{kind}/{name}"] = _stored(file, entry)
             shapes[kind][name] = {"shape": list(entry.shape), "dtype": CODES[entry.dtype]}
             used.update(names)
+    for whole, rows in rows_by_key(inside.runtime.model).items():
+        if whole in entries and entries[whole][1].shape[:1] == (rows[-1].stop,):
+            file, entry = entries[whole]
+            used.add(whole)
+            for part in rows:
+                own = _rows_of_entry(entry, part.start, part.stop)
+                tensors[f"weight/{part.key}"] = _stored(file, own)
+                shapes["weight"][part.key] = {"shape": list(own.shape), "dtype": CODES[own.dtype]}
     for name in entries.keys() - used:
         _, entry = entries[name]
         shapes["weight"][name] = {"shape": list(entry.shape), "dtype": CODES[entry.dtype]}
@@ -85,6 +94,12 @@ def _names(inside: Inside) -> Iterator[tuple[str, str, list[str]]]:
             yield "weight", slot.name, [slot.name, *names[id(param)]]
     for name in named_buffers(model):
         yield "buffer", name, [name]
+
+
+def _rows_of_entry(entry: Entry, start: int, stop: int) -> Entry:
+    nbytes = (entry.stop - entry.start) // entry.shape[0]
+    first, last = entry.start + start * nbytes, entry.start + stop * nbytes
+    return Entry(entry.dtype, (stop - start, *entry.shape[1:]), first, last)
 
 
 def _stored(file: Path, entry: Entry) -> StoredTensor:

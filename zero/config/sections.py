@@ -159,6 +159,14 @@ class Zcomm:
         choices=("device", "cpu", "nvme"),
     )
     activations_nvme_path: str | None = key(None, "their folder", active_if="activations nvme")
+    tile_linears_above: int | None = key(
+        None,
+        "elements of a linear layer's weight above which it is cut into tiles of at most so many, each gathered and "
+        "released on its own; its keys in state dicts stay",
+        minimum=1,
+        setting="tile_linears_above",
+        active_if="stage 3",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

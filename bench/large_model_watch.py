@@ -1,0 +1,129 @@
+"""What bench/large_model.py shows while it runs: what it waits for, the bytes moved, and the memory of all ranks.
+
+Memory is read from /proc by the first rank of the machine, of all ranks of the machine at the same moment, every
+SAMPLE_S: RSS counts the pages of shared libraries in every process, PSS divides them among those that share them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import zcomm
+from zcomm import Topology
+from zero.tiers.moved import moved
+
+SAMPLE_S = 0.2
+WAITS = {"gather": "reading parameters", "reduce": "gradients"}
+"""The phases of ZeroOptimizer.time_exchanges in words."""
+
+
+@dataclass
+class Peak:
+    """The most memory seen so far, in bytes."""
+
+    rss: int = 0
+    pss: int = 0
+    by_phase: dict[str, int] = field(default_factory=dict)
+    """RSS, by what the first rank was waiting for."""
+
+    def see(self, rss: int, pss: int, phase: str) -> None:
+        """Take one sample."""
+        self.rss, self.pss = max(self.rss, rss), max(self.pss, pss)
+        self.by_phase[phase] = max(self.by_phase.get(phase, 0), rss)
+
+
+class Watch:
+    """A progress bar and a sampler of memory in a thread of their own.
+
+    Args:
+        topology: The ranks; all of them on one machine.
+        total: Steps of the bar.
+    """
+
+    def __init__(self, topology: Topology, total: int) -> None:
+        self.peak = Peak()
+        self.seconds: dict[str, float] = {}
+        """Time this rank spent waiting for each thing."""
+        self._pids = _pids_of(topology)
+        self._phases = ["building the model"]
+        self._since_s = time.perf_counter()
+        self._moved = moved()
+        self._bar = tqdm(total=total, unit="step", disable=topology.rank != 0, dynamic_ncols=True, mininterval=0)
+        self._loss = ""
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._is_first = topology.rank == 0
+
+    def __enter__(self) -> Watch:
+        if self._is_first:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        if self._is_first:
+            self._thread.join()
+        self._bar.close()
+
+    @contextmanager
+    def waiting_for(self, phase: str) -> Iterator[None]:
+        """The code inside is ``phase``; what it is part of goes on behind it."""
+        self._count()
+        self._phases.append(WAITS.get(phase, phase))
+        try:
+            yield
+        finally:
+            self._count()
+            self._phases.pop()
+
+    def _count(self) -> None:
+        now_s = time.perf_counter()
+        phase = self._phases[-1]
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now_s - self._since_s
+        self._since_s = now_s
+
+    def step(self, loss: float) -> None:
+        """One training step has ended with this held-out loss."""
+        self._loss = f" held-out loss {loss:.3f}"
+        self._bar.update()
+
+    def _watch(self) -> None:
+        while not self._ends.wait(SAMPLE_S):
+            rss, pss = sample(self._pids)
+            phase = self._phases[-1]
+            self.peak.see(rss, pss, phase)
+            read, written = (self._moved.bytes(link=link) for link in ("read", "write"))
+            self._bar.set_postfix_str(
+                f"waits for: {phase};{self._loss} memory {rss / 2**30:.2f} GiB, read {read / 1e9:.1f} GB, "
+                f"wrote {written / 1e9:.1f} GB"
+            )
+
+
+def _pids_of(topology: Topology) -> list[int]:
+    """The processes of all ranks."""
+    pids = torch.zeros(topology.world_size)
+    pids[topology.rank] = os.getpid()
+    zcomm.all_reduce(pids, group=topology)
+    return [int(pid) for pid in pids.tolist()]
+
+
+def sample(pids: list[int]) -> tuple[int, int]:
+    """RSS and PSS of all ``pids`` together, in bytes; those that have ended count nothing."""
+    rss = pss = 0
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue
+        of_kind = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines[1:] if line.endswith("kB")}
+        rss, pss = rss + of_kind["Rss"], pss + of_kind["Pss"]
+    return rss, pss

@@ -1,0 +1,223 @@
+"""Tiled linear layers: equal to the untiled layer, a tile in memory at a time, and the untiled layer's keys outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero
+from tests.ranks import run_ranks
+from tests.zero.models import as_vector, new_model, relative_error, train_plain
+from tests.zero.training import full_values, train, zero_optimizer
+from zcomm import ConfigError, LayoutError
+from zero.checkpoint.model_file import save_model_file
+from zero.checkpoint.tensor_file import read_header
+from zero.tensor_files import open_tensors
+
+ABOVE = 500
+"""Tiles of the test model's MLPs (53 x 24) have at most so many elements: 3 tiles each."""
+
+
+def _integers(*shape: int, seed: int) -> Tensor:
+    """Small whole numbers: every product and sum is exact in float32, in any order."""
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def _gradients(layer: Callable[[Tensor], Tensor], x: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(upstream)
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+def _joined(tiled: zero.TiledLinear, name: str) -> Tensor:
+    rows = []
+    for row in tiled.linears:
+        tiles = [getattr(tile, name).grad for tile in row if getattr(tile, name) is not None]
+        rows.append(torch.cat(tiles, dim=1) if name == "weight" else tiles[0])
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize(("in_splits", "out_splits"), [(1, 1), (1, 4), (3, 1), (3, 4), (11, 7)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_tiled_layer_is_the_untiled_one(in_splits: int, out_splits: int, *, bias: bool) -> None:
+    plain = nn.Linear(11, 7, bias=bias)
+    with torch.no_grad():
+        for seed, param in enumerate(plain.parameters()):
+            param.copy_(_integers(*param.shape, seed=seed))
+    tiled = zero.TiledLinear(11, 7, bias, in_splits, out_splits, init_linear=plain)
+    x, upstream = _integers(2, 5, 11, seed=8), _integers(2, 5, 7, seed=9)
+    for got, expected in zip(_gradients(tiled, x, upstream), _gradients(plain, x, upstream), strict=True):
+        assert torch.equal(got, expected)
+    assert torch.equal(_joined(tiled, "weight"), plain.weight.grad)
+    assert not bias or torch.equal(_joined(tiled, "bias"), plain.bias.grad)
+    parts = list(x.split([b - a for a, b in zip(tiled.in_parts, tiled.in_parts[1:], strict=False)], dim=-1))
+    open_ended = zero.TiledLinear(
+        11, 7, bias, in_splits, out_splits, input_is_already_split=True, combine_out_splits=False, init_linear=plain
+    )
+    assert torch.equal(torch.cat(open_ended(parts), dim=-1), plain(x))
+
+
+def test_rounding_stays_within_the_dtype() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(96, 40).double()
+    x, upstream = torch.randn(6, 96).double(), torch.randn(6, 40).double()
+    expected = _gradients(plain, x, upstream)
+    for in_splits, out_splits in product((1, 5), (1, 3)):
+        tiled = zero.TiledLinear(96, 40, True, in_splits, out_splits, init_linear=plain, dtype=torch.float64)
+        for got, wanted in zip(_gradients(tiled, x, upstream), expected, strict=True):
+            assert relative_error(got, wanted) < 1e-14
+
+
+class _ReturnsBias(nn.Linear):
+    """As Megatron's layers do."""
+
+    def forward(self, x: Tensor) -> Any:
+        return nn.functional.linear(x, self.weight), self.bias
+
+
+def test_layers_that_return_their_bias() -> None:
+    plain = nn.Linear(6, 5)
+    tiled = zero.zero.TiledLinearReturnBias(6, 5, True, 2, 3, linear_cls=_ReturnsBias, init_linear=plain)
+    x = torch.randn(4, 6)
+    output, bias = tiled(x)
+    assert torch.equal(bias, plain.bias)
+    assert torch.allclose(output + bias, plain(x))
+    without = zero.zero.TiledLinearReturnBias(6, 5, False, 2, 3, linear_cls=_ReturnsBias)
+    assert without(x)[1] is None
+
+
+def test_what_cannot_be_tiled_is_refused() -> None:
+    for options in ({"in_splits": 0}, {"in_splits": 7}, {"out_splits": 6}):
+        with pytest.raises(ConfigError, match=r"must be 1 to the \d features"):
+            zero.TiledLinear(6, 5, **options)
+    tiled = zero.TiledLinear(6, 5, in_splits=2)
+    for other in (nn.Linear(5, 6), nn.Linear(6, 5, bias=False), nn.LayerNorm(6)):
+        with pytest.raises(LayoutError, match="a layer with weight"):
+            tiled.copy_params_from(other)
+    with pytest.raises(LayoutError, match="in_features=6"):
+        tiled(torch.zeros(2, 5))
+    with pytest.raises(LayoutError, match=r"parts of \[3, 3\] columns"):
+        zero.TiledLinear(6, 5, in_splits=2, input_is_already_split=True)([torch.zeros(2, 2), torch.zeros(2, 4)])
+    with pytest.raises(ConfigError, match="tile_linears_above must be at least 1"):
+        zero.ZeroSettings(tile_linears_above=0)
+
+
+def _peak_numel(model: nn.Module, *, is_frozen: bool) -> int:
+    """Elements of parameters gathered at a time, over two steps, by the pool; gradients have another dtype."""
+    if is_frozen:
+        model.get_submodule("1").requires_grad_(False)
+    with zero_optimizer(model, torch.optim.SGD, stage=3, lr=0.1, stage3_prefetch_bucket_size=0) as optimizer:
+        pool = optimizer.inside.runtime.pool
+        for _ in range(2):
+            model(torch.randn(2, 8, dtype=torch.bfloat16)).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        gathered = {bucket.dtype for bucket in optimizer.inside.runtime.buckets}
+        assert gathered == {torch.bfloat16}
+        return sum(buffer.numel() for buffer in pool._owned.values() if buffer.dtype == torch.bfloat16)
+
+
+def _check_a_tile_is_in_memory_at_a_time(rank: int) -> None:
+    first = lambda: nn.Linear(8, 64)  # noqa: E731  (so that the large layer's input has a gradient)
+    for tiles, is_frozen in product((4, 8), (False, True)):
+        whole = _peak_numel(nn.Sequential(first(), nn.Linear(64, 2048)).bfloat16(), is_frozen=is_frozen)
+        tiled = nn.Sequential(first(), zero.TiledLinear(64, 2048, out_splits=tiles)).bfloat16()
+        assert _peak_numel(tiled, is_frozen=is_frozen) <= 1.1 * whole / tiles
+
+
+def test_a_tile_is_in_memory_at_a_time() -> None:
+    run_ranks(2, _check_a_tile_is_in_memory_at_a_time)
+
+
+def _tiled_config(**more: Any) -> dict[str, Any]:
+    return {"stage": 3, "tile_linears_above": ABOVE, **more}
+
+
+def _check_training_is_the_untiled_one(rank: int) -> None:
+    options = {"is_tied": True, "has_frozen": True}
+    plain = new_model(torch.float64, **options)
+    kept = [name for name, _ in plain.named_parameters()]
+    train_plain(plain, torch.optim.AdamW(_groups(plain), lr=1e-2), world_size=2, steps=3, max_norm=0.5)
+    model = new_model(torch.float64, **options)
+    optimizer = torch.optim.AdamW(_groups(model), lr=1e-2)
+    with zero_optimizer(model, optimizer, **_tiled_config()) as wrapped:
+        assert "7 linear layers in 20 tiles" in str(wrapped.effective)
+        assert "head (its parameters are shared)" in str(wrapped.effective)
+        train(model, wrapped, rank, steps=3, max_norm=0.5)
+        state = model.state_dict()
+        assert (list(state) == list(plain.state_dict())) if rank == 0 else not state
+        if rank == 0:
+            assert relative_error(as_vector(state.values()), as_vector(plain.state_dict().values())) < 1e-10
+        with zero.GatheredParameters(model.parameters()):
+            wrapped.close()
+    if rank == 0:
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert len(zero.untile_linears(model)) == 7
+    assert [name for name, _ in model.named_parameters()] == kept
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in plain.parameters()]
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    params = [p for p in model.parameters() if p.requires_grad]
+    return [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim <= 1], "lr": 1e-3}]
+
+
+def _check_init_and_state_dicts(rank: int) -> None:
+    plain = new_model(torch.bfloat16, is_tied=False)
+    with zero.Init(dtype=torch.bfloat16, ranks_per_node=2):
+        model = new_model(is_tied=False)
+    with zero_optimizer(model, torch.optim.AdamW, lr=1e-2, **_tiled_config()) as optimizer:
+        assert "8 linear layers in" in str(optimizer.effective)
+        state = model.state_dict()
+        assert rank or all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+        other = {name: value + 1 for name, value in plain.state_dict().items()}
+        model.load_state_dict(other if rank == 0 else {})
+        state = model.state_dict()
+        assert rank or all(torch.equal(state[name], value) for name, value in other.items())
+        zero.load_pretrained(model, plain.state_dict() if rank == 0 else None)
+        state = model.state_dict()
+        assert rank or all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+        wrong = {**other, "shared.weight": torch.zeros(3, 3), "blocks.0.mlp.0.weight": torch.zeros(18, 24)}
+        with pytest.raises(RuntimeError, match=r"(?s)key.*blocks\.0\.mlp\.0\.(weight|linears)"):
+            model.load_state_dict(wrong if rank == 0 else {})
+
+
+def _check_checkpoints(rank: int, folder: str) -> None:
+    model = new_model(torch.bfloat16, is_tied=False)
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    engine_file = Path(folder) / "model.safetensors"
+    with zero_optimizer(model, **_tiled_config()) as optimizer:
+        train(model, optimizer, rank, steps=1)
+        zero.save_checkpoint(optimizer, folder, "one")
+        before = full_values(model)
+        train(model, optimizer, rank, steps=1)
+        zero.load_checkpoint(optimizer, folder, "one")
+        after = full_values(model)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        if rank == 0:
+            zero.export_checkpoint(folder, engine_file, tag="one", dtype=torch.bfloat16)
+        torch.distributed.barrier()
+        train(model, optimizer, rank, steps=1)
+        zero.load_checkpoint(optimizer, engine_file, load_module_only=True)
+        after = full_values(model)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        save_model_file(optimizer, Path(folder) / "living.safetensors")
+        state = model.state_dict()
+    if rank == 0:
+        for file in (engine_file, Path(folder) / "living.safetensors"):
+            assert {name: entry.shape for name, entry in read_header(file).items()} == shapes
+            assert all(torch.equal(read(), state[name]) for name, read in open_tensors(file).items())
+
+
+def test_tiling_large_layers_changes_neither_training_nor_keys(tmp_path: Path) -> None:
+    run_ranks(2, _check_training_is_the_untiled_one)
+    run_ranks(2, _check_init_and_state_dicts)
+    run_ranks(2, _check_checkpoints, str(tmp_path))
