@@ -56,7 +56,7 @@ class Runtime:
         """What the optimizer keeps, once there is one."""
         self._published = Published(topology, is_always_full=not self.stage.shards_parameters)
         self.gatherer = Gatherer(self.buckets, topology, settings, self.effective, self.pool)
-        self.is_closed = False
+        self.compare, self.is_closed = self.gatherer.compare, False
         try:
             self._build(plan)
         except Exception:
