@@ -18,12 +18,16 @@ def checked_file_nbytes(nbytes: int) -> int:
     """Bytes of a checked file with so many of data."""
 
 class FileQueue:
-    """Reads and writes files past the page cache, on threads of its own; ``cpp/include/zcomm/file_queue.h``.
+    """Reads and writes files past the page cache; ``cpp/include/zcomm/file_queue.h``.
 
     OSError, with errno and path, when the operating system refuses something: at :meth:`wait` for a transfer.
     """
 
-    def __init__(self, num_threads: int, request_nbytes: int) -> None: ...
+    def __init__(self, num_requests: int, request_nbytes: int, may_use_ring: bool = True) -> None: ...
+    @property
+    def engine(self) -> str:
+        """``"io_uring"`` or ``"threads"``."""
+
     def create(self, path: str, nbytes: int, is_checked: bool = False) -> int:
         """Create a file with its space reserved; with ``is_checked``, one that carries checksums of its pages."""
 

@@ -31,6 +31,11 @@ VARIABLES = {
     ),
     "ZCOMM_PROBE": Variable("", (), "file of `zcomm probe`, for format=auto; default: in the user's cache folder"),
     "ZCOMM_ISA": Variable("", ("", "avx512", "avx2", "baseline"), "highest instruction set of the native kernels"),
+    "ZCOMM_FILES": Variable(
+        "auto",
+        ("auto", "io_uring", "threads"),
+        "what carries file I/O; auto: io_uring if it was found at build time and the kernel allows it",
+    ),
     "ZERO_DEBUG": Variable("0", SWITCH, "1: zero fills what it gives back with NaN, and finds lost changes of values"),
 }
 

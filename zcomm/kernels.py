@@ -34,6 +34,7 @@ __all__ = [
     "decode_add",
     "decode_sum",
     "decode_sum_requantize",
+    "file_queue",
     "fuses_residual",
     "native",
     "native_description",
@@ -62,6 +63,20 @@ def native() -> Any:
     if reason := native_unavailable_reason():
         raise BackendUnavailableError(f"this operation has a native kernel only, and {reason}")
     return _native
+
+
+def file_queue(num_requests: int, request_nbytes: int) -> Any:
+    """A native ``FileQueue``, which reads and writes files asynchronously, with the engine of ``ZCOMM_FILES``.
+
+    Raises:
+        BackendUnavailableError: The native module, or the engine, cannot be used here.
+        ValueError: ``num_requests`` is not 1 to 256, or ``request_nbytes`` no multiple of 4096.
+    """
+    wanted = env.value("ZCOMM_FILES")
+    queue = native().FileQueue(num_requests, request_nbytes, may_use_ring=wanted != "threads")
+    if wanted not in ("auto", queue.engine):
+        raise BackendUnavailableError(f"ZCOMM_FILES={wanted}, but built without liburing, or refused by the kernel")
+    return queue
 
 
 def native_description() -> str:

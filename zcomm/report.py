@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zcomm import env, kernels, on_triton
-from zcomm.errors import ConfigError
+from zcomm.errors import BackendUnavailableError, ConfigError
 
 try:
     import fcntl
@@ -97,7 +97,15 @@ def _kernels() -> dict[str, str]:
     found = {"CPU tensors": _triton("cpu") if is_triton else native}
     found["float64"] = "PyTorch reference: there are no other kernels for float64"
     found["CUDA tensors"] = _triton("cuda")
+    found["files"] = _files()
     return found
+
+
+def _files() -> str:
+    try:
+        return str(kernels.file_queue(1, 4096).engine)
+    except (ConfigError, BackendUnavailableError) as error:
+        return f"none: {error}"
 
 
 def _triton(device_type: str) -> str:

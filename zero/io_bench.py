@@ -65,7 +65,7 @@ def measure(folder: Path, *, nbytes: int, seconds: float, patterns: tuple[Patter
 
 
 def _measure_pattern(path: Path, nbytes: int, seconds: float, request_nbytes: int, num_requests: int) -> Rates:
-    queue = kernels.native().FileQueue(num_requests, request_nbytes)
+    queue = kernels.file_queue(num_requests, request_nbytes)
     file = queue.create(str(path), nbytes)
     transfer = request_nbytes * TRANSFER_REQUESTS
     half = nbytes // 2 // transfer * transfer
@@ -112,9 +112,11 @@ def run(folder: str, *, nbytes: int, seconds: float) -> str:
     """The table and the suggestion that ``zero io-bench`` prints."""
     where = Path(folder)
     free = shutil.disk_usage(where).free
+    engine = kernels.file_queue(1, int(kernels.native().FILE_ALIGNMENT)).engine
     rows = measure(where, nbytes=nbytes, seconds=seconds)
     lines = [
-        f"# {where.resolve()}: {free / 1e9:.1f} GB free; a file of {nbytes >> 20} MiB, {seconds:g} s each, O_DIRECT",
+        f"# {where.resolve()}: {free / 1e9:.1f} GB free; "
+        f"a file of {nbytes >> 20} MiB, {seconds:g} s each, O_DIRECT by {engine}",
         f"# {'request':>8} {'in flight':>9} {'read(GB/s)':>10} {'write(GB/s)':>11} {'both(GB/s)':>10}",
     ]
     lines += [

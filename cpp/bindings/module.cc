@@ -226,10 +226,12 @@ void DefineFileQueue(nb::module_& m) {
   nb::class_<FileQueue>(m, "FileQueue")
       .def(
           "__init__",
-          [](FileQueue* self, std::int64_t num_threads, std::int64_t request_nbytes) {
-            new (self) FileQueue(Size("num_threads", num_threads), Size("request_nbytes", request_nbytes));
+          [](FileQueue* self, std::int64_t num_requests, std::int64_t request_nbytes, bool may_use_ring) {
+            new (self)
+                FileQueue(Size("num_requests", num_requests), Size("request_nbytes", request_nbytes), may_use_ring);
           },
-          "num_threads"_a, "request_nbytes"_a)
+          "num_requests"_a, "request_nbytes"_a, "may_use_ring"_a = true)
+      .def_prop_ro("engine", [](const FileQueue& self) { return std::string(zcomm::FileEngineName(self.engine())); })
       .def(
           "create",
           [](FileQueue& self, const std::string& path, std::int64_t nbytes, bool is_checked) {

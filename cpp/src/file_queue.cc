@@ -10,25 +10,17 @@
 #include <utility>
 
 #include "file_moves.h"
+#include "file_ring.h"
 #include "zcomm/check.h"
 
 namespace zcomm {
 namespace {
 
-constexpr std::size_t kMaxThreads = 256;
+constexpr std::size_t kMaxRequests = 256;
+constexpr int kBegin = -EINTR;  // a result after which the same operation begins
 
-// Moves one request, with the checksums of a checked file. Returns errno, or 0; `done` counts the bytes that are right.
-template <class Request>
-int Move(const Request& request, std::size_t* done) {
-  CheckedFile* checked = request.checked;
-  const std::uint64_t page = request.offset / kPageNbytes;
-  const std::size_t num_pages = request.nbytes / kPageNbytes;
-  if (checked != nullptr && request.is_write) checked->Keep(page, request.data, num_pages);
-  const std::uint64_t start = request.offset + (checked == nullptr ? 0 : CheckedFile::kDataOffset);
-  const int error = MoveBytes(request.descriptor, request.is_write, start, request.data, request.nbytes, done);
-  if (error != 0 || checked == nullptr || request.is_write) return error;
-  *done = checked->FirstWrong(page, request.data, num_pages) * kPageNbytes;
-  return *done == request.nbytes ? 0 : EBADMSG;
+std::uint64_t Start(std::uint64_t offset, const CheckedFile* checked) {
+  return offset + (checked == nullptr ? 0 : CheckedFile::kDataOffset);
 }
 
 }  // namespace
@@ -40,22 +32,43 @@ Descriptor::~Descriptor() {
   if (number_ >= 0) ::close(number_);
 }
 
-FileQueue::FileQueue(std::size_t num_threads, std::size_t request_nbytes) : request_nbytes_(request_nbytes) {
-  ZCOMM_CHECK(num_threads >= 1 && num_threads <= kMaxThreads,
-              "num_threads must be 1 to 256: num_threads=", num_threads);
+const char* FileEngineName(FileEngine engine) { return engine == FileEngine::kIoUring ? "io_uring" : "threads"; }
+
+FileQueue::FileQueue(std::size_t num_requests, std::size_t request_nbytes, bool may_use_ring)
+    : request_nbytes_(request_nbytes),
+      process_(::getpid()),
+      ring_(may_use_ring && num_requests <= kMaxRequests ? FileRing::Make(num_requests) : nullptr) {
+  ZCOMM_CHECK(num_requests >= 1 && num_requests <= kMaxRequests,
+              "num_requests must be 1 to 256: num_requests=", num_requests);
   ZCOMM_CHECK(request_nbytes >= kFileAlignment && request_nbytes % kFileAlignment == 0,
               "request_nbytes must be a multiple of 4096: request_nbytes=", request_nbytes);
-  for (std::size_t i = 0; i < num_threads; ++i) threads_.emplace_back([this] { Serve(); });
+  if (ring_) {
+    threads_.emplace_back([this, slots = std::vector<Request>(num_requests)]() mutable { ServeRing(&slots); });
+    return;
+  }
+  for (std::size_t i = 0; i < num_requests; ++i) threads_.emplace_back([this] { Serve(); });
 }
 
 FileQueue::~FileQueue() {
+  if (::getpid() != process_) {  // forked: the threads are not here, and the mutex may be held for ever
+    for (std::thread& thread : threads_) thread.detach();
+    return;
+  }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_closing_ = true;
     requests_.clear();
   }
-  work_.notify_all();
+  Notify();
   for (std::thread& thread : threads_) thread.join();
+}
+
+void FileQueue::Notify() {
+  if (ring_) {
+    ring_->Wake();
+  } else {
+    work_.notify_all();
+  }
 }
 
 int FileQueue::Create(const std::string& path, std::uint64_t nbytes, FileKind kind) {
@@ -171,7 +184,7 @@ std::uint64_t FileQueue::Submit(int file, bool is_write, std::uint64_t offset, s
     throw;
   }
   if (count > 0) ++of.num_transfers;
-  work_.notify_all();
+  Notify();
   return ticket;
 }
 
@@ -180,18 +193,83 @@ void FileQueue::Serve() {
   while (true) {
     work_.wait(lock, [this] { return is_closing_ || !requests_.empty(); });
     if (is_closing_) return;
-    const Request request = requests_.front();
+    Request request = requests_.front();
     requests_.pop_front();
     lock.unlock();
-    std::size_t done = 0;
-    const int error = Move(request, &done);
+    Prepare(request);
+    int error = MoveBytes(request.descriptor, request.is_write, Start(request.offset, request.checked), request.data,
+                          request.nbytes, &request.moved_nbytes);
+    if (error == 0) error = Verify(&request);
     lock.lock();
-    Finish(request, error, done, &lock);
+    Finish(request, error, &lock);
   }
 }
 
-void FileQueue::Finish(const Request& request, int error, std::size_t moved_nbytes,
-                       std::unique_lock<std::mutex>* lock) {
+void FileQueue::ServeRing(std::vector<Request>* slots) {
+  std::size_t num_moving = 0;
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto ended = [&](std::size_t slot, int result) {
+    if (MoveOn(slot, result, &(*slots)[slot])) --num_moving;
+  };
+  while (!is_closing_ || num_moving > 0) {
+    for (std::size_t slot = 0; slot < slots->size() && !requests_.empty(); ++slot) {
+      Request& request = (*slots)[slot];
+      if (request.nbytes > 0) continue;
+      request = requests_.front();
+      requests_.pop_front();
+      lock.unlock();
+      Prepare(request);
+      num_moving += MoveOn(slot, kBegin, &request) ? 0 : 1;
+      lock.lock();
+    }
+    lock.unlock();
+    ring_->WaitForSome(ended);
+    lock.lock();
+  }
+}
+
+// Goes on with the request in a slot after `result` of its last operation, as FileRing reports it. Returns whether it
+// has ended; then the slot is free, which is a request of no bytes.
+bool FileQueue::MoveOn(std::size_t slot, int result, Request* request) {
+  int error = 0;
+  if (result > 0) {
+    request->moved_nbytes += static_cast<std::size_t>(result);
+    if (request->moved_nbytes == request->nbytes) {
+      error = Verify(request);
+      return End(request, error);
+    }
+  } else if (result == 0) {
+    return End(request, request->is_write ? ENOSPC : ENODATA);
+  } else if (result != kBegin && result != -EAGAIN) {
+    return End(request, -result);
+  }
+  const std::size_t moved = request->moved_nbytes;
+  error = ring_->Begin(slot, {request->descriptor, request->is_write, Start(request->offset, request->checked) + moved,
+                              request->data + moved, request->nbytes - moved});
+  return error != 0 && End(request, error);
+}
+
+bool FileQueue::End(Request* request, int error) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  Finish(*request, error, &lock);
+  *request = Request{};
+  return true;
+}
+
+void FileQueue::Prepare(const Request& request) {
+  if (request.checked == nullptr || !request.is_write) return;
+  request.checked->Keep(request.offset / kPageNbytes, request.data, request.nbytes / kPageNbytes);
+}
+
+int FileQueue::Verify(Request* request) {
+  if (request->checked == nullptr || request->is_write) return 0;
+  const std::uint64_t page = request->offset / kPageNbytes;
+  request->moved_nbytes =
+      request->checked->FirstWrong(page, request->data, request->nbytes / kPageNbytes) * kPageNbytes;
+  return request->moved_nbytes == request->nbytes ? 0 : EBADMSG;
+}
+
+void FileQueue::Finish(const Request& request, int error, std::unique_lock<std::mutex>* lock) {
   Transfer& transfer = transfers_.at(request.ticket);
   File& file = At(transfer.file);
   if (transfer.unfinished == 1 && error == 0 && transfer.error == 0 && request.is_write && file.checked) {
@@ -204,7 +282,7 @@ void FileQueue::Finish(const Request& request, int error, std::size_t moved_nbyt
     transfer.error = error;
     transfer.failed_offset = request.offset;
     transfer.failed_nbytes = request.nbytes;
-    transfer.moved_nbytes = moved_nbytes;
+    transfer.moved_nbytes = request.moved_nbytes;
   }
   if (--transfer.unfinished > 0) return;
   --file.num_transfers;

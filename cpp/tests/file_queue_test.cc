@@ -39,10 +39,10 @@ std::pair<int, std::string> ErrorOf(const Call& call) {
   return {};
 }
 
-void TestTransfers(const std::string& folder, std::size_t num_threads) {
+void TestTransfers(const std::string& folder, std::size_t num_requests, bool may_use_ring) {
   constexpr std::size_t kPart = 5 * kFileAlignment;
   constexpr std::size_t kParts = 7;
-  FileQueue queue(num_threads, 2 * kFileAlignment);
+  FileQueue queue(num_requests, 2 * kFileAlignment, may_use_ring);
   const std::string path = folder + "/data";
   const int file = queue.Create(path, kPart * kParts);
   EXPECT(queue.Size(file) == kPart * kParts, "size %zu", static_cast<std::size_t>(queue.Size(file)));
@@ -58,15 +58,16 @@ void TestTransfers(const std::string& folder, std::size_t num_threads) {
   const Buffer read = MakeBuffer(kPart * kParts);
   const std::uint64_t ticket = queue.Read(again, 0, read.get(), kPart * kParts);
   queue.Wait(ticket);
-  EXPECT(std::memcmp(written.get(), read.get(), kPart * kParts) == 0, "threads %zu", num_threads);
+  EXPECT(std::memcmp(written.get(), read.get(), kPart * kParts) == 0, "%s, requests %zu",
+         FileEngineName(queue.engine()), num_requests);
   EXPECT(Contains(MessageOfThrow([&] { queue.Wait(ticket); }), "was waited for"), "twice");
   queue.Wait(queue.Read(again, 0, read.get(), 0));
   queue.Close(again);
   EXPECT(::unlink(path.c_str()) == 0, "unlink");
 }
 
-void TestErrors(const std::string& folder) {
-  FileQueue queue(2, kFileAlignment);
+void TestErrors(const std::string& folder, bool may_use_ring) {
+  FileQueue queue(2, kFileAlignment, may_use_ring);
   const Buffer data = MakeBuffer(4 * kFileAlignment);
   const auto missing = ErrorOf([&] { queue.Open(folder + "/missing"); });
   EXPECT(missing.first == ENOENT && Contains(missing.second, "/missing"), "%s", missing.second.c_str());
@@ -81,17 +82,17 @@ void TestErrors(const std::string& folder) {
   EXPECT(Contains(MessageOfThrow([&] { queue.Read(file, 1, data.get(), kFileAlignment); }), "offset=1"), "offset");
   EXPECT(Contains(MessageOfThrow([&] { queue.Read(file, 0, data.get() + 1, kFileAlignment); }), "address="), "address");
   EXPECT(Contains(MessageOfThrow([&] { queue.Read(99, 0, data.get(), kFileAlignment); }), "file=99"), "file");
-  EXPECT(Contains(MessageOfThrow([] { FileQueue(0, kFileAlignment); }), "num_threads=0"), "threads");
+  EXPECT(Contains(MessageOfThrow([] { FileQueue(0, kFileAlignment); }), "num_requests=0"), "threads");
   EXPECT(Contains(MessageOfThrow([] { FileQueue(1, 1000); }), "request_nbytes=1000"), "request");
   ::unlink(path.c_str());
 }
 
 // A limit on the size of files stands for a full disk.
-void TestNoSpace(const std::string& folder) {
+void TestNoSpace(const std::string& folder, bool may_use_ring) {
   std::signal(SIGXFSZ, SIG_IGN);
   rlimit before{};
   getrlimit(RLIMIT_FSIZE, &before);
-  FileQueue queue(2, kFileAlignment);
+  FileQueue queue(2, kFileAlignment, may_use_ring);
   const std::string path = folder + "/large";
   const int file = queue.Create(path, 0);
   const rlimit small{2 * kFileAlignment, before.rlim_max};
@@ -106,11 +107,11 @@ void TestNoSpace(const std::string& folder) {
   ::unlink(path.c_str());
 }
 
-void TestClosingDropsWhatHasNotBegun(const std::string& folder) {
+void TestClosingDropsWhatHasNotBegun(const std::string& folder, bool may_use_ring) {
   const Buffer data = MakeBuffer(64 * kFileAlignment);
   const std::string path = folder + "/dropped";
   {
-    FileQueue queue(1, kFileAlignment);
+    FileQueue queue(1, kFileAlignment, may_use_ring);
     const int file = queue.Create(path, 64 * kFileAlignment);
     for (int i = 0; i < 20; ++i) queue.Write(file, 0, data.get(), 64 * kFileAlignment);
     EXPECT(Contains(MessageOfThrow([&] { queue.Close(file); }), "in flight"), "close");
@@ -118,15 +119,54 @@ void TestClosingDropsWhatHasNotBegun(const std::string& folder) {
   ::unlink(path.c_str());
 }
 
+// Many transfers at once and through one another, each of many requests, with errors among them.
+void TestManyTransfers(const std::string& folder, bool may_use_ring) {
+  constexpr std::size_t kFiles = 8;
+  constexpr std::size_t kNbytes = 40 * kFileAlignment;
+  FileQueue queue(5, 3 * kFileAlignment, may_use_ring);
+  const std::string path = folder + "/many";
+  std::vector<int> files;
+  std::vector<Buffer> buffers;
+  for (std::size_t f = 0; f < kFiles; ++f) {
+    files.push_back(queue.Create(path + std::to_string(f), kNbytes, f % 2 ? FileKind::kChecked : FileKind::kPlain));
+    buffers.push_back(MakeBuffer(2 * kNbytes));
+  }
+  for (int round = 0; round < 20; ++round) {
+    std::vector<std::uint64_t> tickets;
+    for (std::size_t f = 0; f < kFiles; ++f) {
+      std::memset(buffers[f].get(), static_cast<int>(f) + round, kNbytes);
+      tickets.push_back(queue.Write(files[f], 0, buffers[f].get(), kNbytes));
+    }
+    for (const std::uint64_t ticket : tickets) queue.Wait(ticket);
+    tickets.clear();
+    for (std::size_t f = 0; f < kFiles; ++f) {
+      tickets.push_back(queue.Read(files[f], 0, buffers[f].get() + kNbytes, kNbytes));
+    }
+    const std::uint64_t past = queue.Read(files[0], kNbytes, buffers[0].get(), kNbytes);
+    for (const std::uint64_t ticket : tickets) queue.Wait(ticket);
+    EXPECT(ErrorOf([&] { queue.Wait(past); }).first == ENODATA, "past the end");
+    for (std::size_t f = 0; f < kFiles; ++f) {
+      const bool is_right =
+          buffers[f].get()[kNbytes] == static_cast<std::uint8_t>(f + static_cast<std::size_t>(round)) &&
+          std::memcmp(buffers[f].get() + kNbytes, buffers[f].get() + kNbytes + 1, kNbytes - 1) == 0;
+      EXPECT(is_right, "%s, file %zu, round %d", FileEngineName(queue.engine()), f, round);
+    }
+  }
+  for (std::size_t f = 0; f < kFiles; ++f) ::unlink((path + std::to_string(f)).c_str());
+}
+
 }  // namespace
 }  // namespace zcomm
 
 int main() {
   const std::string folder = zcomm::MakeFolder();
-  for (const std::size_t num_threads : {1, 2, 8}) zcomm::TestTransfers(folder, num_threads);
-  zcomm::TestErrors(folder);
-  zcomm::TestNoSpace(folder);
-  zcomm::TestClosingDropsWhatHasNotBegun(folder);
+  for (const bool may_use_ring : {false, true}) {  // where there is no ring, threads twice
+    for (const std::size_t num_requests : {1, 2, 8}) zcomm::TestTransfers(folder, num_requests, may_use_ring);
+    zcomm::TestErrors(folder, may_use_ring);
+    zcomm::TestNoSpace(folder, may_use_ring);
+    zcomm::TestClosingDropsWhatHasNotBegun(folder, may_use_ring);
+    zcomm::TestManyTransfers(folder, may_use_ring);
+  }
   EXPECT(::rmdir(folder.c_str()) == 0, "files were left in %s", folder.c_str());
   return 0;
 }

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zcomm import IntegrityError
+from zcomm import IntegrityError, env
 from zero.tiers import file_store
 from zero.tiers.file_store import FileStore, StoredFile
 from zero.tiers.settings import Files
@@ -28,8 +28,11 @@ def _store(folder: Path) -> FileStore:
     return FileStore(folder, files=Files(request_nbytes=4 * PAGE, num_requests=4), name="states", topology=None)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[FileStore]:
+@pytest.fixture(params=["threads", "auto"])
+def store(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileStore]:
+    monkeypatch.setattr(
+        env, "value", {**dict.fromkeys(env.VARIABLES, "auto"), "ZCOMM_FILES": request.param}.__getitem__
+    )
     store = _store(tmp_path)
     yield store
     store.close()
@@ -80,12 +83,15 @@ def _empty_device(file: StoredFile) -> Iterator[None]:
 
 
 @contextmanager
-def _pipe(file: StoredFile) -> Iterator[None]:
-    fifo = file.path.with_name("fifo")
-    os.mkfifo(fifo)
-    with _instead(file, str(fifo)):
+def _closed(file: StoredFile) -> Iterator[None]:
+    number = _descriptor(file)
+    kept = os.dup(number)
+    os.close(number)
+    try:
         yield
-    fifo.unlink()
+    finally:
+        os.dup2(kept, number, inheritable=False)
+        os.close(kept)
 
 
 @contextmanager
@@ -131,7 +137,7 @@ def _flip(file: StoredFile, at: int) -> None:
 
 
 Fault = Callable[[StoredFile], "contextmanager[None]"]
-FAULTS = [_read_only, _full_device, _empty_device, _pipe, _limit, _short, _flipped, _lost]
+FAULTS = [_read_only, _full_device, _empty_device, _closed, _limit, _short, _flipped, _lost]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +145,7 @@ FAULTS = [_read_only, _full_device, _empty_device, _pipe, _limit, _short, _flipp
     [
         (_read_only, errno.EBADF, None),
         (_full_device, errno.ENOSPC, errno.EBADMSG),
-        (_pipe, errno.ESPIPE, errno.ESPIPE),
+        (_closed, errno.EBADF, errno.EBADF),
         (_limit, errno.EFBIG, None),
         (_short, None, errno.ENODATA),
         (_flipped, None, errno.EBADMSG),

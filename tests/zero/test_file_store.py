@@ -192,6 +192,8 @@ def test_a_store_goes_with_its_last_reference_and_not_with_a_fork(tmp_path: Path
         with pytest.raises(StateError, match="forked"):
             stores[0].create("a", 1)
         stores[0].close()
+        stores.clear()
+        gc.collect()
         os._exit(0)
 
     assert _in_fork(try_it) == 0
@@ -217,7 +219,7 @@ raise RuntimeError("the end")
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("True\n", 1), done.stderr
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="num_threads=0"):
+    with pytest.raises(ValueError, match="num_requests=0"):
         FileStore(tmp_path, files=Files(num_requests=0), name="states", topology=None)
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(os, "write", lambda *_: 1 // 0)

@@ -55,6 +55,7 @@ def test_the_command_prints_rates_and_a_valid_suggestion(tmp_path: Path, capsys:
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if "KiB" in line]
     assert [(row[0], row[2]) for row in rows] == [(str(s // KIB), str(n)) for s, n in io_bench.PATTERNS]
+    assert re.search("O_DIRECT by (io_uring|threads)$", out.splitlines()[0])
     assert all(float(rate) > 0 for row in rows for rate in row[3:])
     suggested = re.search(r'"aio": (\{.*\})', out)
     assert suggested is not None

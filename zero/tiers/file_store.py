@@ -36,7 +36,7 @@ from zero.tiers.settings import Files
 __all__ = ["FileStore", "StoredFile", "Transfer"]
 
 Result = TypeVar("Result")
-MAX_REQUESTS = 256  # in flight: each has a thread
+MAX_REQUESTS = 256  # in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,9 +278,7 @@ def _begin(parent: Path, name: str, files: Files) -> _Open:
         reason = f"cannot keep files in this folder, which must exist and be writable: {error.strerror}"
         raise type(error)(error.errno, reason, str(parent)) from error
     try:
-        return _Open(
-            kernels.native().FileQueue(min(files.num_requests, MAX_REQUESTS), request_nbytes), folder, os.getpid()
-        )
+        return _Open(kernels.file_queue(min(files.num_requests, MAX_REQUESTS), request_nbytes), folder, os.getpid())
     except BaseException:
         folder.remove()
         raise

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <sys/types.h>
+
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -54,22 +56,31 @@ inline constexpr std::size_t kFileAlignment = kPageNbytes;
 // Plain files hold the data alone; checked ones as CheckedFile says.
 enum class FileKind { kPlain, kChecked };
 
+// What carries the requests: the kernel's own queue and one thread beside it, or a thread for each request in flight.
+enum class FileEngine { kIoUring, kThreads };
+const char* FileEngineName(FileEngine engine);
+
+class FileRing;
+
 // Reads and writes files past the page cache (O_DIRECT; through it where the file system has none), many requests at a
-// time, on threads of its own. A transfer is cut into requests of `request_nbytes`, and the threads take the requests
-// of all transfers in the order of submission, so that `num_threads` requests are in flight.
+// time. A transfer is cut into requests of `request_nbytes`, and the requests of all transfers begin in the order of
+// submission, so that `num_requests` of them are in flight.
 //
-// A checked file's pages are summed before they are written and compared after they were read, by the thread that has
-// the request; what differs is a FileError of EBADMSG. After a failed write the data there are undefined: reading them
-// fails unless they are what was to be written.
+// A checked file's pages are summed before they are written and compared after they were read, by the thread that
+// has the request; what differs is a FileError of EBADMSG. After a failed write the data there are undefined: reading
+// them fails unless they are what was to be written.
 //
 // Transfers of one file must not overlap while they are in flight. All functions may be called from several threads.
 // An error never ends the process: it is thrown by Wait of the transfer, or by the call itself.
 class FileQueue {
  public:
-  FileQueue(std::size_t num_threads, std::size_t request_nbytes);
+  // With io_uring where liburing was found at build time, the kernel has it and `may_use_ring`; else with threads.
+  FileQueue(std::size_t num_requests, std::size_t request_nbytes, bool may_use_ring = true);
   ~FileQueue();  // after the requests in flight; those not begun are dropped, files are closed
   FileQueue(const FileQueue&) = delete;
   FileQueue& operator=(const FileQueue&) = delete;
+
+  FileEngine engine() const { return ring_ ? FileEngine::kIoUring : FileEngine::kThreads; }
 
   // Creates a file of `nbytes`, whose space is reserved so that later writes cannot run out of it, or throws and leaves
   // none. An existing file is an error (EEXIST). Readable by its owner alone.
@@ -113,13 +124,14 @@ class FileQueue {
     std::size_t moved_nbytes = 0;
   };
   struct Request {
-    std::uint64_t ticket;
-    int descriptor;
-    CheckedFile* checked;  // null: plain
-    bool is_write;
-    std::uint64_t offset;
-    std::uint8_t* data;
-    std::size_t nbytes;
+    std::uint64_t ticket = 0;
+    int descriptor = -1;
+    CheckedFile* checked = nullptr;  // null: plain
+    bool is_write = false;
+    std::uint64_t offset = 0;
+    std::uint8_t* data = nullptr;
+    std::size_t nbytes = 0;
+    std::size_t moved_nbytes = 0;
   };
 
   static File OpenFile(const std::string& path, int flags);
@@ -127,9 +139,17 @@ class FileQueue {
   File& At(int file);
   std::uint64_t Submit(int file, bool is_write, std::uint64_t offset, std::uint8_t* data, std::size_t nbytes);
   void Serve();
-  void Finish(const Request& request, int error, std::size_t moved_nbytes, std::unique_lock<std::mutex>* lock);
+  void ServeRing(std::vector<Request>* slots);
+  bool MoveOn(std::size_t slot, int result, Request* request);
+  bool End(Request* request, int error);
+  void Notify();
+  static void Prepare(const Request& request);
+  static int Verify(Request* request);
+  void Finish(const Request& request, int error, std::unique_lock<std::mutex>* lock);
 
   const std::size_t request_nbytes_;
+  const pid_t process_;
+  const std::unique_ptr<FileRing> ring_;  // null: threads
   std::mutex mutex_;
   std::condition_variable work_;
   std::condition_variable done_;

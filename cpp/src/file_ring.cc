@@ -1,0 +1,101 @@
+#include "file_ring.h"
+
+#ifdef ZCOMM_HAS_URING
+#include <liburing.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#endif
+
+namespace zcomm {
+
+#ifdef ZCOMM_HAS_URING
+namespace {
+
+bool IsPassing(int error) { return error == -EINTR || error == -EAGAIN || error == -EBUSY; }
+
+class UringRing : public FileRing {
+ public:
+  ~UringRing() override {
+    if (has_ring_) ::io_uring_queue_exit(&ring_);
+    if (wake_ >= 0) ::close(wake_);
+  }
+
+  bool Init(std::size_t depth) {
+    wake_ = ::eventfd(0, EFD_CLOEXEC);
+    has_ring_ = wake_ >= 0 && ::io_uring_queue_init(static_cast<unsigned>(depth) + 1, &ring_, 0) == 0;
+    return has_ring_ && ListenForWake() == 0;
+  }
+
+  int Begin(std::size_t slot, const Operation& of) override {
+    io_uring_sqe* entry = ::io_uring_get_sqe(&ring_);
+    if (entry == nullptr) return EBUSY;  // each is submitted at once, and there is one for each slot
+    const auto nbytes = static_cast<unsigned>(of.nbytes);
+    if (of.is_write) {
+      ::io_uring_prep_write(entry, of.descriptor, of.data, nbytes, of.offset);
+    } else {
+      ::io_uring_prep_read(entry, of.descriptor, of.data, nbytes, of.offset);
+    }
+    ::io_uring_sqe_set_data64(entry, slot);
+    return Submit();
+  }
+
+  void WaitForSome(const std::function<void(std::size_t, int)>& ended) override {
+    io_uring_cqe* entry = nullptr;
+    if (::io_uring_wait_cqe(&ring_, &entry) != 0) return;  // interrupted
+    do {
+      const std::uint64_t slot = ::io_uring_cqe_get_data64(entry);
+      const int result = entry->res;
+      ::io_uring_cqe_seen(&ring_, entry);
+      if (slot == kWake) {
+        ListenForWake();
+      } else {
+        ended(slot, result);
+      }
+    } while (::io_uring_peek_cqe(&ring_, &entry) == 0);
+  }
+
+  void Wake() override {
+    const std::uint64_t one = 1;
+    while (::write(wake_, &one, sizeof(one)) < 0 && errno == EINTR) {
+    }
+  }
+
+ private:
+  static constexpr std::uint64_t kWake = ~std::uint64_t{0};
+
+  int ListenForWake() {
+    io_uring_sqe* entry = ::io_uring_get_sqe(&ring_);
+    if (entry == nullptr) return EBUSY;
+    ::io_uring_prep_read(entry, wake_, &woken_, sizeof(woken_), 0);
+    ::io_uring_sqe_set_data64(entry, kWake);
+    return Submit();
+  }
+
+  // After an error that does not pass nothing more is submitted, so that what was reported as failed never begins.
+  int Submit() {
+    int submitted = -EINTR;
+    while (broken_ == 0 && IsPassing(submitted)) submitted = ::io_uring_submit(&ring_);
+    if (broken_ == 0 && submitted < 0) broken_ = -submitted;
+    return broken_;
+  }
+
+  io_uring ring_{};
+  bool has_ring_ = false;
+  int wake_ = -1;
+  int broken_ = 0;
+  std::uint64_t woken_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<FileRing> FileRing::Make(std::size_t depth) {
+  auto ring = std::make_unique<UringRing>();
+  return ring->Init(depth) ? std::move(ring) : nullptr;
+}
+#else
+std::unique_ptr<FileRing> FileRing::Make(std::size_t) { return nullptr; }
+#endif
+
+}  // namespace zcomm
