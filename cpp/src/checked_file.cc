@@ -87,7 +87,7 @@ int CheckedFile::WriteNew(int descriptor) {
   const Pages page = MakePages(kPageNbytes);
   std::memcpy(page.get(), &header, sizeof(header));
   const int error = Move(descriptor, true, 0, page.get(), kPageNbytes);
-  return error != 0 ? error : WriteTable(descriptor, 0, num_pages_);
+  return error != 0 ? error : WriteTable(descriptor);
 }
 
 int CheckedFile::Load(int descriptor, std::unique_ptr<CheckedFile>* file) {
@@ -130,12 +130,9 @@ std::size_t CheckedFile::FirstWrong(std::uint64_t first_page, const void* data, 
   return num_right;
 }
 
-int CheckedFile::WriteTable(int descriptor, std::uint64_t first_page, std::uint64_t num_pages) {
-  if (num_pages == 0) return 0;
-  const std::uint64_t begin = first_page / kEntriesPerPage * kPageNbytes;
-  const std::uint64_t end = PagesOf(first_page + num_pages, kEntriesPerPage) * kPageNbytes;
+int CheckedFile::WriteTable(int descriptor) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return Move(descriptor, true, kDataOffset + data_nbytes() + begin, table_.get() + begin, end - begin);
+  return Move(descriptor, true, kDataOffset + data_nbytes(), table_.get(), TableNbytes(num_pages_));
 }
 
 }  // namespace zcomm

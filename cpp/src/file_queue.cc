@@ -142,7 +142,9 @@ void FileQueue::Sync(int file) {
   std::unique_lock<std::mutex> lock(mutex_);
   const File& of = At(file);  // which the caller does not close meanwhile
   lock.unlock();
-  if (::fdatasync(of.descriptor.number()) != 0) throw FileError(errno, of.path, "cannot write to the disk");
+  int error = of.checked ? of.checked->WriteTable(of.descriptor.number()) : 0;
+  if (error == 0 && ::fdatasync(of.descriptor.number()) != 0) error = errno;
+  if (error != 0) throw FileError(error, of.path, "cannot write to the disk");
 }
 
 void FileQueue::Close(int file) {
@@ -201,7 +203,7 @@ void FileQueue::Serve() {
                           request.nbytes, &request.moved_nbytes);
     if (error == 0) error = Verify(&request);
     lock.lock();
-    Finish(request, error, &lock);
+    Finish(request, error);
   }
 }
 
@@ -250,8 +252,8 @@ bool FileQueue::MoveOn(std::size_t slot, int result, Request* request) {
 }
 
 bool FileQueue::End(Request* request, int error) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  Finish(*request, error, &lock);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Finish(*request, error);
   *request = Request{};
   return true;
 }
@@ -269,15 +271,8 @@ int FileQueue::Verify(Request* request) {
   return request->moved_nbytes == request->nbytes ? 0 : EBADMSG;
 }
 
-void FileQueue::Finish(const Request& request, int error, std::unique_lock<std::mutex>* lock) {
+void FileQueue::Finish(const Request& request, int error) {
   Transfer& transfer = transfers_.at(request.ticket);
-  File& file = At(transfer.file);
-  if (transfer.unfinished == 1 && error == 0 && transfer.error == 0 && request.is_write && file.checked) {
-    lock->unlock();  // nobody erases the file or the transfer before it is finished
-    error = file.checked->WriteTable(file.descriptor.number(), transfer.offset / kPageNbytes,
-                                     transfer.nbytes / kPageNbytes);
-    lock->lock();
-  }
   if (error != 0 && transfer.error == 0) {
     transfer.error = error;
     transfer.failed_offset = request.offset;
@@ -285,7 +280,7 @@ void FileQueue::Finish(const Request& request, int error, std::unique_lock<std::
     transfer.moved_nbytes = request.moved_nbytes;
   }
   if (--transfer.unfinished > 0) return;
-  --file.num_transfers;
+  --At(transfer.file).num_transfers;
   done_.notify_all();
 }
 

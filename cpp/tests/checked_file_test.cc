@@ -83,6 +83,7 @@ void TestWhatIsWrittenIsRead(const std::string& path) {
   odd.join();
   queue.Wait(queue.Read(file, 0, back.get(), kPages * kPage));
   EXPECT(std::memcmp(data.get(), back.get(), kPages * kPage) == 0, "same queue");
+  queue.Sync(file);
   queue.Close(file);
   const int again = queue.Open(path, FileKind::kChecked);
   EXPECT(queue.Size(again) == kPages * kPage, "size");
@@ -135,6 +136,7 @@ void TestDamagedFilesAreNotOpened(const std::string& path) {
   const Buffer data = MakeBuffer(2 * kPage, 6);
   const int file = queue.Create(path, 2 * kPage, FileKind::kChecked);
   queue.Wait(queue.Write(file, 0, data.get(), 2 * kPage));
+  queue.Sync(file);
   queue.Close(file);
   const auto open = [&] { queue.Close(queue.Open(path, FileKind::kChecked)); };
   open();

@@ -66,6 +66,7 @@ def test_the_file_itself_tells_whether_it_is_whole(tmp_path: Path) -> None:
     file = store.create("a", 8 * KIB)
     data = store.buffer(8 * KIB).random_()
     store.write(file, 0, data).wait()
+    store.sync(file)
     raw = file.path.read_bytes()
     assert raw[:8] == b"ZEROFILE"
     assert int.from_bytes(raw[16:24], "little") == 8 * KIB
@@ -203,6 +204,7 @@ def test_a_store_goes_with_its_last_reference_and_not_with_a_fork(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.timeout(150)  # imports torch in a new process
 def test_nothing_is_left_at_the_end_of_the_interpreter_or_after_a_failed_construction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

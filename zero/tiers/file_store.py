@@ -205,6 +205,14 @@ class FileStore:
             raise
         return created
 
+    def sync(self, file: StoredFile) -> None:
+        """Wait until what was written is on the disk, and with it the checksums, which otherwise are kept in memory.
+
+        Raises:
+            OSError: With path and errno.
+        """
+        self._usable().queue.sync(file.number)
+
     def remove(self, file: StoredFile) -> None:
         """Close and delete a file that has no transfer in flight."""
         store = self._usable()

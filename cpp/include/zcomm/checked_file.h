@@ -16,7 +16,8 @@ namespace zcomm {
 //     table      the CRC-32C of each page of data, uint32, padded with zeros to whole pages
 //
 // Integers are little-endian. The table in memory is the one that data are compared with: it also finds a write that
-// was lost. The functions may be called from several threads, for pages that do not overlap.
+// was lost. The file's own is as of the last WriteTable; what was written since is then taken for damaged, never for
+// right. The functions may be called from several threads, for pages that do not overlap.
 class CheckedFile {
  public:
   // Of a new file with `nbytes` of data, rounded up to whole pages: zeros.
@@ -36,8 +37,8 @@ class CheckedFile {
   void Keep(std::uint64_t first_page, const void* data, std::size_t num_pages);
   // The first page whose data differ from what was kept, counted from `first_page`; `num_pages` if none does.
   std::size_t FirstWrong(std::uint64_t first_page, const void* data, std::size_t num_pages);
-  // Writes the part of the table that has these pages. Returns errno, or 0.
-  int WriteTable(int descriptor, std::uint64_t first_page, std::uint64_t num_pages);
+  // Writes the table. Returns errno, or 0.
+  int WriteTable(int descriptor);
 
  private:
   struct Free {

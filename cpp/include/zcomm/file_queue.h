@@ -91,7 +91,8 @@ class FileQueue {
   std::uint64_t Size(int file);
   // Whether transfers of the file go past the page cache.
   bool IsDirect(int file);
-  // Waits until what was written is on the disk.
+  // Waits until what was written is on the disk; a checked file then also holds its checksums, as of the transfers that
+  // had ended.
   void Sync(int file);
   // The file must have no transfer in flight.
   void Close(int file);
@@ -145,7 +146,7 @@ class FileQueue {
   void Notify();
   static void Prepare(const Request& request);
   static int Verify(Request* request);
-  void Finish(const Request& request, int error, std::unique_lock<std::mutex>* lock);
+  void Finish(const Request& request, int error);
 
   const std::size_t request_nbytes_;
   const pid_t process_;
