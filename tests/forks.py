@@ -1,7 +1,7 @@
 """Scripts on ranks as torchrun starts them, without the starts: forks of the pool's process, which has imported torch.
 
-What torchrun itself does is covered where real agents run: test_two_machines.py, test_deepspeed_script.py and the
-first run of test_train_gpt.py.
+What torchrun itself does is covered where real agents run: test_two_machines.py, test_bench_nodes.py and the first runs
+of test_train_gpt.py and test_bench.py.
 """
 
 from __future__ import annotations

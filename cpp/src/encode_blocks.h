@@ -1,9 +1,10 @@
 // The loop that quantizes blocks.
 
 // Quantization goes twice over a tile of a few blocks in the first-level cache, and on the way asks for the elements
-// kPrefetchNbytes ahead: the second pass would otherwise leave the memory idle (1.3 times faster on large arrays).
-constexpr std::size_t kQuantizeTile = 2048;
-constexpr std::size_t kPrefetchNbytes = 8192;
+// two tiles ahead: the second pass would otherwise leave the memory idle (1.3 times faster on large arrays). Of one
+// tile ahead the first pass would still wait for the last lines (0.8 times as fast for float32).
+constexpr std::size_t kQuantizeTileNbytes = 4096;
+constexpr std::size_t kPrefetchNbytes = 2 * kQuantizeTileNbytes;
 
 inline void Prefetch(const void* data, std::size_t nbytes) {
   for (std::size_t i = 0; i < nbytes; i += 64) __builtin_prefetch(static_cast<const std::uint8_t*>(data) + i);
@@ -77,7 +78,8 @@ template <Codec kCodec, bool kRandom, class T>
 inline void EncodeBlocks(const T* x, const float* uniform, std::size_t numel, std::size_t block, std::uint8_t* headers,
                          std::uint8_t* codes) {
   const std::size_t num_blocks = (numel + block - 1) / block;
-  const std::size_t blocks_per_tile = block < kQuantizeTile ? Min(kMaxBlocks, kQuantizeTile / block) : 1;
+  constexpr std::size_t kTile = kQuantizeTileNbytes / sizeof(T);
+  const std::size_t blocks_per_tile = block < kTile ? Min(kMaxBlocks, kTile / block) : 1;
   TileScales scales;
   for (std::size_t first = 0; first < num_blocks; first += blocks_per_tile) {
     const std::size_t count = Min(blocks_per_tile, num_blocks - first);

@@ -1,6 +1,6 @@
 """The training script of DeepSpeed's tutorials, with one import changed, a small model and text of this repository.
 
-Run by test_deepspeed_script.py under torchrun. It ends by writing what the test looks at, as JSON.
+Run by test_deepspeed_script.py. It ends by writing what the test looks at, as JSON.
 """
 
 import json

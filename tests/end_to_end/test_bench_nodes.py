@@ -59,9 +59,8 @@ def test_speed_and_bytes_on_a_slow_network() -> None:
     ("when", "number"),
     [
         ("in the set-up", signal.SIGINT),
-        ("in the set-up", signal.SIGTERM),
-        ("in a run", signal.SIGINT),
-        ("in a run", signal.SIGHUP),
+        ("in the set-up", signal.SIGHUP),
+        ("in a run", signal.SIGTERM),
     ],
 )
 def test_a_signal_leaves_nothing_behind(number: signal.Signals, when: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import runpy
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -14,13 +13,13 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.job import ROOT
+from tests.forks import run_on_forks
 from tests.ranks import run_ranks
 from tests.zero.configs import CONFIGS, NEEDS_MORE
 
 pytest.importorskip("transformers", reason="transformers is not installed: it is in the bench extra")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
-HERE = ROOT / "tests" / "end_to_end"
-SCRIPT, IN_TURN = str(HERE / "deepspeed_script.py"), str(HERE / "in_turn.py")
+SCRIPT = str(ROOT / "tests" / "end_to_end" / "deepspeed_script.py")
 STEPS = 30
 
 
@@ -69,15 +68,10 @@ def _check(reports: list[dict[str, Any]], config: dict[str, Any]) -> None:
 
 
 def test_script_runs_unchanged_on_two_ranks(tmp_path: Path) -> None:
-    """Under torchrun, one configuration after the other."""
+    """One configuration after the other."""
     names = [name for name in CONFIGS if name not in NEEDS_MORE]
-    runs = [word for name in names for word in ("--", *_arguments(name, tmp_path))][1:]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, IN_TURN, SCRIPT, *runs], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert done.stdout.count("step:0, loss:") == len(names) == 5
+    printed = run_on_forks(2, [[SCRIPT, *_arguments(name, tmp_path)] for name in names], cwd=ROOT)
+    assert printed.count("step:0, loss:") == len(names) == 5
     for name in names:
         _check(_reports(name, tmp_path, 2), CONFIGS[name])
 

@@ -5,37 +5,43 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = "tests/triton_kernels/interpreted"
+RUNS = {
+    "drawn": [f"{FOLDER}/check_equality.py", "-k", "reference or dispatch"],
+    "many and large blocks": [f"{FOLDER}/check_equality.py", "-k", "ten_thousand or largest"],
+    "fused": [f"{FOLDER}/check_fused.py"],
+    "golden": ["tests/zcomm/test_kernels.py", "-k", "native and (golden or strides or another_layout)"],
+}
+"""What each process runs; the longest first."""
+
+
+def _run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.triton_kernels.interpreted.plugin", "--timeout=280"]
+    of_run = {"TRITON_INTERPRET": "1", "ZCOMM_KERNELS": "triton", "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *arguments], env=os.environ | of_run, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """All of them, one on each core: the interpreter uses no more."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as cores:
+        yield {name: cores.submit(_run, arguments) for name, arguments in RUNS.items()}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [f"{FOLDER}/check_equality.py", "-k", "reference or dispatch"],
-        [f"{FOLDER}/check_equality.py", "-k", "ten_thousand"],
-        [f"{FOLDER}/check_equality.py", "-k", "largest"],
-        [f"{FOLDER}/check_fused.py"],
-        ["tests/zcomm/test_kernels.py", "-k", "native and (golden or strides or another_layout)"],
-    ],
-    ids=["drawn", "many blocks", "large blocks", "fused", "golden"],
-)
-def test_interpreted(arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.triton_kernels.interpreted.plugin", "--timeout=280"]
-    done = subprocess.run(
-        [*command, *arguments],
-        env=os.environ | {"TRITON_INTERPRET": "1", "ZCOMM_KERNELS": "triton", "PYTEST_ADDOPTS": ""},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", RUNS)
+def test_interpreted(name: str, runs: dict[str, Future[subprocess.CompletedProcess[str]]]) -> None:
+    done = runs[name].result()
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout

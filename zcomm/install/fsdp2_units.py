@@ -7,9 +7,10 @@ G ranks it has ``padded_numel / G`` columns in every rank's row.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,6 @@ from torch import nn
 
 from zcomm.errors import ConfigError, LayoutError, StateError
 from zcomm.install.choices import Named, clean_name
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["Unit", "units_of"]
 
@@ -59,12 +57,10 @@ def units_of(model: nn.Module) -> list[Unit]:
         LayoutError: One cannot be served; its module is named.
         StateError: One has a custom communication already.
     """
-    from torch.distributed.fsdp import FSDPModule  # a second of imports, which nothing else here needs
-
     names = {id(module): clean_name(name) for name, module in model.named_modules(remove_duplicate=False)}
     units, seen = [], set()
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if _is_sharded(module):
             for group in _groups_of(module, names[id(module)]):
                 if id(group) not in seen and group.fsdp_params:
                     seen.add(id(group))
@@ -74,7 +70,13 @@ def units_of(model: nn.Module) -> list[Unit]:
     return units
 
 
-def _groups_of(module: FSDPModule, name: str) -> list[Any]:
+def _is_sharded(module: nn.Module) -> bool:
+    """Whoever called fully_shard has imported FSDP2, which takes a second: importing zcomm leaves that to them."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def _groups_of(module: Any, name: str) -> list[Any]:
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # before torch 2.13
@@ -87,7 +89,7 @@ def _groups_of(module: FSDPModule, name: str) -> list[Any]:
     return list(groups)
 
 
-def _unit(module: FSDPModule, group: Any, names: dict[int, str]) -> Unit:
+def _unit(module: nn.Module, group: Any, names: dict[int, str]) -> Unit:
     name = names[id(module)]
     label = f"module {name or '(root)'!r}"
     mesh_info = group.mesh_info
