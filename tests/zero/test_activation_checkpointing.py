@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import zero
 from tests.ranks import run_ranks
 from tests.zero.training import full_values
-from zcomm import ConfigError, LayoutError, StateError
+from zcomm import ConfigError, IntegrityError, LayoutError, StateError
 from zero import ZeroOptimizer
+from zero.tiers.moved import moved
 
 WIDTH, BATCH, NUM_BLOCKS = 32, 16, 4
 NBYTES = 4 * WIDTH * BATCH
@@ -369,3 +371,48 @@ def _check_transformers(rank: int) -> None:
 def test_transformers() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: it is in the bench extra")
     run_ranks(2, _check_transformers)
+
+
+def _check_files(rank: int, folder: str) -> None:
+    """Counted: each input is written once and read once; files are made in the first step alone, and go at the end."""
+    section = {"contiguous_memory_optimization": True}  # has no effect on files
+    for stage, use_reentrant in itertools.product((1, 3), (False, True)):
+        model = Net(None)
+        with _optimizer(model, {}, stage) as optimizer:
+            expected = _train(model, optimizer, rank)
+        model = Net(use_reentrant)
+        keys = {"activations": "nvme", "activations_nvme_path": folder}
+        with _optimizer(model, section, stage, **keys) as optimizer, moved() as bytes_moved:
+            _assert_same(_train(model, optimizer, rank), expected)
+            memory = zero.checkpointing.memory(model)
+            assert (memory.peak_files, memory.peak_device, memory.peak_host) == (NUM_BLOCKS * NBYTES, 0, 0)
+            assert (memory.files, memory.num_allocations) == (0, NUM_BLOCKS)
+            pages = -(-NBYTES // 4096) * 4096
+            for link in ("read", "write"):
+                assert bytes_moved.bytes(kind="activations", link=link) == 4 * NUM_BLOCKS * pages
+            assert any(Path(folder).iterdir())
+        assert not [path for path in Path(folder).iterdir() if path.name.endswith(f"activations-rank{rank}")]
+
+
+def test_inputs_rest_in_files(tmp_path: Path) -> None:
+    run_ranks(2, _check_files, str(tmp_path))
+
+
+def _check_failing_files(rank: int, folder: str) -> None:
+    keys = {"activations": "nvme", "activations_nvme_path": str(Path(folder) / ("missing" if rank else ""))}
+    model = Net(False)
+    with pytest.raises((OSError, StateError), match="missing"):
+        ZeroOptimizer(model, torch.optim.SGD, lr=0.1, config={"zcomm": keys})
+    keys["activations_nvme_path"] = folder
+    with _optimizer(model, {}, **keys):
+        loss = model(_data(rank, 0))
+        for path in Path(folder).glob(f"*-activations-rank{rank}/input*"):
+            path.write_bytes(b"other" * (path.stat().st_size // 5))
+        with pytest.raises(IntegrityError, match="input"):
+            loss.backward()
+        del loss
+        model(_data(rank, 1)).backward()
+
+
+def test_failing_files_are_errors(tmp_path: Path) -> None:
+    run_ranks(2, _check_failing_files, str(tmp_path))
