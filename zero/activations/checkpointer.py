@@ -77,9 +77,12 @@ class Checkpointer:
 
     def keep(self, tensor: Tensor) -> Packed:
         """``tensor`` as it is."""
-        is_param = isinstance(tensor, nn.Parameter)
-        nbytes = 0 if is_param else tensor.numel() * tensor.element_size()
-        return Kept(tensor, self._place.usage.hold("device", nbytes))
+        return Kept(tensor, self.holding(tensor))
+
+    def holding(self, tensor: Tensor) -> Holding:
+        """Count ``tensor``, unless it is a parameter, as held on the device."""
+        nbytes = 0 if isinstance(tensor, nn.Parameter) else tensor.numel() * tensor.element_size()
+        return self._place.usage.hold("device", nbytes)
 
     def memory(self) -> ActivationMemory:
         """What saved inputs hold on this rank."""
