@@ -169,15 +169,17 @@ def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: i
 
 
 def _with_checkpoints(shape: Activations | None, config: Config) -> Activations | None:
-    chosen = config.activation_checkpointing
-    if shape is None or not (chosen.partition_activations or chosen.cpu_checkpointing or chosen.number_checkpoints):
+    chosen, place = config.activation_checkpointing, config.zcomm.activations
+    asks = chosen.partition_activations or chosen.cpu_checkpointing or chosen.number_checkpoints or place is not None
+    if shape is None or not asks:
         return shape
     return replace(
         shape,
         is_checkpointed=True,
         num_checkpoints=shape.num_checkpoints or chosen.number_checkpoints,
         model_parallel=shape.model_parallel if chosen.partition_activations else 1,
-        on_host=shape.on_host or chosen.cpu_checkpointing,
+        on_host=place == "cpu" or (place is None and (shape.on_host or chosen.cpu_checkpointing)),
+        in_files=place == "nvme",
     )
 
 

@@ -15,7 +15,7 @@ of an element: b_p of what the forward reads, b_g of gradients at rest, b_s of s
     pinned buffers        NVMe: elements of all its buffers x b               host            ZeRO-Infinity, section 6
     activations           12 h b s b_p for each layer                         device          ZeRO, section 6.1
       with k checkpoints  12 h b s b_p (layers / k): one segment at a time    device          Chen et al.
-      checkpoints         h b s b_p k; / m if partitioned over m ranks        device, host    ZeRO, section 6.1
+      checkpoints         h b s b_p k; / m if partitioned over m ranks        or host, NVMe   ZeRO, section 6.1
 
 B is the largest bucket: U, or below stage 3 what small layers share. k is the square root of the number of layers
 unless it is given; the forward again is a third more computation.
@@ -65,6 +65,8 @@ class Activations:
     """Ranks that checkpoints are partitioned over; 1: they are not."""
     on_host: bool = False
     """Checkpoints rest in host memory."""
+    in_files: bool = False
+    """They rest in files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +177,7 @@ def _activations(shape: Activations, setup: Setup) -> list[Usage]:
         Usage("activations", "device", 12 * tokens * shape.num_layers / checkpoints),
         Usage(
             "activation checkpoints",
-            "host" if shape.on_host else "device",
+            "nvme" if shape.in_files else "host" if shape.on_host else "device",
             tokens * checkpoints / shape.model_parallel,
         ),
     ]

@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zcomm import LayoutError, StateError, Topology
-from zero.activations.install import install as install_checkpointing
 from zero.agreement import on_every_rank
 from zero.clip import clip_grad_norm_, fold_clipping
 from zero.config.plan import Plan
@@ -37,10 +36,10 @@ from zero.loss_scale import LossScale
 from zero.masters import MasterPiece, OptimizerStates, as_groups, build_inner, build_pieces
 from zero.memory import MemoryReport, measure
 from zero.model_parallel import ModelParallel
+from zero.on_model import install_on_model
 from zero.placement import cast
 from zero.runtime import Runtime
 from zero.settings import Effective
-from zero.state_dict import install_state_dict_hooks
 from zero.timing import time_exchanges
 from zero.update import Update
 
@@ -132,6 +131,7 @@ class ZeroOptimizer(Optimizer):
         try:
             build = partial(build_inner, optimizer, groups, self._pieces, plan.optimizer_options)
             self._inner = on_every_rank(build, topology)
+            install_on_model(self._runtime, plan.activations, self._model_parallel)
         except Exception:
             with self._runtime.gathered(self._runtime.buckets):  # the model stays whole
                 self._runtime.close()
@@ -145,8 +145,6 @@ class ZeroOptimizer(Optimizer):
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self._is_built = True
         self._share_state()
-        self._runtime.hooks.keep(install_state_dict_hooks(self._runtime))
-        self._runtime.hooks.keep(install_checkpointing(model, plan.activations, self._model_parallel.tensor_group))
 
     def _adopt(self, plan: Plan) -> None:
         """What step() does beside the update."""

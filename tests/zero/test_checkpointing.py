@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,6 +16,7 @@ import zero
 from zcomm import ConfigError, StateError
 from zero.activations.form import flatten, is_movable
 from zero.checkpointing import ActivationMemory
+from zero.formulas import Activations, Counts, Setup, usage_of
 
 WIDTH, BATCH, NUM_LAYERS = 32, 16, 4
 NBYTES = 4 * WIDTH * BATCH
@@ -125,6 +127,15 @@ def test_inputs_rest_in_host_memory() -> None:
     assert (plain.peak_device, plain.peak_host) == (NUM_LAYERS * NBYTES + small, 0)
     on_host = _memory_after(1, checkpoint_in_cpu=True)
     assert (on_host.peak_device, on_host.peak_host) == (small, NUM_LAYERS * NBYTES)
+    shape = Activations(
+        hidden=WIDTH, num_layers=9, batch=BATCH, sequence=1, is_checkpointed=True, num_checkpoints=NUM_LAYERS
+    )
+    for place in ("device", "host", "nvme"):  # the estimate says what was measured
+        moved = replace(shape, on_host=place == "host", in_files=place == "nvme")
+        found = usage_of(Counts(numel=1), Setup(stage=0, param_nbytes=4), moved)
+        assert [(u.place, u.nbytes) for u in found if u.kind == "activation checkpoints"] == [
+            (place, on_host.peak_host)
+        ]
 
 
 @pytest.mark.parametrize("place", PLACES)

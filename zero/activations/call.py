@@ -17,6 +17,7 @@ from zero.activations import scope
 from zero.activations.checkpointer import Checkpointer, Packed
 from zero.activations.random_states import TRACKER
 from zero.activations.times import synchronize
+from zero.activations.usage import Holding
 from zero.activations.watch import Watch
 
 __all__ = ["Call"]
@@ -103,7 +104,9 @@ class Call:
         packed = self._checkpointer.pack(tensor, self._ticket)
         if packed is not None:
             return packed
-        return self._checkpointer.keep(tensor) if outer is None else _Outside(tensor, outer)
+        if outer is None:
+            return self._checkpointer.keep(tensor)
+        return _Outside(tensor, outer, self._checkpointer.holding(tensor))
 
     def _unpack(self, packed: Packed) -> Tensor:
         if self._is_reentrant and torch.is_grad_enabled():
@@ -118,8 +121,8 @@ class Call:
 class _Outside:
     """What hooks around ours make of a tensor that we leave as it is."""
 
-    def __init__(self, tensor: Tensor, outer: Hook) -> None:
-        self._shape = tensor.shape
+    def __init__(self, tensor: Tensor, outer: Hook, holding: Holding) -> None:
+        self._shape, self._holding = tensor.shape, holding
         self._watch = Watch(tensor) if type(tensor) is Tensor and tensor.layout is torch.strided else None
         self._packed, self._unpack = outer[0](tensor), outer[1]
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zcomm import Topology
 from zero.activations.arena import Ticket
+from zero.activations.file_place import FilePlace
 from zero.activations.form import Form, flatten, is_movable
 from zero.activations.parts import Parts
 from zero.activations.rest import MemoryPlace, Place, Rest
@@ -35,13 +36,16 @@ class Checkpointer:
     Args:
         settings: What was asked for.
         tensor_ranks: The tensor-parallel ranks, in groups of this object's own; None: this rank has no others.
+        all_ranks: Those that do this together; None: errors of files are not raised on others.
     """
 
-    def __init__(self, settings: ActivationSettings, tensor_ranks: Topology | None = None) -> None:
+    def __init__(
+        self, settings: ActivationSettings, tensor_ranks: Topology | None = None, all_ranks: Topology | None = None
+    ) -> None:
         self.settings = settings
         self.times = Times() if settings.is_profiled else None
         self._parts = Parts(tensor_ranks) if settings.partitions and tensor_ranks is not None else None
-        self._place = _new_place(settings)
+        self._place = _new_place(settings, all_ranks)
         self._known: WeakValueDictionary[int, Saved] = WeakValueDictionary()
         self._last: ReferenceType[Saved] | None = None
         self.moves = settings.tier is not Tier.DEVICE or settings.has_arena or self._parts is not None
@@ -73,9 +77,12 @@ class Checkpointer:
 
     def keep(self, tensor: Tensor) -> Packed:
         """``tensor`` as it is."""
-        is_param = isinstance(tensor, nn.Parameter)
-        nbytes = 0 if is_param else tensor.numel() * tensor.element_size()
-        return Kept(tensor, self._place.usage.hold("device", nbytes))
+        return Kept(tensor, self.holding(tensor))
+
+    def holding(self, tensor: Tensor) -> Holding:
+        """Count ``tensor``, unless it is a parameter, as held on the device."""
+        nbytes = 0 if isinstance(tensor, nn.Parameter) else tensor.numel() * tensor.element_size()
+        return self._place.usage.hold("device", nbytes)
 
     def memory(self) -> ActivationMemory:
         """What saved inputs hold on this rank."""
@@ -144,7 +151,9 @@ class Kept:
         return self._tensor
 
 
-def _new_place(settings: ActivationSettings) -> Place:
+def _new_place(settings: ActivationSettings, all_ranks: Topology | None) -> Place:
+    if settings.tier is Tier.NVME:
+        return FilePlace(settings, all_ranks)
     return MemoryPlace(
         is_on_host=settings.tier is Tier.CPU,
         has_arena=settings.has_arena,

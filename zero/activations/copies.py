@@ -42,7 +42,7 @@ class Copies:
     def to_device(self, host: Tensor, device: torch.device) -> Arriving:
         """Start copying ``host``, after everything that was started before."""
         if device.type != "cuda":
-            return Arriving(host.to(device), None)
+            return Arriving(host.data.to(device), None)
         values = torch.empty_like(host, device=device)
         stream = self._stream_after_current(device)
         with torch.cuda.stream(stream):

@@ -24,25 +24,32 @@ _INSTALLED: WeakKeyDictionary[nn.Module, Checkpointer] = WeakKeyDictionary()
 
 
 def install(
-    model: nn.Module, settings: ActivationSettings, tensor_group: dist.ProcessGroup | None
+    model: nn.Module, settings: ActivationSettings, tensor_group: dist.ProcessGroup | None, all_ranks: Topology
 ) -> list[Installation]:
     """Make checkpoints inside ``model``'s forward, by torch.utils.checkpoint or ours, rest as ``settings`` say.
 
-    Collective over ``tensor_group``.
+    Collective over ``tensor_group``, and over ``all_ranks``.
 
     Returns:
         What is to be removed at the end; empty if there is nothing to do.
+
+    Raises:
+        OSError: On every rank, with path and errno: inputs cannot rest in the files that were asked for.
     """
     settings = _effective(settings, tensor_group)
-    return [Installation(model, new_checkpointer(settings, tensor_group))] if settings.has_effect else []
+    if not settings.has_effect:
+        return []
+    return [Installation(model, new_checkpointer(settings, tensor_group, all_ranks))]
 
 
-def new_checkpointer(settings: ActivationSettings, tensor_group: dist.ProcessGroup | None) -> Checkpointer:
-    """A checkpointer, with process groups of its own if it needs them. Collective over ``tensor_group``."""
+def new_checkpointer(
+    settings: ActivationSettings, tensor_group: dist.ProcessGroup | None, all_ranks: Topology | None = None
+) -> Checkpointer:
+    """A checkpointer, with files and process groups of its own if it needs them. Collective over both."""
     settings, ranks = _effective(settings, tensor_group), None
     if settings.partitions and tensor_group is not None:
         ranks = Topology(ranks_per_node=dist.get_world_size(tensor_group), group=tensor_group)
-    return Checkpointer(settings, ranks)
+    return Checkpointer(settings, ranks, all_ranks)
 
 
 def checkpointer_of(model: nn.Module) -> Checkpointer:

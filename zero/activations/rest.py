@@ -10,6 +10,7 @@ from torch import Tensor
 from zero.activations.arena import Arena, Slot, Ticket
 from zero.activations.copies import Arriving, Copies
 from zero.activations.usage import ActivationMemory, Holding, Usage
+from zero.tiers import moved
 
 __all__ = ["MemoryPlace", "Place", "Rest"]
 
@@ -82,10 +83,11 @@ class MemoryPlace:
             place = torch.device("cpu") if self._is_on_host else values.device
             memory = torch.empty(values.numel(), dtype=values.dtype, device=place, pin_memory=is_pinned)
         if self._is_on_host:
+            moved.record("activations", "to_host", nbytes)
             self._copies.to_host(values, memory)
-        else:
-            memory.copy_(values)
-        return _InMemory(memory, slot, holding, self._copies, values.device)
+            return _OnHost(memory, slot, holding, self._copies, values.device)
+        memory.copy_(values)
+        return _OnDevice(memory, slot, holding)
 
     def memory(self) -> ActivationMemory:
         """What is held."""
@@ -102,8 +104,21 @@ class MemoryPlace:
     close = reset
 
 
-class _InMemory:
-    """Values in memory."""
+class _OnDevice:
+    """Values in device memory."""
+
+    def __init__(self, memory: Tensor, slot: Slot | None, holding: Holding) -> None:
+        self._memory, self._slot, self._holding = memory, slot, holding
+
+    def prefetch(self) -> None:
+        """They are there."""
+
+    def fetch(self) -> Tensor:
+        return self._memory.data
+
+
+class _OnHost:
+    """Values in host memory."""
 
     def __init__(
         self, memory: Tensor, slot: Slot | None, holding: Holding, copies: Copies, device: torch.device
@@ -113,12 +128,11 @@ class _InMemory:
         self._arriving: Arriving | None = None
 
     def prefetch(self) -> None:
-        if self._arriving is None and self._memory.device != self._device:
+        if self._arriving is None:
+            moved.record("activations", "to_device", self._memory.numel() * self._memory.element_size())
             self._arriving = self._copies.to_device(self._memory, self._device)
 
     def fetch(self) -> Tensor:
-        if self._memory.device == self._device:
-            return self._memory.data
         self.prefetch()
         assert self._arriving is not None, "prefetch starts a copy"
         arriving, self._arriving = self._arriving, None

@@ -1,0 +1,81 @@
+"""``allgather_bucket_size`` and ``reduce_bucket_size`` cap what torch.distributed is given at a time, stages 1 to 3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from tests.ranks import run_ranks
+from tests.zero.training import zero_optimizer
+from zcomm import backend
+
+WORLD_SIZE = 2
+LEAST = WORLD_SIZE * 256
+"""Elements: a run of every shard."""
+
+
+class _Seen:
+    """The largest buffers, in bytes over all ranks, of gathers and of exchanges of gradients."""
+
+    def __init__(self) -> None:
+        self.gathered = self.exchanged = self.calls = 0
+
+    def gather(self, whole: Any) -> None:
+        nbytes = _nbytes(whole) if isinstance(whole, Tensor) else sum(map(_nbytes, whole))
+        self.gathered, self.calls = max(self.gathered, nbytes), self.calls + 1
+
+    def exchange(self, nbytes: int) -> None:
+        self.exchanged, self.calls = max(self.exchanged, nbytes), self.calls + 1
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _spying(stack: ExitStack, seen: _Seen) -> None:
+    def spy(owner: Any, name: str, note: Callable[..., None]) -> None:
+        original = getattr(owner, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            note(*args)
+            return original(*args, **kwargs)
+
+        stack.enter_context(mock.patch.object(owner, name, called))
+
+    spy(backend, "_all_gather", lambda whole, *_: seen.gather(whole))
+    spy(torch.distributed, "all_gather", lambda whole, *_: seen.gather(whole))
+    spy(torch.distributed, "all_to_all_single", lambda whole, *_: seen.exchange(_nbytes(whole)))
+    for direct in ("irecv", "isend"):  # how large messages are gathered
+        spy(torch.distributed, direct, lambda part, *_: seen.gather([part] * WORLD_SIZE))
+
+
+def _model() -> nn.Module:
+    """Small layers that would share an exchange, and one that is larger than any cap here."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)), nn.Linear(16, 700), nn.Linear(700, 16))
+
+
+def _check_caps(rank: int) -> None:
+    for stage in (1, 2, 3):
+        for gather_cap, reduce_cap in ((2048, 5120), (5120, 2048), (10, 1)):
+            sizes = {"allgather_bucket_size": gather_cap, "reduce_bucket_size": reduce_cap}
+            model, seen = _model(), _Seen()
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            with zero_optimizer(model, sgd, stage=stage, **sizes) as optimizer, ExitStack() as stack:
+                _spying(stack, seen)
+                for _ in range(2):
+                    model(torch.ones(2, 16) * (rank + 1)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert seen.calls > 0
+            for nbytes, cap in ((seen.gathered, gather_cap), (seen.exchanged, reduce_cap)):
+                assert 0.5 * cap <= nbytes / 4 <= max(cap, LEAST), (stage, sizes, nbytes / 4)
+
+
+def test_no_exchange_is_larger_than_its_bucket() -> None:
+    run_ranks(WORLD_SIZE, _check_caps)

@@ -1,0 +1,21 @@
+"""What ZeroOptimizer puts on a model beside the hooks that move its parameters and gradients."""
+
+from __future__ import annotations
+
+from zero.activations.install import install
+from zero.activations.settings import ActivationSettings
+from zero.model_parallel import ModelParallel
+from zero.runtime import Runtime
+from zero.state_dict import install_state_dict_hooks
+
+__all__ = ["install_on_model"]
+
+
+def install_on_model(runtime: Runtime, activations: ActivationSettings, model_parallel: ModelParallel) -> None:
+    """Saving and loading of its state, and where checkpointed functions keep their inputs. Collective.
+
+    Raises:
+        OSError: See :func:`zero.activations.install.install`.
+    """
+    runtime.hooks.keep(install_state_dict_hooks(runtime))
+    runtime.hooks.keep(install(runtime.model, activations, model_parallel.tensor_group, runtime.topology))
