@@ -6,6 +6,7 @@ from zcomm.all_reduce import all_reduce
 from zcomm.all_to_all import all_to_all_single
 from zcomm.buffer_layout import Span
 from zcomm.delta import DeltaGather
+from zcomm.encoded import EncodedShard
 from zcomm.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -38,6 +39,7 @@ __all__ = [
     "ConfigError",
     "DeltaGather",
     "DivergedError",
+    "EncodedShard",
     "Format",
     "FormatError",
     "Installation",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from zcomm import LayoutError, StateError, Topology, ZcommError, control
 
-__all__ = ["is_agreed", "on_every_rank", "raise_on_every_rank"]
+__all__ = ["is_agreed", "on_every_rank", "raise_first", "raise_on_every_rank", "share_text"]
 
 Result = TypeVar("Result")
 
@@ -60,6 +60,33 @@ def raise_on_every_rank(error: Exception, ranks: Topology | dist.ProcessGroup | 
 
     on_every_rank(fail, ranks)
     raise error
+
+
+def raise_first(error: Exception | None, kind: type[Exception], topology: Topology) -> None:
+    """If any rank has an error, raise a ``kind`` with the text of the first such rank's on every rank. Collective.
+
+    Cost: one small exchange if none has.
+    """
+    if topology.world_size > 1:
+        has_error = control.gather_float64(torch.tensor([float(error is not None)]), topology)
+        ranks = [rank for rank, (value,) in enumerate(has_error.tolist()) if value]
+        if ranks:
+            raise kind(share_text(str(error or ""), ranks[0], topology)) from error
+    if error is not None:
+        raise error
+
+
+def share_text(text: str, src: int, topology: Topology) -> str:
+    """Rank ``src``'s text, on every rank. Cost: two small broadcasts."""
+    data = text.encode()
+    length = torch.tensor([len(data)])
+    control.broadcast_(length, src, topology)
+    buffer = torch.zeros(int(length.item()), dtype=torch.uint8)
+    if topology.rank == src and data:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    if buffer.numel():
+        control.broadcast_(buffer, src, topology)
+    return bytes(buffer.tolist()).decode()
 
 
 def is_agreed(error: BaseException | None) -> bool:

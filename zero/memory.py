@@ -67,6 +67,7 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
     seen: set[int] = set()
     buckets, stage = runtime.buckets, runtime.stage
     parameters = _nbytes([b.shard for b in buckets if b.rest.is_in_memory], seen)
+    parameters += sum(b.rest.nbytes.get("device", 0) for b in buckets if not b.rest.is_in_memory)
     resting = [*(b.rest.nbytes for b in buckets)]
     masters = _nbytes([b.master for b in buckets if b.master is not b.shard], seen)
     states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]

@@ -64,17 +64,15 @@ class Runtime:
             raise
 
     def _plans_of_shards(self, options: GatherOptions) -> dict[int, ShardPlan]:
-        """The shards that are to rest off the device."""
-        if not self.stage.shards_parameters or self.settings.tiers.parameters.tier is Tier.DEVICE:
-            return {}
-        row = self.topology.shard_index("local")
-        return {
-            b.index: ShardPlan(
-                f"bucket{b.index}", b.layout.shard_numel, b.dtype, options.columns(b.layout), b.layout.gaps_of(row)
-            )
-            for b in self.buckets
-            if not b.is_resident
-        }
+        """The shards that are to rest off the device, or encoded."""
+        plans: dict[int, ShardPlan] = {}
+        row, is_off_device = self.topology.shard_index("local"), self.settings.tiers.parameters.tier is not Tier.DEVICE
+        for b in self.buckets if self.stage.shards_parameters else []:
+            is_encoded = self.settings.quantized_nontrainable_weights and not b.is_trainable
+            if not b.is_resident and (is_off_device or is_encoded):
+                name, cuts, gaps = f"bucket{b.index}", options.columns(b.layout), b.layout.gaps_of(row)
+                plans[b.index] = ShardPlan(name, b.layout.shard_numel, b.dtype, cuts, gaps, is_encoded)
+        return plans
 
     def _build(self, plan: ModelPlan) -> None:
         exact = self.is_inexact and not self.stage.shards_parameters

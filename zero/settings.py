@@ -33,6 +33,8 @@ class ZeroSettings:
     """0: nothing sharded; 1: optimizer states; 2: and gradients; 3: and parameters."""
     quantized_weights: bool = False
     """qwZ: weights travel as INT8 blocks of 256. Stages 1, 2, 3."""
+    quantized_nontrainable_weights: bool = False
+    """Frozen weights rest as INT8 blocks of 256, and travel so. Stage 3."""
     quantized_gradients: bool = False
     """qgZ: gradients travel as INT4 blocks of 128 on both hops. Stages 1, 2, 3."""
     hpz_partition_size: int = 1

@@ -18,6 +18,7 @@ from zcomm import SecondaryPartition, Topology, Work, all_gather_single
 from zero.bucket import Bucket
 from zero.layout import BucketLayout
 from zero.settings import Effective, ZeroSettings
+from zero.tiers.encoded_rest import Encoded
 from zero.tiers.settings import Tier
 
 __all__ = ["GatherOptions", "Primary", "Secondary", "gather_options", "start_gather"]
@@ -89,8 +90,10 @@ class Primary:
     def start(self, index: int, full: Tensor) -> Work | None:
         """Start exchange number ``index``."""
         start, stop = self._columns[index]
-        row = full.view(self._options.topology.world_size, -1)[self._row, start:stop]
-        rest = self._bucket.rest
+        rows = full.view(self._options.topology.world_size, -1)[:, start:stop]
+        rest, row = self._bucket.rest, rows[self._row]
+        if isinstance(rest, Encoded):
+            return rest.gather((start, stop), rows, async_op=self._options.is_async)
         with rest.on_stream():
             return _gather_columns(full, rest.fetch(start, stop, row), start, stop, self._options)
 

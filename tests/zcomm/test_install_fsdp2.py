@@ -1,63 +1,27 @@
-"""install_fsdp2 on live ranks: what is exchanged, how FSDP2's features go with it, and that it can be taken back."""
+"""install_fsdp2 on live ranks: what is exchanged, and how FSDP2's features go with it."""
 
 from __future__ import annotations
 
-import copy
-from functools import cache
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import zcomm
 from tests.ranks import run_ranks, topology
-from tests.zcomm.models import Given, batch, mean_grad, mlp
+from tests.zcomm.fsdp2 import AS_IS, TWO_HOPS, error_of, full_grad, loss_of, sharded, value_of
+from tests.zcomm.models import Given, mean_grad, mlp
 from tests.zcomm.travelled import travelled
-from zcomm import ConfigError, LayoutError, Recipe, StateError, TopologyError
-
-TWO_HOPS = Recipe(weights="int8", gradients=("int8", "int4"))
-AS_IS = Recipe(weights="none", gradients=("none", "none"))
-
-
-def _sharded(model: nn.Module, **options: Any) -> nn.Module:
-    """Each linear layer a unit, the rest the root's."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            fully_shard(module, **options)
-    return fully_shard(model, **options)
-
-
-def _full(parameters: Any) -> Tensor:
-    return torch.cat([p.full_tensor().detach().flatten().float() for p in parameters])
-
-
-def _full_grad(model: nn.Module) -> Tensor:
-    return torch.cat([p.grad.full_tensor().flatten().double() for p in model.parameters() if p.grad is not None])
-
-
-def _error(got: Tensor, exact: Tensor) -> float:
-    return float((got.double() - exact.double()).norm() / exact.double().norm())
-
-
-def _loss(model: nn.Module, rank: int, step: int) -> Tensor:
-    return model(batch(rank, step)).float().square().mean()
-
+from zcomm import Recipe
 
 # --- what is exchanged
 
 SIZES = {"small": 100, "body": 3001, "head": 2500, "tail": 2999}
 FORMATS = {"small": "none", "head": "bf16"}
-
-
-def _value(name: str, rank: int, numel: int) -> Tensor:
-    seed = 100 * rank + sum(name.encode())
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * (rank + 1)
 
 
 def _shards(values: Tensor, world_size: int = 4) -> list[np.ndarray]:
@@ -70,7 +34,7 @@ def _check_exact(rank: int) -> None:
     model = Given(SIZES)
     with torch.no_grad():
         for name, numel in SIZES.items():
-            model.get_submodule(name).weight.copy_(_value(name, 9, numel))
+            model.get_submodule(name).weight.copy_(value_of(name, 9, numel))
     seen: dict[str, Tensor] = {}
     fully_shard(model)
     model.register_forward_pre_hook(
@@ -78,15 +42,15 @@ def _check_exact(rank: int) -> None:
     )
     installed = zcomm.install_fsdp2(model, TWO_HOPS, overrides={"head": "bf16"}, topology=topology(2))
     with zcomm.traffic() as sent:
-        model({name: _value(name, rank, numel) for name, numel in SIZES.items()}).backward()
+        model({name: value_of(name, rank, numel) for name, numel in SIZES.items()}).backward()
     report = installed.report()
     assert (report.sent.intra, report.sent.inter) == (sent.bytes(link="intra"), sent.bytes(link="inter"))
     for members in (["small"], ["head"], ["body", "tail"]):  # one message each: blocks run over a rank's shards of both
         form = FORMATS.get(members[0], "int8")
-        weights = [_shards(_value(name, 9, SIZES[name])) for name in members]
+        weights = [_shards(value_of(name, 9, SIZES[name])) for name in members]
         gathered = [travelled(np.concatenate([shards[r] for shards in weights]), form) for r in range(4)]
         wires = (form, form) if form != "int8" else ("int8", "int4")
-        reduced = _reduced_sum([[_shards(_value(name, r, SIZES[name])) for name in members] for r in range(4)], wires)
+        reduced = _reduced_sum([[_shards(value_of(name, r, SIZES[name])) for name in members] for r in range(4)], wires)
         start = 0
         for name, shards in zip(members, weights, strict=True):
             stop = start + len(shards[0])
@@ -116,10 +80,10 @@ def _check_bytes(rank: int) -> None:
     sent_between = []
     as_bf16 = Recipe(weights="bf16", gradients=("bf16", "bf16"), min_numel=0)
     for recipe in ("zeropp", as_bf16):
-        model = _sharded(mlp(256), reshard_after_forward=True)
+        model = sharded(mlp(256), reshard_after_forward=True)
         zcomm.install_fsdp2(model, recipe, topology=topology(2))
         with zcomm.traffic() as sent:
-            _loss(model, rank, 0).backward()
+            loss_of(model, rank, 0).backward()
         sent_between.append(sent.bytes(link="inter"))
     assert sent_between[0] <= 0.45 * sent_between[1]
 
@@ -148,11 +112,11 @@ def _check_residual(rank: int) -> None:
         fully_shard(model)
         recipe = Recipe(weights="none", gradients=("int8", "int4"), residual=has_residual)
         installed = zcomm.install_fsdp2(model, recipe, topology=topology(2))
-        inputs = {name: _value(name, rank, numel) for name, numel in sizes.items()}
+        inputs = {name: value_of(name, rank, numel) for name, numel in sizes.items()}
         for _ in range(16):
             model(inputs).backward()
-        exact = sum(torch.cat([_value(n, r, numel) for n, numel in sizes.items()]).double() for r in range(4)) / 4
-        errors.append(_error(_full_grad(model) / 16, exact))
+        exact = sum(torch.cat([value_of(n, r, numel) for n, numel in sizes.items()]).double() for r in range(4)) / 4
+        errors.append(error_of(full_grad(model) / 16, exact))
         keys = {span.key for residual in installed.residuals for span in residual.layout.spans}
         assert keys == ({"a.weight", "b.weight"} if has_residual else set())
     assert errors[1] < errors[0] / 4
@@ -176,7 +140,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def _check_features(rank: int, feature: str, per_node: int) -> None:
-    reference, model = mlp(), _sharded(mlp(), **FEATURES[feature])
+    reference, model = mlp(), sharded(mlp(), **FEATURES[feature])
     zcomm.install_fsdp2(
         model, Recipe(weights="int8", gradients=("int8", "int4"), min_numel=500), topology=topology(per_node)
     )
@@ -187,8 +151,8 @@ def _check_features(rank: int, feature: str, per_node: int) -> None:
                 mine.copy_(full.full_tensor())
         exact = mean_grad(reference, step, dist.get_world_size())
         optimizer.zero_grad()
-        _loss(model, rank, step).backward()
-        assert 1e-3 < _error(_full_grad(model), exact) < 0.15
+        loss_of(model, rank, step).backward()
+        assert 1e-3 < error_of(full_grad(model), exact) < 0.15
         optimizer.step()
 
 
@@ -207,7 +171,7 @@ def _check_backward_weights(rank: int) -> None:
     fully_shard(model, reshard_after_forward=2)
     installed = zcomm.install_fsdp2(model, "zeropp", topology=topology(2))
     with zcomm.traffic() as forward:
-        loss = _loss(model, rank, 0)
+        loss = loss_of(model, rank, 0)
     with zcomm.traffic() as backward:
         loss.backward()
     assert forward.bytes(operation="all_gather", format="int8") > 0
@@ -249,7 +213,7 @@ def _check_tied_and_frozen(rank: int) -> None:
     for (name, mine), exact in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert (mine.grad is None) == (exact.grad is None) == (name == "body.bias")
         if mine.grad is not None:
-            assert _error(mine.grad.full_tensor(), exact.grad) < 0.15
+            assert error_of(mine.grad.full_tensor(), exact.grad) < 0.15
     rows = {(row.modules, row.format.split()[0]): row for row in installed.report().rows}
     assert rows["embed", "weights"].why == "override 'lm_head'"
     assert rows["embed", "gradients"].format == "gradients as is"
@@ -261,18 +225,18 @@ def test_tied_parameters_have_both_names_and_frozen_ones_send_no_gradient() -> N
 
 
 def _check_accumulation(rank: int) -> None:
-    reference, model = mlp(), _sharded(mlp())
+    reference, model = mlp(), sharded(mlp())
     zcomm.install_fsdp2(model, AS_IS, topology=topology(2))
     exact = sum(mean_grad(reference, step, 4) for step in range(3))
     for step in range(3):
         model.set_requires_gradient_sync(step == 2)
         with zcomm.traffic() as sent:
-            _loss(model, rank, step).backward()
+            loss_of(model, rank, step).backward()
         assert (sent.calls(operation="reduce_scatter") > 0) == (step == 2)
-    assert _error(_full_grad(model), exact) < 1e-6
+    assert error_of(full_grad(model), exact) < 1e-6
     model.set_requires_gradient_sync(True)
-    _loss(model, rank, 3).backward()  # into the shards that are there
-    assert _error(_full_grad(model), exact + mean_grad(reference, 3, 4)) < 1e-6
+    loss_of(model, rank, 3).backward()  # into the shards that are there
+    assert error_of(full_grad(model), exact + mean_grad(reference, 3, 4)) < 1e-6
 
 
 def test_gradient_accumulation_sends_once() -> None:
@@ -280,13 +244,13 @@ def test_gradient_accumulation_sends_once() -> None:
 
 
 def _check_divide_factor(rank: int) -> None:
-    reference, model = mlp(), _sharded(mlp())
+    reference, model = mlp(), sharded(mlp())
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(10.0)
     zcomm.install_fsdp2(model, AS_IS, topology=topology(2))
-    _loss(model, rank, 0).backward()
-    assert _error(_full_grad(model), mean_grad(reference, 0, 4) * 4 / 10) < 1e-6
+    loss_of(model, rank, 0).backward()
+    assert error_of(full_grad(model), mean_grad(reference, 0, 4) * 4 / 10) < 1e-6
 
 
 def test_a_divide_factor_is_kept() -> None:
@@ -306,170 +270,3 @@ def _check_missing_gradients(rank: int) -> None:
 
 def test_a_step_in_which_some_parameters_have_no_gradient() -> None:
     run_ranks(4, _check_missing_gradients)
-
-
-# --- replicas
-
-
-@cache
-def _mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-
-def _check_hsdp_is_refused(rank: int) -> None:
-    model = fully_shard(mlp(), mesh=_mesh())
-    with pytest.raises(LayoutError, match=r"module '\(root\)' is sharded over a 2-D mesh .*replicate_group="):
-        zcomm.install_fsdp2(model)
-
-
-def test_hsdp_is_refused_with_the_remedy() -> None:
-    run_ranks(4, _check_hsdp_is_refused)
-
-
-def _check_replicas(rank: int, recipe: Recipe, at_most: float) -> None:
-    mesh, reference = _mesh(), mlp()
-    model = _sharded(mlp(), mesh=mesh["shard"])
-    installed = zcomm.install_fsdp2(model, recipe, replicate_group=mesh["replicate"].get_group())
-    exact = sum(mean_grad(reference, step, 4) for step in range(3))
-    with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("torch's own all-reduce was called")):
-        for step in range(3):
-            model.set_requires_all_reduce(step == 2)
-            with zcomm.traffic() as sent:
-                _loss(model, rank, step).backward()
-            assert (sent.calls(operation="all_reduce") > 0) == (step == 2)
-    assert _error(_full_grad(model), exact) < at_most
-    grads = [torch.empty_like(_full_grad(model)) for _ in range(4)]
-    dist.all_gather(grads, _full_grad(model))
-    assert all(torch.equal(grad, grads[0]) for grad in grads)
-    assert any(row.format.startswith("replicas") for row in installed.report().rows)
-    installed.uninstall()
-
-
-def _check_replica_residual(rank: int) -> None:
-    mesh, errors, sizes = _mesh(), [], {"a": 5000, "b": 3001}
-    for has_residual in (False, True):
-        model = Given(sizes)
-        fully_shard(model, mesh=mesh["shard"])
-        recipe = Recipe(weights="none", gradients=("int8", "int4"), reduced="none", residual=has_residual)
-        installed = zcomm.install_fsdp2(model, recipe, replicate_group=mesh["replicate"].get_group())
-        inputs = {name: _value(name, rank, numel) for name, numel in sizes.items()}
-        for _ in range(16):
-            model(inputs).backward()
-        exact = sum(torch.cat([_value(n, r, numel) for n, numel in sizes.items()]).double() for r in range(4)) / 4
-        errors.append(_error(_full_grad(model) / 16, exact))
-        assert len(installed.residuals) == has_residual
-    assert errors[1] < errors[0] / 4
-
-
-def test_a_residual_between_replicas() -> None:
-    run_ranks(4, _check_replica_residual)
-
-
-@pytest.mark.parametrize(("recipe", "at_most"), [(AS_IS, 1e-6), (TWO_HOPS, 0.15)], ids=["as is", "quantized"])
-def test_replicas_agree_once_an_accumulation_without_torchs_all_reduce(recipe: Recipe, at_most: float) -> None:
-    as_is = Recipe(weights="none", gradients=("none", "none"), reduced="none")
-    run_ranks(4, _check_replicas, as_is if at_most < 1e-3 else recipe, at_most)
-
-
-# --- taking it back
-
-
-def _train(model: nn.Module, rank: int, steps: range) -> tuple[Tensor, Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in steps:
-        optimizer.zero_grad()
-        _loss(model, rank, step).backward()
-        optimizer.step()
-    return _full_grad(model), _full(model.parameters())
-
-
-def _check_uninstall(rank: int) -> None:
-    plain, other = _sharded(mlp()), _sharded(mlp())
-    state = copy.deepcopy(other.state_dict())
-    installed = zcomm.install_fsdp2(other, "zeropp", topology=topology(2))
-    _train(other, rank, range(2))
-    with pytest.raises(StateError, match=r"module '0' already has .*, Gather: uninstall"):
-        zcomm.install_fsdp2(other)
-    other.load_state_dict(state)
-    with torch.no_grad():
-        other(batch(rank, 0))  # the root's parameters stay whole, as decoded
-    installed.uninstall()
-    installed.uninstall()
-    with zcomm.traffic() as sent:
-        assert all(map(torch.equal, _train(other, rank, range(3)), _train(plain, rank, range(3))))
-    assert sent.calls() == 0
-    zcomm.install_fsdp2(other, "zeropp", topology=topology(2))
-
-
-def test_uninstall_restores_the_plain_bits() -> None:
-    run_ranks(4, _check_uninstall)
-
-
-def _check_shadow(rank: int, factor: float | None) -> None:
-    plain, other = _sharded(mlp()), _sharded(mlp())
-    for model in (plain, other):
-        for module in model.modules():
-            if factor and isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(factor)
-                module.set_force_sum_reduction_for_comms(True)
-    installed = zcomm.install_fsdp2(other, TWO_HOPS, topology=topology(2), shadow=True)
-    with zcomm.traffic() as sent:
-        assert all(map(torch.equal, _train(other, rank, range(3)), _train(plain, rank, range(3))))
-    report = installed.report()
-    assert report.sent.inter == sent.bytes(link="inter") < report.plain.inter / 2
-    assert "shadow" in str(report)
-    for row in report.rows:
-        low, high = (0, 1e-6) if row.why else (0.003, 0.01) if "weights" in row.format else (0.03, 0.15)
-        assert low <= row.error <= high, row
-
-
-@pytest.mark.parametrize("factor", [None, 10.0])
-def test_shadow_changes_no_bit_and_reports_bytes_and_error(factor: float | None) -> None:
-    run_ranks(4, _check_shadow, factor)
-
-
-# --- what is refused
-
-
-def _check_refusals(rank: int) -> None:
-    with pytest.raises(ConfigError, match="Sequential has no module with sharded parameters: call fully_shard first"):
-        zcomm.install_fsdp2(mlp())
-    model = _sharded(mlp())
-    with pytest.raises(ConfigError, match="the nearest name is '4'"):
-        zcomm.install_fsdp2(model, overrides={"44": "bf16"})
-    with pytest.raises(TopologyError, match=r"over the ranks that share parameters.*sharded over ranks \(0, 1\)"):
-        zcomm.install_fsdp2(model, topology=zcomm.Topology.single())
-    mixed = mlp()
-    mixed[2].double()
-    fully_shard(mixed)
-    with pytest.raises(LayoutError, match=r"module '\(root\)' gathers .*float32, torch.float64.*param_dtype"):
-        zcomm.install_fsdp2(mixed)
-    custom = fully_shard(mlp())
-    custom.set_custom_all_gather(mock.Mock())
-    with pytest.raises(StateError, match=r"module '\(root\)' already has a communication of its own, Mock"):
-        zcomm.install_fsdp2(custom)
-    group = dist.group.WORLD
-    with pytest.raises(TopologyError, match="replicate_group must share one rank"):
-        zcomm.install_fsdp2(model, replicate_group=group)
-    with pytest.raises(ConfigError, match="cannot go together"):
-        zcomm.install_fsdp2(model, replicate_group=group, topology=topology(2))
-    with pytest.raises(ConfigError, match="shadow"):
-        zcomm.install_fsdp2(model, replicate_group=group, shadow=True)
-    with zcomm.traffic() as sent:
-        _loss(model, rank, 0).backward()
-    assert sent.calls() == 0  # nothing was half installed
-
-
-def test_what_cannot_be_served_is_refused_by_name() -> None:
-    run_ranks(2, _check_refusals)
-
-
-def _check_one_rank(rank: int) -> None:
-    model = _sharded(mlp())
-    zcomm.install_fsdp2(model, "zeropp", topology=topology(1))
-    _loss(model, rank, 0).backward()  # FSDP2 communicates with nobody
-    assert _error(_full_grad(model), mean_grad(mlp(), 0, 1)) < 1e-6
-
-
-def test_one_rank() -> None:
-    run_ranks(1, _check_one_rank)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from zcomm.background import Background
-from zero.checkpoint.agreement import raise_together, share_text
+from zero.agreement import raise_first, share_text
 from zero.checkpoint.errors import CheckpointError
 from zero.checkpoint.folder import check_tag, read_latest
 from zero.checkpoint.index import Index, read_index
@@ -88,7 +88,7 @@ def load_checkpoint(
         error = caught
     except (KeyError, TypeError, ValueError, AttributeError) as caught:  # a document of another form
         error = CheckpointError(f"the metadata of the checkpoint in {load_dir} cannot be read: {caught!r}")
-    raise_together(error, topology)
+    raise_first(error, CheckpointError, topology)
     assert request is not None, "no error and no request"
     _read(request, topology.background)
     loaded = restore(optimizer, request, stateful or {}, wanted)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zero.checkpoint.agreement import raise_together
+from zero.agreement import raise_first
 from zero.checkpoint.errors import CheckpointError
 from zero.checkpoint.folder import remove_file
 from zero.checkpoint.parts import named_buffers
@@ -48,7 +48,7 @@ def save_model_file(optimizer: ZeroOptimizer, path: Path, *, exclude_frozen_para
             _write_pickle(runtime, path, chosen)
     except CheckpointError as caught:
         error = caught
-    raise_together(error, runtime.topology)
+    raise_first(error, CheckpointError, runtime.topology)
 
 
 def _write_safetensors(runtime: Runtime, path: Path, chosen: set[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.checkpoint.agreement import raise_together
+from zero.agreement import raise_first
 from zero.checkpoint.errors import CheckpointError
 from zero.checkpoint.parts import SCALARS, held_pieces, held_weights, named_buffers
 from zero.checkpoint.random_state import restore_random_state
@@ -42,7 +42,7 @@ def restore(optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, A
                 decoded["inner"] = _inner_state(inside, request)
     except (CheckpointError, KeyError, TypeError, ValueError) as caught:
         error = CheckpointError(f"{request.index.folder} is damaged: {caught!r}")
-    raise_together(error, inside.runtime.topology)
+    raise_first(error, CheckpointError, inside.runtime.topology)
     optimizer.zero_grad()
     _restore_weights(inside, request)
     if wanted.module_only:

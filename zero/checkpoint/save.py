@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from zcomm import Topology
 from zcomm.background import Background
-from zero.checkpoint.agreement import share_text
+from zero.agreement import share_text
 from zero.checkpoint.errors import CheckpointError
 from zero.checkpoint.folder import check_tag
 from zero.checkpoint.planners import SavePartsPlanner

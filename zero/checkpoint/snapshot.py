@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.checkpoint.agreement import raise_together
+from zero.agreement import raise_first
 from zero.checkpoint.errors import CheckpointError
 from zero.checkpoint.parts import buffer_parts, held_weights, named_buffers, state_parts
 from zero.checkpoint.planners import Part
@@ -64,7 +64,7 @@ def take_snapshot(
         content["excludes_frozen"] = exclude_frozen_parameters
     except CheckpointError as caught:
         error = caught
-    raise_together(error, inside.runtime.topology)
+    raise_first(error, CheckpointError, inside.runtime.topology)
     return Snapshot(parts, content)
 
 

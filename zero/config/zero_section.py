@@ -104,7 +104,11 @@ class ZeroOptimization:
         aliases=("hpz_partition_size",),
     )
     zero_quantized_nontrainable_weights: bool = key(
-        False, "frozen weights rest as INT8", false="as they are", unavailable="INT8 frozen weights"
+        False,
+        "frozen weights rest as INT8 blocks of 256, and travel so; small ones that stay whole are left as they are",
+        false="as they are",
+        setting="quantized_nontrainable_weights",
+        active_if="stage 3",
     )
     reduce_bucket_size: int = key(
         500_000_000, "elements that one gradient exchange carries at most", minimum=1, setting="reduce_bucket_size"

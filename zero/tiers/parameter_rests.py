@@ -15,6 +15,7 @@ from torch import Tensor
 from zcomm import Topology
 from zero.agreement import on_every_rank
 from zero.tiers.device_copies import DeviceCopies
+from zero.tiers.encoded_rest import Encoded
 from zero.tiers.file_rest import InFile, file_nbytes
 from zero.tiers.file_store import FileStore, StoredFile
 from zero.tiers.host_buffers import HostBuffers
@@ -39,6 +40,8 @@ class ShardPlan(NamedTuple):
     """How the exchanges of a gather cut it."""
     gaps: Sequence[tuple[int, int]]
     """Its padding."""
+    is_encoded: bool = False
+    """Whether it rests as INT8, in memory."""
 
 
 class ParameterRests:
@@ -95,6 +98,9 @@ class ParameterRests:
         plan = self._plans.get(index)
         if plan is None:
             return self.leave(values.clone(), updates_on_host=updates_on_host)
+        if plan.is_encoded:
+            keeps_on = self._device if self._tiers.parameters.tier is Tier.DEVICE else torch.device("cpu")
+            return Encoded(values, plan.cuts, self._topology, keeps_on=keeps_on)
         if index in self._in_files:
             rest = self._in_file(plan, updates_on_host=updates_on_host)
             for start, stop in plan.cuts:
@@ -175,6 +181,8 @@ def _choose_files(tier: ParameterTier, plans: Mapping[int, ShardPlan]) -> set[in
         return set()
     left, chosen = tier.max_numel_in_memory, set()
     for index, plan in plans.items():
+        if plan.is_encoded:
+            continue
         if plan.numel <= left:
             left -= plan.numel
         else:

@@ -1,0 +1,78 @@
+"""install_fsdp2 with replicas: shards over one dimension of the mesh, an all-reduce of ours over the other."""
+
+from __future__ import annotations
+
+from functools import cache
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import zcomm
+from tests.ranks import run_ranks
+from tests.zcomm.fsdp2 import AS_IS, TWO_HOPS, error_of, full_grad, loss_of, sharded, value_of
+from tests.zcomm.models import Given, mean_grad, mlp
+from zcomm import LayoutError, Recipe
+
+
+@cache
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def _check_hsdp_is_refused(rank: int) -> None:
+    model = fully_shard(mlp(), mesh=_mesh())
+    with pytest.raises(LayoutError, match=r"module '\(root\)' is sharded over a 2-D mesh .*replicate_group="):
+        zcomm.install_fsdp2(model)
+
+
+def test_hsdp_is_refused_with_the_remedy() -> None:
+    run_ranks(4, _check_hsdp_is_refused)
+
+
+def _check_replicas(rank: int, recipe: Recipe, at_most: float) -> None:
+    mesh, reference = _mesh(), mlp()
+    model = sharded(mlp(), mesh=mesh["shard"])
+    installed = zcomm.install_fsdp2(model, recipe, replicate_group=mesh["replicate"].get_group())
+    exact = sum(mean_grad(reference, step, 4) for step in range(3))
+    with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("torch's own all-reduce was called")):
+        for step in range(3):
+            model.set_requires_all_reduce(step == 2)
+            with zcomm.traffic() as sent:
+                loss_of(model, rank, step).backward()
+            assert (sent.calls(operation="all_reduce") > 0) == (step == 2)
+    assert error_of(full_grad(model), exact) < at_most
+    grads = [torch.empty_like(full_grad(model)) for _ in range(4)]
+    dist.all_gather(grads, full_grad(model))
+    assert all(torch.equal(grad, grads[0]) for grad in grads)
+    assert any(row.format.startswith("replicas") for row in installed.report().rows)
+    installed.uninstall()
+
+
+def _check_replica_residual(rank: int) -> None:
+    mesh, errors, sizes = _mesh(), [], {"a": 5000, "b": 3001}
+    for has_residual in (False, True):
+        model = Given(sizes)
+        fully_shard(model, mesh=mesh["shard"])
+        recipe = Recipe(weights="none", gradients=("int8", "int4"), reduced="none", residual=has_residual)
+        installed = zcomm.install_fsdp2(model, recipe, replicate_group=mesh["replicate"].get_group())
+        inputs = {name: value_of(name, rank, numel) for name, numel in sizes.items()}
+        for _ in range(16):
+            model(inputs).backward()
+        exact = sum(torch.cat([value_of(n, r, numel) for n, numel in sizes.items()]).double() for r in range(4)) / 4
+        errors.append(error_of(full_grad(model) / 16, exact))
+        assert len(installed.residuals) == has_residual
+    assert errors[1] < errors[0] / 4
+
+
+def test_a_residual_between_replicas() -> None:
+    run_ranks(4, _check_replica_residual)
+
+
+@pytest.mark.parametrize(("recipe", "at_most"), [(AS_IS, 1e-6), (TWO_HOPS, 0.15)], ids=["as is", "quantized"])
+def test_replicas_agree_once_an_accumulation_without_torchs_all_reduce(recipe: Recipe, at_most: float) -> None:
+    as_is = Recipe(weights="none", gradients=("none", "none"), reduced="none")
+    run_ranks(4, _check_replicas, as_is if at_most < 1e-3 else recipe, at_most)
