@@ -24,8 +24,8 @@ def on_every_rank(call: Callable[[], Result], ranks: Topology | dist.ProcessGrou
         fact: What must be the same on every rank, in a line, names first.
 
     Raises:
-        Exception: On a rank where ``call`` raised, that. On the others, zcomm's error of the same class, StateError if
-            it is none of zcomm's, with the number of the first such rank and its text.
+        Exception: On a rank where ``call`` raised, that. On the others, zcomm's error of the same class, or an OSError
+            of the same errno and file, else StateError, with the number of the first such rank and its text.
         LayoutError: The ranks' facts differ.
 
     Cost for each rank: 512 bytes to every other rank.
@@ -37,17 +37,15 @@ def on_every_rank(call: Callable[[], Result], ranks: Topology | dist.ProcessGrou
         if is_agreed(error):  # by an agreement inside ``call``, where each rank came to this point
             raise
         failure = error
-    mine = f"\n{fact}" if failure is None else f"{type(failure).__name__}\n{failure}"
+    mine = f"\n{fact}" if failure is None else _told(failure)
     with torch._C.DisableTorchFunction():  # a constructor may run under torch.device("meta")
         texts = control.gather_texts(mine, ranks)
     if failure is not None:
         raise _agreed(failure)
     for rank, text in enumerate(texts):
-        name, _, reason = text.partition("\n")
-        if name:
-            known = {cls.__name__: cls for cls in _descendants(ZcommError)}.get(name)
-            what = reason if known else f"{name}: {reason}"
-            raise _agreed((known or StateError)(f"rank {rank}: {what}"))
+        kind, _, reason = text.partition("\n")
+        if kind:
+            raise _agreed(_as_told(rank, kind, reason))
     if len(set(texts)) > 1:
         lines = [f"  rank {rank}: {text.strip()}" for rank, text in enumerate(texts)]
         raise _agreed(LayoutError("every rank must do the same, in the same order:\n" + "\n".join(lines)))
@@ -71,6 +69,24 @@ def is_agreed(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _told(error: Exception) -> str:
+    """``error`` for the other ranks: its class, and errno if it has one; then its text."""
+    name = type(error).__name__
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{name} {error.errno}\n{error.filename or ''}\n{error.strerror}"
+    return f"{name}\n{error}"
+
+
+def _as_told(rank: int, kind: str, reason: str) -> Exception:
+    """The error that ``rank`` told."""
+    name, _, number = kind.partition(" ")
+    known: type[Exception] | None = {cls.__name__: cls for cls in _descendants(ZcommError)}.get(name)
+    if number:
+        path, _, reason = reason.partition("\n")
+        return (known or OSError)(int(number), f"rank {rank}: {reason}", path or None)
+    return (known or StateError)(f"rank {rank}: {reason if known else f'{name}: {reason}'}")
 
 
 def _agreed(error: Exception) -> Exception:

@@ -226,12 +226,12 @@ void FileQueue::Wait(std::uint64_t ticket) {
   transfers_.erase(ticket);
   if (transfer.error == 0) return;
   const auto file = files_.find(transfer.file);
-  const char* verb = transfer.is_write           ? "wrote "
-                     : transfer.error == EBADMSG ? "wrong checksum: read rightly "
-                                                 : "read ";
+  const bool is_wrong = transfer.error == EBADMSG;
+  const std::string verb = is_wrong ? "read wrong bytes after " : transfer.is_write ? "wrote " : "read ";
   throw FileError(transfer.error, file == files_.end() ? "" : file->second.path,
                   verb + std::to_string(transfer.moved_nbytes) + " of " + std::to_string(transfer.failed_nbytes) +
-                      " bytes at offset " + std::to_string(transfer.failed_offset));
+                      " bytes at offset " + std::to_string(transfer.failed_offset) +
+                      (is_wrong ? ", by the checksum kept when they were written" : ""));
 }
 
 }  // namespace zcomm

@@ -17,11 +17,11 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from zero.tiers.settings import Files
 
 __all__ = ["FileStore", "StoredFile", "Transfer"]
 
+Result = TypeVar("Result")
 MAX_REQUESTS = 256  # in flight: each has a thread
 
 
@@ -146,11 +147,18 @@ class FileStore:
         job, rank = secrets.token_hex(4), 0
         if topology is not None:
             job, rank = control.gather_texts(job, topology)[0], topology.rank
-        self._open: _Open = self._agreed(lambda: _begin(Path(folder), f"{job}-{name}-rank{rank}", files))
+        opened: list[_Open] = []
+        try:
+            self._agreed(lambda: opened.append(_begin(Path(folder), f"{job}-{name}-rank{rank}", files)))
+        except BaseException:  # of this rank, or of another
+            for store in opened:
+                store.close()
+            raise
+        (self._open,) = opened
         self.folder = self._open.folder.path
         self._finalizer = weakref.finalize(self, self._open.close)
 
-    def _agreed(self, call: Any) -> Any:
+    def _agreed(self, call: Callable[[], Result]) -> Result:
         return call() if self._topology is None else on_every_rank(call, self._topology)
 
     def create(self, name: str, nbytes: int) -> StoredFile:
@@ -164,12 +172,11 @@ class FileStore:
         path = self.folder / name
         if name in store.files or path.parent != self.folder or name == "owner":
             raise LayoutError(f"name must be a new file's, without folders: name={name!r}")
-        needed, free = int(kernels.native().checked_file_nbytes(nbytes)), _free_nbytes(self.folder)
-        if needed > free:
-            _refuse_space(self.folder, needed, free)
+        needed = _needed_nbytes(nbytes)
+        _check_space(self.folder, needed)
         try:
             number = store.queue.create(str(path), nbytes, is_checked=True)
-        except OSError as error:
+        except OSError as error:  # others took the space in between, or a quota is smaller
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 _refuse_space(self.folder, needed, _free_nbytes(self.folder))
             raise
@@ -182,15 +189,21 @@ class FileStore:
         Raises:
             OSError: On every rank, as :meth:`create` on any; the bytes needed are those of all files together.
         """
-        return self._agreed(lambda: self._create_all(nbytes_of))  # type: ignore[no-any-return]
+        created: dict[str, StoredFile] = {}
 
-    def _create_all(self, nbytes_of: Mapping[str, int]) -> dict[str, StoredFile]:
-        self._usable()
-        needed = sum(int(kernels.native().checked_file_nbytes(nbytes)) for nbytes in nbytes_of.values())
-        free = _free_nbytes(self.folder)
-        if needed > free:
-            _refuse_space(self.folder, needed, free)
-        return {name: self.create(name, nbytes) for name, nbytes in nbytes_of.items()}
+        def create() -> None:
+            self._usable()
+            _check_space(self.folder, sum(_needed_nbytes(nbytes) for nbytes in nbytes_of.values()))
+            for name, nbytes in nbytes_of.items():
+                created[name] = self.create(name, nbytes)
+
+        try:
+            self._agreed(create)
+        except BaseException:
+            for file in created.values():
+                self.remove(file)
+            raise
+        return created
 
     def remove(self, file: StoredFile) -> None:
         """Close and delete a file that has no transfer in flight."""
@@ -273,9 +286,19 @@ def _begin(parent: Path, name: str, files: Files) -> _Open:
         raise
 
 
+def _needed_nbytes(nbytes: int) -> int:
+    return int(kernels.native().checked_file_nbytes(nbytes))
+
+
 def _free_nbytes(folder: Path) -> int:
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = _free_nbytes(folder)
+    if needed > free:
+        _refuse_space(folder, needed, free)
 
 
 def _refuse_space(folder: Path, needed: int, free: int) -> NoReturn:
@@ -287,6 +310,6 @@ def _explained(error: OSError, path: Path) -> OSError:
     if error.errno == errno.EBADMSG:
         return IntegrityError(error.errno, error.strerror, str(path))
     text = error.strerror or ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    with suppress(OSError):  # the folder is gone too
         text += f"; {_free_nbytes(path.parent)} bytes are free"
     return OSError(error.errno, text, str(path))

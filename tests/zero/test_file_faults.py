@@ -1,0 +1,315 @@
+"""Faults below a file store: each is a Python exception with errno and path, and no read returns wrong bytes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from zcomm import IntegrityError
+from zero.tiers import file_store
+from zero.tiers.file_store import FileStore, StoredFile
+from zero.tiers.settings import Files
+
+PAGE = 4096
+
+
+def _store(folder: Path) -> FileStore:
+    return FileStore(folder, files=Files(request_nbytes=4 * PAGE, num_requests=4), name="states", topology=None)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FileStore]:
+    store = _store(tmp_path)
+    yield store
+    store.close()
+    assert not list(tmp_path.iterdir())
+
+
+# Faults, from when they are injected to when they are healed
+
+
+def _descriptor(file: StoredFile) -> int:
+    """The number of the store's open file, which the library keeps to itself."""
+    for entry in Path("/proc/self/fd").iterdir():
+        if os.path.realpath(entry) == str(file.path):
+            return int(entry.name)
+    raise AssertionError(file.path)
+
+
+@contextmanager
+def _instead(file: StoredFile, path: str, flags: int = os.O_RDWR) -> Iterator[None]:
+    """Another open file stands where the store's stood."""
+    number = _descriptor(file)
+    kept, other = os.dup(number), os.open(path, flags)
+    os.dup2(other, number, inheritable=False)
+    try:
+        yield
+    finally:
+        os.dup2(kept, number, inheritable=False)
+        os.close(kept)
+        os.close(other)
+
+
+@contextmanager
+def _read_only(file: StoredFile) -> Iterator[None]:
+    with _instead(file, str(file.path), os.O_RDONLY | os.O_DIRECT):
+        yield
+
+
+@contextmanager
+def _full_device(file: StoredFile) -> Iterator[None]:
+    with _instead(file, "/dev/full"):
+        yield
+
+
+@contextmanager
+def _empty_device(file: StoredFile) -> Iterator[None]:
+    with _instead(file, "/dev/zero"):
+        yield
+
+
+@contextmanager
+def _pipe(file: StoredFile) -> Iterator[None]:
+    fifo = file.path.with_name("fifo")
+    os.mkfifo(fifo)
+    with _instead(file, str(fifo)):
+        yield
+    fifo.unlink()
+
+
+@contextmanager
+def _limit(file: StoredFile) -> Iterator[None]:
+    """Writes beyond 3 pages of data are refused, and what is in front of it is written."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * PAGE, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def _short(file: StoredFile) -> Iterator[None]:
+    length = file.path.stat().st_size
+    os.truncate(file.path, 5 * PAGE)
+    yield
+    os.truncate(file.path, length)
+
+
+@contextmanager
+def _flipped(file: StoredFile) -> Iterator[None]:
+    _flip(file, 2 * PAGE + 100)
+    yield
+
+
+@contextmanager
+def _lost(file: StoredFile) -> Iterator[None]:
+    """What was written since never reached the file."""
+    before = file.path.read_bytes()
+    yield
+    number = os.open(file.path, os.O_RDWR)
+    os.pwrite(number, before, 0)
+    os.close(number)
+
+
+def _flip(file: StoredFile, at: int) -> None:
+    number = os.open(file.path, os.O_RDWR)
+    (byte,) = os.pread(number, 1, PAGE + at)
+    os.pwrite(number, bytes([byte ^ 4]), PAGE + at)
+    os.close(number)
+
+
+Fault = Callable[[StoredFile], "contextmanager[None]"]
+FAULTS = [_read_only, _full_device, _empty_device, _pipe, _limit, _short, _flipped, _lost]
+
+
+@pytest.mark.parametrize(
+    ("fault", "write_errno", "read_errno"),
+    [
+        (_read_only, errno.EBADF, None),
+        (_full_device, errno.ENOSPC, errno.EBADMSG),
+        (_pipe, errno.ESPIPE, errno.ESPIPE),
+        (_limit, errno.EFBIG, None),
+        (_short, None, errno.ENODATA),
+        (_flipped, None, errno.EBADMSG),
+    ],
+)
+def test_a_fault_is_an_error_with_path_bytes_and_free_space(
+    store: FileStore, fault: Fault, write_errno: int | None, read_errno: int | None
+) -> None:
+    file = store.create("a", 10 * PAGE)
+    data, back = store.buffer(10 * PAGE).random_(), store.buffer(10 * PAGE)
+    store.write(file, 0, data).wait()
+    with fault(file):
+        if read_errno is not None:
+            transfer = store.read(file, 0, back)
+            with pytest.raises(OSError, match=r"read .*\d+ of \d+ bytes at offset \d+") as error:
+                transfer.wait()
+            _check(error.value, read_errno, file)
+            with pytest.raises(OSError, match="read") as again:
+                transfer.wait()
+            assert again.value is error.value
+        if write_errno is not None:
+            transfer = store.write(file, 0, back.random_())
+            with pytest.raises(OSError, match=r"wrote \d+ of \d+ bytes at offset \d+") as error:
+                transfer.wait()
+            _check(error.value, write_errno, file)
+    if write_errno is not None:  # the file holds something else than what was to be written
+        with pytest.raises(IntegrityError):
+            store.read(file, 0, back).wait()
+    store.write(file, 0, data).wait()
+    store.read(file, 0, back).wait()
+    assert torch.equal(back, data)
+
+
+def _check(error: OSError, number: int, file: StoredFile) -> None:
+    assert (error.errno, error.filename) == (number, str(file.path))
+    assert isinstance(error, IntegrityError) == (number == errno.EBADMSG)
+    assert isinstance(error, IntegrityError) or "bytes are free" in str(error)
+
+
+def test_a_path_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for name, number in (("none", errno.ENOENT), ("file", errno.ENOTDIR), ("file/below", errno.ENOTDIR)):
+        with pytest.raises(OSError, match="must exist and be writable") as error:
+            _store(tmp_path / name)
+        assert (error.value.errno, error.value.filename) == (number, str(tmp_path / name))
+    (tmp_path / "file").unlink()
+    store = _store(tmp_path)
+    shutil.rmtree(store.folder)
+    with pytest.raises(FileNotFoundError, match="states-rank0"):
+        store.create("a", PAGE)
+    store.close()
+    store = _store(tmp_path)
+    with pytest.raises(OSError, match=r"\d+ bytes are needed and \d+ are free") as error:
+        store.create("a", 2**55)
+    assert (error.value.errno, error.value.filename) == (errno.ENOSPC, str(store.folder))
+    assert [path.name for path in store.folder.iterdir()] == ["owner"]
+    store.close()
+
+
+def _mount(*options: str, at: Path) -> None:
+    at.mkdir()
+    done = subprocess.run(["mount", *options, str(at)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"mounting is refused here: {done.stderr.strip()}")
+
+
+def _fits(number: int, data: bytes) -> bool:
+    try:
+        return os.write(number, data) == len(data)
+    except OSError:
+        return False
+
+
+def test_a_small_and_a_read_only_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = tmp_path / "disk"
+    try:
+        _mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", at=disk)
+        store = _store(disk)
+        file = store.create("a", 100 * PAGE)
+        with pytest.raises(OSError, match="are free") as error:  # each fits, but not both
+            store.create_all({"b": 80 * PAGE, "c": 80 * PAGE})
+        assert error.value.errno == errno.ENOSPC
+        monkeypatch.setattr(file_store, "_check_space", lambda *_: None)  # another takes the space after the check
+        with pytest.raises(OSError, match=r"\d{7} bytes are needed and \d{6} are free") as error:
+            store.create("b", 2**20)
+        assert error.value.errno == errno.ENOSPC
+        with pytest.raises(OSError, match="are free"):
+            store.create_all({"b": 80 * PAGE, "c": 80 * PAGE})
+        assert {path.name for path in store.folder.iterdir()} == {"owner", "a"}
+        filler = disk / "filler"
+        number = os.open(filler, os.O_WRONLY | os.O_CREAT)
+        while _fits(number, bytes(PAGE)):
+            pass
+        os.close(number)
+        data, back = store.buffer(100 * PAGE).random_(), store.buffer(100 * PAGE)
+        store.write(file, 0, data).wait()  # its space was reserved
+        store.read(file, 0, back).wait()
+        assert torch.equal(data, back)
+        store.close()
+        filler.unlink()
+        assert not list(disk.iterdir())
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        with pytest.raises(OSError, match="must exist and be writable") as error:
+            _store(disk)
+        assert (error.value.errno, error.value.filename) == (errno.EROFS, str(disk))
+    finally:
+        subprocess.run(["umount", str(disk)], capture_output=True, check=False)
+
+
+# Many faults, and what is known of every page
+
+
+class _Known:
+    """What each page of a file must hold, as far as anyone can know."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.pages = [bytes(PAGE)] * num_pages
+
+    def __getitem__(self, pages: slice) -> bytes:
+        return b"".join(self.pages[pages])
+
+    def write(self, first: int, data: Tensor) -> None:
+        whole = bytes(data.tolist())
+        for at in range(0, len(whole), PAGE):
+            self.pages[first + at // PAGE] = whole[at : at + PAGE]
+
+
+def test_a_hundred_random_faults_give_no_wrong_result(store: FileStore) -> None:
+    draw = random.Random(0)
+    torch.manual_seed(0)
+    num_pages = 8
+    files = [store.create(f"file{i}", num_pages * PAGE) for i in range(3)]
+    known = [_Known(num_pages) for _ in files]
+    data, back = store.buffer(num_pages * PAGE), store.buffer(num_pages * PAGE)
+    num_failed = num_right = 0
+    errors: list[OSError] = []
+
+    def read(which: int, first: int, stop: int) -> bool:
+        """Whether the pages could be read; then they were right."""
+        target = back[: (stop - first) * PAGE].fill_(0xA5)
+        try:
+            store.read(files[which], first * PAGE, target).wait()
+        except OSError as error:
+            errors.append(error)
+            return False
+        assert bytes(target.tolist()) == known[which][first:stop]
+        return True
+
+    for _ in range(100):
+        which = draw.randrange(len(files))
+        first = draw.randrange(num_pages)
+        stop = draw.randrange(first + 1, num_pages + 1)
+        writes = draw.random() < 0.6
+        failed = False
+        with draw.choice(FAULTS)(files[which]):
+            if writes:
+                source = data[: (stop - first) * PAGE].random_()
+                known[which].write(first, source)  # even if it fails: the pages are this, or an error
+                try:
+                    store.write(files[which], first * PAGE, source).wait()
+                except OSError as error:
+                    errors.append(error)
+                    failed = True
+            failed |= not read(which, first, stop)
+        failed |= not read(which, 0, num_pages)  # the fault is gone, its traces are not
+        num_failed, num_right = num_failed + failed, num_right + (not failed)
+        assert all(read(other, 0, num_pages) for other in range(len(files)) if other != which)
+        known[which].write(0, data.random_())  # as from a checkpoint
+        store.write(files[which], 0, data).wait()
+        assert read(which, 0, num_pages)
+    assert all(error.errno and error.filename in {str(file.path) for file in files} for error in errors)
+    assert num_failed >= 50
+    assert num_right >= 5
