@@ -26,6 +26,7 @@ from zcomm import StateError, Topology
 from zero.layout import BucketLayout, Piece
 from zero.released import hide, is_released, placeholder, show
 from zero.stages import Stage
+from zero.tiers.parameter_rests import ParameterRests
 from zero.tiers.shard_rest import InPlace, ShardRest
 
 __all__ = ["Bucket", "BucketState", "ShardInfo"]
@@ -115,13 +116,22 @@ class Bucket:
         """``full`` as one view for each parameter."""
         return [full[s.offset : s.offset + s.numel].view(s.shape) for s in self.layout.slots]
 
-    def settle(self, full: Tensor, stage: Stage, topology: Topology, *, keeps_exact_master: bool) -> None:
+    def settle(
+        self,
+        full: Tensor,
+        stage: Stage,
+        topology: Topology,
+        rests: ParameterRests,
+        *,
+        keeps_exact_master: bool,
+    ) -> None:
         """Take what this rank keeps of the initial values ``full``, by the table above."""
         row = topology.shard_index("local")
         numel = self.layout.shard_numel
         own = full[row * numel : (row + 1) * numel]
         if stage.shards_parameters:
-            self.shard = own.clone()
+            self.rest = rests.place(self.index, own)
+            self.shard = self.rest.shard
             self._move(BucketState.GATHERING)
             self.full = full
             self.expose()
@@ -129,15 +139,16 @@ class Bucket:
                 self.release()
         else:
             self.shard = own if stage.shards_states else full
+            self.rest = rests.leave(self.shard)
             self.state = BucketState.GATHERING
             self.full = full
             self.expose()
-        self.rest = InPlace(self.shard)
         dtype = master_dtype(self.dtype) if self.is_trainable else self.dtype
-        if self.shard.dtype == dtype and not (keeps_exact_master and dtype.is_floating_point):
+        is_own_master = not self.is_trainable or self.rest.is_on_device
+        if self.shard.dtype == dtype and is_own_master and not (keeps_exact_master and dtype.is_floating_point):
             self.master = self.shard
         else:
-            self.master = self.shard.to(dtype, copy=True)
+            self.master = (own if stage.shards_states else full).to(dtype, copy=True)
         if self.is_trainable:
             gaps = self.layout.gaps_of(row) if stage.shards_states else self.layout.gaps
             self._padding = [self.master[start:stop] for start, stop in gaps]
@@ -151,9 +162,9 @@ class Bucket:
         """Bring the shard in line with the master."""
         self.clear_padding()
         if self.master is not self.shard:
-            numel = self.shard.numel()
-            self.rest.target(0, numel).copy_(self.master)
-            self.rest.written(0, numel)
+            for start, stop in self.rest.ranges:
+                self.rest.target(start, stop, self.master.device).copy_(self.master[start:stop])
+                self.rest.written(start, stop)
 
     def _move(self, to: BucketState) -> None:
         if to not in TRANSITIONS[self.state]:

@@ -74,7 +74,7 @@ def _place(param: nn.Parameter) -> Place | None:
 
 def _gathered(place: Place, own: Tensor) -> Tensor:
     """The whole parameter from every rank's ``own``, the rows that it has of the bucket."""
-    full = own
+    full = own = own.to(place.bucket.device)
     if place.runtime.stage.shards_states:
         full = torch.empty(place.bucket.layout.numel, dtype=own.dtype, device=own.device)
         all_gather_single(full, own.contiguous(), place.runtime.topology, numbering="local")
@@ -95,7 +95,7 @@ def _checked(place: Place, value: Tensor, numel: int) -> Tensor:
 def _own_part(place: Place, value: Tensor) -> Tensor:
     """This rank's part of rank 0's whole ``value``."""
     numel = place.bucket.layout.slots[place.slot].numel
-    whole = _checked(place, value, numel).detach().to(place.bucket.master.device, copy=True).reshape(-1)
+    whole = _checked(place, value, numel).detach().to(place.bucket.device, copy=True).reshape(-1)
     control.broadcast_(whole, 0, place.runtime.topology)
     return whole[place.first : place.last]
 
@@ -103,13 +103,19 @@ def _own_part(place: Place, value: Tensor) -> Tensor:
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """The float32 master of ``param``, whole. Collective."""
     place = _place(param)
-    return None if place is None else _gathered(place, place.bucket.master)
+    if place is None:
+        return None
+    with place.runtime.in_memory([place.bucket]):
+        return _gathered(place, place.bucket.master)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """This rank's part of the float32 master of ``param``, a flat copy."""
     place = _place(param)
-    return None if place is None else place.bucket.master[place.part].float().clone()
+    if place is None:
+        return None
+    with place.bucket.rest.in_memory():
+        return place.bucket.master[place.part].float().clone()
 
 
 @torch.no_grad()
@@ -128,13 +134,14 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 def _set_master(place: Place, own: Tensor) -> None:
     runtime, bucket = place.runtime, place.bucket
-    bucket.master[place.part].copy_(own)
+    with runtime.in_memory([bucket], is_changed=True):
+        bucket.master[place.part].copy_(own)
     runtime.publish([bucket])
     if not runtime.stage.shards_parameters:
         return
     if bucket.state is not BucketState.SHARDED:  # gathered, or on its way, with the old value
         runtime.gatherer.acquire(bucket)
-        values = _gathered(place, bucket.shard)
+        values = _gathered(place, on_every_rank(bucket.rest.read, runtime.topology))
         assert bucket.full is not None, "full without a buffer"
         bucket.views(bucket.full)[place.slot].copy_(values)
 

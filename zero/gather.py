@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import Enum
 
 import torch
 
-from zcomm import Topology, Work
+from zcomm import Work
 from zero.bucket import Bucket, BucketState
 from zero.order_check import OrderCheck
 from zero.pool import BufferPool
 from zero.schedule import END_OF_BACKWARD, Limits, Schedule, Start
 from zero.settings import Effective, ZeroSettings
 from zero.sources import GatherOptions, Primary, Secondary
+from zero.tiers.parameter_rests import ParameterRests
+from zero.tiers.shard_rest import ShardRest
 
 __all__ = ["Gatherer", "Mode"]
 
@@ -40,19 +42,19 @@ class Gatherer:
     """Gathers and releases the buckets of stage 3. Below stage 3 every call is a no-op: buckets are always full."""
 
     def __init__(
-        self, buckets: list[Bucket], topology: Topology, settings: ZeroSettings, effective: Effective, pool: BufferPool
+        self,
+        buckets: list[Bucket],
+        options: GatherOptions,
+        settings: ZeroSettings,
+        effective: Effective,
+        pool: BufferPool,
+        rests: ParameterRests,
     ) -> None:
-        self._buckets, self._topology, self._pool = buckets, topology, pool
+        topology = options.topology
+        self._buckets, self._topology, self._pool, self._rests = buckets, topology, pool, rests
         self._effective, self._logs_every_change = effective, settings.log_trace_cache_warnings
         self._is_active = effective.stage.shards_parameters
-        limits = effective.limits
-        self.options = GatherOptions(
-            topology,
-            effective.weight_format,
-            settings.overlap_comm,
-            limits.prefetch_numel or settings.allgather_bucket_size,
-            settings.allgather_bucket_size,
-        )
+        self.options = options
         self._primary = [Primary(bucket, self.options) for bucket in buckets]
         exchanges = [source.exchanges for source in self._primary]
         self._secondary: dict[int, Secondary] = {}
@@ -60,7 +62,7 @@ class Gatherer:
             for b in buckets:
                 if not b.is_resident:
                     self._secondary[b.index] = Secondary(b, self.options, exchanges[b.index])
-        limits = _within_layers(limits, [sum(e) for e in exchanges])
+        limits = _within_layers(effective.limits, [sum(e) for e in exchanges])
         self._schedules = {mode: Schedule(exchanges, limits) for mode in Mode}
         self._check = OrderCheck(topology) if self._is_active else None
         self._works: dict[int, list[Work | None]] = {}
@@ -83,6 +85,8 @@ class Gatherer:
             self._issue(bucket)
         for start in starts:
             self._issue(self._buckets[start.bucket], start.stop)
+        if mode is not None:
+            self._read_ahead(mode)
         if bucket.state is BucketState.GATHERING:
             self._finish(bucket)
 
@@ -168,6 +172,7 @@ class Gatherer:
         for work in self._works.pop(bucket.index):
             if work is not None:
                 work.wait()
+        bucket.rest.fetched()
 
     def _finish(self, bucket: Bucket) -> None:
         self._issue(bucket)
@@ -178,6 +183,27 @@ class Gatherer:
             secondary.fill(bucket.full)
         bucket.expose()
         self.by_storage[bucket.full.untyped_storage().data_ptr()] = bucket
+
+    def _read_ahead(self, mode: Mode) -> None:
+        if self._rests.reads_files:
+            self._rests.expect(self._upcoming(mode))
+
+    def _upcoming(self, mode: Mode) -> Iterator[tuple[ShardRest, int]]:
+        """What will be fetched next, each from that exchange on, into the next iteration if values stay the same."""
+        schedule = self._schedules[mode]
+        num_started = {index: len(works) for index, works in self._works.items()}
+        filled = {index for index, secondary in self._secondary.items() if secondary.is_valid}
+        for index in schedule.upcoming():
+            if index not in filled:
+                yield self._buckets[index].rest, num_started.pop(index, 0)
+                filled.update(self._secondary.keys() & {index})
+        for index in schedule.next_iteration():
+            if index not in filled and not (mode is Mode.TRAINING and self._buckets[index].is_trainable):
+                yield self._buckets[index].rest, 0
+
+    def agree(self) -> None:
+        """Raise, on every rank, what went wrong with a rank's files. Collective if shards were read from files."""
+        self._rests.agree()
 
     def release_if_unneeded(self, bucket: Bucket) -> None:
         """Give the buffer back unless somebody needs it, or will soon."""
@@ -255,6 +281,7 @@ class Gatherer:
         for bucket in buckets:
             if bucket.index in self._secondary:
                 self._secondary[bucket.index].invalidate()
+        self._read_ahead(Mode.TRAINING)
 
     @property
     def secondary_nbytes(self) -> int:

@@ -143,9 +143,12 @@ class Hooks:
         if self._backward is not None and self._backward() is None:
             self._backward = None
             logger.warning("a backward ended with an exception: gradients since the last zero_grad() are dropped")
-            self._reducer.zero()
-            self._gatherer.release_all()
-            self._gatherer.abandon_iteration(Mode.TRAINING)
+            self._drop_step()
+
+    def _drop_step(self) -> None:
+        self._reducer.zero()
+        self._gatherer.release_all()
+        self._gatherer.abandon_iteration(Mode.TRAINING)
 
     @contextmanager
     def idle_without_gradients(self) -> Iterator[None]:
@@ -237,8 +240,11 @@ class Hooks:
         _, context = self._forwards.pop()
         if context is not None:
             context.__exit__(None, None, None)
-        if not self._forwards and self._mode is Mode.INFERENCE and output is not None:  # it is after an exception
-            self._gatherer.end_iteration(Mode.INFERENCE)
+        if not self._forwards and output is not None:  # it is after an exception
+            if self._mode is Mode.INFERENCE:
+                self._gatherer.end_iteration(Mode.INFERENCE)
+            if torch._C._current_graph_task_id() == -1:
+                self._gatherer.agree()
 
     def _bucket_under(self, tensor: Tensor) -> Bucket | None:
         if tensor.layout is not torch.strided or getattr(type(tensor), "is_released", False):
@@ -293,6 +299,11 @@ class Hooks:
         self._backward = None
         self._gatherer.end_backward()
         self._reducer.end_backward()
+        try:
+            self._gatherer.agree()
+        except Exception:
+            self._drop_step()
+            raise
         for bucket in self._gatherer.by_storage.copy().values():
             bucket.is_held_by_backward = False
             self._gatherer.release_if_unneeded(bucket)

@@ -12,7 +12,7 @@ from zcomm import ConfigError, Topology
 from zero.config.plan import Plan, make_plan
 from zero.config.read import Configuration, Source
 from zero.masters import as_groups, build_inner, check_elementwise, check_options
-from zero.runtime import check_model
+from zero.model_plan import check_model
 
 __all__ = ["check_inputs", "choose_topology"]
 

@@ -25,10 +25,12 @@ class MemoryReport:
     states: int
     """Optimizer states and float32 masters."""
     buffers: dict[str, int]
-    """Named buffers beyond the formula: the pool of full buffers, the secondary partition, parameters that
-    stay whole at stage 3."""
+    """Named buffers beyond the formula: the pool of full buffers, the secondary partition, host buffers between files
+    and parameters, parameters that stay whole at stage 3."""
     unreduced_gradients: int
     """Of the pool's bytes, those that hold full local gradients of ``no_sync`` at stages 2 and 3."""
+    shards: dict[str, int]
+    """What rests of the parameters, by tier: on the "device", in host memory ("cpu"), in files ("nvme")."""
     formula: float
     """Parameters, gradients and states as :func:`zero.model_state_nbytes` has them, with two moments."""
 
@@ -64,8 +66,9 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
     """Measure what ``runtime`` and the inner ``optimizer`` hold."""
     seen: set[int] = set()
     buckets, stage = runtime.buckets, runtime.stage
-    parameters = _nbytes([b.shard for b in buckets], seen)
-    masters = _nbytes([b.master for b in buckets], seen)
+    parameters = _nbytes([b.shard for b in buckets if b.rest.is_in_memory], seen)
+    resting = [*(b.rest.nbytes for b in buckets)]
+    masters = _nbytes([b.master for b in buckets if b.master is not b.shard], seen)
     states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     grads = [
         t for g in runtime.reducer.all for t in (g.result, None if stage.shards_gradients else g.full) if t is not None
@@ -91,8 +94,10 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
         buffers={
             "pool": runtime.pool.nbytes,
             "secondary partition": runtime.gatherer.secondary_nbytes,
+            "parameters on their way": runtime.rests.staging_nbytes,
             "persistent parameters": _nbytes([b.full for b in buckets if b.is_resident and b.full is not None], seen),
         },
         unreduced_gradients=runtime.reducer.unreduced_nbytes,
         formula=formula,
+        shards={tier: sum(of_tier.get(tier, 0) for of_tier in resting) for tier in ("device", "cpu", "nvme")},
     )

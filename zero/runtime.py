@@ -8,36 +8,30 @@ Called by :class:`zero.ZeroOptimizer`, which adds the optimizer, and by :mod:`ze
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from zcomm import LayoutError, StateError, Topology, control
+from zcomm import StateError, Topology, control
 from zero.agreement import on_every_rank
 from zero.bucket import Bucket, BucketState, ShardInfo
 from zero.edits import Published
 from zero.gather import Gatherer, Mode
 from zero.grads import Reducer
 from zero.hooks import Hooks
-from zero.init_shards import is_built
-from zero.layout import BucketLayout
 from zero.masters import OptimizerStates
+from zero.model_plan import ModelPlan, check_ranks_agree, plan_model
 from zero.pool import BufferPool
-from zero.residents import choose_residents, set_apart
-from zero.settings import Effective, ZeroSettings, resolve
+from zero.settings import ZeroSettings
 from zero.settle import make_whole, settle
-from zero.sources import start_gather
-from zero.units import Unit, find_units
+from zero.sources import GatherOptions, gather_options, start_gather
+from zero.tiers.parameter_rests import ParameterRests, ShardPlan
+from zero.tiers.settings import Tier
 
-__all__ = ["Runtime", "check_model"]
-
-MERGED_NUMEL = 2**20
-"""Larger exchanges gain nothing more from being fewer, and begin later in backward."""
+__all__ = ["Runtime"]
 
 
 class Runtime:
@@ -45,27 +39,44 @@ class Runtime:
 
     def __init__(self, model: nn.Module, settings: ZeroSettings, topology: Topology) -> None:
         self.model, self.settings, self.topology = model, settings, topology
-        plan = on_every_rank(lambda: _plan(model, settings, topology), topology)
+        plan = on_every_rank(lambda: plan_model(model, settings, topology), topology)
         self.effective, self.buckets = plan.effective, plan.buckets
         self.stage = self.effective.stage
-        _check_ranks_agree(self.buckets, settings, topology)
+        check_ranks_agree(self.buckets, settings, topology)
         # Gathers and reductions each have process groups of their own: their orders need not match one another.
         self.pool = BufferPool(self.buckets[0].device)
         self.is_saving = False
         self.states: OptimizerStates | None = None
         """What the optimizer keeps, once there is one."""
         self._published = Published(topology, is_always_full=not self.stage.shards_parameters)
-        self.gatherer = Gatherer(self.buckets, topology, settings, self.effective, self.pool)
         self.is_closed = False
+        options = gather_options(settings, self.effective, topology)
+        tiers = settings.tiers
+        self.rests = ParameterRests(tiers, self.buckets[0].device, topology, self._plans_of_shards(options))
+        self.gatherer = Gatherer(self.buckets, options, settings, self.effective, self.pool, self.rests)
         try:
             self._build(plan)
         except Exception:
             make_whole(self.buckets, self.gatherer)
+            self.rests.close()
             raise
 
-    def _build(self, plan: _Plan) -> None:
+    def _plans_of_shards(self, options: GatherOptions) -> dict[int, ShardPlan]:
+        """The shards that are to rest off the device."""
+        if not self.stage.shards_parameters or self.settings.tiers.parameters.tier is Tier.DEVICE:
+            return {}
+        row = self.topology.shard_index("local")
+        return {
+            b.index: ShardPlan(
+                f"bucket{b.index}", b.layout.shard_numel, b.dtype, options.columns(b.layout), b.layout.gaps_of(row)
+            )
+            for b in self.buckets
+            if not b.is_resident
+        }
+
+    def _build(self, plan: ModelPlan) -> None:
         exact = self.is_inexact and not self.stage.shards_parameters
-        settle(self.model, self.buckets, self.stage, self.topology, keeps_exact_masters=exact)
+        settle(self.model, self.buckets, self.stage, self.topology, self.rests, keeps_exact_masters=exact)
         if self.is_inexact:
             self.publish([b for b in self.buckets if (exact or b.is_resident) and b.dtype.is_floating_point])
         self._published.remember(self.buckets)
@@ -146,6 +157,7 @@ class Runtime:
                 works += start_gather(bucket.layout, bucket.full, bucket.shard, self.gatherer.options)
         for work in works:
             work.wait()
+        self.rests.agree(even_unread=True)
         self._published.remember(buckets)
         self.gatherer.parameters_changed(buckets)
 
@@ -162,6 +174,21 @@ class Runtime:
                 bucket.forward_depth = max(bucket.forward_depth - 1, 0)
                 self.gatherer.release_if_unneeded(bucket)
 
+    @contextmanager
+    def in_memory(self, buckets: Iterable[Bucket], *, is_changed: bool = False) -> Iterator[None]:
+        """Inside, masters that are shards, of frozen parameters, have their values, wherever shards rest.
+
+        Collective if any rest in files. ``is_changed``: what is written to them inside is kept.
+        """
+        rests = [bucket.rest for bucket in buckets if bucket.master is bucket.shard and not bucket.rest.is_in_memory]
+        with ExitStack() as stack:
+            if rests:
+                on_every_rank(lambda: [stack.enter_context(rest.in_memory()) for rest in rests], self.topology)
+            yield
+            if is_changed:
+                for rest in rests:
+                    rest.keep()
+
     @property
     def is_inexact(self) -> bool:
         """Whether forward reads quantized weights, which are not what is to be saved."""
@@ -174,9 +201,10 @@ class Runtime:
             with self.gathered([bucket]):
                 yield [param.detach() for param in bucket.params]
             return
-        shard = bucket.master.to(bucket.dtype)
         full = self.pool.take(bucket.layout.numel, bucket.dtype)
         try:
+            with self.in_memory([bucket]):
+                shard = bucket.master.to(bucket.device, bucket.dtype)
             for work in start_gather(bucket.layout, full, shard, replace(self.gatherer.options, format="none")):
                 work.wait()
             yield bucket.views(full)
@@ -202,6 +230,11 @@ class Runtime:
     ) -> None:
         """Take over ``rank``'s values of these parameters of full buckets, where they differ from ``before``."""
         for bucket, chosen in slots.items():
+            self._take_values(bucket, chosen, rank, None if before is None else before[bucket])
+        self.publish(list(slots))
+
+    def _take_values(self, bucket: Bucket, chosen: Collection[int], rank: int, before: Tensor | None) -> None:
+        with self.in_memory([bucket], is_changed=True):
             assert bucket.full is not None, "values can only be taken from full parameters"
             control.broadcast_(bucket.full, rank, self.topology)
             rows = self._own_rows(bucket)
@@ -211,9 +244,8 @@ class Runtime:
                     part = slice(piece.start - base, piece.stop - base)
                     values = rows[part].to(master.dtype)
                     if before is not None:
-                        values = torch.where(rows[part] == before[bucket][part], master, values)
+                        values = torch.where(rows[part] == before[part], master, values)
                     master.copy_(values)
-        self.publish(list(slots))
 
     def _own_rows(self, bucket: Bucket) -> Tensor:
         """The rows of a full bucket whose masters this rank has."""
@@ -263,136 +295,4 @@ class Runtime:
                         param.grad_dtype = param.dtype
                     if bucket.state is BucketState.FULL:
                         del param.zero_shard  # type: ignore[attr-defined]
-
-
-class _Plan(NamedTuple):
-    """How a model will be laid out."""
-
-    effective: Effective
-    units: list[Unit]
-    buckets_of_unit: list[list[Bucket]]
-    """Units that share an exchange have the same buckets."""
-    buckets: list[Bucket]
-
-
-def _plan(model: nn.Module, settings: ZeroSettings, topology: Topology) -> _Plan:
-    effective = resolve(settings, topology)
-    check_model(model)
-    if effective.stage.shards_parameters:
-        _check_is_gatherable(model)
-    units, residents = _cut_into_units(model, settings, effective)
-    buckets = _cut_into_buckets([residents], topology.world_size, effective.align, is_resident=True)
-    buckets_of_unit: list[list[Bucket]] = []
-    for run in _runs_of(units, _numel_to_merge(settings, effective)):
-        of_run = _cut_into_buckets(run, topology.world_size, effective.align, first=len(buckets))
-        buckets_of_unit += [of_run] * len(run)
-        buckets += of_run
-    return _Plan(effective, units, buckets_of_unit, buckets)
-
-
-def _cut_into_units(model: nn.Module, settings: ZeroSettings, effective: Effective) -> tuple[list[Unit], Unit]:
-    """The units, and what is no part of them: parameters that stay whole at stage 3."""
-    if not effective.stage.shards_parameters:
-        return set_apart(find_units(model), set(), model)
-    units = find_units(model, effective.limits.live_numel)
-    residents = choose_residents(
-        units,
-        less_than=settings.stage3_param_persistence_threshold,
-        total=settings.stage3_model_persistence_threshold,
-    )
-    return set_apart(units, residents, model)
-
-
-def _numel_to_merge(settings: ZeroSettings, effective: Effective) -> int:
-    """Elements up to which small units share an exchange. At stage 3 a unit is gathered and released by itself."""
-    if effective.stage.shards_parameters:
-        return 0
-    return min(MERGED_NUMEL, settings.reduce_bucket_size, settings.allgather_bucket_size)
-
-
-def check_model(model: nn.Module) -> torch.device:
-    """The device of ``model``'s parameters; an error for models that cannot be sharded."""
-    named = list(model.named_parameters())
-    devices = {param.device: name for name, param in named}
-    if len(devices) > 1:
-        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise LayoutError(f"all parameters must be on one device: {where}")
-    device = named[0][1].device
-    if device.type == "meta":
-        raise LayoutError(
-            f"parameters must have values: {named[0][0]!r} is on meta; call model.to_empty(device=...) first"
-        )
-    for name, param in named:
-        if hasattr(param, "zero_shard") and not is_built(param):
-            raise StateError(
-                f"parameter {name!r} is managed by another ZeroOptimizer already: close() that one first, at stage 3 "
-                "inside zero.GatheredParameters(model.parameters()), which keeps the parameters whole"
-            )
-        if param.requires_grad and not param.is_floating_point():
-            raise LayoutError(f"trainable parameters must be real floating point: {name!r} is {param.dtype}")
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise LayoutError(f"gradients must be dense: module {name!r} was built with sparse=True; use sparse=False")
-    return device
-
-
-def _check_is_gatherable(model: nn.Module) -> None:
-    """Raise if a parameter, frozen then, has a dtype that no all-gather takes."""
-    for name, param in model.named_parameters():
-        if not param.is_floating_point():
-            raise LayoutError(
-                f"stage 3 gathers real floating-point parameters only: {name!r} is {param.dtype}; use stage 1 or 2, or "
-                "make it a buffer"
-            )
-
-
-def _runs_of(units: list[Unit], max_numel: int) -> list[list[Unit]]:
-    """Consecutive units that share buckets: at least one, and more as long as they have ``max_numel`` elements."""
-    runs: list[list[Unit]] = []
-    numel = 0
-    for unit in units:
-        unit_numel = sum(param.numel() for _, param in unit.parameters)
-        if not runs or numel + unit_numel > max_numel:
-            runs.append([])
-            numel = 0
-        runs[-1].append(unit)
-        numel += unit_numel
-    return runs
-
-
-def _cut_into_buckets(
-    run: list[Unit], world_size: int, align: int, *, first: int = 0, is_resident: bool = False
-) -> list[Bucket]:
-    """The buckets of a run, numbered from ``first``: one for each dtype and requires_grad in it."""
-    kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
-    for name, param in (named for unit in run for named in unit.parameters):
-        kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param))
-    buckets = []
-    for index, named in enumerate(kinds.values(), first):
-        names, params = [name for name, _ in named], [param for _, param in named]
-        layout = BucketLayout.of(names, [tuple(p.shape) for p in params], world_size, align)
-        title = " .. ".join(dict.fromkeys((run[0].name or names[0], run[-1].name or names[-1])))
-        buckets.append(Bucket(index, title, layout, params, is_resident=is_resident))
-    return buckets
-
-
-def _check_ranks_agree(buckets: list[Bucket], settings: ZeroSettings, topology: Topology) -> None:
-    """Same model and settings everywhere, or the same error everywhere, before anything else is exchanged."""
-    if topology.world_size == 1:
-        return
-    facts = [repr(settings), *(f"{b.layout} {b.dtype} {b.is_trainable}" for b in buckets)]
-    mine = torch.tensor([float(len(buckets)), *_digests(facts)], dtype=torch.float64)
-    of_ranks = control.gather_float64(mine, topology)
-    for column, what in enumerate(("number of buckets", "settings", "model")):
-        values = of_ranks[:, column].tolist()
-        if len(set(values)) > 1:
-            raise LayoutError(
-                f"the {what} given to ZeroOptimizer must be the same on every rank: by rank {[int(v) for v in values]} "
-                f"({'count' if column == 0 else 'checksums'}); this rank: "
-                + (repr(settings) if column == 1 else f"{sum(b.layout.numel for b in buckets)} padded elements")
-            )
-
-
-def _digests(facts: list[str]) -> list[float]:
-    """Checksums of the settings and of the model, exact in float64."""
-    return [float(zlib.crc32(facts[0].encode())), float(zlib.crc32("\n".join(facts[1:]).encode()))]
+        self.rests.close()

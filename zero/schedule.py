@@ -17,7 +17,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -64,6 +65,8 @@ class Plan:
     """What to prefetch when a use begins, after its own gather has started."""
     keeps: tuple[bool, ...]
     """Whether the bucket stays full from the end of a use to its next."""
+    gathers: tuple[int, ...]
+    """Positions of the uses that begin with a gather."""
     needed_numel: int
     """The most elements that are in use at a time."""
 
@@ -99,11 +102,14 @@ class _Planner:
             last[use.bucket] = position
         self.keeps = [False] * len(uses)
         self.starts: list[list[Start]] = [[] for _ in uses]
+        self.gathers: list[int] = []
 
     def plan(self) -> Plan:
         self._plan_keeping()
         self._plan_starts()
-        return Plan(tuple(self.uses), tuple(map(tuple, self.starts)), tuple(self.keeps), self.needed_numel)
+        return Plan(
+            tuple(self.uses), tuple(map(tuple, self.starts)), tuple(self.keeps), tuple(self.gathers), self.needed_numel
+        )
 
     def _hold(self, start: int, stop: int, numel: int) -> None:
         for position in range(start, min(stop, len(self.live))):
@@ -128,6 +134,7 @@ class _Planner:
         kept: set[int] = set()
         for position, use in enumerate(self.uses):
             if use.bucket >= 0 and use.bucket not in kept:
+                self.gathers.append(position)
                 first = max(earliest, free_from.get(use.bucket, 0))
                 for index in range(len(self.exchanges[use.bucket])):
                     first = self._prefetch(position, index, first)
@@ -198,6 +205,17 @@ class Schedule:
         if bucket == END_OF_BACKWARD:
             self.end(bucket)
         return self.plan.starts[position] if self.plan is not None and self.is_following else ()
+
+    def upcoming(self) -> Iterator[int]:
+        """The buckets that are gathered from here to the end of the iteration, in order; none without a plan."""
+        if self.plan is not None and self.is_following:
+            first = bisect_left(self.plan.gathers, self.position)
+            yield from (self.plan.uses[position].bucket for position in self.plan.gathers[first:])
+
+    def next_iteration(self) -> Iterator[int]:
+        """The buckets that the next iteration gathers, in order."""
+        if self.plan is not None and self.is_following:
+            yield from (self.plan.uses[position].bucket for position in self.plan.gathers)
 
     def end(self, bucket: int) -> bool:
         """A use of ``bucket`` ends; returns whether to keep it full."""

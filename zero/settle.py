@@ -18,12 +18,19 @@ from zero.gather import Gatherer
 from zero.init_shards import construction_of, is_built
 from zero.released import show
 from zero.stages import Stage
+from zero.tiers.parameter_rests import ParameterRests
 
 __all__ = ["make_whole", "settle"]
 
 
 def settle(
-    model: nn.Module, buckets: list[Bucket], stage: Stage, topology: Topology, *, keeps_exact_masters: bool
+    model: nn.Module,
+    buckets: list[Bucket],
+    stage: Stage,
+    topology: Topology,
+    rests: ParameterRests,
+    *,
+    keeps_exact_masters: bool,
 ) -> None:
     """Divide the values of ``model`` over the ranks, as they are on rank 0. Collective.
 
@@ -41,7 +48,7 @@ def settle(
         _take_over(bucket, full)
         try:
             on_every_rank(
-                partial(bucket.settle, full, stage, topology, keeps_exact_master=keeps_exact_masters), topology
+                partial(bucket.settle, full, stage, topology, rests, keeps_exact_master=keeps_exact_masters), topology
             )
         except Exception:
             _expose(bucket, full)

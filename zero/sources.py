@@ -17,8 +17,10 @@ from torch import Tensor
 from zcomm import SecondaryPartition, Topology, Work, all_gather_single
 from zero.bucket import Bucket
 from zero.layout import BucketLayout
+from zero.settings import Effective, ZeroSettings
+from zero.tiers.settings import Tier
 
-__all__ = ["GatherOptions", "Primary", "Secondary", "start_gather"]
+__all__ = ["GatherOptions", "Primary", "Secondary", "gather_options", "start_gather"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +36,39 @@ class GatherOptions:
     max_numel: int
     """Elements that any exchange carries at most."""
 
+    def columns(self, layout: BucketLayout) -> list[tuple[int, int]]:
+        """How the exchanges of a gather cut every shard."""
+        return layout.chunks(self.max_numel, first_numel=self.first_numel)
+
+
+def gather_options(settings: ZeroSettings, effective: Effective, topology: Topology) -> GatherOptions:
+    """What ``settings`` say about gathers."""
+    tier, max_numel = settings.tiers.parameters, settings.allgather_bucket_size
+    if tier.tier is Tier.NVME:  # what one exchange sends is what one buffer holds
+        max_numel = min(max_numel, tier.buffer_numel * topology.world_size)
+    return GatherOptions(
+        topology,
+        effective.weight_format,
+        settings.overlap_comm,
+        min(effective.limits.prefetch_numel or max_numel, max_numel),
+        max_numel,
+    )
+
 
 def start_gather(layout: BucketLayout, full: Tensor, shard: Tensor, options: GatherOptions) -> list[Work]:
     """Start filling ``full`` from every rank's ``shard``."""
     columns = layout.chunks(options.max_numel)
-    works = [_gather_columns(full, shard, start, stop, options) for start, stop in columns]
+    works = [_gather_columns(full, shard[start:stop], start, stop, options) for start, stop in columns]
     return [work for work in works if work is not None]
 
 
-def _gather_columns(full: Tensor, shard: Tensor, start: int, stop: int, options: GatherOptions) -> Work | None:
-    is_all = stop - start == shard.numel()
+def _gather_columns(full: Tensor, own: Tensor, start: int, stop: int, options: GatherOptions) -> Work | None:
+    """Fill columns ``[start, stop)`` of the shards in ``full``; ``own`` are this rank's."""
+    world_size = options.topology.world_size
+    is_all = (stop - start) * world_size == full.numel()
     return all_gather_single(
-        full if is_all else full.view(options.topology.world_size, -1)[:, start:stop],
-        shard[start:stop],
+        full if is_all else full.view(world_size, -1)[:, start:stop],
+        own,
         options.topology,
         format=options.format,
         numbering="local",
@@ -59,14 +81,18 @@ class Primary:
 
     def __init__(self, bucket: Bucket, options: GatherOptions) -> None:
         self._bucket, self._options = bucket, options
-        self._columns = bucket.layout.chunks(options.max_numel, first_numel=options.first_numel)
+        self._columns = options.columns(bucket.layout)
+        self._row = options.topology.shard_index("local")
         self.exchanges = [(stop - start) * options.topology.world_size for start, stop in self._columns]
         """Elements that each exchange carries."""
 
     def start(self, index: int, full: Tensor) -> Work | None:
         """Start exchange number ``index``."""
         start, stop = self._columns[index]
-        return _gather_columns(full, self._bucket.shard, start, stop, self._options)
+        row = full.view(self._options.topology.world_size, -1)[self._row, start:stop]
+        rest = self._bucket.rest
+        with rest.on_stream():
+            return _gather_columns(full, rest.fetch(start, stop, row), start, stop, self._options)
 
 
 class Secondary:

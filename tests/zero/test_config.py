@@ -51,7 +51,7 @@ def test_what_this_version_cannot_do_is_refused_by_name(name: str) -> None:
     if name not in NEEDS_MORE:
         assert make_plan(CONFIGS[name], {}).settings.stage == CONFIGS[name]["zero_optimization"]["stage"]
         return
-    with pytest.raises(NotAvailableError, match=r"offload_param\.device='(cpu|nvme)'|partition_activations=True"):
+    with pytest.raises(NotAvailableError, match=r"offload_optimizer\.device='(cpu|nvme)'|partition_activations=True"):
         make_plan(CONFIGS[name], {})
 
 
@@ -158,7 +158,7 @@ def test_keys_become_settings_and_keywords_win() -> None:
     assert plan.dtype is torch.float16
     assert plan.optimizer_options == {"lr": 0.1}
     assert plan.configuration.origins["fp16.enabled"] == "keyword"
-    assert plan.configuration.origins["zero_optimization.stage"] == "dict"
+    assert plan.configuration.origins["zero_optimization.stage"] == "keyword"
     assert make_plan({"communication_data_type": "fp32"}, {}).settings.gradient_format == "none"
     assert make_plan(None, {"zero_quantized_gradients": True}).settings.quantized_gradients
     assert (make_plan(None, {}).settings.stage, make_plan({}, {}).settings.stage) == (1, 0)

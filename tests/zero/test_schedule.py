@@ -22,6 +22,9 @@ from zero.layout import BucketLayout
 from zero.pool import BufferPool
 from zero.schedule import Limits, Plan, Schedule, Use, make_plan
 from zero.settings import ZeroSettings, resolve
+from zero.sources import gather_options
+from zero.tiers.parameter_rests import ParameterRests
+from zero.tiers.settings import ON_DEVICE
 
 SIZES = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=6)
 LIMITS = st.builds(
@@ -184,8 +187,11 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
         effective = resolve(options, topology)
         self.pool = BufferPool(torch.device("cpu"))
         self.pool.poisons = True
+        self.rests = ParameterRests(ON_DEVICE, torch.device("cpu"), topology, {})
         self.buckets = [self._bucket(i, effective, topology) for i in range(4)]
-        self.gatherer = Gatherer(self.buckets, topology, options, effective, self.pool)
+        self.gatherer = Gatherer(
+            self.buckets, gather_options(options, effective, topology), options, effective, self.pool, self.rests
+        )
         self.gatherer._primary = [self.network.source_of(b, self.random.randint(1, 3)) for b in self.buckets]
         exchanges = [source.exchanges for source in self.gatherer._primary]
         limits = Limits(prefetch_numel=1200 * prefetch, live_numel=self.random.choice((1500, 10**6)), reuse_numel=reuse)
@@ -200,7 +206,7 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
         param = nn.Parameter(torch.full((256 * (index + 1),), index + 1.0))
         layout = BucketLayout.of([f"p{index}"], [tuple(param.shape)], 1)
         bucket = Bucket(index, f"layer{index}", layout, [param])
-        bucket.settle(bucket.flatten(), effective.stage, topology, keeps_exact_master=False)
+        bucket.settle(bucket.flatten(), effective.stage, topology, self.rests, keeps_exact_master=False)
         return bucket
 
     def _use(self, index: int) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,14 +47,19 @@ class Held(NamedTuple):
         return Part(key, self.numel, self.first, values[: self.values.numel()])
 
 
-def held_weights(runtime: Runtime) -> Iterator[Held]:
-    """This rank's part of every parameter, trainable or not, without padding."""
+def held_weights(runtime: Runtime, access: Literal["sizes", "values", "changes"]) -> Iterator[Held]:
+    """This rank's part of every parameter, trainable or not, without padding. Collective if some rest in files.
+
+    What rests in files has its values only if ``access`` is not "sizes", for as long as they are held. With "changes",
+    what is written to them before the next is asked for is kept.
+    """
     row = runtime.topology.shard_index("local")
     for bucket in runtime.buckets:
-        for piece, master in bucket.master_pieces(runtime.stage, row):
-            slot = bucket.layout.slots[piece.slot]
-            first = piece.start - slot.offset
-            yield Held(slot.name, slot.numel, first, master[: slot.numel - first], bucket)
+        with runtime.in_memory([] if access == "sizes" else [bucket], is_changed=access == "changes"):
+            for piece, master in bucket.master_pieces(runtime.stage, row):
+                slot = bucket.layout.slots[piece.slot]
+                first = piece.start - slot.offset
+                yield Held(slot.name, slot.numel, first, master[: slot.numel - first], bucket)
 
 
 def held_pieces(inside: Inside) -> Iterator[tuple[Held, MasterPiece]]:

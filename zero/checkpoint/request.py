@@ -164,7 +164,7 @@ def _group_problems(inside: Inside, index: Index) -> list[str]:
 
 def _ask_for_weights(request: Request, inside: Inside) -> None:
     index = request.index
-    for held in held_weights(inside.runtime):
+    for held in held_weights(inside.runtime, "sizes"):
         key = f"weight/{held.name}"
         if key in index.tensors and held.name in index.content["parameters"]:
             request.add(key, held.values.numel(), held.first, held.values.dtype)

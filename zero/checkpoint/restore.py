@@ -63,7 +63,7 @@ def restore(optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, A
 
 def _restore_weights(inside: Inside, request: Request) -> None:
     runtime = inside.runtime
-    for held in held_weights(runtime):
+    for held in held_weights(runtime, "changes"):
         key = f"weight/{held.name}"
         if request.has(key):
             held.values.copy_(request.values(key))

@@ -54,7 +54,7 @@ def take_snapshot(
     parts, error = buffer_parts(inside.runtime), None
     content: dict[str, Any] = {}
     try:
-        weights = [held for held in held_weights(inside.runtime)]  # noqa: C416
+        weights = [held for held in held_weights(inside.runtime, "values")]  # noqa: C416
         for held in weights:
             if held.bucket.is_trainable or not exclude_frozen_parameters:
                 parts.append(held.part(f"weight/{held.name}", held.values))

@@ -18,6 +18,7 @@ from zero.config.tiers import tiers_of
 from zero.config.zero_section import ZeroOptimization
 from zero.loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from zero.settings import ZeroSettings
+from zero.stages import get_stage
 
 __all__ = ["Plan", "make_plan", "to_dtype"]
 
@@ -73,6 +74,9 @@ def make_plan(config: Source | Configuration | None, options: Mapping[str, Any])
             _place(overlay, name, value)
     rest = {name: value for name, value in options.items() if name not in names and not _is_key(name)}
     has_config = config is not None
+    if "stage" in ours and not isinstance(config, Configuration):
+        get_stage(ours["stage"])
+        overlay.setdefault("zero_optimization", {})["stage"] = ours["stage"]  # what else is given may depend on it
     if not isinstance(config, Configuration):
         config = parse(overlay, "keyword") if config is None else read_source(config, overlay)
     elif overlay:

@@ -23,7 +23,6 @@ class OffloadParam:
         "none",
         "where sharded parameters rest",
         choices=("none", "cpu", "nvme"),
-        unavailable="offload of parameters",
         active_if="stage 3",
     )
     nvme_path: str | None = key(None, "folder for parameters on NVMe", active_if="offload_param nvme")

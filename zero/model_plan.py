@@ -1,0 +1,160 @@
+"""How a model will be laid out: its units, the buckets they share, and whether all ranks have the same."""
+
+from __future__ import annotations
+
+import zlib
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from zcomm import LayoutError, StateError, Topology, control
+from zero.bucket import Bucket
+from zero.init_shards import is_built
+from zero.layout import BucketLayout
+from zero.residents import choose_residents, set_apart
+from zero.settings import Effective, ZeroSettings, resolve
+from zero.units import Unit, find_units
+
+__all__ = ["ModelPlan", "check_model", "check_ranks_agree", "plan_model"]
+
+MERGED_NUMEL = 2**20
+"""Larger exchanges gain nothing more from being fewer, and begin later in backward."""
+
+
+class ModelPlan(NamedTuple):
+    """How a model will be laid out."""
+
+    effective: Effective
+    units: list[Unit]
+    buckets_of_unit: list[list[Bucket]]
+    """Units that share an exchange have the same buckets."""
+    buckets: list[Bucket]
+
+
+def plan_model(model: nn.Module, settings: ZeroSettings, topology: Topology) -> ModelPlan:
+    """Cut ``model`` into units and buckets. No communication.
+
+    Raises:
+        ZcommError: A model or settings that cannot be sharded.
+    """
+    effective = resolve(settings, topology)
+    check_model(model)
+    if effective.stage.shards_parameters:
+        _check_is_gatherable(model)
+    units, residents = _cut_into_units(model, settings, effective)
+    buckets = _cut_into_buckets([residents], topology.world_size, effective.align, is_resident=True)
+    buckets_of_unit: list[list[Bucket]] = []
+    for run in _runs_of(units, _numel_to_merge(settings, effective)):
+        of_run = _cut_into_buckets(run, topology.world_size, effective.align, first=len(buckets))
+        buckets_of_unit += [of_run] * len(run)
+        buckets += of_run
+    return ModelPlan(effective, units, buckets_of_unit, buckets)
+
+
+def _cut_into_units(model: nn.Module, settings: ZeroSettings, effective: Effective) -> tuple[list[Unit], Unit]:
+    """The units, and what is no part of them: parameters that stay whole at stage 3."""
+    if not effective.stage.shards_parameters:
+        return set_apart(find_units(model), set(), model)
+    units = find_units(model, effective.limits.live_numel)
+    residents = choose_residents(
+        units,
+        less_than=settings.stage3_param_persistence_threshold,
+        total=settings.stage3_model_persistence_threshold,
+    )
+    return set_apart(units, residents, model)
+
+
+def _numel_to_merge(settings: ZeroSettings, effective: Effective) -> int:
+    """Elements up to which small units share an exchange. At stage 3 a unit is gathered and released by itself."""
+    if effective.stage.shards_parameters:
+        return 0
+    return min(MERGED_NUMEL, settings.reduce_bucket_size, settings.allgather_bucket_size)
+
+
+def check_model(model: nn.Module) -> torch.device:
+    """The device of ``model``'s parameters; an error for models that cannot be sharded."""
+    named = list(model.named_parameters())
+    devices = {param.device: name for name, param in named}
+    if len(devices) > 1:
+        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise LayoutError(f"all parameters must be on one device: {where}")
+    device = named[0][1].device
+    if device.type == "meta":
+        raise LayoutError(
+            f"parameters must have values: {named[0][0]!r} is on meta; call model.to_empty(device=...) first"
+        )
+    for name, param in named:
+        if hasattr(param, "zero_shard") and not is_built(param):
+            raise StateError(
+                f"parameter {name!r} is managed by another ZeroOptimizer already: close() that one first, at stage 3 "
+                "inside zero.GatheredParameters(model.parameters()), which keeps the parameters whole"
+            )
+        if param.requires_grad and not param.is_floating_point():
+            raise LayoutError(f"trainable parameters must be real floating point: {name!r} is {param.dtype}")
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise LayoutError(f"gradients must be dense: module {name!r} was built with sparse=True; use sparse=False")
+    return device
+
+
+def _check_is_gatherable(model: nn.Module) -> None:
+    """Raise if a parameter, frozen then, has a dtype that no all-gather takes."""
+    for name, param in model.named_parameters():
+        if not param.is_floating_point():
+            raise LayoutError(
+                f"stage 3 gathers real floating-point parameters only: {name!r} is {param.dtype}; use stage 1 or 2, or "
+                "make it a buffer"
+            )
+
+
+def _runs_of(units: list[Unit], max_numel: int) -> list[list[Unit]]:
+    """Consecutive units that share buckets: at least one, and more as long as they have ``max_numel`` elements."""
+    runs: list[list[Unit]] = []
+    numel = 0
+    for unit in units:
+        unit_numel = sum(param.numel() for _, param in unit.parameters)
+        if not runs or numel + unit_numel > max_numel:
+            runs.append([])
+            numel = 0
+        runs[-1].append(unit)
+        numel += unit_numel
+    return runs
+
+
+def _cut_into_buckets(
+    run: list[Unit], world_size: int, align: int, *, first: int = 0, is_resident: bool = False
+) -> list[Bucket]:
+    """The buckets of a run, numbered from ``first``: one for each dtype and requires_grad in it."""
+    kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, param in (named for unit in run for named in unit.parameters):
+        kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param))
+    buckets = []
+    for index, named in enumerate(kinds.values(), first):
+        names, params = [name for name, _ in named], [param for _, param in named]
+        layout = BucketLayout.of(names, [tuple(p.shape) for p in params], world_size, align)
+        title = " .. ".join(dict.fromkeys((run[0].name or names[0], run[-1].name or names[-1])))
+        buckets.append(Bucket(index, title, layout, params, is_resident=is_resident))
+    return buckets
+
+
+def check_ranks_agree(buckets: list[Bucket], settings: ZeroSettings, topology: Topology) -> None:
+    """Same model and settings everywhere, or the same error everywhere, before anything else is exchanged."""
+    if topology.world_size == 1:
+        return
+    facts = [repr(settings), *(f"{b.layout} {b.dtype} {b.is_trainable}" for b in buckets)]
+    mine = torch.tensor([float(len(buckets)), *_digests(facts)], dtype=torch.float64)
+    of_ranks = control.gather_float64(mine, topology)
+    for column, what in enumerate(("number of buckets", "settings", "model")):
+        values = of_ranks[:, column].tolist()
+        if len(set(values)) > 1:
+            raise LayoutError(
+                f"the {what} given to ZeroOptimizer must be the same on every rank: by rank {[int(v) for v in values]} "
+                f"({'count' if column == 0 else 'checksums'}); this rank: "
+                + (repr(settings) if column == 1 else f"{sum(b.layout.numel for b in buckets)} padded elements")
+            )
+
+
+def _digests(facts: list[str]) -> list[float]:
+    """Checksums of the settings and of the model, exact in float64."""
+    return [float(zlib.crc32(facts[0].encode())), float(zlib.crc32("\n".join(facts[1:]).encode()))]
