@@ -4,6 +4,7 @@ stage   full buffer          shard                    master (float32)          
 0       always               = full                   = full, or a float32 copy         full buffer
 1, 2    always               own rows of full         = shard, or a float32 copy        full buffer | shard
 3       from the pool        the only thing kept      = shard, or a float32 copy        shard
+1 - 3, offloaded states      as above                 a float32 copy in host memory     shard in host memory
 
 Frozen parameters have no master but the shard; where stages 1 and 2 quantize weights, an exact copy of it.
 
@@ -26,6 +27,7 @@ from zcomm import StateError, Topology
 from zero.layout import BucketLayout, Piece
 from zero.released import hide, is_released, placeholder, show
 from zero.stages import Stage
+from zero.tiers.host import HostMemory
 from zero.tiers.parameter_rests import ParameterRests
 from zero.tiers.shard_rest import InPlace, ShardRest
 
@@ -90,8 +92,10 @@ class Bucket:
         self.shard = torch.empty(0)
         self.rest: ShardRest = InPlace(self.shard)
         self.master = torch.empty(0)
-        self._padding: list[Tensor] = []
-        """The views of the master that hold no parameter."""
+        self.gaps: list[tuple[int, int]] = []
+        """The runs of the master that hold no parameter, and stay zero."""
+        self.host: HostMemory | None = None
+        """Where master, moments and gradients rest, and are updated; None: with the parameters."""
         self.empties = [placeholder(p.shape, p.dtype, p.device) for p in params]
         # Who needs the full parameters now: running forwards, a running backward, somebody who holds a view.
         self.forward_depth = 0
@@ -130,7 +134,7 @@ class Bucket:
         numel = self.layout.shard_numel
         own = full[row * numel : (row + 1) * numel]
         if stage.shards_parameters:
-            self.rest = rests.place(self.index, own)
+            self.rest = rests.place(self.index, own, updates_on_host=self.host is not None)
             self.shard = self.rest.shard
             self._move(BucketState.GATHERING)
             self.full = full
@@ -139,32 +143,35 @@ class Bucket:
                 self.release()
         else:
             self.shard = own if stage.shards_states else full
-            self.rest = rests.leave(self.shard)
+            self.rest = rests.leave(self.shard, updates_on_host=self.host is not None)
             self.state = BucketState.GATHERING
             self.full = full
             self.expose()
+        self.gaps = self.layout.gaps_of(row) if stage.shards_states else list(self.layout.gaps)
+        initial = own if stage.shards_states else full
         dtype = master_dtype(self.dtype) if self.is_trainable else self.dtype
         is_own_master = not self.is_trainable or self.rest.is_on_device
-        if self.shard.dtype == dtype and is_own_master and not (keeps_exact_master and dtype.is_floating_point):
+        if self.is_trainable and self.host is not None:
+            self.master = self.host.empty(initial.numel(), dtype).copy_(initial)
+        elif self.shard.dtype == dtype and is_own_master and not (keeps_exact_master and dtype.is_floating_point):
             self.master = self.shard
         else:
-            self.master = (own if stage.shards_states else full).to(dtype, copy=True)
-        if self.is_trainable:
-            gaps = self.layout.gaps_of(row) if stage.shards_states else self.layout.gaps
-            self._padding = [self.master[start:stop] for start, stop in gaps]
-
-    def clear_padding(self) -> None:
-        """Zero what the optimizer made of the padding: 0/0 if it divides by the second moment, noise if it adds any."""
-        if self._padding:
-            torch._foreach_zero_(self._padding)
+            self.master = initial.to(dtype, copy=True)
 
     def update_shard(self) -> None:
         """Bring the shard in line with the master."""
-        self.clear_padding()
         if self.master is not self.shard:
             for start, stop in self.rest.ranges:
                 self.rest.target(start, stop, self.master.device).copy_(self.master[start:stop])
                 self.rest.written(start, stop)
+
+    def begin_update(self) -> Tensor:
+        """Memory, where the master is updated, for all new values of the shard; its contents are undefined."""
+        return self.rest.target(0, self.shard.numel(), self.master.device)
+
+    def end_update(self) -> None:
+        """What :meth:`begin_update` gave is filled."""
+        self.rest.written(0, self.shard.numel())
 
     def _move(self, to: BucketState) -> None:
         if to not in TRANSITIONS[self.state]:
@@ -216,10 +223,10 @@ class Bucket:
         return full
 
     def master_pieces(self, stage: Stage, shard_index: int) -> list[tuple[Piece, Tensor]]:
-        """The parameters this rank updates, as leaf views of the master weights."""
+        """The parameters this rank updates, as leaf views of the master weights, without the padding."""
         if not stage.shards_states:
-            slots = self.layout.slots
-            return [(Piece(i, s.offset, s.end), self.master[s.offset : s.end]) for i, s in enumerate(slots) if s.numel]
+            ends = [(i, s.offset, s.offset + s.numel) for i, s in enumerate(self.layout.slots) if s.numel]
+            return [(Piece(i, start, stop), self.master[start:stop]) for i, start, stop in ends]
         base = shard_index * self.layout.shard_numel
         pieces = self.layout.pieces(shard_index)
         return [(piece, self.master[piece.start - base : piece.stop - base]) for piece in pieces]

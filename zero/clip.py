@@ -9,20 +9,44 @@ from torch import Tensor
 
 from zcomm import ConfigError, StateError, control
 from zero.bucket import Bucket
+from zero.final_gradients import FinalGradients
 from zero.model_parallel import ModelParallel
 from zero.runtime import Runtime
 
-__all__ = ["clip_grad_norm_"]
+__all__ = ["clip_grad_norm_", "fold_clipping"]
 
 
 def clip_grad_norm_(
-    runtime: Runtime, model: ModelParallel, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+    gradients: FinalGradients, model: ModelParallel, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
 ) -> Tensor:
     """See :meth:`zero.ZeroOptimizer.clip_grad_norm_`."""
     if norm_type not in (2.0, math.inf):
         raise ConfigError(f"norm_type must be 2 or inf: norm_type={norm_type}")
     if not max_norm >= 0:
         raise ConfigError(f"max_norm must be at least 0: max_norm={max_norm}")
+    norm = global_norm(gradients, model, norm_type)
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise StateError(f"the global gradient norm is {norm.item()}; pass error_if_nonfinite=False to go on")
+    _fold(gradients, norm, max_norm)
+    gradients.apply()
+    return norm
+
+
+def fold_clipping(gradients: FinalGradients, model: ModelParallel, max_norm: float) -> float:
+    """Clip as a factor of ``gradients``, which is not applied yet; the 2-norm before. Collective."""
+    norm = global_norm(gradients, model, 2.0)
+    _fold(gradients, norm, max_norm)
+    return norm.item()
+
+
+def _fold(gradients: FinalGradients, norm: Tensor, max_norm: float) -> None:
+    if max_norm != math.inf:
+        gradients.factor *= torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
+
+
+def global_norm(gradients: FinalGradients, model: ModelParallel, norm_type: float) -> Tensor:
+    """The norm of the gradients over all ranks, groups and parameters, a CPU scalar. Collective."""
+    runtime = gradients.runtime
     runtime.reducer.flush()
     parts = [part for bucket in runtime.buckets for part in _own_parts(runtime, model, bucket)]
     if norm_type == math.inf:
@@ -38,26 +62,17 @@ def clip_grad_norm_(
         total = largest_of.amax().item()  # keeps a NaN
     else:
         total = math.sqrt(sum(model.gather(sum(by_rank.tolist()))))
-    if error_if_nonfinite and not math.isfinite(total):
-        raise StateError(f"the global gradient norm is {total}; pass error_if_nonfinite=False to go on")
     dtype = torch.float64 if any(g.dtype == torch.float64 for g in runtime.reducer.all) else torch.float32
-    norm = torch.tensor(total, dtype=dtype)
-    if max_norm == math.inf:
-        return norm
-    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for grads in runtime.reducer.all:
-        result = runtime.reducer.results(grads)
-        if result is not None:
-            result.mul_(coefficient.to(result.dtype))
-    return norm
+    return torch.tensor(total * gradients.factor, dtype=dtype)
 
 
 def _own_parts(runtime: Runtime, model: ModelParallel, bucket: Bucket) -> list[Tensor]:
     """This rank's shard of the gradient, parameter by parameter; of replicated ones on one model-parallel rank."""
     grads = runtime.reducer.by_bucket.get(bucket.index)
-    if grads is None or runtime.reducer.results(grads) is None or grads.result is None:
+    if grads is None or runtime.reducer.results(grads) is None:
         return []
+    own = grads.own_rows
     row = runtime.topology.shard_index("local")
     base = row * bucket.layout.shard_numel
     pieces = [piece for piece in bucket.layout.pieces(row) if model.counts(bucket.params[piece.slot])]
-    return [grads.result[piece.start - base : piece.stop - base] for piece in pieces]
+    return [own[piece.start - base : piece.stop - base] for piece in pieces]

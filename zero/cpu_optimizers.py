@@ -26,6 +26,8 @@ __all__ = ["CPUSGD", "CPUAdagrad", "CPUAdam", "CPULion", "CPUOptimizer"]
 class CPUOptimizer(Optimizer, ABC):
     """A torch optimizer over contiguous CPU parameters in float32, bfloat16 or float16.
 
+    It may be built over parameters on a GPU, for :class:`zero.ZeroOptimizer`, which steps masters in host memory.
+
     16-bit parameters have a float32 master in their state (``"master"``), which is what is trained; the parameter is
     its rounding. Moments are float32, or with ``fp32_optimizer_states=False`` bfloat16, rounded stochastically: by
     numbers that depend on the parameter's position in ``param_groups``, the step and the element, so that a restarted
@@ -53,12 +55,12 @@ class CPUOptimizer(Optimizer, ABC):
         """Add a group.
 
         Raises:
-            ConfigError: A parameter that is not dense, contiguous, on the CPU, in float32, bfloat16 or float16.
+            ConfigError: A parameter that is not dense, contiguous, in float32, bfloat16 or float16.
         """
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
-            if param.device.type != "cpu" or param.layout != torch.strided or not param.is_contiguous():
-                self._refuse(f"a contiguous CPU tensor: device={param.device}, shape={tuple(param.shape)}")
+            if param.is_meta or param.layout != torch.strided or not param.is_contiguous():
+                self._refuse(f"a contiguous tensor with values: device={param.device}, shape={tuple(param.shape)}")
             if param.dtype not in DTYPE_NUMBERS:
                 self._refuse(f"float32, bfloat16 or float16: dtype={param.dtype}")
 
@@ -74,7 +76,7 @@ class CPUOptimizer(Optimizer, ABC):
         """Step every parameter that has a gradient, in float32, bfloat16 or float16.
 
         Raises:
-            ConfigError: A sparse gradient; nothing has been changed.
+            ConfigError: A sparse gradient, or a parameter that is not on the CPU; nothing has been changed.
         """
         loss = None
         if closure is not None:
@@ -82,6 +84,8 @@ class CPUOptimizer(Optimizer, ABC):
                 loss = closure()
         grads = [(p, p.grad, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for param, grad, _ in grads:
+            if param.device.type != "cpu":
+                self._refuse(f"on the CPU: device={param.device}")
             if grad.layout != torch.strided or grad.dtype not in DTYPE_NUMBERS:
                 raise ConfigError(
                     f"{type(self).__name__} takes dense gradients in float32, bfloat16 or float16: "

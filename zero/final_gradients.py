@@ -22,7 +22,9 @@ class FinalGradients:
     """The gradients of one optimizer between backward and step."""
 
     def __init__(self, runtime: Runtime, pieces: list[MasterPiece]) -> None:
-        self._runtime, self._pieces = runtime, pieces
+        self.runtime, self._pieces = runtime, pieces
+        self.factor = 1.0
+        """What the gradients are yet to be multiplied by, to unscale and clip them."""
         self.flag = torch.zeros(1, device=runtime.buckets[0].device)
         """The overflow flag."""
         self._has_overflow: bool | None = None
@@ -34,35 +36,44 @@ class FinalGradients:
         """A backward has reduced."""
         self._has_overflow = None
         self._hand_out()
-        if self._runtime.is_boundary:
+        if self.runtime.is_boundary:
             self.flag.grad = torch.full_like(self.flag, float("nan") if self.has_overflow() else 0.0)
 
     def has_overflow(self) -> bool:
         """Whether the reduced gradient has a NaN or an infinity on any rank. Collective if not agreed on yet."""
         if self._has_overflow is None:
-            reducer = self._runtime.reducer
+            reducer = self.runtime.reducer
             results = [r for grads in reducer.all if (r := reducer.results(grads)) is not None]
             mine = torch.tensor([int(_is_nonfinite(results))])
-            self._has_overflow = bool(control.agree_max(mine, self._runtime.topology).item())
+            self._has_overflow = bool(control.agree_max(mine, self.runtime.topology).item())
         return self._has_overflow
 
-    def unscale(self, factor: float) -> None:
-        """Multiply every gradient of this rank."""
-        for grads in self._runtime.reducer.all:
-            result = self._runtime.reducer.results(grads)
+    def apply(self) -> None:
+        """Multiply every gradient of this rank by the factor."""
+        if self.factor == 1:
+            return
+        for grads in self.runtime.reducer.all:
+            result = self.runtime.reducer.results(grads, wide=True)
             if result is not None:
-                result.mul_(factor)
+                result.mul_(self.factor)
+        self.factor = 1.0
 
-    def hand_over(self) -> None:
-        """Give the inner optimizer what it updates with: gradients in the masters' dtype, and none for the flag."""
+    def hand_over(self, *, widens: bool) -> None:
+        """Give the inner optimizer what it updates with, and no gradient for the flag.
+
+        Args:
+            widens: Gradients in the masters' dtype; False: as they rest.
+        """
         self._check_all_used()
         self.flag.grad = None
         self._hand_out()
+        if not widens:
+            return
         widened: dict[int, Tensor] = {}
         for piece in self._pieces:
             grad = piece.master.grad
             if grad is not None and grad.dtype != piece.master.dtype:
-                result = self._runtime.reducer.results(self._runtime.reducer.by_bucket[piece.bucket.index])
+                result = self.runtime.reducer.results(self.runtime.reducer.by_bucket[piece.bucket.index])
                 assert result is not None, "a gradient without a result"
                 wide = widened.setdefault(id(result), result.to(piece.master.dtype))
                 piece.master.grad = wide[piece.start : piece.start + piece.master.numel()]
@@ -77,20 +88,20 @@ class FinalGradients:
         """Each master gets its part of the reduced gradient; parameters that no rank used get none."""
         with torch._C.DisableTorchFunctionSubclass():
             for piece in self._pieces:
-                grads = self._runtime.reducer.by_bucket[piece.bucket.index]
+                grads = self.runtime.reducer.by_bucket[piece.bucket.index]
                 if not grads.used[piece.slot] or piece.param.grad is None:
                     piece.master.grad = None
                     continue
-                result = self._runtime.reducer.results(grads)
+                result = self.runtime.reducer.results(grads)
                 assert result is not None, "a used parameter without a gradient"
                 piece.master.grad = result[piece.start : piece.start + piece.master.numel()]
 
     def _check_all_used(self) -> None:
-        if self._runtime.settings.ignore_unused_parameters:
+        if self.runtime.settings.ignore_unused_parameters:
             return
         unused = [
             slot.name
-            for grads in self._runtime.reducer.all
+            for grads in self.runtime.reducer.all
             for slot, used in zip(grads.bucket.layout.slots, grads.used, strict=True)
             if not used
         ]

@@ -2,6 +2,7 @@
 
     autograd's .grad --copy or add--> full buffer --reduce-scatter (mean)--> shard += mean           stages 2, 3
                                        (below stage 2 the shard is the buffer's own rows; stage 0 gathers them)
+                                                                 shard --bucket by bucket--> host   offloaded states
 
 Invariants:
     G1  Buckets are reduced in one fixed order on every rank, whatever the order in which their gradients arrive, so
@@ -24,6 +25,7 @@ from zero.bucket import Bucket, master_dtype
 from zero.pool import BufferPool
 from zero.released import ReducedGradient
 from zero.settings import Effective, ZeroSettings
+from zero.tiers.host_gradient import HostGradient
 
 __all__ = ["BucketGrads", "Reducer"]
 
@@ -39,7 +41,9 @@ class BucketGrads:
     bucket: Bucket
     dtype: torch.dtype
     result: Tensor | None = None
-    """This rank's shard of the reduced sum; below stage 2 the buffer's own rows."""
+    """This rank's shard of the reduced sum; below stage 2 the buffer's own rows. None from stage 2 on with ``host``."""
+    host: HostGradient | None = None
+    """The sum, if it rests in host memory."""
     full: Tensor | None = None
     """Local gradients that are not reduced yet; permanent at stages 0 and 1."""
     carry: Tensor | None = None
@@ -55,6 +59,13 @@ class BucketGrads:
     has_result: bool = False
     is_gathered: bool = True
     """Stage 0: the other ranks' shards are in ``full`` too."""
+
+    @property
+    def own_rows(self) -> Tensor:
+        """This rank's shard of the sum, at stage 0 too."""
+        own = self.result if self.host is None else self.host.values()
+        assert own is not None, "a gradient without a place"
+        return own
 
 
 @dataclass(slots=True)
@@ -91,6 +102,8 @@ class Reducer:
         self._cursor = 0
         self._in_flight: list[InFlight] = []
         self.reduces_now = True
+        self.rounds_means = False
+        """Whether each mean is rounded to the parameters' dtype, as it is on its way to host memory."""
         self.on_reduced: Callable[[], None] = lambda: None
         """Called when a backward has reduced."""
 
@@ -103,12 +116,21 @@ class Reducer:
                 param.grad_dtype = dtype  # autograd, too, sums a parameter's several uses in it
             grads.stand_ins.append(ReducedGradient.of(slot.name, param.shape, dtype, param.device))
         shard_numel = bucket.layout.shard_numel
+        if bucket.host is not None:
+            grads.host = HostGradient(shard_numel, self._mean_dtype(grads), dtype, bucket.host)
         if self._stage.shards_gradients:
-            grads.result = torch.zeros(shard_numel, dtype=dtype, device=bucket.device)
+            if grads.host is None:
+                grads.result = torch.zeros(shard_numel, dtype=dtype, device=bucket.device)
         else:
             grads.full = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.device)
             grads.result = self._own_rows(grads, grads.full)
         return grads
+
+    def _mean_dtype(self, grads: BucketGrads) -> torch.dtype:
+        """The dtype that means travel to the host in: the one they have between the ranks, if that is a dtype."""
+        wire, dtype = self._effective.gradient_formats, grads.bucket.dtype
+        is_exact = wire is not None and "none" in wire
+        return grads.dtype if is_exact or dtype.itemsize >= grads.dtype.itemsize else dtype
 
     def _own_rows(self, grads: BucketGrads, full: Tensor) -> Tensor:
         numel = grads.bucket.layout.shard_numel
@@ -153,7 +175,7 @@ class Reducer:
                 grads.full = self._pool.take(grads.bucket.layout.numel, grads.dtype)
             return grads.full
         self._finish([flight for flight in self._in_flight if flight.grads is grads])
-        if grads.has_result and not any(grads.written):
+        if grads.has_result and not any(grads.written) and grads.host is None:
             assert grads.result is not None, "a result without a tensor"
             grads.carry, grads.has_result = grads.result.clone(), False
         assert grads.full is not None, "stages 0 and 1 keep the full gradient buffer"
@@ -225,7 +247,7 @@ class Reducer:
         for start, stop in layout.gaps:
             full[start:stop].zero_()
         output = grads.result
-        if grads.has_result:  # stages 2 and 3: add to it when it has come
+        if output is None or (grads.has_result and grads.host is None):  # added to a sum, or sent on, when it has come
             output = self._pool.take(layout.shard_numel, grads.dtype)
         assert output is not None, "a reduction without a place for its result"
         works = self._reduce_scatter(grads, full, output)
@@ -261,16 +283,26 @@ class Reducer:
                 work.wait()
             self._in_flight.remove(flight)
             grads = flight.grads
-            assert grads.result is not None, "a reduction without a place for its result"
             if self._stage.shards_gradients:
                 self._pool.give(flight.source)
-                if flight.output is not grads.result:
-                    grads.result.add_(flight.output)
-                    self._pool.give(flight.output)
-            if grads.carry is not None:
-                grads.result.add_(grads.carry)
-                grads.carry = None
+            self._take_mean(grads, flight.output)
+            if flight.output is not grads.result:
+                self._pool.give(flight.output)
             grads.has_result, grads.is_gathered = True, False
+
+    def _take_mean(self, grads: BucketGrads, mean: Tensor) -> None:
+        """Add ``mean`` to the sum."""
+        if grads.host is not None:
+            grads.host.add(mean)
+            return
+        assert grads.result is not None, "a reduction without a place for its result"
+        if self.rounds_means and self._mean_dtype(grads) != mean.dtype:
+            mean.copy_(mean.to(self._mean_dtype(grads)))
+        if mean is not grads.result:
+            grads.result.add_(mean)
+        if grads.carry is not None:
+            grads.result.add_(grads.carry)
+            grads.carry = None
 
     def _gather_results(self) -> None:
         """Stage 0: every rank gets the whole averaged gradient. After all reductions: in one order on all ranks."""
@@ -294,11 +326,16 @@ class Reducer:
         grads.used[slot] = grads.written[slot] = False
         if not any(grads.used):
             grads.has_result = False
+            if grads.host is not None:
+                grads.host.clear()
         at, row = grads.bucket.layout.slots[slot], self._topology.shard_index("local")
         base = row * grads.bucket.layout.shard_numel
+        result = grads.result
+        if grads.host is not None:
+            result = grads.host.values() if grads.has_result else None
         for piece in grads.bucket.layout.pieces(row):
-            if piece.slot == slot and grads.result is not None:
-                grads.result[piece.start - base : piece.stop - base].zero_()
+            if piece.slot == slot and result is not None:
+                result[piece.start - base : piece.stop - base].zero_()
         if grads.full is not None:
             grads.full[at.offset : at.end].zero_()
             if self._stage.shards_gradients and not any(grads.written):
@@ -322,6 +359,8 @@ class Reducer:
         with torch._C.DisableTorchFunctionSubclass():
             for grads in self.all:
                 grads.has_result, grads.carry, grads.num_arrived = False, None, 0
+                if grads.host is not None:
+                    grads.host.clear()
                 grads.written, grads.used = [False] * len(grads.written), [False] * len(grads.used)
                 if self._stage.shards_gradients and grads.full is not None:
                     self._pool.give(grads.full)
@@ -330,12 +369,17 @@ class Reducer:
                     param.grad = None
         self.reduces_now = True
 
-    def results(self, grads: BucketGrads) -> Tensor | None:
-        """The reduced gradient at rest: the shard, at stage 0 the whole. None if no rank used any of the bucket."""
+    def results(self, grads: BucketGrads, *, wide: bool = False) -> Tensor | None:
+        """The reduced gradient at rest: the shard, at stage 0 the whole. None if no rank used any of the bucket.
+
+        In host memory it may rest in the parameters' dtype; ``wide`` brings it to the dtype of sums.
+        """
         if not any(grads.used):
             return None
         if not grads.has_result:
             raise StateError(f"gradients of bucket {grads.bucket.name!r} were used before they were reduced")
+        if grads.host is not None:
+            return grads.host.values(wide=wide)
         return grads.result if self._stage.shards_states else grads.full
 
     @property

@@ -17,12 +17,14 @@ from zero.access import GatheredParameters
 from zero.agreement import on_every_rank
 from zero.config import BatchSizes, Configuration, check_available, read_source, solve_batch_sizes
 from zero.config.read import Source
+from zero.config.tiers import tiers_of
 from zero.distributed import DataParallel, RankDataLoader, data_parallel, init_distributed, local_device
 from zero.engine import Engine
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers import build_optimizer
 from zero.placement import move
 from zero.schedulers import build_scheduler
+from zero.tiers.settings import Tier
 
 __all__ = ["Initialized", "add_config_arguments", "initialize"]
 
@@ -129,7 +131,10 @@ def _choose_optimizer(given: Any, model: nn.Module, parameters: Any, configurati
     if given is None:
         if choice.type is None:
             raise ConfigError("an optimizer must be given: optimizer=, or 'optimizer' in the configuration")
-        return build_optimizer(choice.type, choice.params, parameters)
+        values = configuration.values
+        states = tiers_of(values, stage=values.zero_optimization.stage).states
+        on_host = states.tier is not Tier.DEVICE and (states.ratio == 1 or not torch.cuda.is_available())
+        return build_optimizer(choice.type, choice.params, parameters, on_host=on_host)
     if not callable(given):
         raise ConfigError(f"optimizer must be an instance, a class or a function of the parameters: got {given!r}")
     built = given(parameters)

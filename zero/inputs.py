@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -11,8 +12,10 @@ from torch.optim import Optimizer
 from zcomm import ConfigError, Topology
 from zero.config.plan import Plan, make_plan
 from zero.config.read import Configuration, Source
+from zero.cpu_optimizers import CPUOptimizer
 from zero.masters import as_groups, build_inner, check_elementwise, check_options
 from zero.model_plan import check_model
+from zero.tiers.settings import Tier
 
 __all__ = ["check_inputs", "choose_topology"]
 
@@ -30,13 +33,31 @@ def check_inputs(
     as_groups(model, optimizer)
     device = check_model(model)
     check_options(optimizer, plan.optimizer_options)
+    tier = plan.settings.tiers.states
+    if tier.tier is not Tier.DEVICE and tier.ratio == 1:
+        device = torch.device("cpu")
     trial = (
         build_inner(optimizer, [{"params": []}], [], plan.optimizer_options)
         if isinstance(optimizer, type)
         else optimizer
     )
-    check_elementwise(trial, device)
+    if isinstance(trial, CPUOptimizer):
+        _check_fits_host(trial, device, [p.dtype for p in model.parameters() if p.requires_grad])
+    else:
+        check_elementwise(trial, device)
     return plan
+
+
+def _check_fits_host(optimizer: CPUOptimizer, device: torch.device, dtypes: list[torch.dtype]) -> None:
+    """``device`` is where masters rest, all or some of them."""
+    name = type(optimizer).__name__
+    if device.type != "cpu":
+        raise ConfigError(
+            f"zero.{name} updates host memory only, and masters rest on {device}: offload them all "
+            '(offload_optimizer={"device": "cpu"}, ratio 1), or use an optimizer of torch.optim'
+        )
+    if torch.float64 in dtypes:
+        raise ConfigError(f"zero.{name} updates in float32: parameters are float64; use an optimizer of torch.optim")
 
 
 def choose_topology(topology: Topology | None, ranks_per_node: int | None, group: dist.ProcessGroup | None) -> Topology:

@@ -48,7 +48,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of slot number ``slot`` that lies in one shard, in elements counted from the start of the bucket."""
+    """The part of slot number ``slot`` that lies in one shard, in elements counted from the start of the bucket.
+
+    Padding is in no piece: whatever updates pieces leaves it at zero.
+    """
 
     slot: int
     start: int
@@ -102,8 +105,8 @@ class BucketLayout:
         """The parameters that shard number ``shard`` holds a part of, in order."""
         low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
         for index, slot in enumerate(self.slots):
-            start, stop = max(slot.offset, low), min(slot.end, high)
-            if start < stop and start < slot.offset + slot.numel:
+            start, stop = max(slot.offset, low), min(slot.offset + slot.numel, high)
+            if start < stop:
                 yield Piece(index, start, stop)
 
     def chunks(self, max_numel: int, *, first_numel: int | None = None) -> list[tuple[int, int]]:

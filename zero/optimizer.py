@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from zcomm import LayoutError, StateError, Topology
 from zero.agreement import on_every_rank
-from zero.clip import clip_grad_norm_
+from zero.clip import clip_grad_norm_, fold_clipping
 from zero.config.plan import Plan
 from zero.config.read import Configuration, Source
 from zero.distributed import DataParallel, data_parallel
@@ -41,6 +41,7 @@ from zero.runtime import Runtime
 from zero.settings import Effective
 from zero.state_dict import install_state_dict_hooks
 from zero.timing import time_exchanges
+from zero.update import Update
 
 __all__ = ["ZeroOptimizer"]
 
@@ -136,6 +137,7 @@ class ZeroOptimizer(Optimizer):
             raise
         self._runtime.states = OptimizerStates(self._inner, self._pieces)
         self._gradients = FinalGradients(self._runtime, self._pieces)
+        self._update = Update(self._runtime, self._inner, self._pieces, self._gradients)
         self._inner.param_groups[0]["params"].append(self._gradients.flag)
         self._adopt(plan)
         self._is_built = False
@@ -222,7 +224,7 @@ class ZeroOptimizer(Optimizer):
         """
         self.unscale_()
         return clip_grad_norm_(
-            self._runtime, self._model_parallel, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            self._gradients, self._model_parallel, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -250,6 +252,10 @@ class ZeroOptimizer(Optimizer):
             StateError: There are gradients of a loss that was not scaled.
         """
         self._runtime.reducer.flush()
+        self._fold_unscaling()
+        self._gradients.apply()
+
+    def _fold_unscaling(self) -> None:
         if self.loss_scale is None or self.loss_scale.scale == 1 or self._is_unscaled:
             return
         if not self._is_scaled and any(any(grads.used) for grads in self._runtime.reducer.all):
@@ -258,7 +264,7 @@ class ZeroOptimizer(Optimizer):
                 "engine.backward(loss), or optimizer.scale(loss).backward()"
             )
         self._is_unscaled = True
-        self._gradients.unscale(1 / self.loss_scale.scale)
+        self._gradients.factor *= 1 / self.loss_scale.scale
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -275,26 +281,26 @@ class ZeroOptimizer(Optimizer):
         runtime.check_model_unchanged()
         runtime.reducer.flush()
         self.was_step_applied = self._prepare_gradients()
+        runtime.step_ended()
         if self.was_step_applied:
-            self._inner.step()
+            self._update.run()
         self._gradients.clear()
-        runtime.step_ended(has_new_values=self.was_step_applied)
         return loss
 
     def _prepare_gradients(self) -> bool:
-        """Check, unscale, clip and hand over; False if the step is to be skipped, on every rank."""
+        """Check, unscale and clip, or leave that to the update; False if the step is to be skipped, on every rank."""
         self.last_grad_norm = None
         if self.loss_scale is not None:
             overflowed = self._model_parallel.any(self._gradients.has_overflow())
-            self.unscale_()
+            self._fold_unscaling()
             self.loss_scale.update(overflowed=overflowed)
             if overflowed:
                 return False
+        if not self._update.folds:
+            self._gradients.apply()
         if self._max_norm > 0 or self.computes_grad_norm:
             limit = self._max_norm if self._max_norm > 0 else math.inf
-            norm = clip_grad_norm_(self._runtime, self._model_parallel, limit, 2.0, error_if_nonfinite=False)
-            self.last_grad_norm = norm.item()
-        self._gradients.hand_over()
+            self.last_grad_norm = fold_clipping(self._gradients, self._model_parallel, limit)
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001  (torch's signature)
@@ -302,6 +308,7 @@ class ZeroOptimizer(Optimizer):
         self._runtime.hooks.recover()
         self._runtime.reducer.zero()
         self._gradients.clear()
+        self._gradients.factor = 1.0
         self._is_scaled = self._is_unscaled = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

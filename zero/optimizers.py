@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from zcomm import ConfigError
 from zero.config.read import nearest
+from zero.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 
 __all__ = ["build_optimizer"]
 
@@ -19,18 +20,40 @@ KNOWN: dict[str, type[Optimizer]] = {
     if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
 }
 """torch's optimizers by their names in lower case."""
+ON_HOST: dict[str, type[Optimizer]] = {
+    "adam": CPUAdam,
+    "adamw": CPUAdam,
+    "adagrad": CPUAdagrad,
+    "lion": CPULion,
+    "sgd": CPUSGD,
+}
+"""zero's own for host memory."""
 
 
-def build_optimizer(kind: str, params: dict[str, Any], parameters: Any) -> Optimizer:
+def build_optimizer(kind: str, params: dict[str, Any], parameters: Any, *, on_host: bool = False) -> Optimizer:
     """An optimizer over ``parameters`` (parameters, or groups of them).
 
     ``"Adam"`` is AdamW unless ``adam_w_mode`` is false, and its ``weight_decay`` is 0 if absent, as in DeepSpeed.
+
+    Args:
+        kind: The name of an optimizer of torch.optim, in any case.
+        params: Its options.
+        parameters: See above.
+        on_host: Masters rest in host memory: zero's own optimizer for that is taken, if it has these options and
+            ``torch_adam`` is not true.
 
     Raises:
         ConfigError: No such optimizer or option, with the nearest one.
     """
     chosen = {name: value for name, value in params.items() if value != "auto"}
     name = kind.lower()
+    if on_host and name in ON_HOST and not chosen.get("torch_adam", False):
+        own = ON_HOST[name]
+        own_options = {key: value for key, value in chosen.items() if key not in ("torch_adam", "adam_w_mode")}
+        if own_options.keys() <= set(inspect.signature(own).parameters):
+            if own is CPUAdam:
+                own_options["adamw_mode"] = bool(chosen.get("adam_w_mode", True)) or name == "adamw"
+            return _built(own, parameters, own_options)
     if name in ("adam", "adamw"):
         decouples = chosen.pop("adam_w_mode", True) or name == "adamw"
         chosen.pop("torch_adam", None)
@@ -45,7 +68,10 @@ def build_optimizer(kind: str, params: dict[str, Any], parameters: Any) -> Optim
     for option in chosen:
         if option not in options:
             raise ConfigError(f"optimizer.params of {kind} has no {option!r}{nearest(option, options)}")
-    if "betas" in chosen:
-        chosen["betas"] = tuple(chosen["betas"])
-    optimizer: Optimizer = cls(parameters, **chosen)
-    return optimizer
+    return _built(cls, parameters, chosen)
+
+
+def _built(cls: type[Optimizer], parameters: Any, options: dict[str, Any]) -> Optimizer:
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    return cls(parameters, **options)

@@ -28,6 +28,7 @@ from zero.pool import BufferPool
 from zero.settings import ZeroSettings
 from zero.settle import make_whole, settle
 from zero.sources import GatherOptions, gather_options, start_gather
+from zero.tiers.assign import assign_states
 from zero.tiers.parameter_rests import ParameterRests, ShardPlan
 from zero.tiers.settings import Tier
 
@@ -42,6 +43,7 @@ class Runtime:
         plan = on_every_rank(lambda: plan_model(model, settings, topology), topology)
         self.effective, self.buckets = plan.effective, plan.buckets
         self.stage = self.effective.stage
+        assign_states(self.buckets, settings)
         check_ranks_agree(self.buckets, settings, topology)
         # Gathers and reductions each have process groups of their own: their orders need not match one another.
         self.pool = BufferPool(self.buckets[0].device)
@@ -138,20 +140,19 @@ class Runtime:
         finally:
             self._syncs = before
 
-    def step_ended(self, *, has_new_values: bool = True) -> None:
-        """Masters have new values, unless the step was skipped: publish them, start the next step's bookkeeping."""
+    def step_ended(self) -> None:
+        """Start the next step's bookkeeping: what is gathered, or on its way, has the old values."""
         self._num_backwards = 0
         self.gatherer.release_all()
         self.gatherer.end_iteration(Mode.TRAINING)
         self.pool.drop_unused()
-        if has_new_values:
-            self.publish([bucket for bucket in self.buckets if bucket.is_trainable])
 
-    def publish(self, buckets: list[Bucket]) -> None:
-        """Bring what the forward reads in line with the masters."""
+    def publish(self, buckets: list[Bucket], *, are_written: bool = False) -> None:
+        """Bring what the forward reads in line with the masters. ``are_written``: the shards are already."""
         works = []
         for bucket in buckets:
-            bucket.update_shard()
+            if not are_written:
+                bucket.update_shard()
             if self.stage.shards_states and (bucket.is_resident or not self.stage.shards_parameters):
                 assert bucket.full is not None, "residents, and below stage 3 all parameters, are always full"
                 works += start_gather(bucket.layout, bucket.full, bucket.shard, self.gatherer.options)

@@ -15,8 +15,10 @@ from zero.schedule import Limits
 from zero.stages import Stage, get_stage
 from zero.tiers.settings import ON_DEVICE, Tiers
 
-__all__ = ["Effective", "ZeroSettings", "resolve", "split_options"]
+__all__ = ["DEFAULT_STAGE", "Effective", "ZeroSettings", "resolve", "split_options"]
 
+DEFAULT_STAGE = 1
+"""Without a configuration."""
 LEAST_SHARD_NUMEL = 2048
 """What a rank sends in an exchange of stage 3 at least, in elements: less costs latency alone."""
 UNQUANTIZED = ("none", "bf16", "fp16")
@@ -27,7 +29,7 @@ UNQUANTIZED = ("none", "bf16", "fp16")
 class ZeroSettings:
     """The switches of ZeroOptimizer, named as in DeepSpeed's ``zero_optimization`` where it has them."""
 
-    stage: int = 1
+    stage: int = DEFAULT_STAGE
     """0: nothing sharded; 1: optimizer states; 2: and gradients; 3: and parameters."""
     quantized_weights: bool = False
     """qwZ: weights travel as INT8 blocks of 256. Stages 1, 2, 3."""

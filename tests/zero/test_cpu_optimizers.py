@@ -209,7 +209,7 @@ def test_nan_and_infinity_stay_where_they_are() -> None:
 def test_what_is_refused() -> None:
     good = torch.nn.Parameter(torch.ones(4, 4))
     for params, words in (
-        ([torch.nn.Parameter(torch.ones(4, 4).t()[:, :2])], "contiguous CPU tensor"),
+        ([torch.nn.Parameter(torch.ones(4, 4).t()[:, :2])], "contiguous tensor"),
         ([torch.nn.Parameter(torch.ones(4, device="meta"))], "device=meta"),
         ([torch.nn.Parameter(torch.ones(4, dtype=torch.float64))], "float64"),
     ):

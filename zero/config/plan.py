@@ -17,8 +17,8 @@ from zero.config.sections import Config, Zcomm
 from zero.config.tiers import tiers_of
 from zero.config.zero_section import ZeroOptimization
 from zero.loss_scale import DynamicLossScale, LossScale, StaticLossScale
-from zero.settings import ZeroSettings
-from zero.stages import get_stage
+from zero.settings import DEFAULT_STAGE, ZeroSettings
+from zero.stages import STAGES
 
 __all__ = ["Plan", "make_plan", "to_dtype"]
 
@@ -74,15 +74,17 @@ def make_plan(config: Source | Configuration | None, options: Mapping[str, Any])
             _place(overlay, name, value)
     rest = {name: value for name, value in options.items() if name not in names and not _is_key(name)}
     has_config = config is not None
-    if "stage" in ours and not isinstance(config, Configuration):
-        get_stage(ours["stage"])
-        overlay.setdefault("zero_optimization", {})["stage"] = ours["stage"]  # what else is given may depend on it
+    stage = ours.get("stage", DEFAULT_STAGE)
+    if (not has_config or "stage" in ours) and not isinstance(config, Configuration) and stage in STAGES:
+        _place(overlay, "stage", stage)  # so that keys which act at some stages only know it
     if not isinstance(config, Configuration):
         config = parse(overlay, "keyword") if config is None else read_source(config, overlay)
     elif overlay:
         raise ConfigError(f"keywords cannot be added to a configuration that was read: {', '.join(overlay)}")
     check_available(config)
-    settings = ZeroSettings(**({"tiers": tiers_of(config.values)} | _settings_of(config, has_config=has_config) | ours))
+    found = _settings_of(config, has_config=has_config) | ours
+    tiers = tiers_of(config.values, stage=found.get("stage", DEFAULT_STAGE))
+    settings = ZeroSettings(**({"tiers": tiers} | found))
     notes = (*config.notes, *unused_notes(config))
     return Plan(settings=settings, configuration=config, optimizer_options=rest, notes=notes)
 

@@ -9,16 +9,16 @@ from zero.tiers.settings import Files, ParameterTier, StateTier, Tier, Tiers
 __all__ = ["tiers_of"]
 
 
-def tiers_of(config: Config) -> Tiers:
-    """Read the sections ``offload_optimizer``, ``offload_param`` and ``aio``.
+def tiers_of(config: Config, *, stage: int) -> Tiers:
+    """Read the sections ``offload_optimizer``, ``offload_param`` and ``aio``, which act at some stages only.
 
     Raises:
         ConfigError: A tier without its folder, or a ratio above 1.
     """
     zero = config.zero_optimization
     optimizer, param = zero.offload_optimizer, zero.offload_param
-    states_are_offloaded = optimizer.device != "none" and zero.stage >= 1
-    params_are_offloaded = param.device != "none" and zero.stage == 3
+    states_are_offloaded = optimizer.device != "none" and stage >= 1
+    params_are_offloaded = param.device != "none" and stage == 3
     for name, section, is_offloaded in (
         ("offload_optimizer", optimizer, states_are_offloaded),
         ("offload_param", param, params_are_offloaded),

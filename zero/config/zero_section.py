@@ -40,7 +40,6 @@ class OffloadOptimizer:
         "none",
         "where optimizer states rest and are updated",
         choices=("none", "cpu", "nvme"),
-        unavailable="offload of optimizer states",
         active_if="stage 1+",
     )
     nvme_path: str | None = key(None, "folder for states on NVMe", active_if="offload_optimizer nvme")

@@ -57,7 +57,6 @@ class ParameterRests:
 
     def __init__(self, tiers: Tiers, device: torch.device, topology: Topology, plans: Mapping[int, ShardPlan]) -> None:
         self._tiers, self._device, self._topology = tiers, device, topology
-        self._updates_on_host = tiers.states.tier is not Tier.DEVICE
         self._copies = DeviceCopies(device)
         self._host = HostBuffers(pins_memory=tiers.pins_memory)
         self._plans = {index: plan for index, plan in plans.items() if plan.numel}
@@ -86,7 +85,7 @@ class ParameterRests:
         largest = max(plan.numel * plan.dtype.itemsize for plan in chosen)
         return Staging(store, min(tier.num_buffers * tier.buffer_numel * itemsize, max(largest, LEAST_AHEAD_NBYTES)))
 
-    def place(self, index: int, values: Tensor) -> ShardRest:
+    def place(self, index: int, values: Tensor, *, updates_on_host: bool) -> ShardRest:
         """Where the shard of bucket ``index`` rests, with these values, which are not kept themselves.
 
         Raises:
@@ -95,9 +94,9 @@ class ParameterRests:
         """
         plan = self._plans.get(index)
         if plan is None:
-            return self.leave(values.clone())
+            return self.leave(values.clone(), updates_on_host=updates_on_host)
         if index in self._in_files:
-            rest = self._in_file(plan)
+            rest = self._in_file(plan, updates_on_host=updates_on_host)
             for start, stop in plan.cuts:
                 rest.target(start, stop, torch.device("cpu")).copy_(values[start:stop])
                 rest.written(start, stop)
@@ -105,13 +104,13 @@ class ParameterRests:
             return rest
         nbytes = plan.numel * plan.dtype.itemsize
         shard = self._host.take(nbytes)[:nbytes].view(plan.dtype)
-        return OnHost(shard.copy_(values), self._copies, updates_on_host=self._updates_on_host)
+        return OnHost(shard.copy_(values), self._copies, updates_on_host=updates_on_host)
 
-    def leave(self, shard: Tensor) -> ShardRest:
+    def leave(self, shard: Tensor, *, updates_on_host: bool) -> ShardRest:
         """``shard`` stays where it is."""
-        return InPlace(shard, updates_on_host=self._updates_on_host)
+        return InPlace(shard, updates_on_host=updates_on_host)
 
-    def _in_file(self, plan: ShardPlan) -> InFile:
+    def _in_file(self, plan: ShardPlan, *, updates_on_host: bool) -> InFile:
         assert self._staging is not None, "a file without a store"
         nothing = torch.full((), float("nan"), dtype=plan.dtype).expand(plan.numel)
         return InFile(
@@ -121,7 +120,7 @@ class ParameterRests:
             self._staging,
             self._copies,
             gaps=plan.gaps,
-            updates_on_host=self._updates_on_host,
+            updates_on_host=updates_on_host,
         )
 
     def expect(self, upcoming: Iterable[tuple[ShardRest, int]]) -> None:

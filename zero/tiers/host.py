@@ -1,0 +1,63 @@
+"""Host memory for what is offloaded, and the copies between it and the device.
+
+Copies run on a stream of their own, in page-locked memory, where the device is a GPU; on a CPU they are plain copies.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zero.tiers.moved import record
+
+__all__ = ["Arrival", "HostMemory"]
+
+
+class Arrival:
+    """A copy under way."""
+
+    def __init__(self, event: torch.cuda.Event | None = None) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Let the host wait until it has ended."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class HostMemory:
+    """Tensors in host memory beside ``device``.
+
+    Args:
+        device: The device that is computed on.
+        pins: Page-lock memory, from torch's own pool of it, if that device is a GPU.
+    """
+
+    def __init__(self, device: torch.device, *, pins: bool) -> None:
+        self._device = device
+        self._pins = pins and device.type == "cuda"
+        self._stream: torch.cuda.Stream | None = None
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor, its contents undefined."""
+        with torch.inference_mode(mode=False):  # it will serve training too
+            return torch.empty(numel, dtype=dtype, pin_memory=self._pins)
+
+    def fetch(self, source: Tensor, target: Tensor, kind: str) -> Arrival:
+        """Copy ``source``, of the device and of the target's dtype, into ``target``; counted as ``kind``.
+
+        ``source`` must not be written again by others than torch's allocator.
+        """
+        record(kind, "to_host", source.numel() * source.element_size())
+        if source.device.type != "cuda":
+            target.copy_(source)
+            return Arrival()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        source.record_stream(self._stream)
+        return Arrival(event)
