@@ -22,7 +22,13 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 8
 # torch's five, and ours; DeepSpeed's
 MORE_PARAMETERS = {"reduce_scatter_single": 9, "initialize": 12, "CPUAdam.__init__": 10, "TiledLinear.__init__": 9}
 # optional libraries
-MAY_IMPORT_LATE = {"zcomm/kernels.py", "zcomm/backend.py", "zcomm/cli.py", "zcomm/bench/plot.py"}
+MAY_IMPORT_LATE = {
+    "zcomm/install/fsdp2_units.py",
+    "zcomm/kernels.py",
+    "zcomm/backend.py",
+    "zcomm/cli.py",
+    "zcomm/bench/plot.py",
+}
 # the backend, and what it is compared with
 MAY_COMMUNICATE = {"zcomm/backend.py", "zcomm/bench/torch_calls.py"}
 COLLECTIVES = {

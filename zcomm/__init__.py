@@ -9,6 +9,7 @@ from zcomm.delta import DeltaGather
 from zcomm.errors import (
     BackendUnavailableError,
     ConfigError,
+    DivergedError,
     FormatError,
     IntegrityError,
     LayoutError,
@@ -36,6 +37,7 @@ __all__ = [
     "BackendUnavailableError",
     "ConfigError",
     "DeltaGather",
+    "DivergedError",
     "Format",
     "FormatError",
     "Installation",

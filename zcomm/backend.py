@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zcomm.ledger import Call, Ledger, tracked
 from zcomm.profiling import named_wait
 from zcomm.traffic import record
 
@@ -39,6 +40,7 @@ __all__ = [
     "max_",
     "new_group",
     "sum_",
+    "take_part",
     "together",
 ]
 
@@ -72,6 +74,8 @@ class Hop:
     num_inter_peers: int
     backend: str = ""
     """Of the group, as torch.distributed names it."""
+    ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
+    """What has been started over it."""
 
 
 ALONE = Hop(None, 1, 0, 0, 0)
@@ -119,9 +123,10 @@ def all_gather(output: Tensor, message: Tensor, hop: Hop, sent: Sent) -> Pending
         if output.data_ptr() != message.data_ptr():
             _bytes(output).copy_(_bytes(message))
         return None
+    call = Call("all_gather", message.numel() * message.element_size(), message.device.type)
     if device_of(hop.backend, message.device) != message.device:
-        return _through_copies(output, message, hop, _gather)
-    return named_wait(_gather(output, message, hop), *_words(hop, sent))
+        return _through_copies(output, message, hop, _gather, call)
+    return tracked(named_wait(_gather(output, message, hop), *_words(hop, sent)), hop.ledger, call)
 
 
 def _gather(output: Tensor, message: Tensor, hop: Hop) -> Pending:
@@ -181,9 +186,10 @@ def all_to_all(output: Tensor, messages: Tensor, hop: Hop, sent: Sent) -> Pendin
     if hop.group is None:
         _bytes(output).copy_(_bytes(messages))
         return None
+    call = Call("all_to_all", messages.numel() * messages.element_size(), messages.device.type)
     if device_of(hop.backend, messages.device) != messages.device:
-        return _through_copies(output, messages, hop, _exchange)
-    return named_wait(_exchange(output, messages, hop), *_words(hop, sent))
+        return _through_copies(output, messages, hop, _exchange, call)
+    return tracked(named_wait(_exchange(output, messages, hop), *_words(hop, sent)), hop.ledger, call)
 
 
 def _exchange(output: Tensor, messages: Tensor, hop: Hop) -> Pending:
@@ -192,13 +198,27 @@ def _exchange(output: Tensor, messages: Tensor, hop: Hop) -> Pending:
 
 
 def _through_copies(
-    output: Tensor, source: Tensor, hop: Hop, start: Callable[[Tensor, Tensor, Hop], Pending]
+    output: Tensor, source: Tensor, hop: Hop, start: Callable[[Tensor, Tensor, Hop], Pending], call: Call
 ) -> Pending | None:
     device = device_of(hop.backend, source.device)
     received = torch.empty(output.shape, dtype=output.dtype, device=device)
-    start(received, source.to(device), hop).wait()
-    output.copy_(received)
+    pending = start(received, source.to(device), hop)
+    with hop.ledger.waiting(hop.ledger.start(call._replace(device_type=device.type))):
+        pending.wait()
+        output.copy_(received)
     return None
+
+
+def take_part(call: Call, hop: Hop) -> Pending:
+    """Start an exchange like ``call``, whose values nobody will use: ranks wait for this one in it."""
+    device = torch.device("cuda", torch.cuda.current_device()) if call.device_type == "cuda" else torch.device("cpu")
+    mine = torch.zeros(call.nbytes, dtype=torch.uint8, device=device)
+    hop.ledger.start(call)
+    if call.operation == "broadcast":
+        return cast(Pending, dist.broadcast(mine, group=hop.group, group_src=call.src, async_op=True))
+    if call.operation == "all_to_all":
+        return _exchange(torch.empty_like(mine), mine, hop)
+    return _gather(mine.new_empty((hop.size, call.nbytes)), mine, hop)
 
 
 def broadcast_(tensor: Tensor, src: int, hop: Hop) -> None:
@@ -208,7 +228,9 @@ def broadcast_(tensor: Tensor, src: int, hop: Hop) -> None:
     if hop.rank == src:
         _count(hop, Sent("control", "none", tensor.numel()), tensor.numel() * tensor.element_size())
     values = tensor.to(device_of(hop.backend, tensor.device))
-    dist.broadcast(_bytes(values), group=hop.group, group_src=src)
+    call = Call("broadcast", tensor.numel() * tensor.element_size(), values.device.type, src)
+    with hop.ledger.waiting(hop.ledger.start(call)):
+        dist.broadcast(_bytes(values), group=hop.group, group_src=src)
     if values is not tensor:
         tensor.copy_(values)
 

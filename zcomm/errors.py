@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "BackendUnavailableError",
     "ConfigError",
+    "DivergedError",
     "FormatError",
     "IntegrityError",
     "LayoutError",
@@ -41,6 +42,12 @@ class BackendUnavailableError(ZcommError, RuntimeError):
 
 class StateError(ZcommError, RuntimeError):
     """A call that does not fit the state its object is in."""
+
+
+class DivergedError(StateError):
+    """The ranks do different things, and would wait for one another for ever. Raised on every rank."""
+
+    is_agreed_by_ranks = True
 
 
 class MessageError(ZcommError, RuntimeError):

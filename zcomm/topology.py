@@ -21,6 +21,7 @@ from zcomm import backend
 from zcomm.backend import ALONE, Hop
 from zcomm.background import Background
 from zcomm.errors import ConfigError, StateError, TopologyError
+from zcomm.watch import Watch, Watched
 from zcomm.work import WorkQueue
 
 __all__ = ["Numbering", "Topology", "hop_of_group"]
@@ -176,6 +177,21 @@ class Topology:
             group = backend.new_group(ranks, self._parent, is_local=self._is_local, backend="gloo")
         return Background(group)
 
+    @cached_property
+    def watch(self) -> Watch:
+        """Finds out ranks that wait for one another over this, its companion and the companion's companion.
+
+        Made at the first use, which is collective, and closed with this one; for more than one rank only.
+        """
+        topologies = (self, self.companion, self.companion.companion)
+        hops = {id(hop): hop for t in topologies for hop in (t.world, t.intra, t.inter) if hop.group is not None}
+        number = {rank: index for index, rank in enumerate(self.global_ranks)}
+        watched = [
+            Watched(hop, tuple(number[rank] for rank in dist.get_process_group_ranks(hop.group)))
+            for hop in hops.values()
+        ]
+        return Watch(watched, [t.queue for t in topologies], self.rank, self.world_size)
+
     def shard_index(self, numbering: Numbering) -> int:
         """The shard that this rank owns."""
         return self.rank if numbering == "rank" else self.local_rank * self.num_nodes + self.node_rank
@@ -192,6 +208,8 @@ class Topology:
 
     def close(self) -> None:
         """Finish what is queued and free the process groups."""
+        if "watch" in self.__dict__:
+            self.__dict__.pop("watch").close()
         if "companion" in self.__dict__:
             self.__dict__.pop("companion").close()
         if "background" in self.__dict__:

@@ -19,7 +19,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 import torch
 
@@ -101,9 +102,9 @@ class Work:
 class _Queued(Work):
     """A collective that a thread drives."""
 
-    def __init__(self, steps: Steps, on_end: OnEnd | None = None) -> None:
+    def __init__(self, steps: Steps, waits: set[int], on_end: OnEnd | None = None) -> None:
         super().__init__(steps)
-        self._on_end = on_end
+        self._waits, self._on_end = waits, on_end
         self.done = threading.Event()
         self.thread: threading.Thread | None = None
 
@@ -112,6 +113,13 @@ class _Queued(Work):
             self.finish()
         except BaseException as error:  # handed to whoever waits
             self._fail(error)
+        self._end()
+
+    def cancel(self, error: Exception) -> None:
+        self._fail(error)
+        self._end()
+
+    def _end(self) -> None:
         self.done.set()
         if self._on_end is not None:
             self._on_end(self._error)
@@ -119,9 +127,16 @@ class _Queued(Work):
     def wait(self) -> None:
         if threading.current_thread() is self.thread and not self.done.is_set():
             raise StateError("the thread that drives a collective cannot wait for a later one of the same Topology")
-        self.done.wait()
+        self.wait_until_done()
         if self._error is not None:
             raise self._error
+
+    def wait_until_done(self) -> None:
+        if self.done.is_set():
+            return
+        self._waits.add(threading.get_ident())
+        self.done.wait()
+        self._waits.discard(threading.get_ident())
 
     def is_completed(self) -> bool:
         return self.done.is_set()
@@ -135,6 +150,13 @@ class WorkQueue:
         self._thread: threading.Thread | None = None
         self._last: _Queued | None = None
         self._is_closed = False
+        self.waits: set[int] = set()
+        """Threads that wait for this one's."""
+
+    @property
+    def thread_id(self) -> int | None:
+        """Of the thread, if it has been started."""
+        return None if self._thread is None else self._thread.ident
 
     @property
     def is_idle(self) -> bool:
@@ -155,7 +177,7 @@ class WorkQueue:
             self._thread = threading.Thread(target=_serve, args=(self._queue,), name="zcomm", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)
-        work = self._last = _Queued(steps, on_end)
+        work = self._last = _Queued(steps, self.waits, on_end)
         work.thread = self._thread
         self._queue.put(work)
         return work
@@ -163,7 +185,14 @@ class WorkQueue:
     def drain(self) -> None:
         """Wait for everything submitted; errors are left to whoever waits for the collective."""
         if not self.is_idle and self._last is not None:
-            self._last.done.wait()
+            self._last.wait_until_done()
+
+    def cancel_all(self, error: Exception) -> None:
+        """What waits for the thread fails with ``error``, and never starts."""
+        with suppress(Empty):
+            while (work := self._queue.get_nowait()) is not None:
+                work.cancel(error)
+            self._queue.put(None)
 
     def close(self) -> None:
         """Finish what was submitted and end the thread. Any number of times."""

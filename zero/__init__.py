@@ -1,8 +1,9 @@
 """ZeRO for PyTorch: optimizer states, gradients and parameters sharded over the ranks, on quantized collectives."""
 
-from zero import utils, zero
+from zero import checkpointing, utils, zero
 from zero.access import GatheredParameters, register_external_parameter, unregister_external_parameter
 from zero.checkpoint import CheckpointError, export_checkpoint, load_checkpoint, save_checkpoint
+from zero.checkpointing import checkpoint
 from zero.config import NotAvailableError, precision_preset
 from zero.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from zero.distributed import init_distributed
@@ -40,6 +41,8 @@ __all__ = [
     "ZeroOptimizer",
     "ZeroSettings",
     "add_config_arguments",
+    "checkpoint",
+    "checkpointing",
     "estimate",
     "export_checkpoint",
     "gathered_for_generation",

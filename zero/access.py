@@ -17,12 +17,17 @@ from zero.units import EXTERNAL, external_parameters
 
 __all__ = ["GatheredParameters", "register_external_parameter", "unregister_external_parameter"]
 
+BLOCK_END = "has come to the end of zero.GatheredParameters"
+
 
 class Owner(Protocol):
     """Who holds the shards: a :class:`zero.runtime.Runtime` or a :class:`zero.init_shards.Construction`."""
 
     topology: Topology
     is_closed: bool
+
+    def compare(self, call: str, detail: str = "", /) -> None:
+        """Where ranks may be in different exchanges, raise on every rank unless all make the same ``call``."""
 
     def gathered(self, buckets: list[Bucket], /) -> AbstractContextManager[None]:
         """Hold ``buckets`` full."""
@@ -101,8 +106,10 @@ def _agreed_block(owner: Owner, read_only: list[tuple[str, nn.Parameter]]) -> It
     except Exception as error:
         if owner.is_closed or is_agreed(error):
             raise
+        owner.compare(BLOCK_END, f"has raised {type(error).__name__} inside zero.GatheredParameters: {error}")
         raise_on_every_rank(error, owner.topology)
     if not owner.is_closed:
+        owner.compare(BLOCK_END)
         on_every_rank(lambda: _check_same(read_only, versions), owner.topology)
 
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from enum import Enum
 
 import torch
 
-from zcomm import Work
+from zcomm import DivergedError, Work
 from zero.bucket import Bucket, BucketState
 from zero.order_check import OrderCheck
 from zero.pool import BufferPool
@@ -72,8 +73,10 @@ class Gatherer:
         self._kept: set[int] = set()
         """Full buckets that nobody needs now."""
         self._has_said: set[str] = set()
+        self._last_mode = Mode.TRAINING
         self.checksum = 0
         """Of all gathers issued so far, in order: they match those of other ranks only if it is the same there."""
+        self._num_divergences = 0 if self._check is None else self._check.num_divergences
         self.by_storage: dict[int, Bucket] = {}
 
     def acquire(self, bucket: Bucket, mode: Mode | None = None) -> None:
@@ -94,6 +97,7 @@ class Gatherer:
         """Make all of ``buckets`` FULL, outside of forward and backward; their exchanges overlap."""
         if not self._is_active:
             return
+        self._start_over_if_diverged()
         if self._compares_always:
             for bucket in buckets:
                 self.acquire(bucket)
@@ -103,34 +107,46 @@ class Gatherer:
             self.acquire(bucket)
 
     def _begin_use(self, bucket: Bucket, mode: Mode | None) -> tuple[Start, ...]:
+        assert self._check is not None, "stage 3 without an order check"
+        self._start_over_if_diverged()
         self._in_use[bucket.index] = None
         self._kept.discard(bucket.index)
         if mode is None:
-            self._compare(f"gathers {_describe(bucket)} outside of forward and backward")
+            text = f"gathers {_describe(bucket)} outside of forward and backward"
+            self._check.note(lambda: text)
+            if self._check.is_always_on:
+                self._check.compare(text)
             return ()
         schedule = self._in_use[bucket.index] = self._schedules[mode]
         return self._begin(schedule, bucket.index, mode)
 
     def _begin(self, schedule: Schedule, bucket: int, mode: Mode) -> tuple[Start, ...]:
+        assert self._check is not None, "stage 3 without an order check"
+        position, instead = schedule.position, ""
         if not schedule.expects(bucket):
+            planned = schedule.planned
+            instead = ", where the recorded order " + ("ends" if planned is None else f"has {self._name(planned)}")
             self._leave_plan(schedule, mode)
-        if not schedule.is_following or self._compares_always:
-            phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
-            what = (
-                "has come to the end of backward"
-                if bucket == END_OF_BACKWARD
-                else f"gathers {_describe(self._buckets[bucket])} in {phase}"
-            )
-            self._compare(f"{what}, use {schedule.position} of {mode.value}", always=True)
+        is_backward = torch._C._current_graph_task_id() != -1
+
+        def doing() -> str:
+            verb = "has come to" if bucket == END_OF_BACKWARD else "gathers"
+            phase = "" if bucket == END_OF_BACKWARD else f" in {'backward' if is_backward else 'forward'}"
+            return f"{verb} {self._name(bucket)}{phase}, use {position} of {mode.value}{instead}"
+
+        self._check.note(doing)
+        is_new_mode = mode is not self._last_mode  # a rank in another mode may follow a plan, too
+        self._last_mode = mode
+        if not schedule.is_following or is_new_mode or self._check.is_always_on:
+            self._check.compare(doing())
         return schedule.begin(bucket)
+
+    def _name(self, bucket: int) -> str:
+        return "the end of backward" if bucket == END_OF_BACKWARD else _describe(self._buckets[bucket])
 
     @property
     def _compares_always(self) -> bool:
         return self._check is not None and self._check.is_always_on
-
-    def _compare(self, call: str, *, always: bool = False) -> None:
-        if self._check is not None and (always or self._check.is_always_on):
-            self._check.compare(call)
 
     def _leave_plan(self, schedule: Schedule, mode: Mode) -> None:
         schedule.leave_plan()
@@ -164,15 +180,38 @@ class Gatherer:
             self.checksum = zlib.crc32(f"{bucket.index}.{index}".encode(), self.checksum)
             works.append(source.start(index, bucket.full))
 
+    def _start_over_if_diverged(self) -> bool:
+        """Whether the ranks have diverged: what came before is not the same everywhere, and is forgotten."""
+        if self._check is None or self._check.num_divergences == self._num_divergences:
+            return False
+        self._num_divergences, self.checksum, self._last_mode = self._check.num_divergences, 0, Mode.TRAINING
+        self._drop_idle(self._buckets)
+        for schedule in self._schedules.values():
+            schedule.restart()
+        return True
+
+    def compare(self, call: str, detail: str = "") -> None:
+        """At stage 3, raise DivergedError unless all ranks make the same ``call``; ``detail`` is shown instead."""
+        if self._check is not None:
+            self._check.note(lambda: detail or call)
+            self._check.compare(call, detail)
+
     def _source(self, bucket: Bucket) -> Primary | Secondary:
         secondary = self._secondary.get(bucket.index)
         return secondary if secondary is not None and secondary.is_valid else self._primary[bucket.index]
 
     def _wait(self, bucket: Bucket) -> None:
+        diverged: DivergedError | None = None
         for work in self._works.pop(bucket.index):
-            if work is not None:
-                work.wait()
+            try:
+                if work is not None:
+                    work.wait()
+            except DivergedError as error:  # the others, too, write to the buffer: wait for all
+                diverged = error
         bucket.rest.fetched()
+        if diverged is not None:
+            self._pool.give(bucket.abandon())
+            raise diverged
 
     def _finish(self, bucket: Bucket) -> None:
         self._issue(bucket)
@@ -229,8 +268,9 @@ class Gatherer:
                 continue
             self._kept.discard(bucket.index)
             if bucket.state is BucketState.GATHERING:
-                self._wait(bucket)
-                self._pool.give(bucket.abandon())
+                with suppress(DivergedError):
+                    self._wait(bucket)
+                    self._pool.give(bucket.abandon())
             self._release(bucket)
 
     def release_all(self) -> None:
@@ -255,14 +295,14 @@ class Gatherer:
     def end_iteration(self, mode: Mode) -> None:
         """The next iteration begins. Collective if this one was not as planned."""
         schedule = self._schedules[mode]
-        if not self._is_active or not schedule.position or schedule.is_as_planned:
+        if not self._is_active or not schedule.position or schedule.is_as_planned or self._start_over_if_diverged():
             schedule.restart()
             return
         assert self._check is not None, "stage 3 without an order check"
         if schedule.is_following:
             self._leave_plan(schedule, mode)
         uses = schedule.recorded()
-        self._check.compare(f"ends an iteration of {mode.value} after {len(uses)} uses")
+        self.compare(f"ends an iteration of {mode.value} after {len(uses)} uses")
         ends = self._check.agree_ends([use.end for use in uses])
         schedule.restart([use._replace(end=end) for use, end in zip(uses, ends, strict=True)])
         assert schedule.plan is not None, "an order without a plan"

@@ -15,12 +15,22 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from zcomm import LayoutError, StateError, Topology, Work, all_gather_single, control, reduce_scatter_single
+from zcomm import (
+    DivergedError,
+    LayoutError,
+    StateError,
+    Topology,
+    Work,
+    all_gather_single,
+    control,
+    reduce_scatter_single,
+)
 from zero.bucket import Bucket, master_dtype
 from zero.pool import BufferPool
 from zero.released import ReducedGradient
@@ -279,9 +289,9 @@ class Reducer:
 
     def _finish(self, flights: list[InFlight]) -> None:
         for flight in flights:
+            self._in_flight.remove(flight)
             for work in flight.works:
                 work.wait()
-            self._in_flight.remove(flight)
             grads = flight.grads
             if self._stage.shards_gradients:
                 self._pool.give(flight.source)
@@ -355,7 +365,9 @@ class Reducer:
 
     def zero(self) -> None:
         """Forget every gradient. Frees what only this step needed."""
-        self._finish(list(self._in_flight))
+        while self._in_flight:
+            with suppress(DivergedError):
+                self._finish(self._in_flight[:1])
         with torch._C.DisableTorchFunctionSubclass():
             for grads in self.all:
                 grads.has_result, grads.carry, grads.num_arrived = False, None, 0

@@ -77,6 +77,9 @@ class Construction:
         is_alone = topology.world_size == 1
         self._work_device = device if is_alone else backend.device_of(topology.world.backend, device)
 
+    def compare(self, call: str, detail: str = "") -> None:
+        """Nothing: while parameters are built, the ranks are in one exchange."""
+
     def divide(self, module: nn.Module) -> None:
         """Keep shards of the whole parameters of ``module`` and of what is in it. Collective if there are any."""
         for name, part in module.named_modules():

@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zcomm import ConfigError, Topology, control
 
-__all__ = ["ModelParallel"]
+__all__ = ["ModelParallel", "tensor_parallel_group"]
 
+TENSOR_AXES = ("tp", "tensor", "tensor_parallel", "mp", "model", "model_parallel")
 PIPELINE_AXES = ("pp", "pipe", "pipeline", "pipeline_parallel")
 RANK_METHODS = ("get_tensor_model_parallel_rank", "get_slice_parallel_rank", "get_model_parallel_rank")
 
@@ -33,9 +34,17 @@ class ModelParallel:
     Args:
         group: They, tensor- and pipeline-parallel ones together; None: this rank has the whole model.
         counts_replicated: Whether this rank is the first of those that hold the same replicated parameters.
+        tensor_group: Those of them that have the same activations; None: this rank is the only one.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, counts_replicated: bool = True) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        counts_replicated: bool = True,
+        tensor_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.tensor_group = tensor_group
         self._topology = None if group is None else Topology(ranks_per_node=dist.get_world_size(group), group=group)
         self._counts_replicated = counts_replicated
 
@@ -48,7 +57,7 @@ class ModelParallel:
             return cls()
         is_first = all(mesh.get_local_rank(name) == 0 for name in names if name not in PIPELINE_AXES)
         group = mesh.get_group(names[0]) if len(names) == 1 else mesh[names]._flatten().get_group()
-        return cls(group, counts_replicated=is_first)
+        return cls(group, counts_replicated=is_first, tensor_group=tensor_parallel_group(mesh))
 
     @classmethod
     def of_mpu(cls, mpu: Any) -> ModelParallel:
@@ -67,7 +76,7 @@ class ModelParallel:
         rank_of = next((getattr(mpu, name) for name in RANK_METHODS if hasattr(mpu, name)), None)
         group = mpu.get_model_parallel_group()
         rank = dist.get_rank(group) if rank_of is None else rank_of()
-        return cls(group, counts_replicated=rank == 0)
+        return cls(group, counts_replicated=rank == 0, tensor_group=tensor_parallel_group(mpu))
 
     def counts(self, param: nn.Parameter) -> bool:
         """Whether this rank's part of ``param`` belongs in the norm of the whole model."""
@@ -93,3 +102,18 @@ class ModelParallel:
         """Free what belongs to it."""
         if self._topology is not None:
             self._topology.close()
+
+
+def tensor_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
+    """The ranks that compute the same activations with parts of each layer, by ``mpu``; None: this one alone.
+
+    Args:
+        mpu: None, an object with Megatron's methods, or a DeviceMesh with an axis of :data:`TENSOR_AXES`.
+    """
+    if isinstance(mpu, DeviceMesh):
+        name = next((name for name in TENSOR_AXES if name in (mpu.mesh_dim_names or ())), None)
+        group = None if name is None else mpu.get_group(name)
+    else:
+        names = (f"get_{kind}_group" for kind in ("tensor_model_parallel", "slice_parallel", "model_parallel"))
+        group = next((getattr(mpu, name)() for name in names if hasattr(mpu, name)), None)
+    return None if group is None or dist.get_world_size(group) == 1 else group

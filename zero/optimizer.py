@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zcomm import LayoutError, StateError, Topology
+from zero.activations.install import install as install_checkpointing
 from zero.agreement import on_every_rank
 from zero.clip import clip_grad_norm_, fold_clipping
 from zero.config.plan import Plan
@@ -145,6 +146,7 @@ class ZeroOptimizer(Optimizer):
         self._is_built = True
         self._share_state()
         self._runtime.hooks.keep(install_state_dict_hooks(self._runtime))
+        self._runtime.hooks.keep(install_checkpointing(model, plan.activations, self._model_parallel.tensor_group))
 
     def _adopt(self, plan: Plan) -> None:
         """What step() does beside the update."""

@@ -51,11 +51,11 @@ class Runtime:
         self.states: OptimizerStates | None = None
         """What the optimizer keeps, once there is one."""
         self._published = Published(topology, is_always_full=not self.stage.shards_parameters)
-        self.is_closed = False
         options = gather_options(settings, self.effective, topology)
         tiers = settings.tiers
         self.rests = ParameterRests(tiers, self.buckets[0].device, topology, self._plans_of_shards(options))
         self.gatherer = Gatherer(self.buckets, options, settings, self.effective, self.pool, self.rests)
+        self.compare, self.is_closed = self.gatherer.compare, False
         try:
             self._build(plan)
         except Exception:

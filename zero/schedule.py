@@ -188,9 +188,14 @@ class Schedule:
 
     def expects(self, bucket: int) -> bool:
         """Whether a use of ``bucket`` is next by the plan; True without one. Changes nothing."""
-        if self.plan is None or not self.is_following:
-            return True
-        return self.position < len(self.plan.uses) and self.plan.uses[self.position].bucket == bucket
+        return self.plan is None or not self.is_following or self.planned == bucket
+
+    @property
+    def planned(self) -> int | None:
+        """The bucket of the next use by the plan; None without one, or at its end."""
+        if self.plan is None or not self.is_following or self.position == len(self.plan.uses):
+            return None
+        return self.plan.uses[self.position].bucket
 
     def leave_plan(self) -> None:
         """The order has changed: only record from here on."""

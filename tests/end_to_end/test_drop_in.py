@@ -9,22 +9,21 @@ import json
 
 import pytest
 
-from tests.end_to_end.job import ROOT, run_script
+from tests.end_to_end.job import ROOT
+from tests.forks import run_on_forks
 
 SCRIPT = str(ROOT / "bench" / "drop_in.py")
-pytestmark = pytest.mark.slow
+SHORT = ["--json", "--recipes=zeropp", "--steps=12", "--batch-size=2", "--tolerance=0.2"]
+LIMITS = {"ddp": 0.40, "fsdp2": 0.45}
 
 
-def _rows(*arguments: str) -> dict[str, dict[str, float]]:
-    """The script's rows by case; it has ended with exit code 0, so losses and bytes are within their limits."""
-    printed = run_script(SCRIPT, "--json", *arguments, timeout_s=150).splitlines()
-    rows = [json.loads(line) for line in printed if line.startswith("{")]
-    return {row["case"]: row for row in rows if "case" in row}
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize(("engine", "limit"), [("ddp", 0.40), ("fsdp2", 0.45)])
-def test_a_short_run_learns_with_two_fifths_of_the_bytes(engine: str, limit: float) -> None:
-    rows = _rows(f"--engine={engine}", "--recipes=zeropp", "--steps=12", "--batch-size=2", "--tolerance=0.2")
-    assert rows[f"{engine} zeropp"]["loss"] < 4.5  # the logarithm of 256 is 5.5
-    assert rows[f"{engine} zeropp"]["ratio"] <= limit
+def test_a_short_run_learns_with_two_fifths_of_the_bytes() -> None:
+    """Each script has ended with exit code 0, so losses and bytes are within their limits."""
+    runs = [[SCRIPT, f"--engine={engine}", *SHORT] for engine in LIMITS]
+    lines = run_on_forks(4, runs, cwd=ROOT, timeout_s=150).splitlines()
+    rows = {row["case"]: row for line in lines if line.startswith("{") and "case" in (row := json.loads(line))}
+    for engine, limit in LIMITS.items():
+        assert rows[f"{engine} zeropp"]["loss"] < 4.5  # the logarithm of 256 is 5.5
+        assert rows[f"{engine} zeropp"]["ratio"] <= limit

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.job import ROOT
+from tests.forks import run_on_forks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
@@ -29,14 +28,6 @@ EXPECTED = {
     },
 }
 """Number of ranks -> what is in one example alone -> what that prints."""
-RUNNER = """\
-import os, runpy, sys
-port = int(os.environ["MASTER_PORT"])
-os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # a store for each, as each has when it runs alone
-for number, path in enumerate(sys.argv[1:], 1):
-    os.environ["MASTER_PORT"] = str(port + number)
-    runpy.run_path(path, run_name="__main__")
-"""
 
 
 @pytest.mark.parametrize("num_ranks", EXPECTED)
@@ -48,16 +39,9 @@ def test_examples_run(tmp_path: Path, num_ranks: int) -> None:
         assert len(example.splitlines()) <= 30
         paths.append(tmp_path / f"example{number}.py")
         paths[-1].write_text(example)
-    runner = tmp_path / "runner.py"
-    runner.write_text(RUNNER)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    done = subprocess.run(
-        [*torchrun, str(runner), *map(str, paths)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=220, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    printed = run_on_forks(num_ranks, [[str(path)] for path in paths], cwd=tmp_path, timeout_s=220)
     for expected in EXPECTED[num_ranks].values():
-        assert expected in done.stdout + done.stderr
+        assert expected in printed
 
 
 def test_every_example_is_run() -> None:

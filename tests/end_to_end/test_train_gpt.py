@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.job import ROOT, SCRIPT, TINY, losses, run_script, summary
+from tests.forks import run_on_forks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 ALL_SWITCHES = "ZeRO-3 qwZ qgZ hpZ"
@@ -45,12 +46,13 @@ def test_model_states_take_the_memory_of_the_formula(compared: tuple[Path, str])
 
 
 def test_the_same_run_twice_gives_the_same_bits(compared: tuple[Path, str], tmp_path: Path) -> None:
-    run_script(SCRIPT, *TINY, f"--output={tmp_path}")  # alone: what it is compared with changes nothing either
+    # Alone: what it is compared with changes nothing either.
+    run_on_forks(4, [[SCRIPT, *TINY, f"--output={tmp_path}"]], cwd=ROOT)
     assert len(losses(tmp_path, ALL_SWITCHES)) > 2
     assert losses(tmp_path, ALL_SWITCHES) == losses(compared[0], ALL_SWITCHES)
 
 
 def test_zero_step_agrees_with_fsdp2() -> None:
     small = ["--num-layers=1", "--hidden-size=32", "--seq-length=16", "--rounds=2", "--steps=2"]
-    printed = run_script(str(ROOT / "bench" / "zero_step.py"), *small)
+    printed = run_on_forks(2, [[str(ROOT / "bench" / "zero_step.py"), *small]], cwd=ROOT)
     assert "# wrong results : 0 OK" in printed

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import zcomm
+from tests.forks import run_on_forks
 from tests.ranks import run_ranks
 from zcomm import FormatError, LayoutError, MessageError, Topology, TopologyError
 
@@ -117,16 +117,12 @@ except zcomm.MessageError as error:
 """
 
 
-def test_damaged_message_is_refused_with_checks_on() -> None:
+def test_damaged_message_is_refused_with_checks_on(tmp_path: Path) -> None:
+    script = tmp_path / "corrupt.py"
+    script.write_text(CORRUPT)
     for setting, is_refused in (("1", True), ("0", False)):
-        done = subprocess.run(
-            [sys.executable, "-c", CORRUPT],
-            env=os.environ | {"ZCOMM_CHECK": setting},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert ("refused: a message was damaged" in done.stdout) == is_refused
+        printed = run_on_forks(1, [[str(script)]], cwd=tmp_path, ZCOMM_CHECK=setting)
+        assert ("refused: a message was damaged" in printed) == is_refused
 
 
 def test_wrong_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

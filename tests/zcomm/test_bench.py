@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import zcomm
+from tests.forks import run_on_forks
 from tests.ranks import run_ranks, topology
 from tests.zcomm import oracle
 from tests.zcomm.oracle import Wire as OracleWire
@@ -158,12 +159,12 @@ def test_rows_and_plot_of_a_run(tmp_path: Path) -> None:
     assert lines[-1]["context"] == "wrong results : 0 OK"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_probe_writes_what_auto_reads(tmp_path: Path) -> None:
     path = tmp_path / "new" / "probe.json"
     arguments = ["-b", "64K", "-e", "256K", "-n", "3", "--formats", "int8", "--output", str(path)]
-    rows = [line for line in _zcomm(tmp_path, "probe", *arguments) if "collective" in line]
+    printed = run_on_forks(4, [["-m", "zcomm", "probe", *arguments, "--json"]], cwd=tmp_path)
+    rows = [row for line in printed.splitlines() if line.startswith("{") and "collective" in (row := json.loads(line))]
     facts = json.loads(path.read_text())["topologies"]["2x2 on 1 host"]
     assert facts["links"]["within"]["bandwidth_gbps"] > 0
     assert facts["links"]["between"]["latency_us"] > 0

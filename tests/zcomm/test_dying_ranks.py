@@ -2,80 +2,108 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+
+import zcomm
+from tests.ranks import forkserver
 
 TIMEOUT_S = 3
-RANK = """
-import sys, time
-from datetime import timedelta
-import torch, torch.distributed as dist, zcomm
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group(
-    "gloo", init_method="file://" + store, rank=rank, world_size=3, timeout=timedelta(seconds={timeout})
-)
-shard, full = torch.ones(300_000), torch.empty(900_000)
-zcomm.all_gather_single(full, shard, format="int8")
-print("ready", flush=True)
-if rank == 2:
-    time.sleep(600)  # until the test kills or stops it
-try:
-    {call}
-except Exception as error:
-    print(type(error).__name__, flush=True)
-else:
-    print("no error", flush=True)
-finally:
-    sys.stdout.flush()
-    import os; os._exit(0)  # destroying the group would wait for the rank that is gone
-"""
-CALLS = {
-    "all_gather": 'zcomm.all_gather_single(full, shard, format="int8")',
-    "all_gather in place": "zcomm.all_gather_single(full, shard)",
-    "reduce_scatter": 'zcomm.reduce_scatter_single(shard, full, format="int4")',
-    "async": "zcomm.all_gather_single(full, shard, async_op=True).wait()",
-}
+SLACK_S = 30  # of a slow machine; a hang is for ever
+NUMEL = 300_000
 
 
-def _start(rank: int, store: Path, call: str) -> subprocess.Popen[str]:
-    code = RANK.format(timeout=TIMEOUT_S, call=call)
-    return subprocess.Popen(
-        [sys.executable, "-c", code, str(rank), str(store)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+def _gather(shard: torch.Tensor, full: torch.Tensor) -> None:
+    zcomm.all_gather_single(full, shard, format="int8")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(90)
-@pytest.mark.parametrize(
-    ("name", "sent"),
-    [
-        ("all_gather", signal.SIGKILL),
-        ("all_gather in place", signal.SIGSTOP),
-        ("reduce_scatter", signal.SIGSTOP),
-        ("async", signal.SIGKILL),
-    ],
-)
-def test_the_others_get_an_error(name: str, sent: signal.Signals, tmp_path: Path) -> None:
-    ranks = [_start(rank, tmp_path / "store", CALLS[name]) for rank in range(3)]
+def _gather_in_place(shard: torch.Tensor, full: torch.Tensor) -> None:
+    zcomm.all_gather_single(full, shard)
+
+
+def _reduce_scatter(shard: torch.Tensor, full: torch.Tensor) -> None:
+    zcomm.reduce_scatter_single(shard, full, format="int4")
+
+
+def _gather_later(shard: torch.Tensor, full: torch.Tensor) -> None:
+    work = zcomm.all_gather_single(full, shard, async_op=True)
+    assert work is not None
+    work.wait()
+
+
+CASES = [
+    (_gather, signal.SIGKILL),
+    (_gather_in_place, signal.SIGSTOP),
+    (_reduce_scatter, signal.SIGSTOP),
+    (_gather_later, signal.SIGKILL),
+]
+
+
+def _live(rank: int, store: str, call: Callable[..., None], pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3, timeout=timeout)
+    shard, full = torch.ones(NUMEL), torch.empty(3 * NUMEL)
+    zcomm.all_gather_single(full, shard, format="int8")
+    pipe.send("ready")
+    if rank == 2:
+        time.sleep(600)  # until the test kills or stops it
     try:
-        for process in ranks:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-        ranks[2].send_signal(sent)
-        begin = time.monotonic()
-        for process in ranks[:2]:
-            printed = process.communicate(timeout=5 * TIMEOUT_S)[0]
-            assert "Error" in printed, printed
-        assert time.monotonic() - begin < 4 * TIMEOUT_S
+        call(shard, full)
+        pipe.send("no error")
+    except Exception as error:
+        pipe.send(type(error).__name__)
+    os._exit(0)  # destroying the group would wait for the rank that is gone
+
+
+class _Job:
+    """Three ranks, of which the last will be sent a signal while the others are in a collective."""
+
+    def __init__(self, store: Path, call: Callable[..., None], number: signal.Signals) -> None:
+        context = forkserver()
+        self.name, self.number = f"{call.__name__} {number.name}", number
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(3):
+            here, there = context.Pipe()
+            process = context.Process(target=_live, args=(rank, str(store), call, there), daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def answers(self, ranks: int, timeout_s: float) -> list[str]:
+        deadline = time.monotonic() + timeout_s
+        found = []
+        for pipe in self.pipes[:ranks]:
+            assert pipe.poll(max(0, deadline - time.monotonic())), f"{self.name}: no answer in time"
+            found.append(pipe.recv())
+        return found
+
+
+@pytest.mark.timeout(4 * SLACK_S)
+def test_the_others_get_an_error(tmp_path: Path) -> None:
+    """All cases at once: they spend their time waiting."""
+    jobs = [_Job(tmp_path / str(i), *case) for i, case in enumerate(CASES)]
+    try:
+        for job in jobs:
+            assert job.answers(3, SLACK_S) == ["ready"] * 3
+        for job in jobs:
+            os.kill(job.processes[2].pid, job.number)
+        for job in jobs:
+            for answer in job.answers(2, TIMEOUT_S + SLACK_S):
+                assert "Error" in answer, (job.name, answer)
     finally:
-        for process in ranks:
+        for process in (process for job in jobs for process in job.processes):
             process.kill()
-            process.communicate()
+            process.join()

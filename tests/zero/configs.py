@@ -91,5 +91,5 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
 }
-NEEDS_MORE = ("megatron_stage3_offload", "zero_r", "zero_offload", "zero_infinity")
+NEEDS_MORE: tuple[str, ...] = ()
 """What this version refuses to run."""

@@ -265,8 +265,11 @@ def _check_mistakes(rank: int) -> None:
     refused(ConfigError, "training_data needs", training_data=Squares())
     refused(ConfigError, "mpu must be", mpu=3)
     refused(
-        NotAvailableError, "cpu_checkpointing=True", config={"activation_checkpointing": {"cpu_checkpointing": True}}
+        NotAvailableError,
+        "bf16_optimizer_states=True",
+        config={"bf16": {"enabled": True, "bf16_optimizer_states": True}},
     )
+    refused(ConfigError, "activations_nvme_path", config=_config(1, zcomm={"activations": "nvme"}))
     choice = {"optimizer": {"type": "Adm"}}
     refused(ConfigError, r"did you mean 'adam'\?", optimizer=None, config=_config(1, **choice))
     choice = {"optimizer": {"type": "SGD", "params": {"momentun": 1}}}

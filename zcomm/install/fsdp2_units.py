@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from zcomm.errors import ConfigError, LayoutError, StateError
 from zcomm.install.choices import Named, clean_name
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["Unit", "units_of"]
 
@@ -57,6 +59,8 @@ def units_of(model: nn.Module) -> list[Unit]:
         LayoutError: One cannot be served; its module is named.
         StateError: One has a custom communication already.
     """
+    from torch.distributed.fsdp import FSDPModule  # a second of imports, which nothing else here needs
+
     names = {id(module): clean_name(name) for name, module in model.named_modules(remove_duplicate=False)}
     units, seen = [], set()
     for module in model.modules():

@@ -58,8 +58,20 @@ CONDITIONS = {
     "offload_optimizer nvme": Condition(
         lambda c: c.zero_optimization.offload_optimizer.device == "nvme", "offload_optimizer.device is not nvme"
     ),
+    "one buffer": Condition(
+        lambda c: c.activation_checkpointing.contiguous_memory_optimization,
+        "contiguous_memory_optimization is false",
+    ),
+    "activations nvme": Condition(lambda c: c.zcomm.activations == "nvme", "zcomm.activations is not nvme"),
     "nvme": Condition(
-        lambda c: "nvme" in (c.zero_optimization.offload_param.device, c.zero_optimization.offload_optimizer.device),
+        lambda c: (
+            "nvme"
+            in (
+                c.zero_optimization.offload_param.device,
+                c.zero_optimization.offload_optimizer.device,
+                c.zcomm.activations,
+            )
+        ),
         "nothing is offloaded to nvme",
     ),
 }

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from zcomm import ConfigError
+from zero.activations.settings import ActivationSettings
+from zero.config.activations import activations_of
 from zero.config.activity import check_available, is_float16, settings_of, unused_notes
 from zero.config.keys import own_keys
 from zero.config.legacy import MOVED
@@ -36,6 +38,11 @@ class Plan:
     """Keywords that are none of ours: for the optimizer class."""
     notes: tuple[str, ...]
     """Said once, by rank 0."""
+
+    @property
+    def activations(self) -> ActivationSettings:
+        """Where inputs of checkpointed functions rest."""
+        return activations_of(self.configuration.values)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -82,6 +89,7 @@ def make_plan(config: Source | Configuration | None, options: Mapping[str, Any])
     elif overlay:
         raise ConfigError(f"keywords cannot be added to a configuration that was read: {', '.join(overlay)}")
     check_available(config)
+    activations_of(config.values)  # what is wrong with it is said here
     found = _settings_of(config, has_config=has_config) | ours
     tiers = tiers_of(config.values, stage=found.get("stage", DEFAULT_STAGE))
     settings = ZeroSettings(**({"tiers": tiers} | found))

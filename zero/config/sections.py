@@ -104,25 +104,25 @@ class SchedulerChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing:
-    """``activation_checkpointing``."""
+    """``activation_checkpointing``: where inputs of checkpointed functions rest until backward."""
 
     partition_activations: bool = key(
-        False,
-        "checkpoints are divided over the model-parallel ranks",
-        false="off",
-        unavailable="checkpointing of activations",
+        False, "inputs are divided over the tensor-parallel ranks, if there are any", false="whole on each"
     )
-    cpu_checkpointing: bool = key(
-        False, "checkpoints rest in host memory", false="off", unavailable="checkpointing of activations"
-    )
+    cpu_checkpointing: bool = key(False, "inputs rest in host memory", false="where they are")
     contiguous_memory_optimization: bool = key(
-        False, "checkpoints in one buffer", false="off", unavailable="checkpointing of activations"
+        False, "inputs rest in one buffer, allocated in the first step", false="each of its own"
     )
     number_checkpoints: int | None = key(
-        None, "checkpoints in that buffer", minimum=1, unavailable="checkpointing of activations"
+        None,
+        "checkpoints in that buffer at most (absent: as many as the first step has)",
+        minimum=1,
+        active_if="one buffer",
     )
-    synchronize_checkpoint_boundary: bool = key(False, "device synchronisation", false="off", inactive=WATCHES)
-    profile: bool = key(False, "times of checkpointing", false="off", inactive=WATCHES)
+    synchronize_checkpoint_boundary: bool = key(
+        False, "the device is synchronised before and after each function", false="off"
+    )
+    profile: bool = key(False, "log times after each backward", false="off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +153,12 @@ class Zcomm:
         setting="gradient_format",
         active_if="stage 1+",
     )
+    activations: str | None = key(
+        None,
+        "where inputs of checkpointed functions rest; overrides cpu_checkpointing",
+        choices=("device", "cpu", "nvme"),
+    )
+    activations_nvme_path: str | None = key(None, "their folder", active_if="activations nvme")
     tile_linears_above: int | None = key(
         None,
         "elements of a linear layer's weight above which it is cut into tiles of at most so many, each gathered and "

@@ -1,0 +1,145 @@
+"""A rank that alone leaves the order that all have recorded: one named error on every rank within seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import run_ranks, topology
+from tests.zero.test_order_check import WRONG, Layers
+from tests.zero.training import assert_same_bits, full_values, zero_optimizer
+from zcomm import DivergedError
+from zero import GatheredParameters, ZeroOptimizer
+
+FIRST = r"parameter 'layers\.0\.weight' \(6, 6\) and 1 more of module 'layers\.0'"
+LEAVES = {
+    "skips a layer": r"rank 1: gathers parameter 'layers\.2\.weight' .* in forward, use 1 of training, where the "
+    r"recorded order has parameter 'layers\.1\.weight' .* of module 'layers\.1'",
+    "skips the last layer": r"rank 1: gathers .*'layers\.2\.weight'.* in backward, use 3 of training, where .* has .*"
+    r"'layers\.3\.weight'",
+    "skips a layer in backward": r"rank 1: has come to the end of backward, use 7 of training, where .* has " + FIRST,
+}
+
+
+def _step(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _raises_soon(message: str, call: Callable[[], object]) -> None:
+    """``call`` raises, and all ranks have got so far within 10 seconds, in time to go on with it."""
+    start = time.perf_counter()
+    with pytest.raises(DivergedError, match=message):
+        call()
+    assert time.perf_counter() - start < 10
+
+
+def _check_leaving(rank: int, options: dict[str, Any]) -> None:
+    """Rank 1 leaves the order in several ways, one after the other; in between all train on."""
+    torch.manual_seed(0)
+    model = Layers()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    with zero_optimizer(model, sgd, stage=3, stage3_param_persistence_threshold=0, **options) as optimizer:
+        topology(options.get("ranks_per_node", dist.get_world_size())).watch.period_s = 0.1
+        for name, message in LEAVES.items():
+            _step(model, optimizer)
+            _step(model, optimizer)
+            before = full_values(model)
+            if rank == 1:
+                vars(model).update(WRONG[name][0])
+            _raises_soon(f"every rank must run the same modules.*{message}", lambda: _step(model, optimizer))
+            vars(model).update(order=(0, 1, 2, 3), cuts_graph=False)
+            optimizer.zero_grad()
+            assert_same_bits(full_values(model), before)
+        _step(model, optimizer)
+        assert all(value.isfinite().all() for value in full_values(model).values())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (2, {}),
+        (2, {"stage3_max_live_parameters": 1, "overlap_comm": False}),
+        (4, {"ranks_per_node": 2, "zero_quantized_weights": True, "zero_quantized_gradients": True}),
+    ],
+    ids=["prefetching", "one by one", "two hops, quantized"],
+)
+def test_a_rank_that_leaves_alone_is_a_named_error_on_all(world_size: int, options: dict[str, Any]) -> None:
+    run_ranks(world_size, _check_leaving, options)
+
+
+def _check_other_modes(rank: int) -> None:
+    """One rank evaluates while the others train, ends a step early, or fails while it holds parameters."""
+    torch.manual_seed(0)
+    model = Layers()
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3) as optimizer:
+        topology(2).watch.period_s = 0.1
+        _step(model, optimizer)
+        _step(model, optimizer)
+        with torch.no_grad():
+            model(torch.ones(2, 6))
+        _step(model, optimizer)
+
+        def trains_or_evaluates() -> None:
+            with torch.no_grad() if rank else nullcontext():
+                loss = model(torch.ones(2, 6)).sum()
+            loss.backward()
+
+        _raises_soon(f"rank 1: gathers {FIRST} in forward, use 0 of inference", trains_or_evaluates)
+        optimizer.zero_grad()
+        _step(model, optimizer)
+
+        def accumulates_or_goes_on() -> None:
+            model(torch.ones(2, 6)).sum().backward()
+            if rank == 0:
+                model(torch.ones(2, 6)).sum().backward()
+            optimizer.step()
+            _step(model, optimizer)
+
+        _raises_soon(f"rank 0: gathers {FIRST} in forward, use 9 of training, where .* ends", accumulates_or_goes_on)
+        optimizer.zero_grad()
+        _step(model, optimizer)
+
+        def fails_holding_parameters() -> None:
+            with GatheredParameters(model.layers[0].weight):
+                if rank == 1:
+                    raise ValueError("of rank 1 alone")
+                model(torch.ones(2, 6)).sum().backward()
+
+        error = r"rank 1: has raised ValueError inside zero\.GatheredParameters: of rank 1 alone"
+        _raises_soon(error, fails_holding_parameters)
+        optimizer.zero_grad()
+        _step(model, optimizer)
+
+
+def test_ranks_in_different_phases_are_a_named_error_on_all() -> None:
+    run_ranks(2, _check_other_modes)
+
+
+def _check_slow_rank(rank: int) -> None:
+    """A rank that is only late diverges from nobody, however long the others wait."""
+    torch.manual_seed(0)
+    model = Layers()
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3) as optimizer:
+        watch = topology(2).watch
+        watch.period_s, found = 0.02, watch.num_found
+        for step in range(3):
+            for late in range(2):
+                if rank == late:
+                    time.sleep(0.2)
+                _step(model, optimizer)
+            if step == 1:
+                model.order = (0, 1, 3)
+        assert watch.num_found == found
+
+
+def test_a_late_rank_is_waited_for() -> None:
+    run_ranks(2, _check_slow_rank)

@@ -1,0 +1,40 @@
+"""What may be asked of activation checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zero.tiers.settings import Files, Tier
+
+__all__ = ["ActivationSettings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationSettings:
+    """The section ``activation_checkpointing``, and ``zcomm.activations``."""
+
+    partitions: bool = False
+    """Every tensor-parallel rank keeps its part of each saved input."""
+    tier: Tier = Tier.DEVICE
+    """Where they rest."""
+    path: str | None = None
+    """Folder, of NVMe."""
+    files: Files = field(default_factory=Files)
+    has_arena: bool = False
+    """They rest in one buffer that is allocated once."""
+    num_checkpoints: int | None = None
+    """Checkpoints in it, at most; None: as many as the first step has."""
+    synchronizes: bool = False
+    """The device is synchronised before and after each function."""
+    is_profiled: bool = False
+    """Times are logged after every backward."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether saved inputs rest elsewhere than where they are."""
+        return self.partitions or self.has_arena or self.tier is not Tier.DEVICE
+
+    @property
+    def has_effect(self) -> bool:
+        """Whether anything differs from torch.utils.checkpoint."""
+        return self.moves or self.synchronizes or self.is_profiled
