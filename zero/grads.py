@@ -8,8 +8,8 @@ Invariants:
     G1  Buckets are reduced in one fixed order on every rank, whatever the order in which their gradients arrive, so
         exchanges match even where ranks use different parameters. At the end of a backward the ranks agree on which
         parameters anybody used; a bucket that nobody used is not exchanged.
-    G2  ``.grad`` of a parameter is set exactly while this optimizer holds a gradient for it. If a user clears it (for
-        example by ``zero_grad()`` of the model or a part of it, on every rank), the gradient held is dropped.
+    G2  ``.grad`` of a parameter is set exactly while this optimizer holds a gradient for it. If a user clears it, on
+        every rank (by ``zero_grad()`` of a module, say), the gradient held is dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zcomm import (
     all_gather_single,
     control,
     reduce_scatter_single,
-)
+)  # fmt: skip
 from zero.bucket import Bucket, master_dtype
 from zero.pool import BufferPool
 from zero.released import ReducedGradient
@@ -39,8 +39,7 @@ from zero.tiers.host_gradient import HostGradient
 
 __all__ = ["BucketGrads", "Reducer"]
 
-MAX_IN_FLIGHT = 2
-"""Reductions under way at once; each holds a full gradient buffer."""
+MAX_IN_FLIGHT = 2  # reductions under way at once; each holds a full gradient buffer
 WIRE_NAMES = {torch.float32: "none", torch.float64: "none", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 

@@ -14,13 +14,14 @@ from torch import nn
 
 from zcomm import ConfigError
 from zero.agreement import is_agreed, on_every_rank, raise_on_every_rank
-from zero.config import NotAvailableError
 from zero.config.plan import make_plan
 from zero.config.read import Configuration, Source, read_source
+from zero.config.tiers import tiers_of
 from zero.distributed import data_parallel, init_distributed, local_device
 from zero.init_shards import Construction
 from zero.inputs import choose_topology
 from zero.materialize import give_values, own_tensors
+from zero.tiers.init_files import InitFiles
 
 __all__ = ["Init"]
 
@@ -50,8 +51,8 @@ class Init:
             memory and values by ``materialize``. Such an ``Init`` need not be entered.
         data_parallel_group: The ranks; default: all.
         mem_efficient_linear: No effect: no layer keeps gathered weights.
-        remote_device: Where shards rest until ZeroOptimizer takes them over: "cpu" or a device of torch. Default: this
-            rank's GPU, or the CPU where there is none.
+        remote_device: Where shards rest until ZeroOptimizer takes them over: "cpu", a device of torch, or "nvme", the
+            configuration's ``offload_param.nvme_path``. Default: this rank's GPU, or the CPU where there is none.
         config_dict_or_path: A DeepSpeed configuration: parameters get its dtype, ``zcomm.ranks_per_node`` is used.
         enabled: False: nothing is done.
         dtype: Of floating-point parameters; default: the configuration's, or as they are built.
@@ -96,13 +97,17 @@ class Init:
             _check_options(options)
             configuration = None if source is None else read_source(source)
             chosen = dtype if configuration is None or dtype is not None else make_plan(configuration, {}).dtype
-            return _shard_device(remote_device), chosen, configuration
+            return _shard_device(remote_device, configuration), chosen, configuration
 
         device, chosen, configuration = on_every_rank(prepare, group)
         if ranks_per_node is None and configuration is not None:
             ranks_per_node = configuration.values.zcomm.ranks_per_node
         topology = choose_topology(None, ranks_per_node, group)
-        self._construction = Construction(topology, device=device, dtype=chosen)
+        files = None
+        if remote_device == "nvme" and configuration is not None:
+            tiers = tiers_of(configuration.values, stage=3)
+            files = InitFiles(str(tiers.parameters.path), tiers.files, topology)
+        self._construction = Construction(topology, device=device, dtype=chosen, files=files)
         if module is not None:
             self._divide_existing(module, materialize)
 
@@ -160,11 +165,15 @@ def _check_options(options: dict[str, Any]) -> None:
         logger.info("zero.Init: %s take effect from the configuration of ZeroOptimizer", ", ".join(asked))
 
 
-def _shard_device(remote_device: str | torch.device | None) -> torch.device:
+def _shard_device(remote_device: str | torch.device | None, configuration: Configuration | None) -> torch.device:
     if remote_device in (None, "none"):
         return local_device()
     if remote_device == "nvme":
-        raise NotAvailableError("not available in this version: zero.Init(remote_device='nvme'); use 'cpu'")
+        if configuration is None or not tiers_of(configuration.values, stage=3).parameters.path:
+            raise ConfigError(
+                "zero.Init(remote_device='nvme') needs config_dict_or_path= with offload_param.nvme_path, the folder"
+            )
+        return torch.device("cpu")
     return torch.device(remote_device)
 
 

@@ -31,6 +31,8 @@ from zero.agreement import on_every_rank
 from zero.bucket import Bucket, BucketState, ShardInfo
 from zero.layout import BucketLayout
 from zero.released import hide, placeholder
+from zero.tiers.file_rest import InFile
+from zero.tiers.init_files import InitFiles
 
 __all__ = ["Construction", "construction_of", "is_built"]
 
@@ -53,10 +55,18 @@ class Construction:
         topology: The ranks they are divided over.
         device: Where the shards rest.
         dtype: What floating-point parameters become; None: they stay.
+        files: Where they rest instead; ``device`` is the CPU then.
     """
 
-    def __init__(self, topology: Topology, *, device: torch.device, dtype: torch.dtype | None) -> None:
-        self.topology, self.device, self.dtype = topology, device, dtype
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        files: InitFiles | None = None,
+    ) -> None:
+        self.topology, self.device, self.dtype, self._files = topology, device, dtype, files
         self.is_closed = False
         self.is_building = False
         """Whether constructors run, within which parameters open when they are used."""
@@ -88,10 +98,11 @@ class Construction:
             kinds.setdefault((param.dtype, param.requires_grad), {})[f"{title}.{name}"] = param
         new = lambda: [self._new_bucket(title, same) for same in kinds.values()]  # noqa: E731
         for bucket in on_every_rank(new, self.topology, fact=fact):
+            own = torch.zeros(bucket.layout.shard_numel, dtype=bucket.dtype, device=self.device)
             for slot, param in enumerate(bucket.params):
                 value = self._to_work(param.detach(), bucket.dtype)
                 control.broadcast_(value, 0, self.topology)
-                self._keep_own_part(bucket, slot, value)
+                self._keep_own_part(bucket, slot, value, own)
                 param.data = bucket.empties[slot]  # its memory is free from here on
                 hide(param, bucket.empties[slot])
                 self._live[param] = None
@@ -99,10 +110,40 @@ class Construction:
                 param.zero_shard = ShardInfo(  # type: ignore[attr-defined]
                     name, param.shape, bucket.dtype, bucket, slot, lambda: False, self
                 )
+            self._place(bucket, own)
+
+    def _place(self, bucket: Bucket, own: Tensor) -> None:
+        """Let the values of this rank rest where they belong. Collective with files."""
+        if self._files is None:
+            bucket.shard = own
+            return
+        old, files = bucket.rest, self._files
+
+        def place() -> None:
+            if isinstance(old, InFile) and old.shard.dtype == own.dtype:
+                files.replace(old, own)
+                return
+            bucket.rest = files.place(own)
+            if isinstance(old, InFile):
+                files.remove(old)
+
+        on_every_rank(place, self.topology)
+        bucket.shard = bucket.rest.shard
+
+    def _own(self, bucket: Bucket) -> Tensor:
+        """The values of this rank. Collective with files."""
+        return bucket.shard if self._files is None else on_every_rank(bucket.rest.read, self.topology)
 
     def forget(self, param: nn.Parameter) -> None:
         """``param`` is taken over."""
+        bucket: Bucket = param.zero_shard.bucket  # type: ignore[attr-defined]
         del param.zero_shard, self._live[param]  # type: ignore[attr-defined]
+        if (
+            isinstance(bucket.rest, InFile)
+            and self._files is not None
+            and not any(p in self._live for p in bucket.params)
+        ):
+            self._files.remove(bucket.rest)
 
     def close_if_unused(self) -> None:
         """Free the process groups if every parameter is taken over or thrown away."""
@@ -110,6 +151,8 @@ class Construction:
             gc.collect()  # a parameter and its bucket know one another
         if not (self._live or self.is_building or self.is_closed):
             self.is_closed = True
+            if self._files is not None:
+                self._files.close()
             self.topology.close()
 
     def _to_work(self, value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -121,26 +164,25 @@ class Construction:
         shapes = [tuple(param.shape) for param in params]
         bucket = Bucket(0, title, BucketLayout.of(list(named), shapes, self.topology.world_size, 1), params)
         self._convert(bucket, self.device, bucket.dtype if self.dtype is None else self.dtype)
-        bucket.shard = torch.zeros(bucket.layout.shard_numel, dtype=bucket.dtype, device=self.device)
         return bucket
 
     def _convert(self, bucket: Bucket, device: torch.device, dtype: torch.dtype) -> None:
         bucket.device, bucket.dtype = device, dtype
         bucket.empties = [placeholder(slot.shape, dtype, device) for slot in bucket.layout.slots]
 
-    def _keep_own_part(self, bucket: Bucket, slot: int, value: Tensor) -> None:
+    def _keep_own_part(self, bucket: Bucket, slot: int, value: Tensor, own: Tensor) -> None:
         at, base = bucket.layout.slots[slot], self.topology.rank * bucket.layout.shard_numel
         start, stop = max(at.offset, base), min(at.offset + at.numel, base + bucket.layout.shard_numel)
         if start < stop:
             part = value.reshape(-1)[start - at.offset : stop - at.offset]
-            bucket.shard[start - base : stop - base].copy_(part)
+            own[start - base : stop - base].copy_(part)
 
     def read(self, bucket: Bucket) -> Tensor:
         """A new flat tensor with all values of ``bucket``. Collective."""
         if bucket.state is BucketState.FULL:
             assert bucket.full is not None, "full without a buffer"
             return bucket.full
-        shard = self._to_work(bucket.shard, bucket.dtype)
+        shard = self._to_work(self._own(bucket), bucket.dtype)
         full = torch.empty(bucket.layout.numel, dtype=bucket.dtype, device=self._work_device)
         all_gather_single(full, shard, self.topology)
         return full
@@ -190,14 +232,14 @@ class Construction:
         dtypes = {param.dtype for param in bucket.params}
         if len(dtypes) == 1 and dtypes != {bucket.dtype} and bucket.full is not None:  # somebody cast the module
             self._convert(bucket, bucket.device, dtypes.pop())
-            bucket.full, bucket.shard = bucket.full.to(bucket.dtype), bucket.shard.to(bucket.dtype)
+            bucket.full = bucket.full.to(bucket.dtype)
             for param in bucket.params:
                 param.zero_shard.dtype = bucket.dtype  # type: ignore[attr-defined]
         bucket.take_back()
         assert bucket.full is not None, "values can only be taken from full parameters"
         control.broadcast_(bucket.full, rank, self.topology)
         base = self.topology.rank * bucket.layout.shard_numel
-        bucket.shard.copy_(bucket.full[base : base + bucket.layout.shard_numel])
+        self._place(bucket, bucket.full[base : base + bucket.layout.shard_numel].to(self.device, copy=True))
 
     @contextmanager
     def gathered(self, buckets: list[Bucket]) -> Iterator[None]:
@@ -225,13 +267,14 @@ class Construction:
                     self._take_values(bucket, rank)
 
     def convert(self, param: nn.Parameter, *, device: torch.device | None = None, dtype: torch.dtype | None) -> None:
-        """Move or cast the shard of ``param``, with those that share its bucket. No communication."""
+        """Move or cast the shard of ``param``, with those that share its bucket. Collective with files."""
         info: ShardInfo = param.zero_shard  # type: ignore[attr-defined]
         bucket = info.bucket
         if bucket.state is not BucketState.SHARDED:
             raise StateError(f"{info.name!r} is whole: move and cast models outside of zero.GatheredParameters")
+        own = self._own(bucket)
         self._convert(bucket, device or bucket.device, dtype or bucket.dtype)
-        bucket.shard = bucket.shard.to(bucket.device, bucket.dtype)
+        self._place(bucket, own.to(bucket.device if self._files is None else self.device, bucket.dtype))
         for one, empty in zip(bucket.params, bucket.empties, strict=True):
             if construction_of(one) is self and one.zero_shard.bucket is bucket:  # type: ignore[attr-defined]
                 one.zero_shard.dtype = bucket.dtype  # type: ignore[attr-defined]

@@ -20,7 +20,10 @@ from zero.bucket import Bucket
 from zero.settings import nearest_setting
 from zero.stages import Stage
 
-__all__ = ["MasterPiece", "OptimizerStates", "build_inner", "build_pieces", "check_elementwise", "check_options"]
+__all__ = [
+    "MasterPiece", "OptimizerStates", "build_inner", "build_pieces", "check_elementwise", "check_options",
+    "whole_storage",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,3 +177,9 @@ def _try_steps(optimizer: Optimizer, device: torch.device, shape: tuple[int, ...
             param.grad = part.clone()
         trial.step()
     return torch.cat([param.flatten() for param in params])
+
+
+def whole_storage(tensor: Tensor) -> Tensor:
+    """``tensor``, or a copy if it is a part of something larger: all of that would be written to a file."""
+    is_part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+    return tensor.clone() if is_part else tensor

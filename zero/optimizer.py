@@ -33,7 +33,7 @@ from zero.inputs import check_inputs, choose_topology
 from zero.large_linears import tile_configured
 from zero.leaf_modules import set_configured
 from zero.loss_scale import LossScale
-from zero.masters import MasterPiece, OptimizerStates, as_groups, build_inner, build_pieces
+from zero.masters import MasterPiece, OptimizerStates, as_groups, build_inner, build_pieces, whole_storage
 from zero.memory import MemoryReport, measure
 from zero.model_parallel import ModelParallel
 from zero.on_model import install_on_model
@@ -324,7 +324,7 @@ class ZeroOptimizer(Optimizer):
         """This rank's shard: masters, optimizer states, and the layout they belong to."""
         return {
             "layout": self._layout(),
-            "masters": [_whole_storage(bucket.master) for bucket in self._runtime.buckets if bucket.is_trainable],
+            "masters": [whole_storage(bucket.master) for bucket in self._runtime.buckets if bucket.is_trainable],
             "optimizer": self._inner.state_dict(),
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
         }
@@ -394,9 +394,3 @@ class ZeroOptimizer(Optimizer):
         self._model_parallel.close()
         if self._owns_topology:
             self._runtime.topology.close()
-
-
-def _whole_storage(tensor: Tensor) -> Tensor:
-    """``tensor``, or a copy if it is a part of something larger: all of that would be written to a file."""
-    is_part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-    return tensor.clone() if is_part else tensor
