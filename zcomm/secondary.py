@@ -31,17 +31,29 @@ class SecondaryPartition:
         topology: Nodes and ranks; gathers run over this rank's node.
         numel: Elements of the full buffer, any number.
         dtype: Its dtype, floating point.
-        device: Where the part is kept.
+        device: Where full buffers are.
+        is_on_host: Keep the part in host memory, page-locked where there is CUDA: it is copied to the device for each
+            gather. Without CUDA that is the same memory, and the same code.
     """
 
     def __init__(
-        self, topology: Topology, numel: int, dtype: torch.dtype, *, device: torch.device | str = "cpu"
+        self,
+        topology: Topology,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        device: torch.device | str = "cpu",
+        is_on_host: bool = False,
     ) -> None:
         if numel < 0:
             raise LayoutError(f"numel must not be negative: numel={numel}")
         self._topology, self.numel = topology, numel
         shard_numel = -(-numel // topology.ranks_per_node)
-        self._shard = torch.zeros(shard_numel, dtype=dtype, device=device)
+        self._device, self.is_on_host = torch.empty(0, device=device).device, is_on_host
+        place = "cpu" if is_on_host else self._device
+        self._shard = torch.zeros(
+            shard_numel, dtype=dtype, device=place, pin_memory=is_on_host and self._device.type == "cuda"
+        )
         self.is_valid = False
 
     @property
@@ -76,8 +88,13 @@ class SecondaryPartition:
 
     def _steps(self, output: Tensor) -> Steps:
         is_exact = self.numel == self._shard.numel() * self._topology.ranks_per_node
-        full = output if is_exact else self._shard.new_empty(self._shard.numel() * self._topology.ranks_per_node)
-        yield backend.all_gather(full, self._shard, self._topology.intra, Sent(OPERATION, "none", self._shard.numel()))
+        numel = self._shard.numel()
+        full = output if is_exact else output.new_empty(numel * self._topology.ranks_per_node)
+        own = self._shard
+        if self.is_on_host:
+            start = self._topology.local_rank * numel
+            own = full[start : start + numel].copy_(own, non_blocking=True)
+        yield backend.all_gather(full, own, self._topology.intra, Sent(OPERATION, "none", numel))
         if not is_exact:
             output.copy_(full[: self.numel])
 
@@ -87,8 +104,8 @@ class SecondaryPartition:
 
     def _check(self, name: str, full: Tensor) -> None:
         check_flat(name, full)
-        if full.numel() != self.numel or full.dtype != self._shard.dtype or full.device != self._shard.device:
+        if full.numel() != self.numel or full.dtype != self._shard.dtype or full.device != self._device:
             raise LayoutError(
                 f"{name} must fit the partition: numel={full.numel()}, dtype={full.dtype}, device={full.device}; "
-                f"expected {self.numel}, {self._shard.dtype}, {self._shard.device}"
+                f"expected {self.numel}, {self._shard.dtype}, {self._device}"
             )

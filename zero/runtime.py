@@ -203,7 +203,7 @@ class Runtime:
         full = self.pool.take(bucket.layout.numel, bucket.dtype)
         try:
             with self.in_memory([bucket]):
-                shard = bucket.master.to(bucket.device, bucket.dtype)
+                shard = bucket.master.detach().to(bucket.device, bucket.dtype)
             for work in start_gather(bucket.layout, full, shard, replace(self.gatherer.options, format="none")):
                 work.wait()
             yield bucket.views(full)

@@ -13,7 +13,7 @@ from zcomm import ConfigError, Topology, TopologyError, get_format
 from zero.layout import ALIGN
 from zero.schedule import Limits
 from zero.stages import Stage, get_stage
-from zero.tiers.settings import ON_DEVICE, Tiers
+from zero.tiers.settings import ON_DEVICE, Tier, Tiers
 
 __all__ = ["DEFAULT_STAGE", "Effective", "ZeroSettings", "resolve", "split_options"]
 
@@ -39,6 +39,8 @@ class ZeroSettings:
     """qgZ: gradients travel as INT4 blocks of 128 on both hops. Stages 1, 2, 3."""
     hpz_partition_size: int = 1
     """hpZ: ranks per node, so that gathers after a step's first stay inside the node; 1 is off. Stage 3."""
+    hpz_secondary_device: str = "device"
+    """Where the secondary partition of hpZ rests: "device", or "cpu", host memory."""
     weight_format: str | None = None
     """Wire format of weights; overrides ``quantized_weights``."""
     gradient_format: str | tuple[str, str] | None = None
@@ -98,6 +100,8 @@ class ZeroSettings:
                 raise ConfigError(f"{field.name} must be an integer of at least 0: {field.name}={value!r}")
             if isinstance(field.default, bool) and not isinstance(value, bool):
                 raise ConfigError(f"{field.name} must be True or False: {field.name}={value!r}")
+        if self.hpz_secondary_device not in ("device", "cpu"):
+            raise ConfigError(f"hpz_secondary_device must be 'device' or 'cpu': {self.hpz_secondary_device!r}")
         allowed = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
         if self.gradient_dtype not in allowed:
             raise ConfigError(f"gradient_dtype must be a floating dtype: gradient_dtype={self.gradient_dtype!r}")
@@ -126,6 +130,8 @@ class Effective:
     """Intra-node and inter-node; None: the dtype of each bucket's parameters."""
     has_secondary: bool
     """Gathers after a step's first stay inside the node (hpZ)."""
+    tiers: str
+    """What rests off the device."""
     align: int
     """Elements that parameters and shards are aligned to."""
     topology: str
@@ -144,7 +150,7 @@ class Effective:
         grads = "parameter dtype" if self.gradient_formats is None else " -> ".join(self.gradient_formats)
         text = (
             f"ZeRO stage {self.stage.number} on {self.topology}: weights as {self.weight_format}, gradients as "
-            f"{grads}, secondary partition (hpZ) {'on' if self.has_secondary else 'off'}"
+            f"{grads}, secondary partition (hpZ) {'on' if self.has_secondary else 'off'}{self.tiers}"
         )
         notes = [*self.adjusted, *(f"inactive: {reason}" for reason in self.inactive)]
         return "; ".join([text, *notes])
@@ -172,12 +178,25 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
         weight_format=weights,
         gradient_formats=gradients,
         has_secondary=has_secondary,
+        tiers=_tiers(settings, stage, has_secondary=has_secondary),
         align=align,
         topology=f"{topology.num_nodes} x {topology.ranks_per_node} ranks",
         limits=limits,
         adjusted=tuple(adjusted),
         inactive=tuple(inactive),
     )
+
+
+def _tiers(settings: ZeroSettings, stage: Stage, *, has_secondary: bool) -> str:
+    """What rests off the device, for :class:`Effective`."""
+    text = ""
+    if has_secondary:
+        text = " in host memory" if settings.hpz_secondary_device == "cpu" else " on the device"
+    tier = settings.tiers.parameters
+    if stage.shards_parameters and tier.tier is not Tier.DEVICE:
+        place = "host memory" if tier.tier is Tier.CPU else f"files below {tier.path}"
+        text += f", parameters rest in {place}"
+    return text
 
 
 def _limits(settings: ZeroSettings, topology: Topology, stage: Stage) -> tuple[Limits, list[str]]:

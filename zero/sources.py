@@ -19,7 +19,9 @@ from zero.bucket import Bucket
 from zero.layout import BucketLayout
 from zero.settings import Effective, ZeroSettings
 from zero.tiers.encoded_rest import Encoded
+from zero.tiers.moved import record
 from zero.tiers.settings import Tier
+from zero.tiers.shard_rest import KIND
 
 __all__ = ["GatherOptions", "Primary", "Secondary", "gather_options", "start_gather"]
 
@@ -36,6 +38,8 @@ class GatherOptions:
     """Elements that the first exchange of a gather carries at most."""
     max_numel: int
     """Elements that any exchange carries at most."""
+    secondary_on_host: bool
+    """Whether secondary partitions rest in host memory."""
 
     def columns(self, layout: BucketLayout) -> list[tuple[int, int]]:
         """How the exchanges of a gather cut every shard."""
@@ -53,6 +57,7 @@ def gather_options(settings: ZeroSettings, effective: Effective, topology: Topol
         settings.overlap_comm,
         min(effective.limits.prefetch_numel or max_numel, max_numel),
         max_numel,
+        settings.hpz_secondary_device == "cpu",
     )
 
 
@@ -104,8 +109,10 @@ class Secondary:
     def __init__(self, bucket: Bucket, options: GatherOptions, exchanges: Sequence[int]) -> None:
         self._is_async = options.is_async
         self._ends = list(accumulate(exchanges))
+        on_host = options.secondary_on_host
         self._parts = [
-            SecondaryPartition(options.topology, numel, bucket.dtype, device=bucket.device) for numel in exchanges
+            SecondaryPartition(options.topology, numel, bucket.dtype, device=bucket.device, is_on_host=on_host)
+            for numel in exchanges
         ]
 
     @property
@@ -122,6 +129,8 @@ class Secondary:
         """Keep this rank's part of ``full``."""
         for part, end in zip(self._parts, self._ends, strict=True):
             part.fill(full[end - part.numel : end])
+            if part.is_on_host:
+                record(KIND, "to_host", part.nbytes)
 
     def invalidate(self) -> None:
         """The values have changed."""
@@ -131,4 +140,6 @@ class Secondary:
     def start(self, index: int, full: Tensor) -> Work | None:
         """Start exchange number ``index``."""
         part, end = self._parts[index], self._ends[index]
+        if part.is_on_host:
+            record(KIND, "to_device", part.nbytes)
         return part.gather(full[end - part.numel : end], async_op=self._is_async)

@@ -34,6 +34,10 @@ CONDITIONS = {
         lambda c: c.zero_optimization.stage == 3 and c.zero_optimization.overlap_comm,
         "parameters are whole below stage 3, or overlap_comm is false",
     ),
+    "hpZ": Condition(
+        lambda c: c.zero_optimization.stage == 3 and c.zero_optimization.zero_hpz_partition_size > 1,
+        "there is no secondary partition: zero_hpz_partition_size is 1, or stage is not 3",
+    ),
     "fp16": Condition(lambda c: c.fp16.enabled, "fp16 is not enabled"),
     "float16": Condition(is_float16, "neither fp16 nor float16 autocast is enabled"),
     "bf16": Condition(lambda c: c.bf16.enabled, "bf16 is not enabled"),

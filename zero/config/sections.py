@@ -167,6 +167,13 @@ class Zcomm:
         setting="tile_linears_above",
         active_if="stage 3",
     )
+    hpz_secondary_device: str = key(
+        "device",
+        "where the secondary partition of hpZ rests",
+        choices=("device", "cpu"),
+        setting="hpz_secondary_device",
+        active_if="hpZ",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
