@@ -47,8 +47,7 @@ class FileUpdate:
         for piece in pieces:
             if piece.bucket in self._pieces:
                 self._pieces[piece.bucket].append(piece)
-        leaves = [param for group in inner.param_groups for param in group["params"]]
-        self._number_of = {id(leaf): number for number, leaf in enumerate(leaves)}
+        self._number_of: dict[int, int] = {}
         self._group_of = {id(p): index for index, group in enumerate(inner.param_groups) for p in group["params"]}
         self._done: list[SubGroup] = []
         self._states: dict[int, dict[str, Any]] = {}
@@ -61,6 +60,8 @@ class FileUpdate:
             all_buckets: Write the parameters of the other sub-groups, too.
         """
         self._done, self._states = [], {}
+        leaves = [param for group in self._inner.param_groups for param in group["params"]]
+        self._number_of = {id(leaf): number for number, leaf in enumerate(leaves)}
         settings = self._files.settings
         pipeline: Pipeline[SubGroup, InMemory] = Pipeline(
             self._files.load,
