@@ -162,16 +162,16 @@ class Bucket:
         """Bring the shard in line with the master."""
         if self.master is not self.shard:
             for start, stop in self.rest.ranges:
-                self.rest.target(start, stop, self.master.device).copy_(self.master[start:stop])
-                self.rest.written(start, stop)
+                self.begin_update(start, stop).copy_(self.master[start:stop])
+                self.end_update(start, stop)
 
-    def begin_update(self) -> Tensor:
-        """Memory, where the master is updated, for all new values of the shard; its contents are undefined."""
-        return self.rest.target(0, self.shard.numel(), self.master.device)
+    def begin_update(self, start: int, stop: int) -> Tensor:
+        """Memory, where the master is updated, for new values of the shard; its contents are undefined."""
+        return self.rest.target(start, stop, self.master.device)
 
-    def end_update(self) -> None:
+    def end_update(self, start: int, stop: int) -> None:
         """What :meth:`begin_update` gave is filled."""
-        self.rest.written(0, self.shard.numel())
+        self.rest.written(start, stop)
 
     def _move(self, to: BucketState) -> None:
         if to not in TRANSITIONS[self.state]:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from zcomm import ConfigError
 from zcomm.philox import Draw
 from zero.flat_step import DTYPE_NUMBERS, Arrays, Factors, Rule, step_
+from zero.tiers.at_rest import is_at_rest
 
 __all__ = ["CPUSGD", "CPUAdagrad", "CPUAdam", "CPULion", "CPUOptimizer"]
 
@@ -59,7 +60,8 @@ class CPUOptimizer(Optimizer, ABC):
         """
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
-            if param.is_meta or param.layout != torch.strided or not param.is_contiguous():
+            is_flat = param.layout == torch.strided and (param.is_contiguous() or is_at_rest(param))
+            if param.is_meta or not is_flat:
                 self._refuse(f"a contiguous tensor with values: device={param.device}, shape={tuple(param.shape)}")
             if param.dtype not in DTYPE_NUMBERS:
                 self._refuse(f"float32, bfloat16 or float16: dtype={param.dtype}")
@@ -97,7 +99,14 @@ class CPUOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def step_tensor_(
-        self, param: Tensor, grad: Tensor, group: dict[str, Any], *, grad_factor: float = 1.0, out: Tensor | None = None
+        self,
+        param: Tensor,
+        grad: Tensor,
+        group: dict[str, Any],
+        *,
+        grad_factor: float = 1.0,
+        out: Tensor | None = None,
+        place: tuple[int, int] | None = None,
     ) -> None:
         """Move one parameter of ``group`` by its next step.
 
@@ -107,6 +116,8 @@ class CPUOptimizer(Optimizer, ABC):
             group: Its entry of ``param_groups``.
             grad_factor: Multiplies the gradient in the same pass: inverse loss scale times clipping coefficient.
             out: Written with the new parameter, in its own type, in the same pass.
+            place: The parameter is a part of another, number such and such in ``param_groups``, from this element on.
+                Only the rounding of bfloat16 moments depends on it. Default: its own number, and 0.
         """
         state = self.state[param]
         if not state:
@@ -119,7 +130,10 @@ class CPUOptimizer(Optimizer, ABC):
         if master is not param and out is None:
             out = param
         arrays = Arrays(master, grad.contiguous(), moments[0], moments[1], state.get("max_exp_avg_sq"), out)
-        draw = None if self.moment_dtype == torch.float32 else Draw(0, tensor=2 * self._position(param), step=step)
+        draw = None
+        if self.moment_dtype != torch.float32:
+            number, first = (self._position(param), 0) if place is None else place
+            draw = Draw(0, tensor=2 * number, step=step, first=first)
         step_(rule, factors, arrays, draw)
         if master is not param and out is not param:
             param.copy_(master)

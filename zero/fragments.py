@@ -114,7 +114,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     place = _place(param)
     if place is None:
         return None
-    with place.bucket.rest.in_memory():
+    with place.bucket.rest.in_memory(), place.runtime.states_in_memory(place.bucket):
         return place.bucket.master[place.part].float().clone()
 
 
@@ -161,7 +161,7 @@ def _reduced(place: Place) -> Tensor | None:
         return None
 
     def read() -> Tensor | None:
-        return reducer.results(grads) if grads.used[place.slot] else None
+        return reducer.results(grads, wide=True) if grads.used[place.slot] else None
 
     return on_every_rank(read, place.runtime.topology, fact=f"gradient of {place.name}: {grads.used[place.slot]}")
 
@@ -234,9 +234,10 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     place, own, number = found
     if number is not None:
         return number
-    rows = torch.zeros_like(place.bucket.master)
-    if own is not None:
-        rows[place.part].copy_(own[: place.last - place.first])
+    with place.runtime.in_memory([place.bucket]):
+        rows = torch.zeros_like(place.bucket.master)
+        if own is not None:
+            rows[place.part].copy_(own[: place.last - place.first])
     return _gathered(place, rows)
 
 
@@ -248,7 +249,8 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     place, own, number = found
     if number is not None:
         return number
-    return torch.empty(0) if own is None else own[: place.last - place.first].float().clone()
+    with place.runtime.states_in_memory(place.bucket):
+        return torch.empty(0) if own is None else own[: place.last - place.first].float().clone()
 
 
 def _set_state(param: nn.Parameter, key: str, own_value: Callable[[Place], Tensor], value: Tensor) -> None:
@@ -258,8 +260,9 @@ def _set_state(param: nn.Parameter, key: str, own_value: Callable[[Place], Tenso
         raise StateError(f"{place.name!r} has no optimizer state {key!r}: states come with the first step")
     if number is None:
         part = own_value(place)
-        if own is not None:
-            own[: place.last - place.first].copy_(part)
+        with place.runtime.in_memory([place.bucket], is_changed=True):
+            if own is not None:
+                own[: place.last - place.first].copy_(part)
         return
     states = place.runtime.states
     held = None if states is None else states.get(param, key)

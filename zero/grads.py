@@ -142,9 +142,8 @@ class Reducer:
         return grads.dtype if is_exact or dtype.itemsize >= grads.dtype.itemsize else dtype
 
     def _own_rows(self, grads: BucketGrads, full: Tensor) -> Tensor:
-        numel = grads.bucket.layout.shard_numel
-        row = self._topology.shard_index("local")
-        return full[row * numel : (row + 1) * numel]
+        start = self._topology.shard_index("local") * grads.bucket.layout.shard_numel
+        return full[start : start + grads.bucket.layout.shard_numel]
 
     def begin_backward(self, *, reduces_now: bool) -> None:
         """A backward starts; ``reduces_now`` is False within ``no_sync`` and accumulation windows."""

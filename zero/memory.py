@@ -23,7 +23,7 @@ class MemoryReport:
     gradients: int
     """At rest: full below stage 2, the shard from there."""
     states: int
-    """Optimizer states and float32 masters."""
+    """Optimizer states and float32 masters in memory."""
     buffers: dict[str, int]
     """Named buffers beyond the formula: the pool of full buffers, the secondary partition, host buffers between files
     and parameters, parameters that stay whole at stage 3."""
@@ -31,6 +31,8 @@ class MemoryReport:
     """Of the pool's bytes, those that hold full local gradients of ``no_sync`` at stages 2 and 3."""
     shards: dict[str, int]
     """What rests of the parameters, by tier: on the "device", in host memory ("cpu"), in files ("nvme")."""
+    states_in_files: int
+    """Masters and moments that are not in memory: the bytes of the files, each with room for what was before."""
     formula: float
     """Parameters, gradients and states as :func:`zero.model_state_nbytes` has them, with two moments."""
 
@@ -73,7 +75,7 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
     states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     grads = [
         t for g in runtime.reducer.all for t in (g.result, None if stage.shards_gradients else g.full) if t is not None
-    ]
+    ] + [t for g in runtime.reducer.all if g.host is not None for t in g.host.tensors]
     moments = _nbytes(states, seen)
     trainable = [b for b in buckets if b.is_trainable]
     numel = sum(slot.numel for b in trainable for slot in b.layout.slots)
@@ -96,8 +98,10 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
             "pool": runtime.pool.nbytes,
             "secondary partition": runtime.gatherer.secondary_nbytes,
             "parameters on their way": runtime.rests.staging_nbytes,
+            "states on their way": 0 if runtime.state_files is None else runtime.state_files.store.buffers.nbytes,
             "persistent parameters": _nbytes([b.full for b in buckets if b.is_resident and b.full is not None], seen),
         },
+        states_in_files=0 if runtime.state_files is None else runtime.state_files.nbytes,
         unreduced_gradients=runtime.reducer.unreduced_nbytes,
         formula=formula,
         shards={tier: sum(of_tier.get(tier, 0) for of_tier in resting) for tier in ("device", "cpu", "nvme")},

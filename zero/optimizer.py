@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zcomm import LayoutError, StateError, Topology
+from zcomm import StateError, Topology
 from zero.agreement import on_every_rank
 from zero.clip import clip_grad_norm_, fold_clipping
 from zero.config.plan import Plan
@@ -33,13 +33,14 @@ from zero.inputs import check_inputs, choose_topology
 from zero.large_linears import tile_configured
 from zero.leaf_modules import set_configured
 from zero.loss_scale import LossScale
-from zero.masters import MasterPiece, OptimizerStates, as_groups, build_inner, build_pieces, whole_storage
+from zero.masters import MasterPiece, OptimizerStates, as_groups, build_inner, build_pieces
 from zero.memory import MemoryReport, measure
 from zero.model_parallel import ModelParallel
 from zero.on_model import install_on_model
 from zero.placement import cast
 from zero.runtime import Runtime
 from zero.settings import Effective
+from zero.shard_state import check_fits, shard_state
 from zero.timing import time_exchanges
 from zero.update import Update
 
@@ -131,6 +132,7 @@ class ZeroOptimizer(Optimizer):
         try:
             build = partial(build_inner, optimizer, groups, self._pieces, plan.optimizer_options)
             self._inner = on_every_rank(build, topology)
+            self._runtime.open_states(self._inner, self._pieces)
             install_on_model(self._runtime, plan.activations, self._model_parallel)
         except Exception:
             with self._runtime.gathered(self._runtime.buckets):  # the model stays whole
@@ -280,10 +282,17 @@ class ZeroOptimizer(Optimizer):
         runtime.hooks.recover()
         runtime.check_model_unchanged()
         runtime.reducer.flush()
+        before = self._gradients.factor, self._is_unscaled
         self.was_step_applied = self._prepare_gradients()
         runtime.step_ended()
         if self.was_step_applied:
-            self._update.run()
+            try:
+                self._update.run()
+            except Exception:
+                self.was_step_applied = False
+                if self._update.folds:  # so that the step can be tried again
+                    self._gradients.factor, self._is_unscaled = before
+                raise
         self._gradients.clear()
         return loss
 
@@ -322,21 +331,7 @@ class ZeroOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: masters, optimizer states, and the layout they belong to."""
-        return {
-            "layout": self._layout(),
-            "masters": [whole_storage(bucket.master) for bucket in self._runtime.buckets if bucket.is_trainable],
-            "optimizer": self._inner.state_dict(),
-            "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
-        }
-
-    def _layout(self) -> dict[str, Any]:
-        topology, buckets = self._runtime.topology, self._runtime.buckets
-        return {
-            "sharded": self._runtime.stage.shards_states,
-            "world_size": topology.world_size,
-            "shard_index": topology.shard_index("local"),
-            "buckets": [(b.name, b.layout.numel, [s.name for s in b.layout.slots]) for b in buckets if b.is_trainable],
-        }
+        return shard_state(self._runtime, self._inner, self._pieces, self.loss_scale)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -346,30 +341,24 @@ class ZeroOptimizer(Optimizer):
             LayoutError: The shards were saved with another world size, on another rank or from another model; raised on
                 every rank, before anything is changed.
         """
-        on_every_rank(lambda: self._check_fits(state_dict["layout"]), self._runtime.topology)
+        check_fits(self._runtime, state_dict["layout"])
         self._runtime.hooks.recover()
         self._runtime.gatherer.release_all()  # what is gathered, or on its way, has the old values
         buckets = [bucket for bucket in self._runtime.buckets if bucket.is_trainable]
         for bucket, master in zip(buckets, state_dict["masters"], strict=True):
-            bucket.master.copy_(master)
+            with self._runtime.in_memory([bucket], is_changed=True):
+                bucket.master.copy_(master)
         self.load_inner_state(state_dict["optimizer"])
         if self.loss_scale is not None and state_dict.get("loss_scale") is not None:
             self.loss_scale.load_state_dict(state_dict["loss_scale"])
         self._runtime.publish(buckets)
 
-    def _check_fits(self, saved: dict[str, Any]) -> None:
-        wrong = [
-            f"{key}: saved {saved.get(key)!r}, here {value!r}"
-            for key, value in self._layout().items()
-            if saved.get(key) != value
-        ]
-        if wrong:
-            raise LayoutError("a shard fits only the layout it was saved from: " + "; ".join(wrong)[:600])
-
     def load_inner_state(self, state_dict: dict[str, Any]) -> None:
         """Give the inner optimizer, which updates this rank's masters, the state and parameter groups it had."""
         self._inner.load_state_dict(state_dict)
         self._share_state()
+        if self._runtime.file_update is not None:
+            on_every_rank(self._runtime.file_update.store_states, self.topology)
 
     @property
     def inside(self) -> Inside:
@@ -377,12 +366,14 @@ class ZeroOptimizer(Optimizer):
         return Inside(self._runtime, self._inner, self._pieces, self._group_of)
 
     def master_pieces(self) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
-        """``(parameter, first element, master values)`` for everything this rank updates."""
+        """``(parameter, first element, master values)`` for what this rank updates; copies of what is in files."""
         for piece in self._pieces:
             base = self._runtime.topology.shard_index("local") * piece.bucket.layout.shard_numel
             slot = piece.bucket.layout.slots[piece.slot]
             first = piece.start + (base if self._runtime.stage.shards_states else 0) - slot.offset
-            yield piece.param, first, piece.master[: slot.numel - first]  # without the padding
+            with self._runtime.states_in_memory(piece.bucket):
+                is_resting = self._runtime.is_in_files(piece.bucket)
+                yield piece.param, first, piece.master.clone() if is_resting else piece.master
 
     def close(self) -> None:
         """Take the hooks off the model, drop the gradients, and free the process groups that were made for it.

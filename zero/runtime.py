@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zcomm import StateError, Topology, control
 from zero.agreement import on_every_rank
@@ -22,13 +23,14 @@ from zero.edits import Published
 from zero.gather import Gatherer, Mode
 from zero.grads import Reducer
 from zero.hooks import Hooks
-from zero.masters import OptimizerStates
+from zero.masters import MasterPiece, OptimizerStates
 from zero.model_plan import ModelPlan, check_ranks_agree, plan_model
 from zero.pool import BufferPool
 from zero.settings import ZeroSettings
 from zero.settle import make_whole, settle
 from zero.sources import GatherOptions, gather_options, start_gather
 from zero.tiers.assign import assign_states
+from zero.tiers.file_update import FileUpdate, moments_of
 from zero.tiers.parameter_rests import ParameterRests, ShardPlan
 from zero.tiers.settings import Tier
 
@@ -43,8 +45,10 @@ class Runtime:
         plan = on_every_rank(lambda: plan_model(model, settings, topology), topology)
         self.effective, self.buckets = plan.effective, plan.buckets
         self.stage = self.effective.stage
-        assign_states(self.buckets, settings)
         check_ranks_agree(self.buckets, settings, topology)
+        self.state_files = assign_states(self.buckets, settings, topology)
+        self.file_update: FileUpdate | None = None
+        """How states in files are reached, once there is an optimizer."""
         # Gathers and reductions each have process groups of their own: their orders need not match one another.
         self.pool = BufferPool(self.buckets[0].device)
         self.is_saving = False
@@ -61,6 +65,8 @@ class Runtime:
         except Exception:
             make_whole(self.buckets, self.gatherer)
             self.rests.close()
+            if self.state_files is not None:
+                self.state_files.close()
             raise
 
     def _plans_of_shards(self, options: GatherOptions) -> dict[int, ShardPlan]:
@@ -76,7 +82,8 @@ class Runtime:
 
     def _build(self, plan: ModelPlan) -> None:
         exact = self.is_inexact and not self.stage.shards_parameters
-        settle(self.model, self.buckets, self.stage, self.topology, self.rests, keeps_exact_masters=exact)
+        rests = (self.rests, self.state_files)
+        settle(self.model, self.buckets, self.stage, self.topology, rests, keeps_exact_masters=exact)
         if self.is_inexact:
             self.publish([b for b in self.buckets if (exact or b.is_resident) and b.dtype.is_floating_point])
         self._published.remember(self.buckets)
@@ -147,10 +154,10 @@ class Runtime:
 
     def publish(self, buckets: list[Bucket], *, are_written: bool = False) -> None:
         """Bring what the forward reads in line with the masters. ``are_written``: the shards are already."""
+        if not are_written:
+            self._update_shards(buckets)
         works = []
         for bucket in buckets:
-            if not are_written:
-                bucket.update_shard()
             if self.stage.shards_states and (bucket.is_resident or not self.stage.shards_parameters):
                 assert bucket.full is not None, "residents, and below stage 3 all parameters, are always full"
                 works += start_gather(bucket.layout, bucket.full, bucket.shard, self.gatherer.options)
@@ -159,6 +166,40 @@ class Runtime:
         self.rests.agree(even_unread=True)
         self._published.remember(buckets)
         self.gatherer.parameters_changed(buckets)
+
+    def _update_shards(self, buckets: list[Bucket]) -> None:
+        """Bring shards in line with their masters."""
+
+        def update() -> None:
+            for bucket in buckets:
+                if self.state_files is None or not self.is_in_files(bucket):
+                    bucket.update_shard()
+                    continue
+                for group, master in self.state_files.masters_of(bucket):
+                    bucket.begin_update(group.start, group.stop).copy_(master)
+                    bucket.end_update(group.start, group.stop)
+
+        if self.state_files is None:
+            update()
+        else:
+            on_every_rank(update, self.topology)
+
+    def open_states(self, inner: Optimizer, pieces: list[MasterPiece]) -> None:
+        """Make room for the moments of ``inner`` in the files, if there are any. Collective.
+
+        Raises:
+            OSError: On every rank: too little space.
+            ConfigError: An optimizer whose states cannot rest in files.
+        """
+        files = self.state_files
+        if files is not None:
+            dtype = next(iter(files.groups_of)).master.dtype
+            files.reserve_moments(on_every_rank(lambda: moments_of(inner, dtype), self.topology))
+            self.file_update = FileUpdate(files, inner, pieces)
+
+    def is_in_files(self, bucket: Bucket) -> bool:
+        """Whether the master and the moments of ``bucket`` rest in files."""
+        return self.state_files is not None and bucket in self.state_files.groups_of
 
     @contextmanager
     def gathered(self, buckets: list[Bucket]) -> Iterator[None]:
@@ -175,18 +216,32 @@ class Runtime:
 
     @contextmanager
     def in_memory(self, buckets: Iterable[Bucket], *, is_changed: bool = False) -> Iterator[None]:
-        """Inside, masters that are shards, of frozen parameters, have their values, wherever shards rest.
+        """Inside, masters of ``buckets`` have their values, and so have moments, wherever they rest.
 
         Collective if any rest in files. ``is_changed``: what is written to them inside is kept.
         """
-        rests = [bucket.rest for bucket in buckets if bucket.master is bucket.shard and not bucket.rest.is_in_memory]
+        chosen = list(buckets)
+        rests = [bucket.rest for bucket in chosen if bucket.master is bucket.shard and not bucket.rest.is_in_memory]
+        contexts = [rest.in_memory() for rest in rests]
+        contexts += [self.states_in_memory(b, is_changed=is_changed) for b in chosen if self.is_in_files(b)]
         with ExitStack() as stack:
-            if rests:
-                on_every_rank(lambda: [stack.enter_context(rest.in_memory()) for rest in rests], self.topology)
+            if contexts:
+                on_every_rank(lambda: [stack.enter_context(context) for context in contexts], self.topology)
             yield
             if is_changed:
                 for rest in rests:
                     rest.keep()
+            if contexts:
+                on_every_rank(stack.close, self.topology)
+
+    @contextmanager
+    def states_in_memory(self, bucket: Bucket, *, is_changed: bool = False) -> Iterator[None]:
+        """The same for the master and the moments of one bucket on this rank alone."""
+        if self.file_update is None or not self.is_in_files(bucket):
+            yield
+            return
+        with self.file_update.in_memory(bucket, writes=is_changed):
+            yield
 
     @property
     def is_inexact(self) -> bool:
@@ -285,6 +340,8 @@ class Runtime:
             return
         self.hooks.remove()
         self.is_closed = True
+        if self.state_files is not None:
+            self.state_files.close()
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in self.buckets:
                 bucket.is_pinned = True

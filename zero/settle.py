@@ -7,8 +7,6 @@ parameters are whole on every rank.
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor, nn
 
 from zcomm import StateError, Topology, TopologyError, control
@@ -19,6 +17,7 @@ from zero.init_shards import construction_of, is_built
 from zero.released import show
 from zero.stages import Stage
 from zero.tiers.parameter_rests import ParameterRests
+from zero.tiers.state_files import StateFiles
 
 __all__ = ["make_whole", "settle"]
 
@@ -28,7 +27,7 @@ def settle(
     buckets: list[Bucket],
     stage: Stage,
     topology: Topology,
-    rests: ParameterRests,
+    rests: tuple[ParameterRests, StateFiles | None],
     *,
     keeps_exact_masters: bool,
 ) -> None:
@@ -46,10 +45,15 @@ def settle(
         if any(not is_built(param) for param in bucket.params):
             control.broadcast_(full, 0, topology)
         _take_over(bucket, full)
+
+        def take(bucket: Bucket = bucket, full: Tensor = full) -> None:
+            parameters, states = rests
+            bucket.settle(full, stage, topology, parameters, keeps_exact_master=keeps_exact_masters)
+            if states is not None and bucket in states.groups_of:
+                states.settle(bucket)
+
         try:
-            on_every_rank(
-                partial(bucket.settle, full, stage, topology, rests, keeps_exact_master=keeps_exact_masters), topology
-            )
+            on_every_rank(take, topology)
         except Exception:
             _expose(bucket, full)
             raise

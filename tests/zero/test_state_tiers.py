@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +18,14 @@ from tests.zero.training import assert_same_bits, full_values, zero_optimizer
 from zcomm import ConfigError, StateError
 from zero.tiers.moved import moved
 
+LAST = 1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TIERS: dict[str, dict[str, Any]] = {
     "cpu": {"device": "cpu"},
     "part": {"device": "cpu", "ratio": 0.6},
+    "nvme": {"device": "nvme"},
+    "nvme in turn": {"device": "nvme", "ratio": 0.6, "buffer_count": 1},
+    "nvme ahead": {"device": "nvme", "pipeline_read": True, "pipeline_write": True, "buffer_count": 3},
 }
 OPTIMIZERS: dict[str, Any] = {
     "adam": lambda groups: zero.CPUAdam(groups, lr=1e-2),
@@ -73,16 +79,22 @@ def _train(rank: int, case: dict[str, Any], **options: Any) -> tuple[list[float]
         return losses, full_values(model)
 
 
-def _check_case(rank: int, cases: list[dict[str, Any]]) -> None:
+def _offload(tier: str, folder: str) -> dict[str, Any]:
+    """Sub-groups that cut parameters; of files, at no multiple of anything."""
+    return {"offload_optimizer": TIERS[tier] | {"nvme_path": folder}, "sub_group_size": 1601}
+
+
+def _check_case(rank: int, cases: list[dict[str, Any]], folder: str) -> None:
     for case in cases:
-        expected, got = _train(rank, case), _train(rank, case, offload_optimizer=TIERS[case["tier"]])
+        expected, got = _train(rank, case), _train(rank, case, **_offload(case["tier"], folder))
         assert expected[0] == got[0], case
         assert_same_bits(expected[1], got[1])
 
 
-def test_every_tier_has_the_bits_of_none() -> None:
+def test_every_tier_has_the_bits_of_none(tmp_path: Path) -> None:
     """Any two of tier, stage, precision, accumulation, clipping, ZeRO++ and optimizer are tried together."""
-    run_ranks(2, _check_case, covering_set(FACTORS, 2))
+    run_ranks(2, _check_case, covering_set(FACTORS, 2), str(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 def _check_bytes(rank: int) -> None:
@@ -109,21 +121,23 @@ def test_bf16_moves_two_bytes_down_and_two_up() -> None:
     run_ranks(2, _check_bytes)
 
 
-def _check_torch(rank: int) -> None:
-    """An optimizer of torch on host tensors, in float32, where nothing is rounded on the way."""
+def _check_torch(rank: int, folder: str) -> None:
+    """An optimizer of torch on the host, in float32, where nothing is rounded on the way."""
     case = {"stage": 2, "num_micro": 2, "max_norm": 0.5, "dtype": "fp32", "plus": False, "optimizer": "torch"}
     for stage in (1, 2, 3):
         case["stage"] = stage
-        expected, got = _train(rank, case), _train(rank, case, offload_optimizer={"device": "cpu"})
-        assert expected[0] == got[0]
-        assert_same_bits(expected[1], got[1])
+        expected = _train(rank, case)
+        for tier in ("cpu", "nvme in turn"):
+            got = _train(rank, case, **_offload(tier, folder))
+            assert expected[0] == got[0]
+            assert_same_bits(expected[1], got[1])
 
 
 OPTIMIZERS["torch"] = lambda groups: torch.optim.AdamW(groups, lr=1e-2)
 
 
-def test_torchs_optimizers_work_on_host_tensors() -> None:
-    run_ranks(2, _check_torch)
+def test_torchs_optimizers_work_on_the_host(tmp_path: Path) -> None:
+    run_ranks(2, _check_torch, str(tmp_path))
 
 
 class Failing(torch.optim.SGD):
@@ -161,3 +175,139 @@ def _check_refused(rank: int) -> None:
 
 def test_what_is_refused() -> None:
     run_ranks(2, _check_refused)
+
+
+def _steps(model: nn.Module, optimizer: Any, rank: int, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = loss_of(model, *batch(step, 0, rank))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _states_of(optimizer: Any) -> dict[str, torch.Tensor]:
+    """This rank's masters and moments."""
+    state = optimizer.state_dict()
+    found = {f"master {i}": master for i, master in enumerate(state["masters"])}
+    for number, values in state["optimizer"]["state"].items():
+        found |= {f"{name} {number}": value.clone() for name, value in values.items()}
+    assert len(found) > len(state["masters"])
+    assert not any(value.isnan().any() for value in found.values())
+    return found
+
+
+def _check_checkpoint(rank: int, folder: str) -> None:
+    """Saved from files and loaded into another tier and stage, and the other way round; then a state dict."""
+    for saved, loaded in (("nvme ahead", "cpu"), ("cpu", "nvme")):
+        checkpoint, model = f"{folder}/{saved}", new_model(torch.bfloat16)
+        with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=2, **_offload(saved, folder)) as optimizer:
+            _steps(model, optimizer, rank, range(2))
+            zero.save_checkpoint(optimizer, checkpoint, "two", async_op=True)
+            state = copy.deepcopy(optimizer.state_dict())
+            expected = _steps(model, optimizer, rank, range(2, 4)), full_values(model)
+            optimizer.load_state_dict(state)
+            got = _steps(model, optimizer, rank, range(2, 4)), full_values(model)
+            assert got[0] == expected[0]
+            assert_same_bits(got[1], expected[1])
+        model = new_model(torch.bfloat16, seed=1)
+        with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=3, **_offload(loaded, folder)) as optimizer:
+            zero.load_checkpoint(optimizer, checkpoint)
+            got = _steps(model, optimizer, rank, range(2, 4)), full_values(model)
+        assert got[0] == expected[0]
+        assert_same_bits(got[1], expected[1])
+
+
+def test_checkpoints_from_any_tier_to_any_other(tmp_path: Path) -> None:
+    run_ranks(2, _check_checkpoint, str(tmp_path))
+
+
+def _check_edits(rank: int, folder: str) -> None:
+    model = new_model(torch.bfloat16)
+    with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=2, **_offload("nvme", folder)) as optimizer:
+        report = optimizer.memory()
+        numel = sum(p.numel() for p in model.parameters())
+        assert report.states < 100, "at rest nothing is in memory"
+        assert report.states_in_files >= 2 * 12 * numel // 2
+        _steps(model, optimizer, rank, range(1))
+        weight, value = model.head.weight, torch.linspace(-1, 1, model.head.weight.numel()).view_as(model.head.weight)
+        zero.utils.safe_set_full_fp32_param(weight, value)
+        zero.utils.safe_set_full_optimizer_state(weight, value * 2, "exp_avg")
+        with torch.no_grad(), zero.GatheredParameters([model.shared.bias], modifier_rank=LAST):
+            if rank == LAST:
+                model.shared.bias[3] = 5.0
+        assert torch.equal(zero.utils.safe_get_full_fp32_param(weight), value)
+        assert torch.equal(zero.utils.safe_get_full_optimizer_state(weight, "exp_avg"), value * 2)
+        assert zero.utils.safe_get_full_fp32_param(model.shared.bias)[3] == 5.0
+        assert torch.equal(full_values(model)["wte.weight"], value.bfloat16())
+        local = zero.utils.safe_get_local_fp32_param(weight)
+        assert torch.isin(local, value).all()
+
+
+def test_what_rests_in_files_can_be_read_and_set(tmp_path: Path) -> None:
+    run_ranks(2, _check_edits, str(tmp_path))
+
+
+class Breaks:
+    """Stands for a method of a file store: fails at one call."""
+
+    def __init__(self, call: Any, at: int) -> None:
+        self.call, self.left = call, at
+
+    def __call__(self, *args: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise OSError(28, "no space", "disk")
+        return self.call(*args)
+
+
+def _check_broken_files(rank: int, folder: str) -> None:
+    """A read or a write fails on one rank: all are before the step, and go on as if nothing had been."""
+    case = {"lr": 1e-2, "stage": 2, "bf16": {"enabled": True}, "gradient_clipping": 0.5}
+    model = new_model()
+    with zero_optimizer(model, zero.CPUAdam, **case, **_offload("nvme ahead", folder)) as optimizer:
+        expected = _steps(model, optimizer, rank, range(3)), _states_of(optimizer), full_values(model)
+    for verb, at in (("write", 3), ("read", 4)):
+        model = new_model()
+        with zero_optimizer(model, zero.CPUAdam, **case, **_offload("nvme ahead", folder)) as optimizer:
+            losses, store = _steps(model, optimizer, rank, range(1)), optimizer.inside.runtime.state_files.store
+            before = _states_of(optimizer), full_values(model)
+            loss = loss_of(model, *batch(1, 0, rank))
+            loss.backward()
+            call = getattr(store, verb)
+            if rank == LAST:
+                setattr(store, verb, Breaks(call, at))
+            with pytest.raises(OSError, match="no space"):
+                optimizer.step()
+            setattr(store, verb, call)
+            assert_same_bits(_states_of(optimizer), before[0])
+            assert_same_bits(full_values(model), before[1])
+            optimizer.step()
+            optimizer.zero_grad()
+            got = [*losses, loss.item(), *_steps(model, optimizer, rank, range(2, 3))], _states_of(optimizer)
+            assert got[0] == expected[0]
+            assert_same_bits(got[1], expected[1])
+
+
+def test_a_failed_step_on_files_never_was(tmp_path: Path) -> None:
+    run_ranks(2, _check_broken_files, str(tmp_path))
+
+
+def _check_in_place(rank: int, folder: str) -> None:
+    model = new_model()
+    options = _offload("nvme", folder) | {"keep_previous_states": False, "stage": 1, "lr": 1e-2}
+    with zero_optimizer(model, zero.CPUAdam, **options) as optimizer:
+        _steps(model, optimizer, rank, range(1))
+        store = optimizer.inside.runtime.state_files.store
+        loss_of(model, *batch(1, 0, rank)).backward()
+        if rank == LAST:
+            store.write = Breaks(store.write, 2)
+        for match in ("no space", "load the last checkpoint"):
+            with pytest.raises((OSError, StateError), match=match):
+                optimizer.step()
+
+
+def test_without_the_previous_states_a_failed_step_is_the_last(tmp_path: Path) -> None:
+    run_ranks(2, _check_in_place, str(tmp_path))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from zero.checkpoint.tensor_file import CODES, as_bytes
 from zero.masters import MasterPiece
 from zero.optimizer import Inside
 from zero.runtime import Runtime
+from zero.tiers.state_files import StateFiles
 
 __all__ = ["SCALARS", "Held", "buffer_parts", "held_pieces", "held_weights", "named_buffers", "state_parts"]
 
@@ -41,25 +43,31 @@ class Held(NamedTuple):
     first: int
     values: Tensor
     bucket: Bucket
+    start: int
+    """Where they begin in the bucket's master."""
 
-    def part(self, key: str, values: Tensor) -> Part:
-        """These elements of another tensor of the parameter's shape."""
-        return Part(key, self.numel, self.first, values[: self.values.numel()])
+    def part(self, key: str, values: Tensor, files: StateFiles | None = None, moment: str = "") -> Part:
+        """These elements of another tensor of the parameter's shape; ``files``: where a moment or the master rests."""
+        read = None
+        if files is not None and self.bucket in files.groups_of:
+            read = partial(files.read, self.bucket, moment, self.start)
+        return Part(key, self.numel, self.first, values[: self.values.numel()], read)
 
 
 def held_weights(runtime: Runtime, access: Literal["sizes", "values", "changes"]) -> Iterator[Held]:
     """This rank's part of every parameter, trainable or not, without padding. Collective if some rest in files.
 
-    What rests in files has its values only if ``access`` is not "sizes", for as long as they are held. With "changes",
-    what is written to them before the next is asked for is kept.
+    What rests in files has its values only if ``access`` is not "sizes", for as long as they are held; masters of
+    trainable parameters only with "changes", which keeps what is written to them before the next is asked for.
     """
     row = runtime.topology.shard_index("local")
     for bucket in runtime.buckets:
-        with runtime.in_memory([] if access == "sizes" else [bucket], is_changed=access == "changes"):
+        base = row * bucket.layout.shard_numel if runtime.stage.shards_states else 0
+        stays = access == "sizes" or (access == "values" and runtime.is_in_files(bucket))
+        with runtime.in_memory([] if stays else [bucket], is_changed=access == "changes"):
             for piece, master in bucket.master_pieces(runtime.stage, row):
                 slot = bucket.layout.slots[piece.slot]
-                first = piece.start - slot.offset
-                yield Held(slot.name, slot.numel, first, master[: slot.numel - first], bucket)
+                yield Held(slot.name, slot.numel, piece.start - slot.offset, master, bucket, piece.start - base)
 
 
 def held_pieces(inside: Inside) -> Iterator[tuple[Held, MasterPiece]]:
@@ -70,7 +78,7 @@ def held_pieces(inside: Inside) -> Iterator[tuple[Held, MasterPiece]]:
         base = row * piece.bucket.layout.shard_numel if runtime.stage.shards_states else 0
         slot = piece.bucket.layout.slots[piece.slot]
         first = piece.start + base - slot.offset
-        yield Held(slot.name, slot.numel, first, piece.master[: slot.numel - first], piece.bucket), piece
+        yield Held(slot.name, slot.numel, first, piece.master, piece.bucket, piece.start), piece
 
 
 def state_parts(inside: Inside) -> list[Part]:
@@ -85,7 +93,7 @@ def state_parts(inside: Inside) -> list[Part]:
             if value is None:
                 continue
             if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == piece.master.numel():
-                parts.append(held.part(f"state/{name}/{held.name}", value))
+                parts.append(held.part(f"state/{name}/{held.name}", value, inside.runtime.state_files, name))
                 continue
             kind = _scalar_kind(inside, held.name, name, value)
             stored = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=_wide(value))

@@ -6,7 +6,7 @@ loading: parts -> DCP intersects them with the chunks that were stored, whatever
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,18 +37,25 @@ class Part:
     offset: int
     values: Tensor
     """Flat, of any dtype and device."""
+    read: Callable[[int, int], Tensor] | None = None
+    """Gives elements ``[start, stop)`` of the part, if ``values`` only stand for what is in a file."""
 
     @classmethod
     def whole(cls, key: str, tensor: Tensor) -> Part:
         """All of a tensor."""
         return cls(key, tensor.numel(), 0, tensor.detach().reshape(-1))
 
-    def chunks(self) -> Iterator[tuple[int, Tensor]]:
-        """The part cut on multiples of CHUNK_NUMEL, with the first element of each."""
+    def resolve(self, start: int, stop: int) -> Tensor:
+        """Elements ``[start, stop)``, counted as :attr:`offset` is."""
+        first, last = start - self.offset, stop - self.offset
+        return self.values[first:last] if self.read is None else self.read(first, last)
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """The part cut on multiples of CHUNK_NUMEL: first element and end of each."""
         start, stop = self.offset, self.offset + self.values.numel()
         while start < stop:
             end = min(stop, (start // CHUNK_NUMEL + 1) * CHUNK_NUMEL)
-            yield start, self.values[start - self.offset : end - self.offset]
+            yield start, end
             start = end
 
 
@@ -58,7 +65,7 @@ class SavePartsPlanner(DefaultSavePlanner):
     def __init__(self, parts: Sequence[Part]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._parts = parts
-        self._values: dict[MetadataIndex, Tensor] = {}
+        self._chunks: dict[MetadataIndex, tuple[Part, int, int]] = {}
 
     def set_up_planner(
         self,
@@ -73,11 +80,11 @@ class SavePartsPlanner(DefaultSavePlanner):
         """One item for every chunk."""
         items = []
         for part in self._parts:
-            for offset, values in part.chunks():
-                index = MetadataIndex(part.key, (offset,))
-                self._values[index] = values
-                chunk = ChunkStorageMetadata(torch.Size((offset,)), torch.Size((values.numel(),)))
-                properties = TensorProperties(dtype=values.dtype)
+            for start, stop in part.chunks():
+                index = MetadataIndex(part.key, (start,))
+                self._chunks[index] = (part, start, stop)
+                chunk = ChunkStorageMetadata(torch.Size((start,)), torch.Size((stop - start,)))
+                properties = TensorProperties(dtype=part.values.dtype)
                 data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size((part.numel,)))
                 items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items)
@@ -85,7 +92,8 @@ class SavePartsPlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """The values of a chunk."""
-        return self._values[write_item.index]
+        part, start, stop = self._chunks[write_item.index]
+        return part.resolve(start, stop)
 
 
 class LoadPartsPlanner(DefaultLoadPlanner):

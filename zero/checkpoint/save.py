@@ -79,6 +79,7 @@ def save_checkpoint(
         save_latest: Let ``save_dir/latest`` name this checkpoint, once it is complete.
         exclude_frozen_parameters: Leave frozen parameters out; loading then keeps those of the model.
         async_op: Return once everything is copied to host memory; a thread writes. The next save waits for it.
+            Without effect for states on NVMe, of which host memory may not hold a copy.
 
     Raises:
         CheckpointError: Gradients of an unfinished step are held; something cannot be stored, named by its path;
@@ -99,6 +100,7 @@ def save_checkpoint(
         client_state=client_state or {},
         exclude_frozen_parameters=exclude_frozen_parameters,
     )
+    async_op = async_op and not snapshot.is_in_files
     if async_op:
         snapshot = snapshot.copied()
     background = topology.background

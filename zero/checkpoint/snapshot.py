@@ -32,6 +32,11 @@ class Snapshot:
     content: dict[str, Any]
     """The document of metadata.json; the first rank's is written."""
 
+    @property
+    def is_in_files(self) -> bool:
+        """Whether some of it is read from files when it is saved, so that the training must wait."""
+        return any(part.read is not None for part in self.parts)
+
     def copied(self) -> Snapshot:
         """The same in host memory of its own, which the training does not change."""
         parts = [replace(part, values=part.values.to("cpu", copy=True)) for part in self.parts]
@@ -57,7 +62,7 @@ def take_snapshot(
         weights = [held for held in held_weights(inside.runtime, "values")]  # noqa: C416
         for held in weights:
             if held.bucket.is_trainable or not exclude_frozen_parameters:
-                parts.append(held.part(f"weight/{held.name}", held.values))
+                parts.append(held.part(f"weight/{held.name}", held.values, inside.runtime.state_files))
         parts += state_parts(inside)
         content, more = _content(optimizer, inside, dict(stateful), dict(client_state))
         parts += more + _of_this_rank(inside.runtime)

@@ -174,6 +174,12 @@ class Zcomm:
         setting="hpz_secondary_device",
         active_if="hpZ",
     )
+    keep_previous_states: bool = key(
+        True,
+        "states on NVMe are written beside those before: a step that fails leaves the optimizer before it",
+        false="half the disk; after a step that failed the optimizer asks for the last checkpoint",
+        active_if="offload_optimizer nvme",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ def tiers_of(config: Config, *, stage: int) -> Tiers:
             ratio=optimizer.ratio,
             sub_group_numel=zero.sub_group_size,
             num_buffers=optimizer.buffer_count,
+            keeps_previous=config.zcomm.keep_previous_states,
             reads_ahead=optimizer.pipeline_read,
             writes_behind=optimizer.pipeline_write,
         ),

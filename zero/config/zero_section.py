@@ -52,7 +52,10 @@ class OffloadOptimizer:
         False, "write states during the next update", false="write after", active_if="offload_optimizer nvme"
     )
     fast_init: bool = key(
-        False, "initialise states on NVMe without reading them", false="read them", active_if="offload_optimizer nvme"
+        False,
+        "states on NVMe are first written without being read",
+        false="the same as true",
+        inactive="first states are never read",
     )
     ratio: float = key(1.0, "share of the states that is offloaded", minimum=0, active_if="offload_optimizer")
     super_offload: bool = key(False, "for GH200", false="off", unavailable="super_offload")

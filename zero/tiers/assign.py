@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from zcomm import Topology
 from zero.bucket import Bucket
 from zero.settings import ZeroSettings
 from zero.stages import get_stage
 from zero.tiers.host import HostMemory
 from zero.tiers.settings import Tier
+from zero.tiers.state_files import StateFiles
 
 __all__ = ["assign_states"]
 
 
-def assign_states(buckets: list[Bucket], settings: ZeroSettings) -> None:
-    """Give the buckets whose masters and moments are offloaded their host memory.
+def assign_states(buckets: list[Bucket], settings: ZeroSettings, topology: Topology) -> StateFiles | None:
+    """Give the buckets whose masters and moments are offloaded their host memory, and make the files. Collective.
 
     ``ratio`` is met as nearly as whole buckets allow: those that are used last in the forward, whose gradients come
     first in the backward, go first.
     """
     tiers = settings.tiers
     if tiers.states.tier is Tier.DEVICE or not get_stage(settings.stage).shards_states:
-        return
+        return None
     trainable = [bucket for bucket in buckets if bucket.is_trainable]
     wanted = tiers.states.ratio * sum(bucket.layout.numel for bucket in trainable)
     host, offloaded = HostMemory(buckets[0].device, pins=tiers.pins_memory), 0
@@ -27,3 +29,5 @@ def assign_states(buckets: list[Bucket], settings: ZeroSettings) -> None:
         if offloaded + bucket.layout.numel / 2 <= wanted:
             bucket.host = host
             offloaded += bucket.layout.numel
+    chosen = [bucket for bucket in trainable if bucket.host is not None]
+    return StateFiles(chosen, tiers, topology) if chosen and tiers.states.tier is Tier.NVME else None

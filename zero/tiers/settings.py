@@ -38,6 +38,9 @@ class StateTier:
     """Elements that are read, updated and written at a time, at most."""
     num_buffers: int = 4
     """Sub-groups in memory at a time, at most."""
+    keeps_previous: bool = True
+    """Each sub-group has two places in the files: a step that fails leaves the optimizer before it. False: half the
+    disk, and after a step that failed the optimizer refuses to go on."""
     reads_ahead: bool = False
     writes_behind: bool = False
 

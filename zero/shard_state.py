@@ -1,0 +1,73 @@
+"""``ZeroOptimizer.state_dict()``: one rank's shard, which fits the layout it was taken from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zcomm import LayoutError
+from zero.agreement import on_every_rank
+from zero.loss_scale import LossScale
+from zero.masters import MasterPiece, whole_storage
+from zero.runtime import Runtime
+
+__all__ = ["check_fits", "shard_state"]
+
+
+def shard_state(
+    runtime: Runtime, inner: Optimizer, pieces: list[MasterPiece], loss_scale: LossScale | None
+) -> dict[str, Any]:
+    """Masters, optimizer states, and the layout they belong to; copies of what rests in files."""
+    masters: list[Tensor] = []
+    states: dict[int, dict[str, Any]] = {}
+    for bucket in runtime.buckets:
+        if bucket.is_trainable:
+            is_resting = runtime.is_in_files(bucket)
+            with runtime.states_in_memory(bucket):
+                masters.append(bucket.master.clone() if is_resting else whole_storage(bucket.master))
+                for piece in pieces if is_resting else ():
+                    if piece.bucket is bucket and piece.master in inner.state:
+                        state = inner.state[piece.master]
+                        states[id(piece.master)] = {name: _copied(value) for name, value in state.items()}
+    packed = inner.state_dict()
+    leaves = (param for group in inner.param_groups for param in group["params"])
+    for number, leaf in enumerate(leaves):
+        if id(leaf) in states:
+            packed["state"][number] = states[id(leaf)]
+    return {
+        "layout": _layout(runtime),
+        "masters": masters,
+        "optimizer": packed,
+        "loss_scale": None if loss_scale is None else loss_scale.state_dict(),
+    }
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _layout(runtime: Runtime) -> dict[str, Any]:
+    topology, buckets = runtime.topology, runtime.buckets
+    return {
+        "sharded": runtime.stage.shards_states,
+        "world_size": topology.world_size,
+        "shard_index": topology.shard_index("local"),
+        "buckets": [(b.name, b.layout.numel, [s.name for s in b.layout.slots]) for b in buckets if b.is_trainable],
+    }
+
+
+def check_fits(runtime: Runtime, saved: dict[str, Any]) -> None:
+    """Raise LayoutError, on every rank, if a shard was saved from another layout on any of them. Collective."""
+
+    def check() -> None:
+        wrong = [
+            f"{key}: saved {saved.get(key)!r}, here {value!r}"
+            for key, value in _layout(runtime).items()
+            if saved.get(key) != value
+        ]
+        if wrong:
+            raise LayoutError("a shard fits only the layout it was saved from: " + "; ".join(wrong)[:600])
+
+    on_every_rank(check, runtime.topology)
