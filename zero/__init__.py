@@ -2,8 +2,8 @@
 
 from zero import checkpointing, utils, zero
 from zero.access import GatheredParameters, register_external_parameter, unregister_external_parameter
-from zero.checkpoint import CheckpointError, export_checkpoint, load_checkpoint, save_checkpoint
 from zero.checkpointing import checkpoint
+from zero.checkpoints import CheckpointError, export_checkpoint, load_checkpoint, save_checkpoint
 from zero.config import NotAvailableError, precision_preset
 from zero.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from zero.distributed import init_distributed

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import torch
 
 from zcomm import ConfigError
-from zero.checkpoint import CheckpointError, export_checkpoint
-from zero.checkpoint.weights_out import MAX_SHARD_NBYTES
+from zero.checkpoints import CheckpointError, export_checkpoint
+from zero.checkpoints.weights_out import MAX_SHARD_NBYTES
 from zero.config import explain, json_schema, markdown_table, read_source
 from zero.estimate import estimate
 from zero.formulas import Activations, Counts

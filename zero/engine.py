@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from zero.checkpoint import Loaded, Saving, load_checkpoint, save_checkpoint, save_model_file
+from zero.checkpoints import Loaded, Saving, load_checkpoint, save_checkpoint, save_model_file
 from zero.config import BatchSizes, Config
 from zero.config.plan import to_dtype
 from zero.optimizer import ZeroOptimizer

@@ -362,7 +362,7 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def inside(self) -> Inside:
-        """The parts of this optimizer, for :mod:`zero.checkpoint`."""
+        """The parts of this optimizer, for :mod:`zero.checkpoints`."""
         return Inside(self._runtime, self._inner, self._pieces, self._group_of)
 
     def master_pieces(self) -> Iterator[tuple[nn.Parameter, int, Tensor]]:

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from tests.zero.models import new_model
 from tests.zero.training import full_values, train, zero_optimizer
 from zero import CheckpointError
-from zero.checkpoint import index, planners
+from zero.checkpoints import index, planners
 from zero.cli import main
 
 
@@ -34,14 +34,14 @@ def _check_exported(rank: int, path: str, stage: int) -> None:
         train(model, optimizer, rank, steps=2)
         zero.save_checkpoint(optimizer, folder, "x")
         zero.save_checkpoint(optimizer, folder, "trained", save_latest=False, exclude_frozen_parameters=True)
-        zero.checkpoint.save_model_file(optimizer, folder / "live.safetensors")
-        zero.checkpoint.save_model_file(optimizer, folder / "live.bin")
+        zero.checkpoints.save_model_file(optimizer, folder / "live.safetensors")
+        zero.checkpoints.save_model_file(optimizer, folder / "live.bin")
         expected = full_values(model) | {"seen": torch.arange(3)}
         if rank == 0:
             torch.save(expected, folder / "expected.pt")
         for name in ("missing/../expected.pt/live.safetensors", "expected.pt/live.bin"):
             with pytest.raises(CheckpointError, match=r"expected\.pt"):
-                zero.checkpoint.save_model_file(optimizer, folder / name)
+                zero.checkpoints.save_model_file(optimizer, folder / name)
 
 
 def _assert_file(files: list[Path], expected: dict[str, Tensor]) -> None:

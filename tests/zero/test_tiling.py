@@ -16,8 +16,8 @@ from tests.ranks import run_ranks
 from tests.zero.models import as_vector, new_model, relative_error, train_plain
 from tests.zero.training import full_values, train, zero_optimizer
 from zcomm import ConfigError, LayoutError
-from zero.checkpoint.model_file import save_model_file
-from zero.checkpoint.tensor_file import read_header
+from zero.checkpoints.model_file import save_model_file
+from zero.checkpoints.tensor_file import read_header
 from zero.tensor_files import open_tensors
 
 ABOVE = 500

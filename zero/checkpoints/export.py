@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from zero.checkpoint.errors import CheckpointError
-from zero.checkpoint.folder import METADATA, check_tag, read_latest, tags_in
-from zero.checkpoint.index import Index, read_index
-from zero.checkpoint.storage import read_chunk
-from zero.checkpoint.tensor_file import DTYPES
-from zero.checkpoint.weights_out import MAX_SHARD_NBYTES, WeightsWriter
+from zero.checkpoints.errors import CheckpointError
+from zero.checkpoints.folder import METADATA, check_tag, read_latest, tags_in
+from zero.checkpoints.index import Index, read_index
+from zero.checkpoints.storage import read_chunk
+from zero.checkpoints.tensor_file import DTYPES
+from zero.checkpoints.weights_out import MAX_SHARD_NBYTES, WeightsWriter
 
 __all__ = ["export_checkpoint"]
 

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from zero.checkpoint.errors import CheckpointError
-from zero.checkpoint.folder import METADATA, is_shard_name, tags_in
-from zero.checkpoint.tensor_file import CODES, DTYPES
+from zero.checkpoints.errors import CheckpointError
+from zero.checkpoints.folder import METADATA, is_shard_name, tags_in
+from zero.checkpoints.tensor_file import CODES, DTYPES
 
 __all__ = ["CHUNK_NUMEL", "Index", "StoredChunk", "StoredTensor", "read_index", "write_index"]
 

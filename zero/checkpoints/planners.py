@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from zero.checkpoint.index import CHUNK_NUMEL
+from zero.checkpoints.index import CHUNK_NUMEL
 
 __all__ = ["LoadPartsPlanner", "Part", "SavePartsPlanner"]
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.checkpoint.errors import CheckpointError
-from zero.checkpoint.index import Index
-from zero.checkpoint.parts import SCALARS, held_pieces, held_weights, named_buffers
-from zero.checkpoint.planners import Part
-from zero.checkpoint.snapshot import names_of_groups
-from zero.checkpoint.tensor_file import CODES
-from zero.checkpoint.tree import decode
+from zero.checkpoints.errors import CheckpointError
+from zero.checkpoints.index import Index
+from zero.checkpoints.parts import SCALARS, held_pieces, held_weights, named_buffers
+from zero.checkpoints.planners import Part
+from zero.checkpoints.snapshot import names_of_groups
+from zero.checkpoints.tensor_file import CODES
+from zero.checkpoints.tree import decode
 from zero.optimizer import Inside
 
 __all__ = ["Request", "Wanted", "keys_by_parameter", "make_request"]

@@ -15,7 +15,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from zero.checkpoint.errors import CheckpointError
+from zero.checkpoints.errors import CheckpointError
 
 __all__ = [
     "LATEST",

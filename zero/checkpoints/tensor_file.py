@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero.checkpoint.errors import CheckpointError
+from zero.checkpoints.errors import CheckpointError
 
 __all__ = ["CODES", "DTYPES", "Entry", "as_bytes", "from_bytes", "make_header", "read_header"]
 

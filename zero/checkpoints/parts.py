@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from zcomm import control
 from zero.bucket import Bucket
-from zero.checkpoint.errors import CheckpointError
-from zero.checkpoint.planners import Part
-from zero.checkpoint.tensor_file import CODES, as_bytes
+from zero.checkpoints.errors import CheckpointError
+from zero.checkpoints.planners import Part
+from zero.checkpoints.tensor_file import CODES, as_bytes
 from zero.masters import MasterPiece
 from zero.optimizer import Inside
 from zero.runtime import Runtime

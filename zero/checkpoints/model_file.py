@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from zero.agreement import raise_first
-from zero.checkpoint.errors import CheckpointError
-from zero.checkpoint.folder import remove_file
-from zero.checkpoint.parts import named_buffers
-from zero.checkpoint.weights_out import Layout, WeightsWriter
+from zero.checkpoints.errors import CheckpointError
+from zero.checkpoints.folder import remove_file
+from zero.checkpoints.parts import named_buffers
+from zero.checkpoints.weights_out import Layout, WeightsWriter
 from zero.large_linears import rows_by_key
 from zero.optimizer import ZeroOptimizer
 from zero.runtime import Runtime

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from zero.agreement import raise_first
-from zero.checkpoint.errors import CheckpointError
-from zero.checkpoint.parts import SCALARS, held_pieces, held_weights, named_buffers
-from zero.checkpoint.random_state import restore_random_state
-from zero.checkpoint.request import Request, Wanted, keys_by_parameter
-from zero.checkpoint.snapshot import group_options
+from zero.checkpoints.errors import CheckpointError
+from zero.checkpoints.parts import SCALARS, held_pieces, held_weights, named_buffers
+from zero.checkpoints.random_state import restore_random_state
+from zero.checkpoints.request import Request, Wanted, keys_by_parameter
+from zero.checkpoints.snapshot import group_options
 from zero.optimizer import Inside, ZeroOptimizer
 
 __all__ = ["restore"]

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from zero.agreement import raise_first
-from zero.checkpoint.errors import CheckpointError
-from zero.checkpoint.parts import buffer_parts, held_weights, named_buffers, state_parts
-from zero.checkpoint.planners import Part
-from zero.checkpoint.random_state import capture_random_state
-from zero.checkpoint.tensor_file import CODES
-from zero.checkpoint.tree import Tree
+from zero.checkpoints.errors import CheckpointError
+from zero.checkpoints.parts import buffer_parts, held_weights, named_buffers, state_parts
+from zero.checkpoints.planners import Part
+from zero.checkpoints.random_state import capture_random_state
+from zero.checkpoints.tensor_file import CODES
+from zero.checkpoints.tree import Tree
 from zero.large_linears import rows_by_key
 from zero.optimizer import Inside, ZeroOptimizer
 from zero.runtime import Runtime

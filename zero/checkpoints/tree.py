@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero.checkpoint.errors import CheckpointError
-from zero.checkpoint.tensor_file import CODES, DTYPES
+from zero.checkpoints.errors import CheckpointError
+from zero.checkpoints.tensor_file import CODES, DTYPES
 
 __all__ = ["Tree", "decode"]
 

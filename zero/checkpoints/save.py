@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from zcomm import Topology
 from zcomm.background import Background
 from zero.agreement import share_text
-from zero.checkpoint.errors import CheckpointError
-from zero.checkpoint.folder import check_tag
-from zero.checkpoint.planners import SavePartsPlanner
-from zero.checkpoint.snapshot import Snapshot, take_snapshot
-from zero.checkpoint.storage import FolderWriter
+from zero.checkpoints.errors import CheckpointError
+from zero.checkpoints.folder import check_tag
+from zero.checkpoints.planners import SavePartsPlanner
+from zero.checkpoints.snapshot import Snapshot, take_snapshot
+from zero.checkpoints.storage import FolderWriter
 from zero.optimizer import ZeroOptimizer
 
 __all__ = ["Saving", "as_checkpoint_error", "check_topology", "save_checkpoint"]

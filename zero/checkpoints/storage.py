@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from zero.checkpoint.errors import CheckpointError
-from zero.checkpoint.folder import (
+from zero.checkpoints.errors import CheckpointError
+from zero.checkpoints.folder import (
     LATEST,
     METADATA,
     remove_file,
@@ -28,8 +28,8 @@ from zero.checkpoint.folder import (
     shard_name,
     sync_folder,
 )
-from zero.checkpoint.index import Index, StoredChunk, StoredTensor, write_index
-from zero.checkpoint.tensor_file import as_bytes, from_bytes, make_header
+from zero.checkpoints.index import Index, StoredChunk, StoredTensor, write_index
+from zero.checkpoints.tensor_file import as_bytes, from_bytes, make_header
 
 __all__ = ["FolderReader", "FolderWriter", "read_chunk"]
 

@@ -17,15 +17,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from zcomm.background import Background
 from zero.agreement import raise_first, share_text
-from zero.checkpoint.errors import CheckpointError
-from zero.checkpoint.folder import check_tag, read_latest
-from zero.checkpoint.index import Index, read_index
-from zero.checkpoint.planners import LoadPartsPlanner
-from zero.checkpoint.request import Request, Wanted, make_request
-from zero.checkpoint.restore import restore
-from zero.checkpoint.save import as_checkpoint_error, check_topology, wait_for_saves
-from zero.checkpoint.storage import FolderReader
-from zero.checkpoint.weights_in import find_weights, index_of_weights
+from zero.checkpoints.errors import CheckpointError
+from zero.checkpoints.folder import check_tag, read_latest
+from zero.checkpoints.index import Index, read_index
+from zero.checkpoints.planners import LoadPartsPlanner
+from zero.checkpoints.request import Request, Wanted, make_request
+from zero.checkpoints.restore import restore
+from zero.checkpoints.save import as_checkpoint_error, check_topology, wait_for_saves
+from zero.checkpoints.storage import FolderReader
+from zero.checkpoints.weights_in import find_weights, index_of_weights
 from zero.optimizer import ZeroOptimizer
 
 __all__ = ["Loaded", "load_checkpoint"]

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zero.checkpoint.errors import CheckpointError
-from zero.checkpoint.index import CHUNK_NUMEL, Index, StoredChunk, StoredTensor
-from zero.checkpoint.parts import named_buffers
-from zero.checkpoint.tensor_file import CODES, Entry, read_header
+from zero.checkpoints.errors import CheckpointError
+from zero.checkpoints.index import CHUNK_NUMEL, Index, StoredChunk, StoredTensor
+from zero.checkpoints.parts import named_buffers
+from zero.checkpoints.tensor_file import CODES, Entry, read_header
 from zero.large_linears import rows_by_key
 from zero.optimizer import Inside
 

@@ -18,9 +18,9 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from zero.checkpoint.errors import CheckpointError
-from zero.checkpoint.folder import remove_file, replace_file, sync_folder
-from zero.checkpoint.tensor_file import as_bytes, make_header
+from zero.checkpoints.errors import CheckpointError
+from zero.checkpoints.folder import remove_file, replace_file, sync_folder
+from zero.checkpoints.tensor_file import as_bytes, make_header
 
 __all__ = ["MAX_SHARD_NBYTES", "Layout", "WeightsWriter"]
 
