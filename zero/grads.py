@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,59 +31,17 @@ from zcomm import (
     reduce_scatter_single,
 )  # fmt: skip
 from zero.bucket import Bucket, master_dtype
+from zero.bucket_grads import BucketGrads, InFlight
+from zero.patience import Patience
 from zero.pool import BufferPool
 from zero.released import ReducedGradient
 from zero.settings import Effective, ZeroSettings
 from zero.tiers.host_gradient import HostGradient
 
-__all__ = ["BucketGrads", "Reducer"]
+__all__ = ["Reducer"]
 
 MAX_IN_FLIGHT = 2  # reductions under way at once; each holds a full gradient buffer
 WIRE_NAMES = {torch.float32: "none", torch.float64: "none", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-@dataclass(slots=True)
-class BucketGrads:
-    """The gradients of one bucket."""
-
-    bucket: Bucket
-    dtype: torch.dtype
-    result: Tensor | None = None
-    """This rank's shard of the reduced sum; below stage 2 the buffer's own rows. None from stage 2 on with ``host``."""
-    host: HostGradient | None = None
-    """The sum, if it rests in host memory."""
-    full: Tensor | None = None
-    """Local gradients that are not reduced yet; permanent at stages 0 and 1."""
-    carry: Tensor | None = None
-    """Stages 0 and 1: an earlier sum of this step, moved out of the way of the next local gradients."""
-    written: list[bool] = field(default_factory=list)
-    """Slots of ``full`` that hold a local gradient."""
-    stand_ins: list[ReducedGradient] = field(default_factory=list)
-    """What ``.grad`` shows from stage 1 on."""
-    used: list[bool] = field(default_factory=list)
-    """Parameters that have had a gradient since zero_grad, on any rank once agreed."""
-    num_arrived: int = 0
-    """Gradients that came in the running backward."""
-    has_result: bool = False
-    is_gathered: bool = True
-    """Stage 0: the other ranks' shards are in ``full`` too."""
-
-    @property
-    def own_rows(self) -> Tensor:
-        """This rank's shard of the sum, at stage 0 too."""
-        own = self.result if self.host is None else self.host.values()
-        assert own is not None, "a gradient without a place"
-        return own
-
-
-@dataclass(slots=True)
-class InFlight:
-    """A reduction under way."""
-
-    grads: BucketGrads
-    works: list[Work]
-    source: Tensor
-    output: Tensor
 
 
 class Reducer:
@@ -110,6 +67,7 @@ class Reducer:
         self._order = list(reversed(self.all))  # G1: about the order of backward
         self._cursor = 0
         self._in_flight: list[InFlight] = []
+        self._patience = Patience()
         self.reduces_now = True
         self.rounds_means = False
         """Whether each mean is rounded to the parameters' dtype, as it is on its way to host memory."""
@@ -246,8 +204,7 @@ class Reducer:
             self.end_backward()
 
     def _issue(self, grads: BucketGrads) -> None:
-        if len(self._in_flight) >= MAX_IN_FLIGHT:
-            self._finish(self._in_flight[:1])
+        self._make_room(MAX_IN_FLIGHT)
         layout, full = grads.bucket.layout, self._writable(grads)
         for slot, is_written in zip(layout.slots, grads.written, strict=True):
             if not is_written:
@@ -263,6 +220,15 @@ class Reducer:
         if self._stage.shards_gradients:
             grads.full = None
         self._in_flight.append(InFlight(grads, works, full, output))
+        if not self._settings.overlap_comm:
+            self._make_room(1)
+
+    def _make_room(self, limit: int) -> None:
+        """Finish reductions until fewer than ``limit`` are under way."""
+        while len(self._in_flight) >= limit:
+            if self._stage.shards_parameters and not self._patience.lasts(self._in_flight[0].works):
+                return
+            self._finish(self._in_flight[:1])
 
     def _reduce_scatter(self, grads: BucketGrads, full: Tensor, output: Tensor) -> list[Work]:
         wire = self._effective.gradient_formats
@@ -279,7 +245,7 @@ class Reducer:
                 group=self._topology,
                 format=wire,
                 numbering="local",
-                async_op=self._settings.overlap_comm,
+                async_op=self._settings.overlap_comm or self._stage.shards_parameters,
             )
             if work is not None:
                 works.append(work)
@@ -318,7 +284,10 @@ class Reducer:
             if grads.has_result and not grads.is_gathered and not self._stage.shards_states:
                 assert grads.full is not None, "stage 0 keeps the full gradient buffer"
                 assert grads.result is not None, "a reduction without a place for its result"
-                all_gather_single(grads.full, grads.result, self._topology, numbering="local")
+                for start, stop in grads.bucket.layout.chunks(self._settings.reduce_bucket_size):
+                    columns = grads.full.view(self._topology.world_size, -1)[:, start:stop]
+                    whole = grads.full if stop - start == grads.result.numel() else columns
+                    all_gather_single(whole, grads.result[start:stop], self._topology, numbering="local")
                 grads.is_gathered = True
 
     def _drop_what_users_cleared(self) -> None:

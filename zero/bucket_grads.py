@@ -1,0 +1,59 @@
+"""What is held of one bucket's gradients, and a reduction of it under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zcomm import Work
+from zero.bucket import Bucket
+from zero.released import ReducedGradient
+from zero.tiers.host_gradient import HostGradient
+
+__all__ = ["BucketGrads", "InFlight"]
+
+
+@dataclass(slots=True)
+class BucketGrads:
+    """The gradients of one bucket."""
+
+    bucket: Bucket
+    dtype: torch.dtype
+    result: Tensor | None = None
+    """This rank's shard of the reduced sum; below stage 2 the buffer's own rows. None from stage 2 on with ``host``."""
+    host: HostGradient | None = None
+    """The sum, if it rests in host memory."""
+    full: Tensor | None = None
+    """Local gradients that are not reduced yet; permanent at stages 0 and 1."""
+    carry: Tensor | None = None
+    """Stages 0 and 1: an earlier sum of this step, moved out of the way of the next local gradients."""
+    written: list[bool] = field(default_factory=list)
+    """Slots of ``full`` that hold a local gradient."""
+    stand_ins: list[ReducedGradient] = field(default_factory=list)
+    """What ``.grad`` shows from stage 1 on."""
+    used: list[bool] = field(default_factory=list)
+    """Parameters that have had a gradient since zero_grad, on any rank once agreed."""
+    num_arrived: int = 0
+    """Gradients that came in the running backward."""
+    has_result: bool = False
+    is_gathered: bool = True
+    """Stage 0: the other ranks' shards are in ``full`` too."""
+
+    @property
+    def own_rows(self) -> Tensor:
+        """This rank's shard of the sum, at stage 0 too."""
+        own = self.result if self.host is None else self.host.values()
+        assert own is not None, "a gradient without a place"
+        return own
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A reduction under way."""
+
+    grads: BucketGrads
+    works: list[Work]
+    source: Tensor
+    output: Tensor
