@@ -22,7 +22,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from zero.bucket import Bucket
@@ -55,6 +55,26 @@ class SavedElsewhere:
 
 class RunningBackward:
     """Lives as long as autograd's own record of a backward: an exception ends both."""
+
+
+class LastGradient:
+    """A hook of ``count`` tensors, which calls ``then`` once a backward has the gradients of all of them.
+
+    torch's multi-grad hook also knows which of them a backward leaves out, by holding their nodes: the graph would hold
+    itself, and a forward whose backward never comes would keep its activations for good. Here ``then`` is not called if
+    one is left out.
+    """
+
+    def __init__(self, count: int, then: Callable[[], None]) -> None:
+        self._count, self._then = count, then
+        self._num_arrived, self._task = 0, -1
+
+    def __call__(self, grad: Tensor) -> None:  # noqa: ARG002
+        task = torch._C._current_graph_task_id()
+        self._num_arrived = self._num_arrived + 1 if task == self._task else 1
+        self._task = task
+        if self._num_arrived == self._count:
+            self._then()
 
 
 class Hooks:
@@ -203,7 +223,9 @@ class Hooks:
             inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.grad_fn is not None]
             if inputs:
                 buckets = self._buckets_of[module]
-                register_multi_grad_hook(inputs, lambda _: self._end_of_use_in_backward(buckets))
+                last = LastGradient(len(inputs), lambda: self._end_of_use_in_backward(buckets))
+                for tensor in inputs:
+                    tensor.register_hook(last)  # type: ignore[no-untyped-call]
 
     def _unpin(self) -> None:
         for bucket in self._gatherer.by_storage.copy().values():
@@ -256,7 +278,9 @@ class Hooks:
     ) -> Tensor | SavedView | SavedElsewhere:
         bucket = self._bucket_under(tensor)
         if bucket is None:
-            return tensor if outer is None else SavedElsewhere(outer[0](tensor), outer[1])
+            if outer is not None:
+                return SavedElsewhere(outer[0](tensor), outer[1])
+            return tensor if tensor.grad_fn is None else tensor.detach()  # a node that held its output would not die
         return SavedView(bucket, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def _unpack(self, saved: Tensor | SavedView | SavedElsewhere) -> Tensor:

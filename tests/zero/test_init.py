@@ -116,7 +116,8 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
-                if storage.nbytes() > 1024 and storage.data_ptr() not in self._live:
+                held = self._live.get(storage.data_ptr())
+                if storage.nbytes() > 1024 and (held is None or held[0].expired()):  # an address serves again
                     self._live[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
                     self.peak = max(self.peak, self.now())
         return result

@@ -129,7 +129,7 @@ def check_moved_bytes(rank: int, folder: str) -> None:
                 assert sent <= num_pages * 4096 <= 1.4 * sent + 4 * 4096  # the rest of the last pages, and two ahead
                 assert report.parameters == 0
                 assert report.buffers["parameters on their way"] <= 4 * 5 * 4096  # a few of 5 pages each
-                assert live["nvme"] <= live["cpu"] - 0.4 * shard_nbytes
+                assert live["nvme"] <= live["cpu"] - 0.4 * shard_nbytes, (live, shard_nbytes, report)
 
 
 def test_each_rank_moves_its_slice_and_keeps_nothing_in_memory(tmp_path: Path) -> None:

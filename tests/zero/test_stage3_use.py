@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from tests.ranks import run_ranks
 from tests.zero.models import batch, loss_of, new_model
 from tests.zero.training import full_values, zero_optimizer
 from zcomm import StateError
-from zero import GatheredParameters
+from zero import GatheredParameters, patience
 
 Loop = Callable[[nn.Module, int, int], Tensor]
 
@@ -221,6 +224,99 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, index: int) -> Tensor:
         return self.experts[index](x)
+
+
+class _Scaled(nn.Module):
+    """A layer with a parameter that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(16, 16), nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor, *, has_scale: bool) -> Tensor:
+        y = self.linear(x).tanh()
+        return y * self.scale if has_scale else y
+
+
+class _ScaledLayers(nn.Module):
+    """One layer in the middle has its scale on rank 0 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Scaled() for _ in range(8))
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x, has_scale=rank == 0 or index != 5)
+        return x.square().mean()
+
+
+def _check_unused_on_one_rank(rank: int) -> None:
+    for overlap, steps in ((True, 3), (False, 2)):
+        torch.manual_seed(0)
+        model, alone = _ScaledLayers(), _ScaledLayers()
+        alone.load_state_dict(model.state_dict())
+        plain = torch.optim.SGD(alone.parameters(), lr=0.5)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+        x = torch.linspace(-1, 1, 64).view(2, 2, 16)
+        with (
+            mock.patch.object(patience, "PATIENCE_S", 0.3),
+            zero_optimizer(model, sgd, stage=3, overlap_comm=overlap) as optimizer,
+        ):
+            for _ in range(steps):
+                model(x[rank], rank).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                sum(alone(x[each], each) / 2 for each in range(2)).backward()
+                plain.step()
+                plain.zero_grad()
+            for name, value in full_values(model).items():
+                torch.testing.assert_close(value, alone.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_parameter_that_one_rank_does_not_use_stops_no_other() -> None:
+    """More layers come after it in backward than reductions may be under way."""
+    run_ranks(2, _check_unused_on_one_rank)
+
+
+class _Mark:
+    """Something that can be watched."""
+
+
+def _check_graph_dies(rank: int) -> None:
+    """No garbage collection: what nobody holds is gone at once."""
+    model = _ScaledLayers()
+    model.layers[2].requires_grad_(False)
+    marks = []
+
+    def mark(module: nn.Module, args: object, output: Tensor) -> None:
+        marks.append(_Mark())
+        assert output.grad_fn is not None
+        output.grad_fn.metadata["mark"] = marks[-1]
+
+    for layer in model.layers:
+        layer.register_forward_hook(mark)
+    with zero_optimizer(model, torch.optim.SGD, lr=0.5, stage=3):
+        gc.collect()
+        gc.disable()
+        try:
+            for runs_backward in (False, True):
+                loss = model(torch.ones(2, 16), 0)
+                if runs_backward:
+                    loss.backward()
+                nodes = [ref(each) for each in marks]
+                marks.clear()
+                assert len(nodes) == 8
+                assert all(node() is not None for node in nodes) or runs_backward
+                del loss
+                assert all(node() is None for node in nodes), f"{runs_backward=}"
+        finally:
+            gc.enable()
+
+
+def test_a_graph_dies_with_its_loss() -> None:
+    """Also where no backward has run: otherwise every evaluation that records gradients would cost its activations."""
+    run_ranks(2, _check_graph_dies)
 
 
 def _check_ranks_run_different_modules(rank: int) -> None:
