@@ -54,6 +54,15 @@ def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str], argum
     assert expected in _refused(capsys, *arguments)
 
 
+@pytest.mark.parametrize("command", ["bench", "probe"])
+def test_a_gpu_that_is_not_there(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main([command, "--device", "cuda"]) == 2
+    assert "--device cuda needs a GPU that torch can use" in capsys.readouterr().err
+
+
 def test_emulated_nodes_need_root(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr("shutil.which", lambda name: name)

@@ -103,17 +103,18 @@ class Case:
         }  # fmt: skip
 
 
-def run(options: Options, topology: Topology) -> int:
+def run(options: Options, topology: Topology, device: torch.device) -> int:
     """Run everything; the exit status. Collective; the first rank prints."""
     report = Report(COLUMNS, as_json=options.json) if topology.rank == 0 else None
     if report is not None:
         report.start(
-            "collectives", backend=options.backend, world_size=topology.world_size, nodes=topology.num_nodes,
+            "collectives", backend=options.backend, device=device.type,
+            world_size=topology.world_size, nodes=topology.num_nodes,
             ranks_per_node=topology.ranks_per_node, iters=options.iters, warmup=options.warmup,
             kernels=zcomm.kernels.native_unavailable_reason() or "native",
         )  # fmt: skip
     rows: list[dict[str, Any]] = []
-    tiles = Tiles(getattr(torch, options.dtype))
+    tiles = Tiles(getattr(torch, options.dtype), device)
     for collective in options.collectives:
         if collective == "secondary_gather" and topology.ranks_per_node == 1:
             continue
