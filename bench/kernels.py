@@ -5,7 +5,8 @@
 All rates are GB/s of bytes read plus bytes written, medians over rounds that interleave the contenders. ``torch`` is
 the fastest form on whole arrays, named under ``form``; ``chunked`` the same operations cut by hand into chunks that
 stay in the cache (see torch_forms.py). ``#wrong`` counts the bytes or elements in which the native result differs from
-any of them, over the whole array. The sums decode 4 messages.
+any of them, over the whole array. The sums decode 4 messages. Of stochastic rounding there are only the operations that
+round: torch's forms are checked with the wire format's random numbers, and timed with torch's own.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch_forms import CODECS, CodecSpec, TorchForms
+from torch_forms import CODECS, CodecSpec, Forms, TorchForms
 
 from zcomm import _native, formats, kernels
 from zcomm.bench.harness import Column, Report, interleave
 from zcomm.message import MessageLayout
+from zcomm.philox import Draw
 
 COLUMNS = [
     Column("op", "                   op"),
-    Column("codec", "    codec"),
+    Column("codec", "          codec"),
     Column("dtype", "   dtype"),
     Column("nbytes", "    bytes(B)"),
     Column("p50_us", "  p50(us)", ".1f", is_measurement=True),
@@ -42,6 +44,7 @@ COLUMNS = [
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUM_SUMMED = 4
 NUMEL_MULTIPLE = 256  # torch's forms want whole blocks
+DRAW = Draw(seed=1)
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Case:
     native: Callable[[], None]
     forms: dict[str, Callable[[], object]]
     count_wrong: Callable[[], int]
+    draw: Callable[[Draw | None], None]
+    """Which random numbers the forms take."""
 
 
 class Arrays:
@@ -62,7 +67,9 @@ class Arrays:
         """Random data, ``NUM_SUMMED`` messages of it, and room for every result."""
         generator = torch.Generator().manual_seed(0)
         self.spec, self.numel = spec, numel
-        self.layout = MessageLayout("bench", formats.CODECS[spec.name], spec.block, 1, numel)
+        self.random = DRAW if spec.is_random else None
+        codec = formats.CODECS[spec.name]
+        self.layout = MessageLayout("bench", codec, spec.block, 1, numel, is_rotated=spec.is_rotated)
         self.nbytes = self.layout.nbytes
         self.x = torch.randn(numel, generator=generator).to(dtype)
         self.messages = self.layout.new(NUM_SUMMED, self.x.device)
@@ -73,7 +80,7 @@ class Arrays:
 
     def quantize(self, message: Tensor) -> None:
         """Native, ``x`` to ``message``."""
-        kernels.quantize(self.x, self.layout, message.view(1, -1), self.numel, self.numel)
+        kernels.quantize(self.x, self.layout, message.view(1, -1), self.numel, self.numel, self.random)
 
     def decode(self) -> None:
         """Native, the first message to ``out``."""
@@ -85,7 +92,8 @@ class Arrays:
 
     def decode_sum_requantize(self) -> None:
         """Native, the sum of all messages to ``message``."""
-        kernels.decode_sum_requantize(self.messages, self.layout, self.message.view(1, -1), self.layout)
+        out = self.message.view(1, -1)
+        kernels.decode_sum_requantize(self.messages, self.layout, out, self.layout, self.random)
 
 
 def make_cases(arrays: Arrays, *, compiled: bool) -> Iterator[Case]:
@@ -99,32 +107,30 @@ def make_cases(arrays: Arrays, *, compiled: bool) -> Iterator[Case]:
     def differing_elements() -> int:
         return int((arrays.out != forms.out.view(-1)).sum())
 
-    yield Case(
-        "quantize", x_nbytes + arrays.nbytes, lambda: arrays.quantize(arrays.message), forms.quantize(arrays.x),
-        differing_message,
-    )  # fmt: skip
-    yield Case(
-        "decode", x_nbytes + arrays.nbytes, arrays.decode, forms.decode(arrays.messages[:1], divisor=1),
-        differing_elements,
-    )  # fmt: skip
-    yield Case(
-        "decode_sum", x_nbytes + NUM_SUMMED * arrays.nbytes, arrays.decode_sum,
-        forms.decode(arrays.messages, divisor=NUM_SUMMED), differing_elements,
-    )  # fmt: skip
+    def case(op: str, nbytes: int, native: Callable[[], None], of_torch: Forms, count_wrong: Callable[[], int]) -> Case:
+        return Case(op, nbytes, native, of_torch, count_wrong, forms.draw if arrays.random else lambda _: None)
+
+    once, summed = x_nbytes + arrays.nbytes, x_nbytes + NUM_SUMMED * arrays.nbytes
+    quantized = forms.quantize(arrays.x)
+    yield case("quantize", once, lambda: arrays.quantize(arrays.message), quantized, differing_message)
+    if arrays.random is None:
+        decoded, sums = forms.decode(arrays.messages[:1], divisor=1), forms.decode(arrays.messages, divisor=NUM_SUMMED)
+        yield case("decode", once, arrays.decode, decoded, differing_elements)
+        yield case("decode_sum", summed, arrays.decode_sum, sums, differing_elements)
     if arrays.out.dtype == torch.float32:
-        yield Case(
-            "decode_sum_requantize", (NUM_SUMMED + 1) * arrays.nbytes, arrays.decode_sum_requantize,
-            forms.requantize(arrays.messages), differing_message,
-        )  # fmt: skip
+        requantized, nbytes = forms.requantize(arrays.messages), (NUM_SUMMED + 1) * arrays.nbytes
+        yield case("decode_sum_requantize", nbytes, arrays.decode_sum_requantize, requantized, differing_message)
 
 
 def run_case(case: Case, *, rounds: int) -> tuple[dict[str, object], int]:
     """Check every form against the native result, then time all of them and the copy in turn."""
     case.native()
     num_wrong = 0
+    case.draw(DRAW)
     for form in case.forms.values():
         form()
         num_wrong = max(num_wrong, case.count_wrong())
+    case.draw(None)
     source = torch.zeros(case.nbytes // 2, dtype=torch.uint8)
     target = torch.zeros(case.nbytes // 2, dtype=torch.uint8)
     calls = {"native": case.native, "copy": lambda: target.copy_(source), **case.forms}
@@ -172,7 +178,7 @@ def main() -> int:
             for case in make_cases(arrays, compiled=options.compile):
                 values, num_wrong = run_case(case, rounds=options.rounds)
                 report.row(
-                    {**values, "codec": spec.name, "dtype": str(dtype).removeprefix("torch.")}, num_wrong=num_wrong
+                    {**values, "codec": spec.label, "dtype": str(dtype).removeprefix("torch.")}, num_wrong=num_wrong
                 )
     return report.finish()
 

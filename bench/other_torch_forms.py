@@ -1,4 +1,4 @@
-"""nf4, fp8_e4m3 and the asymmetric int codecs in plain torch operations on whole arrays; see torch_forms.py."""
+"""nf4, fp8_e4m3, the asymmetric int codecs and stochastic rounding in plain torch operations; see torch_forms.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from zcomm.blocks import NF4_LEVELS
+from zcomm.philox import Draw, uniform24
 
-__all__ = ["decode_other", "encode_other", "pack_nibbles", "scale_up"]
+__all__ = ["decode_other", "encode_other", "pack_nibbles", "round_at_random", "scale_up", "uniform_numbers"]
 
 LEVELS = torch.tensor(NF4_LEVELS)
 MIDPOINTS = (LEVELS[1:] + LEVELS[:-1]) / 2
@@ -50,3 +51,17 @@ def decode_other(headers: Tensor, packed: Tensor, name: str) -> Tensor:
     if name == "nf4":
         return LEVELS[codes.int()] * scales
     return headers[:, 1:] + codes * scales
+
+
+def round_at_random(scaled: Tensor, qmax: int, uniform: Tensor | None) -> Tensor:
+    """Whole numbers in +-qmax, right on average; ``uniform`` numbers in [0, 1) of ``scaled``'s shape, or torch's."""
+    magnitudes = scaled.abs()
+    below = magnitudes.floor()
+    numbers = torch.rand_like(scaled) if uniform is None else uniform
+    return (below + (numbers < magnitudes - below)).clamp_(max=qmax).copysign(scaled)
+
+
+def uniform_numbers(numel: int, draw: Draw, chunk: int = 1 << 18) -> Tensor:
+    """The wire format's random numbers in [0, 1) of elements 0 to ``numel``; whole multiples of 2^-24, so exact."""
+    parts = [uniform24(torch.arange(i, min(i + chunk, numel)), draw) for i in range(0, numel, chunk)]
+    return torch.cat(parts) * 2.0**-24

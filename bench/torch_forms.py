@@ -7,9 +7,10 @@ Forms of each operation:
     compiled   ``eager`` through torch.compile (on request)
     chunked    ``out`` cut by hand into chunks that stay in the cache
 
-int8 and int4 have all of them; the other codecs, in other_torch_forms.py, are ``eager``, whole and ``chunked``. Scales
-and codes have the bits of the wire format for finite data with blocks above 2^-100; the forms leave out what NaN,
-infinity and tiny blocks would need. Arrays are [rows, block], one row a block.
+int8 and int4 have all of them; the other codecs and the options, in other_torch_forms.py, are ``eager``, whole and
+``chunked``. Scales and codes have the bits of the wire format for finite data with blocks above 2^-100; the forms leave
+out what NaN, infinity and tiny blocks would need. Stochastic rounding is checked with the wire format's random numbers,
+and timed with torch's own. Arrays are [rows, block], one row a block.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from other_torch_forms import decode_other, encode_other, pack_nibbles, scale_up
+from other_torch_forms import decode_other, encode_other, pack_nibbles, round_at_random, scale_up, uniform_numbers
 from torch import Tensor
 
-__all__ = ["CODECS", "CodecSpec", "TorchForms"]
+from zcomm.philox import Draw
+from zcomm.rotation import rotate, rotate_back
+
+__all__ = ["CODECS", "CodecSpec", "Forms", "TorchForms"]
 
 LARGEST = torch.finfo(torch.float32).max
 CHUNK_NUMEL = 65536  # a thread; float32 256 KiB: with its temporaries inside a second-level cache
@@ -30,12 +34,18 @@ CHUNK_NUMEL = 65536  # a thread; float32 256 KiB: with its temporaries inside a 
 
 @dataclass(frozen=True)
 class CodecSpec:
-    """A block codec: its name, number, default block, and what its scales divide by."""
+    """A block codec: its name, default block, what its scales divide by, and its options."""
 
     name: str
-    number: int
     block: int
     qmax: int
+    is_rotated: bool = False
+    is_random: bool = False
+
+    @property
+    def label(self) -> str:
+        """The codec and its option."""
+        return self.name + (":hadamard" if self.is_rotated else "") + (":stochastic" if self.is_random else "")
 
     @property
     def row_nbytes(self) -> int:
@@ -49,17 +59,26 @@ class CodecSpec:
 
     @property
     def is_symmetric_int(self) -> bool:
-        """Whether there are forms that write into arrays that are kept."""
+        """Whether codes are whole numbers around 0."""
         return self.name in ("int8", "int4")
+
+    @property
+    def writes_into_kept_arrays(self) -> bool:
+        """Whether there are forms that do."""
+        return self.is_symmetric_int and not self.is_rotated and not self.is_random
 
 
 CODECS = (
-    CodecSpec("int8", 3, 256, 127),
-    CodecSpec("int4", 4, 128, 7),
-    CodecSpec("nf4", 6, 64, 8),
-    CodecSpec("fp8_e4m3", 7, 128, 448),
-    CodecSpec("int8_asym", 8, 256, 255),
-    CodecSpec("int4_asym", 9, 128, 15),
+    CodecSpec("int8", 256, 127),
+    CodecSpec("int4", 128, 7),
+    CodecSpec("nf4", 64, 8),
+    CodecSpec("fp8_e4m3", 128, 448),
+    CodecSpec("int8_asym", 256, 255),
+    CodecSpec("int4_asym", 128, 15),
+    CodecSpec("int8", 256, 127, is_rotated=True),
+    CodecSpec("int4", 128, 7, is_rotated=True),
+    CodecSpec("int8", 256, 127, is_random=True),
+    CodecSpec("int4", 128, 7, is_random=True),
 )
 Forms = dict[str, Callable[[], None]]
 Part = tuple[Tensor, Tensor]  # headers bfloat16 [rows, header_numel], packed codes uint8 [rows, row_nbytes]
@@ -86,13 +105,15 @@ def scales_of(values: Tensor, spec: CodecSpec) -> Tensor:
     return scale_up(absmax / spec.qmax)
 
 
-def encode(values: Tensor, spec: CodecSpec) -> Part:
-    """Values of any dtype to headers and packed codes."""
-    values = values.float()
+def encode(values: Tensor, spec: CodecSpec, uniform: Tensor | None = None) -> Part:
+    """Values of any dtype to headers and packed codes; stochastic rounding by ``uniform`` or numbers of torch's."""
+    values = rotate(values.float()) if spec.is_rotated else values.float()
     if not spec.is_symmetric_int:
         return encode_other(values, spec.name, spec.qmax)
     scales = scales_of(values, spec)
-    return scales.bfloat16(), pack((values * (1 / scales)).round().to(torch.int8), spec)
+    scaled = values * (1 / scales)
+    rounded = round_at_random(scaled, spec.qmax, uniform) if spec.is_random else scaled.round()
+    return scales.bfloat16(), pack(rounded.to(torch.int8), spec)
 
 
 def decoded(part: Part, spec: CodecSpec) -> Tensor:
@@ -100,7 +121,8 @@ def decoded(part: Part, spec: CodecSpec) -> Tensor:
     headers, packed = part
     if not spec.is_symmetric_int:
         return decode_other(headers.float(), packed, spec.name)
-    return unpack(packed, spec) * headers.float()
+    values = unpack(packed, spec) * headers.float()
+    return rotate_back(values) if spec.is_rotated else values
 
 
 def decode_sum(parts: list[Part], spec: CodecSpec, divisor: int) -> Tensor:
@@ -130,13 +152,21 @@ class TorchForms:
         self._terms = torch.zeros(rows, spec.block)
         self._codes = torch.zeros(rows, spec.block, dtype=torch.int8)
         self._pairs = torch.zeros(2, rows, spec.block // 2, dtype=torch.int16)
+        self._uniform: Tensor | None = None
+
+    def draw(self, draw: Draw | None) -> None:
+        """Round with the wire format's numbers of ``draw`` from now on; None: with numbers of torch's own."""
+        self._uniform = None if draw is None else uniform_numbers(self.out.numel(), draw).view_as(self.out)
+
+    def _uniform_of(self, rows: slice) -> Tensor | None:
+        return None if self._uniform is None else self._uniform[rows]
 
     def quantize(self, x: Tensor) -> Forms:
         """Forms of ``x`` to ``part``."""
         blocks = x.view(-1, self.spec.block)
 
-        def whole(encoder: Callable[[Tensor, CodecSpec], Part]) -> None:
-            self.part = encoder(blocks, self.spec)
+        def whole(encoder: Callable[[Tensor, CodecSpec, Tensor | None], Part]) -> None:
+            self.part = encoder(blocks, self.spec, self._uniform)
 
         return self._forms(whole, encode, lambda rows: self._encode_rows(blocks[rows], rows))
 
@@ -161,7 +191,7 @@ class TorchForms:
             self.part = recoder(parts)
 
         def recoder(parts: list[Part]) -> Part:
-            return encode(decode_sum(parts, self.spec, 1), self.spec)
+            return encode(decode_sum(parts, self.spec, 1), self.spec, self._uniform)
 
         def recode_rows(rows: slice) -> None:
             values = self._values[: rows.stop - rows.start]
@@ -181,7 +211,7 @@ class TorchForms:
                 on_rows(slice(begin, min(begin + self.chunk_rows, num_rows)))
 
         forms = {"eager": lambda: whole(function), "chunked": chunked}
-        if self.spec.is_symmetric_int:
+        if self.spec.writes_into_kept_arrays:
             forms["out"] = lambda: on_rows(slice(0, num_rows))
         if self.compiled:
             compiled = torch.compile(function)
@@ -202,8 +232,8 @@ class TorchForms:
         return int(differing_scales + (packed != self.part[1]).sum())
 
     def _encode_rows(self, values: Tensor, rows: slice) -> None:
-        if not self.spec.is_symmetric_int:
-            self.part[0][rows], self.part[1][rows] = encode(values, self.spec)
+        if not self.spec.writes_into_kept_arrays:
+            self.part[0][rows], self.part[1][rows] = encode(values, self.spec, self._uniform_of(rows))
             return
         count = len(values)
         if values.dtype != torch.float32:
@@ -231,7 +261,7 @@ class TorchForms:
         values.mul_(scales[rows]).clamp_(-LARGEST, LARGEST)
 
     def _sum_rows(self, parts: list[Part], rows: slice, out: Tensor, divisor: int) -> None:
-        if not self.spec.is_symmetric_int:
+        if not self.spec.writes_into_kept_arrays:
             out.copy_(decode_sum([(headers[rows], packed[rows]) for headers, packed in parts], self.spec, divisor))
             return
         total = out if out.dtype == torch.float32 else self._values[: len(out)]

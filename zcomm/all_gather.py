@@ -131,7 +131,7 @@ def _one_hop(rows: Tensor, shard: Tensor, encoder: Encoder) -> Steps:
     if layout.codec.dtype == shard.dtype == rows.dtype:
         yield backend.all_gather(rows, shard, hop, _sent(layout, wire))
         return
-    messages = layout.new(hop.size, shard.device)
+    messages = layout.new_to_receive(hop.size, shard.device)
     kernels.quantize(shard, layout, own_message(messages, route), 0, 0, encoder.draw(0))
     yield from gather_messages(messages, layout, route)
     kernels.decode(messages, layout, rows, rows.stride(0), 0)
@@ -167,7 +167,7 @@ def _two_hops_in_pieces(rows: Tensor, shard: Tensor, numbering: Numbering, encod
 def _two_hops_forwarded(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
     route = encoder.route
     layout = layout_of(route.operation, route.hops[0][1], shard.dtype, 1, shard.numel())
-    messages = layout.new(route.world_size, shard.device)
+    messages = layout.new_to_receive(route.world_size, shard.device)
     kernels.quantize(shard, layout, own_message(messages, route), 0, 0, encoder.draw(0))
     yield from gather_messages(messages, layout, route)
     if numbering == "local":
@@ -183,7 +183,8 @@ def _two_hops_recoded(rows: Tensor, shard: Tensor, numbering: Numbering, encoder
     numel, device = shard.numel(), shard.device
     layout = layout_of(route.operation, wire, shard.dtype, 1, numel)
     inside = layout_of(route.operation, wire_inside, shard.dtype, route.num_nodes, numel)
-    of_nodes, messages = layout.new(route.num_nodes, device), inside.new(route.ranks_per_node, device)
+    of_nodes = layout.new_to_receive(route.num_nodes, device)
+    messages = inside.new_to_receive(route.ranks_per_node, device)
     mine = of_nodes[inter.rank : inter.rank + 1]
     kernels.quantize(shard, layout, mine, 0, 0, encoder.draw(0))
     yield backend.all_gather(of_nodes, mine, inter, _sent(layout, wire))

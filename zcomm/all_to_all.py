@@ -91,7 +91,7 @@ def _one_hop(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
     if source.dtype == output.dtype == layout.codec.dtype:
         yield backend.all_to_all(output, source, hop, sent)
         return
-    messages, received = layout.new(hop.size, source.device), layout.new(hop.size, source.device)
+    messages, received = layout.new(hop.size, source.device), layout.new_to_receive(hop.size, source.device)
     kernels.quantize(source, layout, messages, numel, 0, encoder.draw(0))
     yield backend.all_to_all(received, messages, hop, sent)
     kernels.decode(received, layout, output, numel, 0)
@@ -106,7 +106,7 @@ def _two_hops(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
     messages = layout.new(route.world_size, source.device)
     kernels.quantize(source, layout, messages, source.stride(0), 0, encoder.draw(0))
     messages = messages.view(nodes, locals_, -1).transpose(0, 1).contiguous()  # to [local rank, node]
-    received = layout.new(route.world_size, source.device)
+    received = layout.new_to_receive(route.world_size, source.device)
     yield backend.all_to_all(received, messages, intra, Sent(route.operation, str(wire), nodes * numel))
     messages = received.view(locals_, nodes, -1).transpose(0, 1).contiguous()  # [to node, from local rank]
     if wire != wire_between:
@@ -116,6 +116,6 @@ def _two_hops(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
         layout = layout_of(route.operation, wire_between, source.dtype, 1, numel)
         messages = layout.new(route.world_size, source.device)
         encoder.encode(1, values, messages, layout)
-    received = layout.new(route.world_size, source.device)
+    received = layout.new_to_receive(route.world_size, source.device)
     yield backend.all_to_all(received, messages, inter, Sent(route.operation, str(wire_between), locals_ * numel))
     kernels.decode(received, layout, output, output.stride(0), 0)  # [from node, from local rank]: rank order

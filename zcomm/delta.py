@@ -180,7 +180,7 @@ class DeltaGather:
     def _exchange(self, rows: Tensor, shard: Tensor, encoder: Encoder) -> Steps:
         route, device = self._route, shard.device
         layout = layout_of("delta_gather", self._format, torch.float32, 1, shard.numel())
-        messages = layout.new(route.world_size, device)
+        messages = layout.new_to_receive(route.world_size, device)
         kernels.quantize_difference(shard, rows[self._own_row], layout, own_message(messages, route), encoder.draw(0))
         yield from gather_messages(messages, layout, route)
         for index, row in enumerate(_rows_of_messages(route, self._numbering)):

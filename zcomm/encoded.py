@@ -82,7 +82,7 @@ class EncodedShard:
         return run(steps, async_op=async_op, device=output.device, queue=queue, num_exchanges=num_exchanges)
 
     def _steps(self, rows: Tensor) -> Steps:
-        messages = self._layout.new(self._route.world_size, rows.device)
+        messages = self._layout.new_to_receive(self._route.world_size, rows.device)
         own_message(messages, self._route).copy_(self._message, non_blocking=True)
         yield from gather_messages(messages, self._layout, self._route)
         kernels.decode(messages, self._layout, rows, rows.stride(0), 0)

@@ -12,7 +12,7 @@ Invariants:
     M2  ``nbytes`` and the start of the codes are multiples of 16.
     M3  A block never straddles two segments; a segment's last block may be short, its missing codes are not sent.
     M4  The hash covers operation, codec, block, rotation and sizes; a message of another kind is refused, never
-        misread.
+        misread. Nor is a shorter one: room for messages to receive has no trailers.
     M5  The checksum is 0, or with ZCOMM_CHECK=1 the CRC-32 of everything before the trailer.
 """
 
@@ -87,6 +87,13 @@ class MessageLayout:
     def new(self, num_messages: int, device: torch.device) -> Tensor:
         """Uninitialised room for messages, uint8 [num_messages, nbytes]."""
         return torch.empty((num_messages, self.nbytes), dtype=torch.uint8, device=device)
+
+    def new_to_receive(self, num_messages: int, device: torch.device) -> Tensor:
+        """As :meth:`new`, without trailers: what is received too short is refused, whatever the memory held before."""
+        messages = self.new(num_messages, device)
+        if self.codec.is_block:
+            messages.view(torch.int64)[:, -1] = 0
+        return messages
 
 
 @lru_cache(maxsize=4096)

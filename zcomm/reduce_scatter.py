@@ -109,7 +109,7 @@ def _one_hop(output: Tensor, rows: Tensor, divisor: int, encoder: Encoder) -> St
     hop, wire = route.hops[0]
     numel = output.numel()
     layout = layout_of(route.operation, wire, rows.dtype, 1, numel)
-    received = layout.new(hop.size, output.device)
+    received = layout.new_to_receive(hop.size, output.device)
     if encoder.residual is None:
         sending = _encoded(rows, layout, hop.size, (rows.stride(0), 0), encoder, is_in_order=True)
     else:
@@ -125,14 +125,14 @@ def _two_hops(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, 
     (intra, wire), (inter, wire_between) = route.hops
     numel, device = output.numel(), output.device
     layout = layout_of(route.operation, wire, rows.dtype, route.num_nodes, numel)
-    received = layout.new(intra.size, device)
+    received = layout.new_to_receive(intra.size, device)
     strides = route.strides(numbering, rows.stride(0))
     sending = _encoded(rows, layout, intra.size, strides, encoder, is_in_order=numbering == "local")
     yield backend.all_to_all(received, sending, intra, Sent(route.operation, str(wire), layout.numel))
     between = layout_of(route.operation, wire_between, rows.dtype, 1, numel)
     partial = between.new(inter.size, device)
     encoder.sum_and_encode(received, layout, partial, between)
-    received = between.new(inter.size, device)
+    received = between.new_to_receive(inter.size, device)
     yield backend.all_to_all(received, partial, inter, Sent(route.operation, str(wire_between), numel))
     kernels.decode_sum(received, between, output, 0, divisor)
 

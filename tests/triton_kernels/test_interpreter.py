@@ -1,4 +1,7 @@
-"""The Triton kernels on the CPU, in Triton's interpreter: in processes of their own, for it is chosen at import."""
+"""The Triton kernels on the CPU, in Triton's interpreter: in processes of their own, for it is chosen at import.
+
+With ZCOMM_TEST_DRAWS=10000 hypothesis draws so many cases, here and in tests/zcomm/test_kernels.py.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+TIMEOUT_S = 280 + int(os.environ.get("ZCOMM_TEST_DRAWS", "200"))
 ROOT = Path(__file__).parents[2]
 FOLDER = "tests/triton_kernels/interpreted"
 RUNS = {
@@ -23,10 +27,15 @@ RUNS = {
 
 
 def _run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.triton_kernels.interpreted.plugin", "--timeout=280"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.triton_kernels.interpreted.plugin"]
     of_run = {"TRITON_INTERPRET": "1", "ZCOMM_KERNELS": "triton", "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [*command, *arguments], env=os.environ | of_run, cwd=ROOT, capture_output=True, text=True, check=False
+        [*command, f"--timeout={TIMEOUT_S}", *arguments],
+        env=os.environ | of_run,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -38,7 +47,7 @@ def runs() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.parametrize("name", RUNS)
 def test_interpreted(name: str, runs: dict[str, Future[subprocess.CompletedProcess[str]]]) -> None:
     done = runs[name].result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -23,6 +24,7 @@ from zcomm.auto import Table
 from zcomm.bench import bounds
 from zcomm.bench.checking import check
 from zcomm.bench.data import Tiles
+from zcomm.bench.harness import Column, Report
 from zcomm.bench.interface import sent_nbytes
 from zcomm.bench.workloads import Workload, wire_of
 
@@ -52,6 +54,15 @@ def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 )
 def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
     assert expected in _refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize("command", ["bench", "probe"])
+def test_a_gpu_that_is_not_there(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main([command, "--device", "cuda"]) == 2
+    assert "--device cuda needs a GPU that torch can use" in capsys.readouterr().err
 
 
 def test_emulated_nodes_need_root(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +137,28 @@ def test_an_interfaces_counter() -> None:
     assert sent_nbytes("lo") >= 0
     with pytest.raises(zcomm.ConfigError, match="'lo0'"):
         sent_nbytes("lo0")
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_what_is_being_done(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = Report([Column("case", "case")])
+    report.status("nobody sees this")
+    assert capsys.readouterr() == ("", "")
+    terminal = _Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    report.status("checking int8" + 500 * " and on")
+    shown = terminal.getvalue()
+    assert "checking int8" in shown
+    assert len(shown) < 200  # no line break
+    report.row({"case": "int8"}, num_wrong=0)
+    assert terminal.getvalue() == shown + "\r\x1b[K"  # taken away before the row
+    assert capsys.readouterr().out.split() == ["int8", "0"]
 
 
 def _zcomm(folder: Path, *arguments: str) -> list[dict[str, Any]]:

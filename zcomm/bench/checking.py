@@ -65,4 +65,4 @@ def _count_differing(workload: Workload) -> int:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview(tensor.view(torch.uint8).cpu().numpy())  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ busbw      algbw x BUSBW_FACTOR                   wire(B)   one node sends, by t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -103,23 +103,25 @@ class Case:
         }  # fmt: skip
 
 
-def run(options: Options, topology: Topology) -> int:
+def run(options: Options, topology: Topology, device: torch.device) -> int:
     """Run everything; the exit status. Collective; the first rank prints."""
     report = Report(COLUMNS, as_json=options.json) if topology.rank == 0 else None
     if report is not None:
         report.start(
-            "collectives", backend=options.backend, world_size=topology.world_size, nodes=topology.num_nodes,
+            "collectives", backend=options.backend, device=device.type,
+            world_size=topology.world_size, nodes=topology.num_nodes,
             ranks_per_node=topology.ranks_per_node, iters=options.iters, warmup=options.warmup,
             kernels=zcomm.kernels.native_unavailable_reason() or "native",
         )  # fmt: skip
+    status = report.status if report is not None else lambda _: None
     rows: list[dict[str, Any]] = []
-    tiles = Tiles(getattr(torch, options.dtype))
+    tiles = Tiles(getattr(torch, options.dtype), device)
     for collective in options.collectives:
         if collective == "secondary_gather" and topology.ranks_per_node == 1:
             continue
         for nbytes in options.sizes:
             workload = Workload(collective, nbytes, tiles, topology, options.op)
-            for row, num_wrong in _measured(workload, options):
+            for row, num_wrong in _measured(workload, options, status):
                 rows += [] if num_wrong else [row]
                 if report is not None:
                     report.row(row, num_wrong=num_wrong)
@@ -131,13 +133,25 @@ def run(options: Options, topology: Topology) -> int:
     return report.finish()
 
 
-def _measured(workload: Workload, options: Options) -> Iterator[tuple[dict[str, Any], int]]:
+def _measured(
+    workload: Workload, options: Options, status: Callable[[str], None]
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """The rows of a size; all are known at the same time, for their calls take turns."""
     cases = [Case(workload, None), *(Case(workload, wire) for wire in _wires(workload, options))]
+    now = f"{workload.collective}, {workload.nbytes} bytes"
     for case in cases:
+        status(f"{now}: checking {case.name}")
         case.measure(options)
+    num_calls = len(cases) * (options.warmup + options.iters)
+    calls = iter(range(1, num_calls + 1))
+
+    def reset() -> None:
+        status(f"{now}: timed call {next(calls)} of {num_calls}")
+        workload.reset()
+
     timings = slowest_of_ranks(
         {case.name: case.call for case in cases}, workload.topology, rounds=options.iters, warmup=options.warmup,
-        reset=workload.reset,
+        reset=reset,
     )  # fmt: skip
     for case in cases:
         yield case.row(timings[case.name], timings["torch"]), case.verdict.num_wrong

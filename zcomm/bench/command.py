@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from zcomm import auto
 from zcomm.bench import collectives, options
 from zcomm.bench.interface import check_interface
-from zcomm.bench.launch import on_ranks
+from zcomm.bench.launch import Work, on_ranks
 from zcomm.bench.probe import ProbeOptions, check_output, probe
 from zcomm.errors import ZcommError
-from zcomm.topology import Topology
 
 __all__ = ["add_bench", "add_probe", "run"]
 
@@ -42,18 +41,18 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         return 130
 
 
-def _bench(arguments: argparse.Namespace) -> Callable[[Topology], int]:
+def _bench(arguments: argparse.Namespace) -> Work:
     chosen = options.options_of(arguments)
     if arguments.emulate_nodes is None:
         check_interface(chosen.interface)
-    return lambda topology: collectives.run(chosen, topology)
+    return lambda topology, device: collectives.run(chosen, topology, device)
 
 
-def _probe(arguments: argparse.Namespace) -> Callable[[Topology], int]:
+def _probe(arguments: argparse.Namespace) -> Work:
     output = Path(arguments.output) if arguments.output else auto.probe_path()
     check_output(output)
     chosen = ProbeOptions(
         sizes=options.sizes_of(arguments), formats=arguments.formats, dtype=arguments.datatype,
         iters=arguments.iters, warmup=arguments.warmup_iters, output=output, json=arguments.json,
     )  # fmt: skip
-    return lambda topology: probe(chosen, topology)
+    return lambda topology, device: probe(chosen, topology, device)

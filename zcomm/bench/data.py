@@ -18,9 +18,9 @@ TURN = 7919
 class Tiles:
     """The data of all ranks in one dtype."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         """The tile, the same everywhere."""
-        self.tile = torch.randn(PERIOD, generator=torch.Generator().manual_seed(1)).to(dtype)
+        self.tile = torch.randn(PERIOD, generator=torch.Generator().manual_seed(1)).to(device, dtype)
 
     def of_rank(self, rank: int, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of ``rank``'s tensor."""

@@ -4,8 +4,9 @@
     #   op    size(B)    p50(us)    #wrong          units in the header
       decode     4096       12.3         0          one row a case, correctness in the row
 
-A row that is wrong shows no times, and :meth:`Report.finish` then ends the process with status 1. With ``--json`` the
-same rows are JSON lines on standard output.
+While a case runs, a terminal's last line shows what is being done. A row that is wrong shows no times, and
+:meth:`Report.finish` then ends the process with status 1. With ``--json`` the same rows are JSON lines on standard
+output.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from typing import Any, TypeVar
 import torch
 
 __all__ = ["Column", "Report", "Timing", "interleave"]
+
+CLEAR_LINE = "\x1b[K"
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,12 @@ class Report:
         """Print a line of context."""
         _write(json.dumps({"context": text}) if self._as_json else f"# {text}")
 
+    def status(self, text: str) -> None:
+        """Show ``text`` in the last line of a terminal until something else is printed; elsewhere nothing."""
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{CLEAR_LINE}{text[: shutil.get_terminal_size().columns - 1]}")
+            sys.stderr.flush()
+
     def row(self, values: Mapping[str, Any], *, num_wrong: int) -> None:
         """Print one case; of a wrong one no measurements. What ``values`` lack is shown as ``-``."""
         self._total_wrong += num_wrong
@@ -133,6 +142,9 @@ class Report:
 
 
 def _write(line: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{CLEAR_LINE}")  # the status
+        sys.stderr.flush()
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

@@ -12,17 +12,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+import torch
+
 from zcomm.bench.emulated_nodes import Node, emulated_nodes, signals_put_off
 from zcomm.bench.ranks_setup import choose_topology, process_group, relaunch_under_torchrun
 from zcomm.topology import Topology
 
-__all__ = ["on_ranks"]
+__all__ = ["Work", "on_ranks"]
+
+Work = Callable[[Topology, torch.device], int]
+"""What a rank does; the device is that of its tensors."""
 
 PORT = 29500
 POLL_S = 0.05
 
 
-def on_ranks(arguments: argparse.Namespace, command: Sequence[str], work: Callable[[Topology], int]) -> int:
+def on_ranks(arguments: argparse.Namespace, command: Sequence[str], work: Work) -> int:
     """Call ``work`` on every rank that ``arguments`` ask for, and return the exit status.
 
     Args:
@@ -40,14 +45,14 @@ def on_ranks(arguments: argparse.Namespace, command: Sequence[str], work: Callab
         return _run_agents(nodes, per_node, module)
 
 
-def _as_a_rank(arguments: argparse.Namespace, work: Callable[[Topology], int]) -> int:
-    with process_group():
+def _as_a_rank(arguments: argparse.Namespace, work: Work) -> int:
+    with process_group(arguments.device) as device:
         stands_in = arguments.emulate_nodes is None and arguments.ranks_per_node is not None
         topology = choose_topology(arguments.ranks_per_node if stands_in else None)
         # One hop over a ProcessGroup has no Topology to say who shares a node.
         os.environ["LOCAL_WORLD_SIZE"] = str(topology.ranks_per_node)
         try:
-            return work(topology)
+            return work(topology, device)
         finally:
             topology.close()
 

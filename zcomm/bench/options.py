@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from zcomm.auto import AUTO
 from zcomm.bench.emulated_nodes import unavailable_reason
 from zcomm.errors import BackendUnavailableError, ConfigError
@@ -115,7 +117,8 @@ def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every option of ``zcomm probe``."""
     add = parser.add_argument
     _add_sizes(parser, smallest="64K", iters=11)
-    add("--formats", type=_wires, metavar="LIST", help="candidates; by default 8 bits, for sums also int8+int4, int4")
+    add("--formats", type=_wires, metavar="LIST",
+        help="candidates; by default 8 bits, for sums also int4 and nf4, alone or between nodes")  # fmt: skip
     add("--output", metavar="FILE", help='default: where format="auto" looks, $ZCOMM_PROBE or in ~/.cache/zcomm')
     add_launch_arguments(parser)
 
@@ -133,8 +136,10 @@ def _add_sizes(parser: argparse.ArgumentParser, *, smallest: str, iters: int) ->
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what says which ranks there are; shared with ``zcomm probe``."""
+    """Add what says which ranks there are and where their tensors lie; shared with ``zcomm probe``."""
     add = parser.add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto",
+        help="of the tensors: GPUs, under NCCL, or memory, under gloo (auto: GPUs if there are any)")  # fmt: skip
     add("--num-ranks", "--num_ranks", type=_positive, metavar="N", help="without torchrun: one a GPU, or 4")
     add("--ranks-per-node", "--ranks_per_node", type=_positive, metavar="N",
         help="so many consecutive ranks stand in for a node; as torchrun has it, on one machine 2")  # fmt: skip
@@ -145,6 +150,10 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_launch(arguments: argparse.Namespace) -> None:
     """Raise ConfigError or BackendUnavailableError for what cannot be run here."""
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise BackendUnavailableError(
+            "--device cuda needs a GPU that torch can use, and here torch.cuda.is_available() is False: --device cpu"
+        )
     if arguments.rate is not None and arguments.emulate_nodes is None:
         raise ConfigError(f"--rate needs --emulate-nodes: --rate {arguments.rate}")
     if arguments.emulate_nodes is None:

@@ -37,8 +37,8 @@ MARGIN, LOSSY_MARGIN = 1.1, 1.25
 """Measured twice, the same call differs by a few percent, and rounding is not free: a gain must be worth it."""
 CANDIDATES = {
     "all_gather": ["int8"],
-    "reduce_scatter": ["int8", "int8+int4", "int4"],
-    "all_reduce": ["int8", "int8+int4"],
+    "reduce_scatter": ["int8", "int8+int4", "int8+nf4", "int4", "nf4"],
+    "all_reduce": ["int8", "int8+int4", "int8+nf4"],
     "all_to_all": ["int8"],
 }
 """Besides ``none``: 8 bits for values, down to 4 for sums, as ZeRO++ does."""
@@ -69,18 +69,18 @@ class ProbeOptions:
     json: bool
 
 
-def probe(options: ProbeOptions, topology: Topology) -> int:
+def probe(options: ProbeOptions, topology: Topology, device: torch.device) -> int:
     """Measure, print, and write the file for ``format="auto"``; the exit status. Collective; the first rank writes."""
     report = Report(COLUMNS, as_json=options.json) if topology.rank == 0 else None
     shape = shape_of(topology)
     if report is not None:
         report.start("probe", shape=shape, iters=options.iters, dtype=options.dtype)
-    facts: dict[str, Any] = {"device": "cpu", "dtype": options.dtype, "links": _links(options, topology)}
-    facts["kernels_gbps"] = _kernel_rates(options, topology)
+    tiles = Tiles(getattr(torch, options.dtype), device)
+    facts: dict[str, Any] = {"device": device.type, "dtype": options.dtype, "links": _links(options, topology, device)}
+    facts["kernels_gbps"] = _kernel_rates(options, topology, tiles)
     if report is not None:
         _note_rates(report, facts)
     facts["choices"] = {}
-    tiles = Tiles(getattr(torch, options.dtype))
     for collective, candidates in CANDIDATES.items():
         chosen = facts["choices"][collective] = []
         for nbytes in options.sizes:
@@ -125,33 +125,33 @@ def _timed(
     return slowest_of_ranks(calls, topology, rounds=options.iters, warmup=options.warmup, reset=reset)
 
 
-def _links(options: ProbeOptions, topology: Topology) -> dict[str, dict[str, float]]:
+def _links(options: ProbeOptions, topology: Topology, device: torch.device) -> dict[str, dict[str, float]]:
     """Latency and bandwidth of each kind of link there is."""
     found = {}
     for name, hop, senders in (("within", topology.intra, 1), ("between", topology.inter, topology.ranks_per_node)):
         if hop.size == 1:
             continue
-        p50 = _gather_seconds(hop, options, topology)
+        p50 = _gather_seconds(hop, options, topology, device)
         sent = (hop.size - 1) * LINK_NBYTES * senders
         found[name] = {"latency_us": p50["small"] * 1e6, "bandwidth_gbps": sent / p50["large"] / 1e9}
     return found
 
 
-def _gather_seconds(hop: Hop, options: ProbeOptions, topology: Topology) -> dict[str, float]:
+def _gather_seconds(hop: Hop, options: ProbeOptions, topology: Topology, device: torch.device) -> dict[str, float]:
     calls = {}
     for name, nbytes in (("small", 8), ("large", LINK_NBYTES)):
-        mine, all_ = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(hop.size * nbytes, dtype=torch.uint8)
+        mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        all_ = mine.new_zeros(hop.size * nbytes)
         calls[name] = partial(torch_calls.all_gather, all_, mine, hop.group)
     return {name: timing.p50 for name, timing in _timed(calls, lambda: None, options, topology).items()}
 
 
-def _kernel_rates(options: ProbeOptions, topology: Topology) -> dict[str, dict[str, float]]:
-    dtype = getattr(torch, options.dtype)
-    x = Tiles(dtype).of_rank(0, 0, KERNEL_NUMEL)
+def _kernel_rates(options: ProbeOptions, topology: Topology, tiles: Tiles) -> dict[str, dict[str, float]]:
+    x = tiles.of_rank(0, 0, KERNEL_NUMEL)
     calls = {}
     names = {name for wires in CANDIDATES.values() for wire in options.formats or wires for name in wire.split("+")}
     for name in sorted(names):
-        layout = layout_of("probe", get_format(name), dtype, 1, x.numel())
+        layout = layout_of("probe", get_format(name), x.dtype, 1, x.numel())
         message, out = layout.new(1, x.device), torch.empty_like(x)
         calls[name, "quantize"] = partial(kernels.quantize, x, layout, message, 0, 0)
         calls[name, "decode"] = partial(kernels.decode, message, layout, out, 0, 0)

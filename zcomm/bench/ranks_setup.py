@@ -32,19 +32,23 @@ def relaunch_under_torchrun(num_ranks: int | None, command: Sequence[str] | None
 
 
 @contextmanager
-def process_group() -> Iterator[torch.device]:
-    """Join torchrun's ranks (NCCL where there are GPUs, else gloo) and leave again, also after an error."""
+def process_group(device: str = "auto") -> Iterator[torch.device]:
+    """Join torchrun's ranks and leave again, also after an error.
+
+    ``device`` "cuda": tensors on this rank's GPU go by NCCL, those in memory by gloo; "cpu": by gloo; "auto": "cuda"
+    where there are GPUs.
+    """
     local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        chosen = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(chosen)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=chosen)
     else:
-        device = torch.device("cpu")
+        chosen = torch.device("cpu")
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
         dist.init_process_group("gloo")
     try:
-        yield device
+        yield chosen
     finally:
         dist.destroy_process_group()
 

@@ -34,7 +34,7 @@ def slowest_of_ranks(
         reset()
         torch_calls.barrier()
 
-    mine = interleave(calls, rounds=rounds, warmup=warmup, beginning=begin)
+    mine = interleave(calls, rounds=rounds, warmup=warmup, beginning=begin, ending=torch_calls.finish)
     slowest = {}
     for key, timing in mine.items():
         of_ranks = control.gather_float64(torch.tensor(timing.seconds, dtype=torch.float64), topology)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "barrier", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "barrier", "finish", "reduce_scatter"]
 
 # torch 2.13 renamed both.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def finish() -> None:
+    """Wait for what this rank's GPU has been given to do."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+
 def barrier() -> None:
-    """Wait for all ranks."""
+    """Wait for all ranks, and for their GPUs."""
+    finish()
     dist.barrier()
 
 

@@ -82,9 +82,10 @@ class Workload:
         rank, is_gather = topology.rank, collective == "all_gather"
         owner = 0 if collective == "secondary_gather" else rank
         self.input = tiles.of_rank(owner, 0, self.shard_numel if is_gather else self.numel).clone()
-        self.output = torch.zeros(self.shard_numel if collective == "reduce_scatter" else self.numel, dtype=self.dtype)
+        output_numel, device = self.shard_numel if collective == "reduce_scatter" else self.numel, tiles.tile.device
+        self.output = torch.zeros(output_numel, dtype=self.dtype, device=device)
         if collective == "secondary_gather":
-            self._secondary = zcomm.SecondaryPartition(topology, self.numel, self.dtype)
+            self._secondary = zcomm.SecondaryPartition(topology, self.numel, self.dtype, device=device)
             self._secondary.fill(self.input)
             start = topology.local_rank * self.shard_numel
             self._shard = self.input[start : start + self.shard_numel]
