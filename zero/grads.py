@@ -229,8 +229,9 @@ class Reducer:
 
     def _make_room(self, limit: int) -> None:
         """Finish reductions until fewer than ``limit`` are under way."""
+        waits_for_others = self._stage.shards_parameters and self._topology.world_size > 1
         while len(self._in_flight) >= limit:
-            if self._stage.shards_parameters and not self._patience.lasts(self._in_flight[0].works):
+            if waits_for_others and not self._patience.lasts(self._in_flight[0].works):
                 return
             self._finish(self._in_flight[:1])
 
