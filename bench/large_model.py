@@ -76,6 +76,8 @@ def configuration(arguments: argparse.Namespace, folder: Path, config: GPTConfig
     return {
         "bf16": {"enabled": True, "check_grad_overflow": False},
         "data_types": {"grad_accum_dtype": "bf16"},
+        # One place for each sub-group instead of two: half the disk, and a step that fails is the last.
+        "zcomm": {"keep_previous_states": False},
         "zero_optimization": {
             "stage": 3,
             # Layers are gathered one by one, and one ahead.

@@ -4,7 +4,7 @@
     parameters   2                     --parameters
     masters      4                     --states
     moments      8, or 4 in bf16       --states
-    gradients    2                     beside the states
+    gradients    2                     --states
 
 Plain torch.optim.AdamW with float32 parameters keeps parameters, gradients and two moments, 16 bytes a parameter, in
 memory, and so does mixed precision (2 + 2 + 4 + 8).
@@ -57,16 +57,18 @@ class Needs:
     parameters: int
     masters: int
     moments: int
+    gradients: int
 
     @classmethod
     def of(cls, numel: int, *, moment_nbytes: int) -> Needs:
         """For ``numel`` elements, the moments of each in so many bytes."""
-        return cls(2 * numel, 4 * numel, moment_nbytes * numel)
+        return cls(2 * numel, 4 * numel, moment_nbytes * numel, 2 * numel)
 
     def on_disk(self, parameters: str, states: str) -> dict[str, int]:
         """What goes to files, by kind."""
         kinds = {"parameters": self.parameters} if parameters == "nvme" else {}
-        return kinds | ({"masters": self.masters, "moments": self.moments} if states == "nvme" else {})
+        of_states = {"masters": self.masters, "moments": self.moments, "gradients": self.gradients}
+        return kinds | (of_states if states == "nvme" else {})
 
 
 def check_space(folder: Path, needed: dict[str, int]) -> str:

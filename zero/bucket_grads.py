@@ -10,6 +10,7 @@ from torch import Tensor
 from zcomm import Work
 from zero.bucket import Bucket
 from zero.released import ReducedGradient
+from zero.tiers.gradient_files import FileGradient
 from zero.tiers.host_gradient import HostGradient
 
 __all__ = ["BucketGrads", "InFlight"]
@@ -23,8 +24,8 @@ class BucketGrads:
     dtype: torch.dtype
     result: Tensor | None = None
     """This rank's shard of the reduced sum; below stage 2 the buffer's own rows. None from stage 2 on with ``host``."""
-    host: HostGradient | None = None
-    """The sum, if it rests in host memory."""
+    host: HostGradient | FileGradient | None = None
+    """The sum, if it rests in host memory or in a file."""
     full: Tensor | None = None
     """Local gradients that are not reduced yet; permanent at stages 0 and 1."""
     carry: Tensor | None = None
@@ -42,11 +43,9 @@ class BucketGrads:
     """Stage 0: the other ranks' shards are in ``full`` too."""
 
     @property
-    def own_rows(self) -> Tensor:
-        """This rank's shard of the sum, at stage 0 too."""
-        own = self.result if self.host is None else self.host.values()
-        assert own is not None, "a gradient without a place"
-        return own
+    def is_in_file(self) -> bool:
+        """Whether the sum rests in a file."""
+        return isinstance(self.host, FileGradient)
 
 
 @dataclass(slots=True)

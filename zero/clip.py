@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from zcomm import ConfigError, StateError, control
+from zero.agreement import on_every_rank
 from zero.bucket import Bucket
 from zero.final_gradients import FinalGradients
 from zero.model_parallel import ModelParallel
@@ -48,15 +50,10 @@ def global_norm(gradients: FinalGradients, model: ModelParallel, norm_type: floa
     """The norm of the gradients over all ranks, groups and parameters, a CPU scalar. Collective."""
     runtime = gradients.runtime
     runtime.reducer.flush()
-    parts = [part for bucket in runtime.buckets for part in _own_parts(runtime, model, bucket)]
-    if norm_type == math.inf:
-        largest = [part.abs().amax().to(torch.float64) for part in parts]  # amax, unlike max(), keeps a NaN
-        mine = torch.stack(largest).amax() if largest else torch.zeros((), dtype=torch.float64)
-    else:
-        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
-        squares = [norm**2 for norm in (torch.stack(norms).tolist() if norms else [])]  # one host sync
-        mine = torch.tensor(sum(squares), dtype=torch.float64)
-    by_rank = control.gather_float64(mine.reshape(1).cpu(), runtime.topology).flatten()
+    mine = partial(_norm_here, runtime, model, norm_type)
+    is_in_files = runtime.gradient_files is not None
+    own = on_every_rank(mine, runtime.topology) if is_in_files else mine()
+    by_rank = control.gather_float64(own.reshape(1).cpu(), runtime.topology).flatten()
     if norm_type == math.inf:
         largest_of = torch.tensor(model.gather(by_rank.amax().item()), dtype=torch.float64)
         total = largest_of.amax().item()  # keeps a NaN
@@ -66,12 +63,26 @@ def global_norm(gradients: FinalGradients, model: ModelParallel, norm_type: floa
     return torch.tensor(total * gradients.factor, dtype=dtype)
 
 
+def _norm_here(runtime: Runtime, model: ModelParallel, norm_type: float) -> Tensor:
+    """The largest element of this rank's gradients, or the sum of their squares; of what is in files one is read."""
+    parts = (part for bucket in runtime.buckets for part in _own_parts(runtime, model, bucket))
+    if norm_type == math.inf:
+        largest = [part.abs().amax().to(torch.float64) for part in parts]  # amax, unlike max(), keeps a NaN
+        return torch.stack(largest).amax() if largest else torch.zeros((), dtype=torch.float64)
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+    squares = [norm**2 for norm in (torch.stack(norms).tolist() if norms else [])]  # one host sync
+    return torch.tensor(sum(squares), dtype=torch.float64)
+
+
 def _own_parts(runtime: Runtime, model: ModelParallel, bucket: Bucket) -> list[Tensor]:
     """This rank's shard of the gradient, parameter by parameter; of replicated ones on one model-parallel rank."""
     grads = runtime.reducer.by_bucket.get(bucket.index)
-    if grads is None or runtime.reducer.results(grads) is None:
+    own = None if grads is None else runtime.reducer.results(grads)
+    if grads is None or own is None:
         return []
-    own = grads.own_rows
+    if not runtime.stage.shards_states:
+        assert grads.result is not None, "a reduced gradient without this rank's rows"
+        own = grads.result
     row = runtime.topology.shard_index("local")
     base = row * bucket.layout.shard_numel
     pieces = [piece for piece in bucket.layout.pieces(row) if model.counts(bucket.params[piece.slot])]

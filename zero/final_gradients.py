@@ -12,10 +12,15 @@ import torch
 from torch import Tensor
 
 from zcomm import StateError, control
+from zero.agreement import on_every_rank
 from zero.masters import MasterPiece
+from zero.nonfinite import is_nonfinite
+from zero.released import ReducedGradient
 from zero.runtime import Runtime
 
 __all__ = ["FinalGradients"]
+
+FAILED = 2
 
 
 class FinalGradients:
@@ -42,20 +47,30 @@ class FinalGradients:
     def has_overflow(self) -> bool:
         """Whether the reduced gradient has a NaN or an infinity on any rank. Collective if not agreed on yet."""
         if self._has_overflow is None:
-            reducer = self.runtime.reducer
-            results = [r for grads in reducer.all if (r := reducer.results(grads)) is not None]
-            mine = torch.tensor([int(_is_nonfinite(results))])
-            self._has_overflow = bool(control.agree_max(mine, self.runtime.topology).item())
+            mine = torch.tensor([self._overflow_or_error()])
+            agreed = control.agree_max(mine, self.runtime.topology).item()
+            files = self.runtime.gradient_files
+            if agreed == FAILED and files is not None:
+                on_every_rank(files.raise_error, self.runtime.topology)
+            self._has_overflow = bool(agreed)
         return self._has_overflow
+
+    def _overflow_or_error(self) -> int:
+        reducer, files = self.runtime.reducer, self.runtime.gradient_files
+        if files is not None and files.has_error():
+            return FAILED
+        in_memory = [r for grads in reducer.all if not grads.is_in_file and (r := reducer.results(grads)) is not None]
+        return int((files is not None and files.is_nonfinite()) or is_nonfinite(in_memory))
 
     def apply(self) -> None:
         """Multiply every gradient of this rank by the factor."""
         if self.factor == 1:
             return
-        for grads in self.runtime.reducer.all:
-            result = self.runtime.reducer.results(grads, wide=True)
-            if result is not None:
-                result.mul_(self.factor)
+        reducer, files, factor = self.runtime.reducer, self.runtime.gradient_files, self.factor
+        for grads in reducer.all:
+            reducer.change(grads, lambda result: result.mul_(factor))
+        if files is not None:
+            on_every_rank(files.raise_error, self.runtime.topology)
         self.factor = 1.0
 
     def hand_over(self, *, widens: bool) -> None:
@@ -85,12 +100,18 @@ class FinalGradients:
             piece.master.grad = None
 
     def _hand_out(self) -> None:
-        """Each master gets its part of the reduced gradient; parameters that no rank used get none."""
+        """Each master gets its part of the reduced gradient; parameters that no rank used get none.
+
+        What is in a file only shows that there is one.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             for piece in self._pieces:
                 grads = self.runtime.reducer.by_bucket[piece.bucket.index]
                 if not grads.used[piece.slot] or piece.param.grad is None:
                     piece.master.grad = None
+                    continue
+                if grads.is_in_file:
+                    piece.master.grad = _in_file(piece)
                     continue
                 result = self.runtime.reducer.results(grads)
                 assert result is not None, "a used parameter without a gradient"
@@ -112,11 +133,9 @@ class FinalGradients:
             )
 
 
-def _is_nonfinite(tensors: list[Tensor]) -> bool:
-    """Whether any element is a NaN or an infinity. One pass; a second one only if the first overflows."""
-    if not tensors:
-        return False
-    norms = torch.stack([torch.linalg.vector_norm(t).float() for t in tensors])
-    if norms.isfinite().all():
-        return False
-    return not all(bool(t.isfinite().all()) for t in tensors)
+def _in_file(piece: MasterPiece) -> Tensor:
+    """What stands for the gradient of ``piece``."""
+    name = piece.bucket.layout.slots[piece.slot].name
+    return ReducedGradient.of(
+        name, piece.master.shape, piece.master.dtype, piece.master.device, place="in files of every rank"
+    )

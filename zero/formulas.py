@@ -76,7 +76,7 @@ class Tier:
     parameters: str = "device"
     """Stage 3 only."""
     states: str = "device"
-    """And, elsewhere than on the device, the reduced gradients. From stage 1."""
+    """And the reduced gradients, from stage 2 on. From stage 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ def _model_states(counts: Counts, setup: Setup) -> list[Usage]:
         ),
         Usage(
             "gradients",
-            "host" if states != "device" and stage >= 2 else "device",
+            states if stage >= 2 else "device",
             setup.gradient_nbytes * trainable / _of(ranks, stage, 2),
         ),
         Usage("states", states, setup.state_nbytes * trainable / _of(ranks, stage, 1)),

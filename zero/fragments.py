@@ -182,10 +182,12 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 def _set_grad(param: nn.Parameter, own: Callable[[Place], Tensor]) -> None:
     place = _managed(param)
-    rows = _reduced(place)
-    if rows is None:
+    if _reduced(place) is None:
         raise StateError(f"{place.name!r} has no gradient to set: no rank's backward has used it since zero_grad()")
-    rows[place.part].copy_(own(place))
+    values, runtime = own(place), place.runtime
+    runtime.reducer.change(runtime.reducer.by_bucket[place.bucket.index], lambda rows: rows[place.part].copy_(values))
+    if runtime.gradient_files is not None:
+        on_every_rank(runtime.gradient_files.raise_error, runtime.topology)
 
 
 @torch.no_grad()

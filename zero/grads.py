@@ -2,7 +2,7 @@
 
     autograd's .grad --copy or add--> full buffer --reduce-scatter (mean)--> shard += mean           stages 2, 3
                                        (below stage 2 the shard is the buffer's own rows; stage 0 gathers them)
-                                                                 shard --bucket by bucket--> host   offloaded states
+                                                                 shard --bucket by bucket--> host or file   offloaded
 
 Invariants:
     G1  Buckets are reduced in one fixed order on every rank, whatever the order in which their gradients arrive, so
@@ -36,6 +36,7 @@ from zero.patience import Patience
 from zero.pool import BufferPool
 from zero.released import ReducedGradient
 from zero.settings import Effective, ZeroSettings
+from zero.tiers.gradient_files import FileGradient, GradientFiles
 from zero.tiers.host_gradient import HostGradient
 
 __all__ = ["Reducer"]
@@ -55,11 +56,12 @@ class Reducer:
         effective: Effective,
         pool: BufferPool,
         gathers: Callable[[], int],
+        files: GradientFiles | None = None,
     ) -> None:
         # Reductions may be ahead on some ranks when the others agree on what is left: two sets of process groups.
         self._topology, self._agreeing = topologies
         self._settings, self._effective, self._pool = settings, effective, pool
-        self._gathers = gathers
+        self._gathers, self._files = gathers, files
         """The checksum of the gathers so far."""
         self._stage = effective.stage
         self.all = [self._new(bucket) for bucket in buckets if bucket.is_trainable]
@@ -83,7 +85,9 @@ class Reducer:
                 param.grad_dtype = dtype  # autograd, too, sums a parameter's several uses in it
             grads.stand_ins.append(ReducedGradient.of(slot.name, param.shape, dtype, param.device))
         shard_numel = bucket.layout.shard_numel
-        if bucket.host is not None:
+        if self._files is not None and bucket in self._files.groups_of:
+            grads.host = self._files.new(bucket, self._mean_dtype(grads), dtype)
+        elif bucket.host is not None:
             grads.host = HostGradient(shard_numel, self._mean_dtype(grads), dtype, bucket.host)
         if self._stage.shards_gradients:
             if grads.host is None:
@@ -225,8 +229,9 @@ class Reducer:
 
     def _make_room(self, limit: int) -> None:
         """Finish reductions until fewer than ``limit`` are under way."""
+        waits_for_others = self._stage.shards_parameters and self._topology.world_size > 1
         while len(self._in_flight) >= limit:
-            if self._stage.shards_parameters and not self._patience.lasts(self._in_flight[0].works):
+            if waits_for_others and not self._patience.lasts(self._in_flight[0].works):
                 return
             self._finish(self._in_flight[:1])
 
@@ -307,12 +312,17 @@ class Reducer:
                 grads.host.clear()
         at, row = grads.bucket.layout.slots[slot], self._topology.shard_index("local")
         base = row * grads.bucket.layout.shard_numel
-        result = grads.result
+        pieces = [piece for piece in grads.bucket.layout.pieces(row) if piece.slot == slot]
+
+        def forget(sums: Tensor) -> None:
+            for piece in pieces:
+                sums[piece.start - base : piece.stop - base].zero_()
+
         if grads.host is not None:
-            result = grads.host.values() if grads.has_result else None
-        for piece in grads.bucket.layout.pieces(row):
-            if piece.slot == slot and result is not None:
-                result[piece.start - base : piece.stop - base].zero_()
+            if grads.has_result:
+                grads.host.change(forget)
+        elif grads.result is not None:
+            forget(grads.result)
         if grads.full is not None:
             grads.full[at.offset : at.end].zero_()
             if self._stage.shards_gradients and not any(grads.written):
@@ -351,7 +361,8 @@ class Reducer:
     def results(self, grads: BucketGrads, *, wide: bool = False) -> Tensor | None:
         """The reduced gradient at rest: the shard, at stage 0 the whole. None if no rank used any of the bucket.
 
-        In host memory it may rest in the parameters' dtype; ``wide`` brings it to the dtype of sums.
+        In host memory it may rest in the parameters' dtype; ``wide`` brings it to the dtype of sums. Of what rests in a
+        file this is a copy: OSError if it cannot be read.
         """
         if not any(grads.used):
             return None
@@ -360,6 +371,13 @@ class Reducer:
         if grads.host is not None:
             return grads.host.values(wide=wide)
         return grads.result if self._stage.shards_states else grads.full
+
+    def change(self, grads: BucketGrads, edit: Callable[[Tensor], object]) -> None:
+        """Let ``edit`` write to the reduced gradient, if there is one, in the dtype of sums."""
+        if isinstance(grads.host, FileGradient) and grads.has_result and any(grads.used):
+            grads.host.change(edit)
+        elif (result := self.results(grads, wide=True)) is not None:
+            edit(result)
 
     @property
     def unreduced_nbytes(self) -> int:

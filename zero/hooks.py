@@ -322,8 +322,8 @@ class Hooks:
     def _end_backward(self, running: RunningBackward) -> None:  # noqa: ARG002  (kept alive by being an argument)
         self._backward = None
         self._gatherer.end_backward()
-        self._reducer.end_backward()
         try:
+            self._reducer.end_backward()
             self._gatherer.agree()
         except Exception:
             self._drop_step()

@@ -31,6 +31,8 @@ class MemoryReport:
     """Of the pool's bytes, those that hold full local gradients of ``no_sync`` at stages 2 and 3."""
     shards: dict[str, int]
     """What rests of the parameters, by tier: on the "device", in host memory ("cpu"), in files ("nvme")."""
+    gradients_in_files: int
+    """Reduced gradients that are not in memory: the bytes of the file, with room for sums."""
     states_in_files: int
     """Masters and moments that are not in memory: the bytes of the files, each with room for what was before."""
     formula: float
@@ -67,7 +69,7 @@ def _nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
     """Measure what ``runtime`` and the inner ``optimizer`` hold."""
     seen: set[int] = set()
-    buckets, stage = runtime.buckets, runtime.stage
+    buckets, stage, gradient_files = runtime.buckets, runtime.stage, runtime.gradient_files
     parameters = _nbytes([b.shard for b in buckets if b.rest.is_in_memory], seen)
     parameters += sum(b.rest.nbytes.get("device", 0) for b in buckets if not b.rest.is_in_memory)
     resting = [*(b.rest.nbytes for b in buckets)]
@@ -99,8 +101,10 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
             "secondary partition": runtime.gatherer.secondary_nbytes,
             "parameters on their way": runtime.rests.staging_nbytes,
             "states on their way": 0 if runtime.state_files is None else runtime.state_files.store.buffers.nbytes,
+            "gradients on their way": 0 if gradient_files is None else gradient_files.store.buffers.nbytes,
             "persistent parameters": _nbytes([b.full for b in buckets if b.is_resident and b.full is not None], seen),
         },
+        gradients_in_files=0 if gradient_files is None else gradient_files.nbytes,
         states_in_files=0 if runtime.state_files is None else runtime.state_files.nbytes,
         unreduced_gradients=runtime.reducer.unreduced_nbytes,
         formula=formula,

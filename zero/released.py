@@ -142,12 +142,21 @@ class ReducedGradient(Tensor):
     """The ``.grad`` of a parameter whose gradient rests sharded over the ranks: there is one, but not here."""
 
     zero_name: str
+    zero_place: str
 
     @classmethod
-    def of(cls, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> ReducedGradient:
-        """The stand-in for the gradient of parameter ``name``."""
+    def of(
+        cls,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        place: str = "sharded over the ranks",
+    ) -> ReducedGradient:
+        """The stand-in for the gradient of parameter ``name``; ``place``: where that is."""
         grad = placeholder(shape, dtype, device).as_subclass(cls)
-        grad.zero_name = name
+        grad.zero_name, grad.zero_place = name, place
         return grad
 
     @classmethod
@@ -159,13 +168,13 @@ class ReducedGradient(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         grad = next((a for a in _flatten((args, kwargs)) if isinstance(a, ReducedGradient)), None)
+        name, place = getattr(grad, "zero_name", "a parameter"), getattr(grad, "zero_place", "not here")
         raise StateError(
-            f"the gradient of {getattr(grad, 'zero_name', 'a parameter')!r} is sharded over the ranks, so "
-            f"{_requested(func)[0]} on param.grad cannot see it. Use optimizer.clip_grad_norm_(max_norm) instead of "
-            "torch.nn.utils.clip_grad_norm_, optimizer.zero_grad() to clear gradients, or stage 0, where param.grad "
-            "is the whole averaged gradient"
+            f"the gradient of {name!r} is {place}, so {_requested(func)[0]} on param.grad cannot see it. Use "
+            "optimizer.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, optimizer.zero_grad() to "
+            "clear gradients, or stage 0, where param.grad is the whole averaged gradient"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name the parameter; there are no values to show."""
-        return f"<sharded gradient of {self.zero_name!r}>"
+        return f"<gradient of {self.zero_name!r}, {self.zero_place}>"

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from zcomm import StateError, Topology, control
 from zero.agreement import on_every_rank
-from zero.bucket import Bucket, BucketState, ShardInfo
+from zero.bucket import Bucket, BucketState, ShardInfo, master_dtype
 from zero.edits import Published
 from zero.gather import Gatherer, Mode
 from zero.grads import Reducer
@@ -31,6 +31,7 @@ from zero.settle import make_whole, settle
 from zero.sources import GatherOptions, gather_options, start_gather
 from zero.tiers.assign import assign_states
 from zero.tiers.file_update import FileUpdate, moments_of
+from zero.tiers.gradient_files import GradientFiles
 from zero.tiers.parameter_rests import ParameterRests, ShardPlan
 from zero.tiers.settings import Tier
 
@@ -47,6 +48,7 @@ class Runtime:
         self.stage = self.effective.stage
         check_ranks_agree(self.buckets, settings, topology)
         self.state_files = assign_states(self.buckets, settings, topology)
+        self.gradient_files: GradientFiles | None = None
         self.file_update: FileUpdate | None = None
         """How states in files are reached, once there is an optimizer."""
         # Gathers and reductions each have process groups of their own: their orders need not match one another.
@@ -65,8 +67,7 @@ class Runtime:
         except Exception:
             make_whole(self.buckets, self.gatherer)
             self.rests.close()
-            if self.state_files is not None:
-                self.state_files.close()
+            self._close_files()
             raise
 
     def _plans_of_shards(self, options: GatherOptions) -> dict[int, ShardPlan]:
@@ -89,9 +90,10 @@ class Runtime:
         self._published.remember(self.buckets)
         topology, settings = self.topology, self.settings
         topologies = (topology.companion, topology)
+        files = self.gradient_files = self._open_gradients()
         self.reducer = on_every_rank(
             lambda: Reducer(
-                self.buckets, topologies, settings, self.effective, self.pool, lambda: self.gatherer.checksum
+                self.buckets, topologies, settings, self.effective, self.pool, lambda: self.gatherer.checksum, files
             ),
             topology,
         )
@@ -104,6 +106,15 @@ class Runtime:
         self._num_backwards = 0
         self.boundary: bool | None = None
         """Whether the next step ends with this backward, if somebody else counts them."""
+
+    def _open_gradients(self) -> GradientFiles | None:
+        """Make room for the gradients whose masters are in files, if there are any. Collective."""
+        if self.state_files is None:
+            return None
+        chosen, groups = self.settings.gradient_dtype, self.state_files.groups_of
+        return GradientFiles(
+            groups, lambda bucket: chosen or master_dtype(bucket.dtype), self.settings.tiers, self.topology
+        )
 
     def _attach(self) -> None:
         for bucket in self.buckets:
@@ -195,7 +206,8 @@ class Runtime:
         if files is not None:
             dtype = next(iter(files.groups_of)).master.dtype
             files.reserve_moments(on_every_rank(lambda: moments_of(inner, dtype), self.topology))
-            self.file_update = FileUpdate(files, inner, pieces)
+            assert self.gradient_files is not None, "states in files without their gradients"
+            self.file_update = FileUpdate(files, self.gradient_files, inner, pieces)
 
     def is_in_files(self, bucket: Bucket) -> bool:
         """Whether the master and the moments of ``bucket`` rest in files."""
@@ -334,14 +346,18 @@ class Runtime:
                 )
         self._published.check()
 
+    def _close_files(self) -> None:
+        for files in (self.state_files, self.gradient_files):
+            if files is not None:
+                files.close()
+
     def close(self) -> None:
         """Take the hooks off and drop the gradients. Full parameters stay, and are nobody's any more."""
         if self.is_closed:
             return
         self.hooks.remove()
         self.is_closed = True
-        if self.state_files is not None:
-            self.state_files.close()
+        self._close_files()
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in self.buckets:
                 bucket.is_pinned = True

@@ -134,8 +134,8 @@ def test_tiers_move_what_they_name() -> None:
         "device": ("device", "device", "device"),
         "cpu optimizer": ("device", "host", "host"),
         "cpu": ("host", "host", "host"),
-        "nvme optimizer": ("device", "host", "nvme"),
-        "nvme": ("nvme", "host", "nvme"),
+        "nvme optimizer": ("device", "nvme", "nvme"),
+        "nvme": ("nvme", "nvme", "nvme"),
     }
 
 

@@ -20,6 +20,7 @@ from zero.bucket import Bucket
 from zero.cpu_optimizers import CPUOptimizer
 from zero.masters import MasterPiece
 from zero.tiers.at_rest import at_rest
+from zero.tiers.gradient_files import GradientFiles, GradientInMemory
 from zero.tiers.pipeline import Pipeline
 from zero.tiers.state_files import InMemory, StateFiles, SubGroup
 
@@ -38,11 +39,35 @@ class Part(NamedTuple):
     """Where the new parameter goes."""
 
 
+class _Loaded:
+    """The states of a sub-group in memory, and its gradient if it has one."""
+
+    def __init__(self, states: InMemory, gradient: GradientInMemory | None) -> None:
+        self.states, self.gradient = states, gradient
+
+    def wait(self) -> None:
+        try:
+            self.states.wait()
+        finally:
+            if self.gradient is not None:
+                self.gradient.wait()
+
+    def begin_write(self) -> None:
+        self.states.begin_write()
+
+    def free(self) -> None:
+        self.states.free()
+        if self.gradient is not None:
+            self.gradient.free()
+
+
 class FileUpdate:
     """Updates of the pieces whose buckets are in ``files``."""
 
-    def __init__(self, files: StateFiles, inner: Optimizer, pieces: Sequence[MasterPiece]) -> None:
-        self._files, self._inner = files, inner
+    def __init__(
+        self, files: StateFiles, gradients: GradientFiles, inner: Optimizer, pieces: Sequence[MasterPiece]
+    ) -> None:
+        self._files, self._gradients, self._inner = files, gradients, inner
         self._pieces: dict[Bucket, list[MasterPiece]] = {bucket: [] for bucket in files.groups_of}
         for piece in pieces:
             if piece.bucket in self._pieces:
@@ -63,8 +88,9 @@ class FileUpdate:
         leaves = [param for group in self._inner.param_groups for param in group["params"]]
         self._number_of = {id(leaf): number for number, leaf in enumerate(leaves)}
         settings = self._files.settings
-        pipeline: Pipeline[SubGroup, InMemory] = Pipeline(
-            self._files.load,
+        self._gradients.raise_error()
+        pipeline: Pipeline[SubGroup, _Loaded] = Pipeline(
+            self._load,
             num_buffers=settings.num_buffers,
             reads_ahead=settings.reads_ahead,
             writes_behind=settings.writes_behind,
@@ -72,7 +98,7 @@ class FileUpdate:
         groups = [group for group in self._files.groups if all_buckets or self._has_gradient(group)]
         before = [_numbers(group) for group in self._inner.param_groups]
 
-        def update(group: SubGroup, unit: InMemory) -> None:
+        def update(group: SubGroup, unit: _Loaded) -> None:
             for options, numbers in zip(self._inner.param_groups, before, strict=True):
                 options.update(numbers)  # every sub-group makes the same step of an optimizer that counts them
             self._update(group, unit, factor)
@@ -138,20 +164,29 @@ class FileUpdate:
             if start < stop:
                 yield piece, start, stop
 
-    def _update(self, group: SubGroup, unit: InMemory, factor: float) -> None:
+    def _load(self, group: SubGroup) -> _Loaded:
+        gradient = self._gradients.gradient_of[group.bucket] if self._has_gradient(group) else None
+        states = self._files.load(group)
+        try:
+            return _Loaded(states, None if gradient is None else gradient.load(group))
+        except BaseException:
+            states.wait()
+            states.free()
+            raise
+
+    def _update(self, group: SubGroup, unit: _Loaded, factor: float) -> None:
         bucket, base = group.bucket, group.start
         shard = bucket.begin_update(group.start, group.stop)
         for start, stop in bucket.gaps:
             shard[max(start - base, 0) : max(stop - base, 0)].zero_()
-        master, moments, parts = unit.master, unit.moments if self._files.moments else {}, []
+        master, moments, parts = unit.states.master, unit.states.moments if self._files.moments else {}, []
         for piece, start, stop in self._ranges(group):
-            run, grad = slice(start - base, stop - base), piece.master.grad
-            if grad is None:
+            run = slice(start - base, stop - base)
+            if piece.master.grad is None or unit.gradient is None:
                 shard[run].copy_(master[run])
                 continue
-            own = {name: values[run] for name, values in moments.items()}
-            first = start - piece.start
-            parts.append(Part(piece, first, master[run], own, grad[first : stop - piece.start], shard[run]))
+            own, grad = {name: values[run] for name, values in moments.items()}, unit.gradient.values[run]
+            parts.append(Part(piece, start - piece.start, master[run], own, grad, shard[run]))
         for part in parts:
             self._inner.state[part.master] = self._state_of(part)
         try:

@@ -7,6 +7,8 @@ mean on the device --rounded to the parameters' dtype--> host     the first: res
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -57,6 +59,10 @@ class HostGradient:
         values = self._sum if self._is_wide else self._mean
         assert values is not None, "a gradient that never came"
         return values
+
+    def change(self, edit: Callable[[Tensor], object]) -> None:
+        """Let ``edit`` write to it, in the dtype of sums."""
+        edit(self.values(wide=True))
 
     def clear(self) -> None:
         """Forget the gradient; its memory is kept for the next."""
