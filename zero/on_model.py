@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from zero.activations.install import install
+from dataclasses import replace
+
+from zero.activations.install import NO_TENSOR_RANKS, install
 from zero.activations.settings import ActivationSettings
 from zero.model_parallel import ModelParallel
 from zero.runtime import Runtime
@@ -18,4 +20,9 @@ def install_on_model(runtime: Runtime, activations: ActivationSettings, model_pa
         OSError: See :func:`zero.activations.install.install`.
     """
     runtime.hooks.keep(install_state_dict_hooks(runtime))
-    runtime.hooks.keep(install(runtime.model, activations, model_parallel.tensor_group, runtime.topology))
+    group = model_parallel.tensor_group
+    inactive: tuple[str, ...] = ()
+    if activations.partitions and group is None:
+        activations, inactive = replace(activations, partitions=False), (f"partition_activations ({NO_TENSOR_RANKS})",)
+    runtime.effective = runtime.effective.and_more(details=activations.described(), inactive=inactive)
+    runtime.hooks.keep(install(runtime.model, activations, group, runtime.topology))

@@ -127,7 +127,7 @@ class ZeroOptimizer(Optimizer):
         groups = as_groups(model, optimizer)
         self._group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
         self._runtime = Runtime(model, plan.settings, topology)
-        self._runtime.effective = self._runtime.effective.and_adjusted(tiled)
+        self._runtime.effective = self._runtime.effective.and_more(adjusted=tiled)
         self._pieces = build_pieces(self._runtime.buckets, self._runtime.stage, topology.shard_index("local"))
         try:
             build = partial(build_inner, optimizer, groups, self._pieces, plan.optimizer_options)

@@ -29,7 +29,7 @@ from zero.pool import BufferPool
 from zero.settings import ZeroSettings
 from zero.settle import make_whole, settle
 from zero.sources import GatherOptions, gather_options, start_gather
-from zero.tiers.assign import assign_states
+from zero.tiers.assign import assign_states, describe_states
 from zero.tiers.file_update import FileUpdate, moments_of
 from zero.tiers.gradient_files import GradientFiles
 from zero.tiers.parameter_rests import ParameterRests, ShardPlan
@@ -202,6 +202,9 @@ class Runtime:
             OSError: On every rank: too little space.
             ConfigError: An optimizer whose states cannot rest in files.
         """
+        self.effective = self.effective.and_more(
+            details=describe_states(self.buckets, self.settings.tiers.states, inner)
+        )
         files = self.state_files
         if files is not None:
             dtype = next(iter(files.groups_of)).master.dtype

@@ -137,14 +137,23 @@ class Effective:
     topology: str
     limits: Limits
     """What stage 3 gathers ahead, holds and keeps."""
+    details: tuple[str, ...] = ()
+    """Where states and inputs of checkpointed functions rest, if that is not on the device."""
     adjusted: tuple[str, ...] = ()
     """What was asked for and is done differently."""
     inactive: tuple[str, ...] = ()
     """What was asked for and has no effect, with the reason."""
 
-    def and_adjusted(self, notes: tuple[str, ...]) -> Effective:
-        """The same with more of what was asked for and is done differently."""
-        return replace(self, adjusted=self.adjusted + notes)
+    def and_more(
+        self, *, details: tuple[str, ...] = (), adjusted: tuple[str, ...] = (), inactive: tuple[str, ...] = ()
+    ) -> Effective:
+        """The same with more to say."""
+        return replace(
+            self,
+            details=self.details + details,
+            adjusted=self.adjusted + adjusted,
+            inactive=self.inactive + inactive,
+        )
 
     def __str__(self) -> str:
         grads = "parameter dtype" if self.gradient_formats is None else " -> ".join(self.gradient_formats)
@@ -152,7 +161,7 @@ class Effective:
             f"ZeRO stage {self.stage.number} on {self.topology}: weights as {self.weight_format}, gradients as "
             f"{grads}, secondary partition (hpZ) {'on' if self.has_secondary else 'off'}{self.tiers}"
         )
-        notes = [*self.adjusted, *(f"inactive: {reason}" for reason in self.inactive)]
+        notes = [*self.details, *self.adjusted, *(f"inactive: {reason}" for reason in self.inactive)]
         return "; ".join([text, *notes])
 
 
@@ -191,7 +200,7 @@ def _tiers(settings: ZeroSettings, stage: Stage, *, has_secondary: bool) -> str:
     """What rests off the device, for :class:`Effective`."""
     text = ""
     if has_secondary:
-        text = " in host memory" if settings.hpz_secondary_device == "cpu" else " on the device"
+        text = ", in host memory" if settings.hpz_secondary_device == "cpu" else ", on the device"
     tier = settings.tiers.parameters
     if stage.shards_parameters and tier.tier is not Tier.DEVICE:
         place = "host memory" if tier.tier is Tier.CPU else f"files below {tier.path}"

@@ -172,7 +172,7 @@ def _check_peak(rank: int, world_size: int) -> None:
         with LiveBytes() as live:
             model = _build_wide(way)
             shards = size * numel / world_size
-            assert 0.95 * shards <= live.now() <= 1.05 * shards
+            assert 0.95 * shards <= live.now() <= 1.05 * shards, f"{way}: {live.now()} bytes of {shards}"
             assert live.peak <= 1.2 * (shards + largest)
             assert live.peak < 0.65 * size * numel, "it would not fit whole"
             live.peak = 0

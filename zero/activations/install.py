@@ -17,9 +17,13 @@ from zero.activations.checkpointer import Checkpointer
 from zero.activations.routing import ROUTING
 from zero.activations.settings import ActivationSettings
 
-__all__ = ["Installation", "checkpointer_of", "install", "new_checkpointer"]
+__all__ = ["NO_TENSOR_RANKS", "Installation", "checkpointer_of", "install", "new_checkpointer"]
 
 logger = logging.getLogger("zero")
+NO_TENSOR_RANKS = (
+    "no other rank has the same activations; give the tensor-parallel ranks by mpu=, or a mesh with an axis 'tp'"
+)
+"""Why partitioning is inactive."""
 _INSTALLED: WeakKeyDictionary[nn.Module, Checkpointer] = WeakKeyDictionary()
 
 
@@ -36,7 +40,6 @@ def install(
     Raises:
         OSError: On every rank, with path and errno: inputs cannot rest in the files that were asked for.
     """
-    settings = _effective(settings, tensor_group)
     if not settings.has_effect:
         return []
     return [Installation(model, new_checkpointer(settings, tensor_group, all_ranks))]
@@ -70,10 +73,7 @@ def _effective(settings: ActivationSettings, tensor_group: dist.ProcessGroup | N
     if not settings.partitions or tensor_group is not None:
         return settings
     if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.warning(
-            "inactive: partition_activations (no other rank has the same activations; give the tensor-parallel ranks "
-            "by mpu=, or a mesh with an axis 'tp')"
-        )
+        logger.warning("inactive: partition_activations (%s)", NO_TENSOR_RANKS)
     return replace(settings, partitions=False)
 
 

@@ -29,6 +29,19 @@ class ActivationSettings:
     is_profiled: bool = False
     """Times are logged after every backward."""
 
+    def described(self) -> tuple[str, ...]:
+        """For ``optimizer.effective``; empty: nothing differs from torch.utils.checkpoint."""
+        if not self.has_effect:
+            return ()
+        places = {Tier.DEVICE: "on the device", Tier.CPU: "in host memory", Tier.NVME: f"in files below {self.path}"}
+        text = f"inputs of checkpointed functions rest {places[self.tier]}"
+        if self.has_arena:
+            number = "" if self.num_checkpoints is None else f" with room for {self.num_checkpoints}"
+            text += f", in one buffer{number}"
+        text += ", divided over the tensor-parallel ranks" if self.partitions else ""
+        text += ", the device synchronised around each" if self.synchronizes else ""
+        return (text + (", times logged" if self.is_profiled else ""),)
+
     @property
     def moves(self) -> bool:
         """Whether saved inputs rest elsewhere than where they are."""

@@ -213,7 +213,12 @@ class Config:
         false="the same as true",
         inactive="every optimizer is tested for being elementwise, and is refused or works",
     )
-    zero_force_ds_cpu_optimizer: bool = key(True, "-", false="the same as true", inactive="any optimizer is taken")
+    zero_force_ds_cpu_optimizer: bool = key(
+        True,
+        "with offload_optimizer, refuse optimizers other than DeepSpeed's own",
+        false="the same as true",
+        inactive="any that is given is taken: torch's too, with more passes over memory than zero.CPUAdam",
+    )
     activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing, "activations")
     aio: Aio = section(Aio, "file input and output")
     steps_per_print: int | None = key(None, "print step, loss scale and learning rate so often", minimum=1)

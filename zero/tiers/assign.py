@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from torch.optim import Optimizer
+
 from zcomm import Topology
 from zero.bucket import Bucket
 from zero.settings import ZeroSettings
 from zero.stages import get_stage
 from zero.tiers.host import HostMemory
-from zero.tiers.settings import Tier
+from zero.tiers.settings import StateTier, Tier
 from zero.tiers.state_files import StateFiles
 
-__all__ = ["assign_states"]
+__all__ = ["assign_states", "describe_states"]
 
 
 def assign_states(buckets: list[Bucket], settings: ZeroSettings, topology: Topology) -> StateFiles | None:
@@ -31,3 +33,19 @@ def assign_states(buckets: list[Bucket], settings: ZeroSettings, topology: Topol
             offloaded += bucket.layout.numel
     chosen = [bucket for bucket in trainable if bucket.host is not None]
     return StateFiles(chosen, tiers, topology) if chosen and tiers.states.tier is Tier.NVME else None
+
+
+def describe_states(buckets: list[Bucket], tier: StateTier, inner: Optimizer) -> tuple[str, ...]:
+    """Where masters and moments rest, and what updates them there, for ``optimizer.effective``; empty: nothing to say.
+
+    The same on every rank.
+    """
+    trainable = [bucket for bucket in buckets if bucket.is_trainable]
+    offloaded = sum(bucket.layout.numel for bucket in trainable if bucket.host is not None)
+    if not offloaded:
+        return ()
+    share = offloaded / sum(bucket.layout.numel for bucket in trainable)
+    place = f"files below {tier.path}" if tier.tier is Tier.NVME else "host memory"
+    update = f"{type(inner).__module__.partition('.')[0]}'s {type(inner).__name__}"
+    part = "" if share == 1 else f"{share:.0%} of the "
+    return (f"{part}masters and moments rest in {place}, updated on the host by {update}",)
