@@ -1,6 +1,6 @@
 """Rates of the native CPU kernels, beside a memory copy of the same bytes and beside plain torch operations.
 
-    python bench/kernels.py [--size-mib 64] [--threads N] [--json] [--compile]
+    python bench/kernels.py [--size-mib 64] [--threads N] [--codecs int8 int4] [--json] [--compile]
 
 All rates are GB/s of bytes read plus bytes written, medians over rounds that interleave the contenders. ``torch`` is
 the fastest form on whole arrays, named under ``form``; ``chunked`` the same operations cut by hand into chunks that
@@ -159,6 +159,9 @@ def main() -> int:
     parser.add_argument("--size-mib", type=float, default=64.0, help="float32 bytes of the array (default 64)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every contender")
     parser.add_argument("--rounds", type=int, default=7, help="times each contender is timed (default 7)")
+    parser.add_argument(
+        "--codecs", nargs="+", choices=CODECS, default=list(CODECS), metavar="NAME", help="rows of these"
+    )
     parser.add_argument("--compile", action="store_true", help="let torch.compile compete too")
     parser.add_argument("--json", action="store_true", help="rows as JSON lines")
     options = parser.parse_args()
@@ -172,7 +175,7 @@ def main() -> int:
         parser.error(f"--size-mib must give at least {NUMEL_MULTIPLE} elements")
     report = Report(COLUMNS, as_json=options.json)
     report.start("kernels", isa=_native.isa(), threads=options.threads, numel=numel, rounds=options.rounds)
-    for spec in CODECS:
+    for spec in (CODECS[name] for name in options.codecs):
         for dtype in DTYPES:
             arrays = Arrays(spec, dtype, numel)
             for case in make_cases(arrays, compiled=options.compile):

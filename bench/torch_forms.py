@@ -68,18 +68,22 @@ class CodecSpec:
         return self.is_symmetric_int and not self.is_rotated and not self.is_random
 
 
-CODECS = (
-    CodecSpec("int8", 256, 127),
-    CodecSpec("int4", 128, 7),
-    CodecSpec("nf4", 64, 8),
-    CodecSpec("fp8_e4m3", 128, 448),
-    CodecSpec("int8_asym", 256, 255),
-    CodecSpec("int4_asym", 128, 15),
-    CodecSpec("int8", 256, 127, is_rotated=True),
-    CodecSpec("int4", 128, 7, is_rotated=True),
-    CodecSpec("int8", 256, 127, is_random=True),
-    CodecSpec("int4", 128, 7, is_random=True),
-)
+CODECS = {
+    spec.label: spec
+    for spec in (
+        CodecSpec("int8", 256, 127),
+        CodecSpec("int4", 128, 7),
+        CodecSpec("nf4", 64, 8),
+        CodecSpec("fp8_e4m3", 128, 448),
+        CodecSpec("int8_asym", 256, 255),
+        CodecSpec("int4_asym", 128, 15),
+        CodecSpec("int8", 256, 127, is_rotated=True),
+        CodecSpec("int4", 128, 7, is_rotated=True),
+        CodecSpec("int8", 256, 127, is_random=True),
+        CodecSpec("int4", 128, 7, is_random=True),
+    )
+}
+"""By label."""
 Forms = dict[str, Callable[[], None]]
 Part = tuple[Tensor, Tensor]  # headers bfloat16 [rows, header_numel], packed codes uint8 [rows, row_nbytes]
 

@@ -73,6 +73,8 @@ def all_to_all_single(input: Tensor, group: Group = None, *, format: WireFormat 
 def _detached(tensor: Tensor) -> Tensor:
     if tensor.requires_grad:
         raise LayoutError("input must be without requires_grad (collectives are not differentiated): use .detach()")
+    if tensor.layout is not torch.strided:
+        raise LayoutError(f"input must be dense, got layout={tensor.layout}")
     return tensor
 
 

@@ -24,10 +24,11 @@ def relative_error(tensor: Tensor, format: str | Format) -> float:
     draw. Cost: one encoding and decoding, a float32 copy, one host sync.
 
     Raises:
-        LayoutError: The tensor is not floating point, or not dense.
+        LayoutError: The tensor is not floating point, not dense, or on the meta device.
     """
-    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
-        raise LayoutError(f"tensor must be dense floating point: dtype={tensor.dtype}, layout={tensor.layout}")
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.is_meta:
+        facts = f"dtype={tensor.dtype}, layout={tensor.layout}, device={tensor.device}"
+        raise LayoutError(f"tensor must be dense floating point, on a device with memory: {facts}")
     format = get_format(format)
     x = tensor.detach().reshape(-1).contiguous()
     layout = layout_of("sample", format, x.dtype, 1, x.numel())

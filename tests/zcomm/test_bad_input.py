@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import zcomm
 from tests.forks import run_on_forks
 from tests.ranks import run_ranks
-from zcomm import FormatError, LayoutError, MessageError, Topology, TopologyError
+from zcomm import FormatError, LayoutError, MessageError, Topology, TopologyError, functional
 
 ONE = Topology.single()
 
@@ -34,6 +35,42 @@ ONE = Topology.single()
 def test_bad_tensors(output: torch.Tensor, shard: torch.Tensor, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         zcomm.all_gather_single(output, shard, ONE)
+
+
+BAD: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "strided": (lambda: torch.zeros(16)[::2], "contiguous"),
+    "requires grad": (lambda: torch.zeros(8, requires_grad=True), "requires_grad"),
+    "sparse": (lambda: torch.zeros(8).to_sparse(), "dense"),
+    "complex": (lambda: torch.zeros(8, dtype=torch.complex64), "complex64"),
+    "meta": (lambda: torch.zeros(8, device="meta"), "meta"),
+}
+TAKERS: dict[str, Callable[[torch.Tensor], object]] = {
+    "all_gather output": lambda x: zcomm.all_gather_single(x, torch.zeros(8), ONE),
+    "reduce_scatter input": lambda x: zcomm.reduce_scatter_single(torch.zeros(8), x, group=ONE),
+    "reduce_scatter output": lambda x: zcomm.reduce_scatter_single(x, torch.zeros(8), group=ONE),
+    "all_reduce": lambda x: zcomm.all_reduce(x, group=ONE),
+    "all_to_all input": lambda x: zcomm.all_to_all_single(torch.zeros(8), x, ONE),
+    "all_to_all output": lambda x: zcomm.all_to_all_single(x, torch.zeros(8), ONE),
+    "DeltaGather": lambda x: zcomm.DeltaGather(x, ONE),
+    "SecondaryPartition": lambda x: zcomm.SecondaryPartition(ONE, 8, torch.float32).fill(x),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("taker", TAKERS)
+def test_every_taker_refuses_bad_tensors(taker: str, bad: str) -> None:
+    make, message = BAD[bad]
+    with pytest.raises(LayoutError, match=message):
+        TAKERS[taker](make())
+
+
+@pytest.mark.parametrize("taker", [functional.all_gather_single, functional.all_reduce, functional.all_to_all_single])
+def test_functional_forms_copy_what_is_strided_and_refuse_the_rest(taker: Callable[..., torch.Tensor]) -> None:
+    strided = torch.arange(16.0)[::2]
+    assert torch.equal(taker(strided, group=ONE), strided)
+    for make, message in (BAD[kind] for kind in ("requires grad", "sparse", "complex")):
+        with pytest.raises(LayoutError, match=message):
+            taker(make(), group=ONE)
 
 
 @pytest.mark.parametrize(

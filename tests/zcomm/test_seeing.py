@@ -69,5 +69,6 @@ def test_relative_error_of_a_tensor() -> None:
     errors = relative_errors({"w": torch.randn(512, dtype=torch.bfloat16), "frozen": None}, "nf4")
     assert list(errors) == ["w"]
     assert 0.08 < errors["w"] < 0.1
-    with pytest.raises(LayoutError, match="int64"):
-        relative_error(torch.arange(3), "int8")
+    for bad, named in ((torch.arange(3), "int64"), (torch.empty(3, device="meta"), "device=meta")):
+        with pytest.raises(LayoutError, match=named):
+            relative_error(bad, "int8")
