@@ -108,7 +108,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._live: dict[int, StorageWeakRef] = {}
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -116,15 +116,16 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
-                held = self._live.get(storage.data_ptr())
-                if storage.nbytes() > 1024 and (held is None or held[0].expired()):  # an address serves again
-                    self._live[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+                held = self._live.get(storage._cdata)
+                if storage.nbytes() > 1024 and (held is None or held.expired()):  # an address serves again
+                    self._live[storage._cdata] = StorageWeakRef(storage)
                     self.peak = max(self.peak, self.now())
         return result
 
     def now(self) -> int:
-        self._live = {at: held for at, held in self._live.items() if not held[0].expired()}
-        return sum(nbytes for _, nbytes in self._live.values())
+        storages = {at: torch.UntypedStorage._new_with_weak_ptr(held.cdata) for at, held in self._live.items()}
+        self._live = {at: self._live[at] for at, storage in storages.items() if storage is not None}
+        return sum(storage.nbytes() for storage in storages.values() if storage is not None)
 
 
 WIDTH, DEPTH = 192, 12
