@@ -140,13 +140,15 @@ class CPUOptimizer(Optimizer, ABC):
         state["step"] += 1
 
     def _start(self, state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
-        state["step"] = torch.tensor(0.0)
+        """All of it, or nothing where memory does not suffice."""
+        started = {"step": torch.tensor(0.0)}
         for name in self.moment_names(group):
-            state[name] = torch.zeros_like(param, dtype=self.moment_dtype)
+            started[name] = torch.zeros_like(param, dtype=self.moment_dtype)
         if group.get("amsgrad"):
-            state["max_exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
+            started["max_exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
         if param.dtype != torch.float32:
-            state["master"] = param.detach().float()
+            started["master"] = param.detach().float()
+        state.update(started)
 
     def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG002  (SGD's depend on it)
         """The moments that parameters of ``group`` have."""

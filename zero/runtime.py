@@ -60,6 +60,8 @@ class Runtime:
         options = gather_options(settings, self.effective, topology)
         tiers = settings.tiers
         self.rests = ParameterRests(tiers, self.buckets[0].device, topology, self._plans_of_shards(options))
+        own_numel = sum(bucket.layout.shard_numel for bucket in self.buckets)
+        self.effective = self.effective.and_more(details=self.rests.described(own_numel))
         self.gatherer = Gatherer(self.buckets, options, settings, self.effective, self.pool, self.rests)
         self.compare, self.is_closed = self.gatherer.compare, False
         try:

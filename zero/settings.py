@@ -13,7 +13,7 @@ from zcomm import ConfigError, Topology, TopologyError, get_format
 from zero.layout import ALIGN
 from zero.schedule import Limits
 from zero.stages import Stage, get_stage
-from zero.tiers.settings import ON_DEVICE, Tier, Tiers
+from zero.tiers.settings import ON_DEVICE, Tiers
 
 __all__ = ["DEFAULT_STAGE", "Effective", "ZeroSettings", "resolve", "split_options"]
 
@@ -130,15 +130,15 @@ class Effective:
     """Intra-node and inter-node; None: the dtype of each bucket's parameters."""
     has_secondary: bool
     """Gathers after a step's first stay inside the node (hpZ)."""
-    tiers: str
-    """What rests off the device."""
+    secondary_place: str
+    """Where that rests, if there is one."""
     align: int
     """Elements that parameters and shards are aligned to."""
     topology: str
     limits: Limits
     """What stage 3 gathers ahead, holds and keeps."""
     details: tuple[str, ...] = ()
-    """Where states and inputs of checkpointed functions rest, if that is not on the device."""
+    """Where parameters, states and inputs of checkpointed functions rest, if that is not on the device."""
     adjusted: tuple[str, ...] = ()
     """What was asked for and is done differently."""
     inactive: tuple[str, ...] = ()
@@ -159,7 +159,7 @@ class Effective:
         grads = "parameter dtype" if self.gradient_formats is None else " -> ".join(self.gradient_formats)
         text = (
             f"ZeRO stage {self.stage.number} on {self.topology}: weights as {self.weight_format}, gradients as "
-            f"{grads}, secondary partition (hpZ) {'on' if self.has_secondary else 'off'}{self.tiers}"
+            f"{grads}, secondary partition (hpZ) {f'on, {self.secondary_place}' if self.has_secondary else 'off'}"
         )
         notes = [*self.details, *self.adjusted, *(f"inactive: {reason}" for reason in self.inactive)]
         return "; ".join([text, *notes])
@@ -187,25 +187,13 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
         weight_format=weights,
         gradient_formats=gradients,
         has_secondary=has_secondary,
-        tiers=_tiers(settings, stage, has_secondary=has_secondary),
+        secondary_place="in host memory" if settings.hpz_secondary_device == "cpu" else "on the device",
         align=align,
         topology=f"{topology.num_nodes} x {topology.ranks_per_node} ranks",
         limits=limits,
         adjusted=tuple(adjusted),
         inactive=tuple(inactive),
     )
-
-
-def _tiers(settings: ZeroSettings, stage: Stage, *, has_secondary: bool) -> str:
-    """What rests off the device, for :class:`Effective`."""
-    text = ""
-    if has_secondary:
-        text = ", in host memory" if settings.hpz_secondary_device == "cpu" else ", on the device"
-    tier = settings.tiers.parameters
-    if stage.shards_parameters and tier.tier is not Tier.DEVICE:
-        place = "host memory" if tier.tier is Tier.CPU else f"files below {tier.path}"
-        text += f", parameters rest in {place}"
-    return text
 
 
 def _limits(settings: ZeroSettings, topology: Topology, stage: Stage) -> tuple[Limits, list[str]]:

@@ -5,6 +5,7 @@ Run by test_deepspeed_script.py. It ends by writing what the test looks at, as J
 
 import json
 from argparse import ArgumentParser
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import zero as deepspeed
+from zero.tiers.moved import moved
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -39,6 +41,7 @@ datasets = [text[i : i + 64] for i in range(0, len(text) - 64, 16)]
 data_loader = DataLoader(datasets, batch_size=8, collate_fn=lambda rows: torch.tensor([list(row) for row in rows]))
 
 rows = []
+movements = ExitStack().enter_context(moved())
 for i, data in enumerate(data_loader):
     tokens = data.to(engine.device)
 
@@ -59,5 +62,13 @@ for i, data in enumerate(data_loader):
     if i >= args.steps:
         break
 
-report = {"rows": rows, "effective": str(optimizer.effective), "skipped": engine.skipped_steps}
+report = {
+    "rows": rows,
+    "effective": str(optimizer.effective),
+    "skipped": engine.skipped_steps,
+    "moved": {f"{key.kind} {key.link}": count.bytes for key, count in movements.counts.items()},
+    "shards": optimizer.memory().shards,
+    "numel": sum(p.zero_shard.shape.numel() for p in model.parameters()),
+    "files": [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()],
+}
 Path(f"{args.output}-{dist.get_rank()}.json").write_text(json.dumps(report))

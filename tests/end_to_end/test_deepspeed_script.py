@@ -21,12 +21,22 @@ pytest.importorskip("transformers", reason="transformers is not installed: it is
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 SCRIPT = str(ROOT / "tests" / "end_to_end" / "deepspeed_script.py")
 STEPS = 30
+PLACES = {
+    "megatron_stage3_offload": ("device", "cpu"),  # its threshold keeps all parameters of so small a model whole
+    "zero_offload": ("cpu", "cpu"),
+    "zero_infinity": ("cpu", "nvme"),  # parameters fit into max_in_cpu, which it leaves at 1e9
+    "zero_infinity_in_files": ("nvme", "nvme"),
+}
+"""Where parameters and states rest; all others: on the device."""
+SECTION = CONFIGS["zero_infinity"]["zero_optimization"]
+IN_FILES = SECTION | {"offload_param": SECTION["offload_param"] | {"max_in_cpu": 0}}
+CONFIGURED = CONFIGS | {"zero_infinity_in_files": CONFIGS["zero_infinity"] | {"zero_optimization": IN_FILES}}
 
 
 def _arguments(name: str, folder: Path) -> list[str]:
     """Write the configuration ``name``; the script's arguments to run under it."""
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(CONFIGS[name]).replace("/local_nvme", str(folder)))  # all that has to be changed
+    path.write_text(json.dumps(CONFIGURED[name]).replace("/local_nvme", str(folder)))  # all that has to be changed
     return [f"--deepspeed_config={path}", f"--output={folder / name}", f"--steps={STEPS}"]
 
 
@@ -67,16 +77,43 @@ def _check(reports: list[dict[str, Any]], config: dict[str, Any]) -> None:
             _check_fp16(report)
 
 
+def _check_tiers(report: dict[str, Any], rank: int, places: tuple[str, str], folder: Path) -> None:
+    """Where parameters and states rest, which files that takes, and the bytes that went there and back."""
+    counts, shards, num_steps = report["moved"], report["shards"], len(report["rows"])
+    in_parameters, in_states = places
+    own_numel, num_applied = report["numel"] // 2, num_steps - report["skipped"]
+    itemsize = 2 if report["skipped"] else 4
+    said = {"nvme": f"parameters rest in files below {folder};", "cpu": "parameters rest in host memory;"}
+    if in_states != "device":
+        assert said.get(in_parameters, "parameters rest on the device, as they stay whole;") in report["effective"]
+    assert shards[in_parameters] == sum(shards.values()) >= own_numel * itemsize
+    assert ("gradients to_host" in counts) == (in_states != "device")
+    if in_states != "device":
+        assert counts["gradients to_host"] == num_steps * sum(shards.values())
+        assert counts["parameters to_device"] >= num_steps * own_numel * itemsize
+    found = {Path(name).parent.name.split("-", 2)[2] for name in report["files"] if name.startswith(f"{folder}/zero-")}
+    for kind, place, nbytes in (("parameters", in_parameters, itemsize), ("states", in_states, 12)):
+        assert (f"{kind} read" in counts) == (f"{kind} write" in counts) == (place == "nvme")
+        if place == "nvme":
+            assert f"{kind}-rank{rank}" in found
+            assert counts[f"{kind} write"] >= num_applied * own_numel * nbytes
+            assert counts[f"{kind} read"] >= (num_applied - 1) * own_numel * nbytes
+
+
 def test_script_runs_unchanged_on_two_ranks(tmp_path: Path) -> None:
     """One configuration after the other."""
-    names = [name for name in CONFIGS if name not in NEEDS_MORE]
+    names = [name for name in CONFIGURED if name not in NEEDS_MORE]
     printed = run_on_forks(2, [[SCRIPT, *_arguments(name, tmp_path)] for name in names], cwd=ROOT)
     assert printed.count("step:0, loss:") == len(names)
-    divides = [name for name in names if "activation_checkpointing" in CONFIGS[name]]
+    divides = [name for name in names if "activation_checkpointing" in CONFIGURED[name]]
     assert "zero_r" in divides
     assert printed.count("inactive: partition_activations") == len(divides)  # said once by each
     for name in names:
-        _check(_reports(name, tmp_path, 2), CONFIGS[name])
+        reports = _reports(name, tmp_path, 2)
+        _check(reports, CONFIGURED[name])
+        for rank, report in enumerate(reports):
+            _check_tiers(report, rank, PLACES.get(name, ("device", "device")), tmp_path)
+    assert not list(tmp_path.glob("zero-*"))
 
 
 def _run_as_on_two_nodes(rank: int, arguments: list[str]) -> None:

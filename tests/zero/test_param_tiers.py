@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,39 @@ def check_moved_bytes(rank: int, folder: str) -> None:
 
 def test_each_rank_moves_its_slice_and_keeps_nothing_in_memory(tmp_path: Path) -> None:
     run_ranks(2, check_moved_bytes, str(tmp_path))
+
+
+def check_slices(rank: int, folder: str) -> None:
+    """Layers whose shards are whole pages: a rank's reads are exactly its part of every layer, once a forward."""
+    world_size, width, reads = torch.distributed.get_world_size(), 256, Counter[str]()
+    model = Deep(width)
+    for layer in model.layers:
+        layer.bias = None
+    x = torch.ones(1, width)
+    with zero_optimizer(model, torch.optim.SGD, lr=0.1, stage=3, offload_param=offload("nvme", folder)) as optimizer:
+        store = optimizer.inside.runtime.rests._staging.store
+        read = store.read
+
+        def counted(file: Any, offset: int, buffer: torch.Tensor) -> Any:
+            reads[file.path.name] += buffer.numel()
+            return read(file, offset, buffer)
+
+        with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+            model(x)
+            model(x)  # from here on what the next forward needs first is read at the end of each
+            patch.setattr(store, "read", counted)
+            with moved() as window:
+                model(x)
+        of_layer = width * width * 4 // world_size
+        assert sorted(reads.values()) == [of_layer] * len(model.layers)
+        assert window.bytes(kind="parameters", link="read") == of_layer * len(model.layers)
+        assert window.bytes(kind="parameters", link="to_device") == of_layer * len(model.layers)
+        assert window.bytes() == 2 * of_layer * len(model.layers)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_each_rank_reads_its_part_of_every_parameter(tmp_path: Path, world_size: int) -> None:
+    run_ranks(world_size, check_slices, str(tmp_path))
 
 
 def check_access(rank: int, folder: str, checkpoint: str) -> None:

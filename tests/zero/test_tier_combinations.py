@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 import zero
@@ -21,6 +22,8 @@ from zero.tiers.moved import moved
 
 IS_FULL = os.environ.get("ZERO_DIFFERENTIAL") == "full"
 STEPS, OVERFLOWS_AT = 2, 0
+MOST_AT_ONCE = 24
+"""Cases of one call of the ranks."""
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
@@ -124,9 +127,17 @@ def _check(rank: int, cases: list[dict[str, Any]], ranks_per_node: int, folder: 
     assert not list(Path(folder).glob(f"*rank{rank}"))
 
 
+def _run(world_size: int, cases: list[dict[str, Any]], folder: Path) -> None:
+    """In parts that end in time."""
+    for first in range(0, len(cases), MOST_AT_ONCE):
+        run_ranks(world_size, _check, cases[first : first + MOST_AT_ONCE], 2, str(folder))
+
+
+@pytest.mark.timeout(1800 if IS_FULL else 60)
 def test_stages_1_to_3_on_two_ranks(tmp_path: Path) -> None:
-    run_ranks(2, _check, [*_cases(BELOW_STAGE_3), *_cases(STAGE_3)], 2, str(tmp_path))
+    _run(2, [*_cases(BELOW_STAGE_3), *_cases(STAGE_3)], tmp_path)
 
 
+@pytest.mark.timeout(1800 if IS_FULL else 60)
 def test_zeropp_on_two_nodes(tmp_path: Path) -> None:
-    run_ranks(4, _check, _cases(ON_NODES), 2, str(tmp_path))
+    _run(4, _cases(ON_NODES), tmp_path)

@@ -134,6 +134,25 @@ class ParameterRests:
         if self._staging is not None:
             self._staging.expect(_parts(upcoming))
 
+    def described(self, total_numel: int) -> tuple[str, ...]:
+        """Where ``total_numel`` elements of shards rest, for ``optimizer.effective``; empty: nothing to say."""
+        tier = self._tiers.parameters
+        if tier.tier is Tier.DEVICE:
+            return ()
+        in_files = sum(self._plans[index].numel for index in self._in_files)
+        off_device = sum(plan.numel for plan in self._plans.values())
+        numels = {
+            f"in files below {tier.path}": in_files,
+            "in host memory": off_device - in_files,
+            "on the device, as they stay whole": total_numel - off_device,
+        }
+        found = [
+            place if numel == total_numel else f"{place} ({numel / total_numel:.1%})"
+            for place, numel in numels.items()
+            if numel
+        ]
+        return (f"parameters rest {', '.join(found)}",)
+
     @property
     def reads_files(self) -> bool:
         """Whether any shard is in a file."""
