@@ -12,8 +12,10 @@ from zcomm import ConfigError
 from zero.config.plan import to_dtype
 from zero.config.read import Configuration, Source, parse, read_source
 from zero.config.sections import Config
-from zero.formulas import RECOMPUTATION, Activations, Counts, Setup, Tier, Usage, usage_of
+from zero.formulas import RECOMPUTATION, Activations, Counts, Files, Setup, Tier, Usage, usage_of
 from zero.layout import BucketLayout
+from zero.tiers.parameter_rests import LEAST_AHEAD_NBYTES
+from zero.tiers.state_files import LARGEST_NUMEL
 from zero.units import find_units
 
 __all__ = ["TIERS", "Estimate", "count", "estimate"]
@@ -51,20 +53,28 @@ class Estimate:
         """Bytes in ``device``, ``host`` or ``nvme``."""
         return sum(usage.nbytes for usage in self.usage(stage, tier) if usage.place == place)
 
+    def pinned_nbytes(self, *, stage: int | None = None, tier: str | None = None) -> float:
+        """Bytes of ``host`` that are page-locked where there is CUDA."""
+        return sum(usage.nbytes for usage in self.usage(stage, tier) if usage.is_pinned)
+
     def __str__(self) -> str:
         setup = self.setup
         lines = [
             f"{self.counts.numel:,} parameters on {setup.num_nodes} nodes x {setup.ranks_per_node} ranks; each rank:",
             "",
-            f"{'stage':>5}  {'tier':<15} {'device':>10} {'host':>10} {'nvme':>10}",
+            f"{'stage':>5}  {'tier':<15} {'device':>10} {'host':>10} {'nvme':>10} {'page-locked':>12}",
         ]
         for stage in range(4):
             for tier in _tiers_of(stage):
                 is_chosen = (stage, tier) == (self.stage, self.tier)
                 cells = " ".join(f"{_shown(self.nbytes(p, stage=stage, tier=tier)):>10}" for p in PLACES.values())
-                lines.append(f"{stage:>5}  {tier:<15} {cells}{'  <- as configured' if is_chosen else ''}")
+                pinned = f"{_shown(self.pinned_nbytes(stage=stage, tier=tier)):>12}"
+                lines.append(f"{stage:>5}  {tier:<15} {cells} {pinned}{'  <- as configured' if is_chosen else ''}")
         lines += ["", f"as configured, stage {self.stage}, {self.tier}:"]
-        lines += [f"  {u.kind:<22} {u.place:<7} {_shown(u.nbytes):>10}" for u in self.usage()]
+        lines += [
+            f"  {u.kind:<22} {u.place:<7} {_shown(u.nbytes):>10}{'  page-locked' if u.is_pinned else ''}"
+            for u in self.usage()
+        ]
         if self.activations is not None and self.activations.is_checkpointed:
             lines.append(f"  checkpoints cost {100 * RECOMPUTATION:.0f} % more computation: the forward again")
         return "\n".join(lines) + "\n"
@@ -144,27 +154,47 @@ def _param_nbytes(model: nn.Module) -> int:
 
 
 def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: int) -> Setup:
-    zero, numel = config.zero_optimization, counts.numel
+    zero = config.zero_optimization
     param_nbytes = 2 if config.fp16.enabled or config.bf16.enabled else own_nbytes
     accumulates = config.data_types.grad_accum_dtype
-    quantizes = zero.zero_quantized_weights or config.zcomm.weight_format not in (None, "none")
-    has_master = param_nbytes == 2 or (quantizes and zero.stage in (1, 2))
     moments = NUM_MOMENTS.get((config.optimizer.type or "adam").lower(), 2)
     width = 8 if own_nbytes == 8 else 4
-    shard = -(-numel // (nodes * ranks))
-    param_buffers = min(zero.offload_param.buffer_count * zero.offload_param.buffer_size, shard)
-    state_buffers = zero.offload_optimizer.buffer_count * min(zero.sub_group_size, shard)
+    gradient_nbytes = width if accumulates is None else to_dtype(accumulates).itemsize
     return Setup(
         stage=zero.stage,
         num_nodes=nodes,
         ranks_per_node=ranks,
         param_nbytes=param_nbytes,
-        gradient_nbytes=width if accumulates is None else to_dtype(accumulates).itemsize,
-        state_nbytes=width * (has_master + moments),
+        gradient_nbytes=gradient_nbytes,
+        state_nbytes=width * (1 + moments),
+        shared_nbytes=width if param_nbytes == width else 0,
+        sent_nbytes=gradient_nbytes if _sends_wide(config) else min(param_nbytes, gradient_nbytes),
+        sums_gradients=(config.gradient_accumulation_steps or 1) > 1,
         merged_numel=min(2**20, zero.reduce_bucket_size, zero.allgather_bucket_size),
         has_secondary=zero.zero_hpz_partition_size > 1,
         has_residuals=zero.zeropp_loco_param is not None,
-        pinned_numels=(param_buffers, state_buffers),
+        quantizes_weights=zero.zero_quantized_weights or config.zcomm.weight_format not in (None, "none"),
+        encodes_frozen=zero.zero_quantized_nontrainable_weights,
+        files=_files(config, counts, param_nbytes, nodes * ranks),
+        offloaded_share=zero.offload_optimizer.ratio,
+        pins_memory=zero.offload_optimizer.pin_memory and zero.offload_param.pin_memory,
+    )
+
+
+def _sends_wide(config: Config) -> bool:
+    """Whether gradients travel wider than 16-bit parameters."""
+    return config.communication_data_type is not None and to_dtype(config.communication_data_type).itemsize > 2
+
+
+def _files(config: Config, counts: Counts, param_nbytes: int, world_size: int) -> Files:
+    param, states = config.zero_optimization.offload_param, config.zero_optimization.offload_optimizer
+    largest = max(-(-counts.largest_unit // world_size), LEAST_AHEAD_NBYTES // param_nbytes)
+    return Files(
+        numel_in_memory=param.max_in_cpu,
+        buffer_numel=min(param.buffer_count * param.buffer_size, largest),
+        sub_group_numel=min(config.zero_optimization.sub_group_size, LARGEST_NUMEL),
+        num_sub_groups=min(states.buffer_count, 1 + states.pipeline_read + states.pipeline_write),
+        num_generations=2 if config.zcomm.keep_previous_states else 1,
     )
 
 

@@ -1,21 +1,32 @@
 """Bytes on one rank as formulas: arithmetic alone, for the estimate and for planning. Every count is in elements.
 
 P parameters of which T are trainable, N ranks, L of them on a node, U elements in the largest unit (a layer), b bytes
-of an element: b_p of what the forward reads, b_g of gradients at rest, b_s of states.
+of an element: b_p of what the forward reads, b_g of gradients at rest, b_w of those on their way, b_s of states.
 
     kind                  bytes                                               where           source
     parameters            b_p P; stage 3: b_p P / N                           parameter tier  ZeRO, section 5
-    gradients             b_g T; from stage 2: b_g T / N                      device, host    ZeRO, section 5
+      frozen as INT8      stage 3: (1 + 2/256) (P - T) / N                    device, host    zcomm.EncodedShard
+    gradients             b_g T; from stage 2: b_g T / N                      device          ZeRO, section 5
+      of offloaded states instead, or at stage 1 too: b_w T / N; + b_g T / N  host            zero.tiers.host_gradient
+                          if micro-batches are summed
+      of states on NVMe   b_g T / N, at stage 1 too                           nvme            zero.tiers.gradient_files
     states                b_s T; from stage 1: b_s T / N                      optimizer tier  ZeRO, section 3.1
+      on NVMe             twice as much, if steps may fail                    nvme            zero.tiers.state_files
     buckets               from stage 2: gradients on their way, 3 b_g B;      device          zero.grads
                           stage 3: and the layer in use, b_p U                                zero.bucket
     prefetch              stage 3: the layer after it, b_p U                  device          zero.gather
     secondary partition   hpZ on several nodes: b_p P / L                     device          ZeRO++, section 3.2
     residuals             error feedback of hop 2: (1 + 2/256) T / L          device          zcomm.Residual
-    pinned buffers        NVMe: elements of all its buffers x b               host            ZeRO-Infinity, section 6
+    NVMe buffers          sub-groups under way x (b_s + b_g); and those     host            ZeRO-Infinity, section 6
+                          of parameters being read and written                                zero.tiers.staging
     activations           12 h b s b_p for each layer                         device          ZeRO, section 6.1
       with k checkpoints  12 h b s b_p (layers / k): one segment at a time    device          Chen et al.
       checkpoints         h b s b_p k; / m if partitioned over m ranks        or host, NVMe   ZeRO, section 6.1
+
+What is offloaded to the host is page-locked, unless pin_memory is false; not so INT8 codes and activations. Of
+parameters on NVMe the first max_in_cpu elements of the shards stay in host memory. b_s has 4 bytes of a master where
+the forward does not read that itself: with 16-bit parameters, with quantized weights below stage 3, and wherever states
+are offloaded.
 
 B is the largest bucket: U, or below stage 3 what small layers share. k is the square root of the number of layers
 unless it is given; the forward again is a third more computation.
@@ -28,10 +39,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["RECOMPUTATION", "Activations", "Counts", "Setup", "Tier", "Usage", "usage_of"]
+__all__ = ["RECOMPUTATION", "Activations", "Counts", "Files", "Setup", "Tier", "Usage", "usage_of"]
 
 RECOMPUTATION = 1 / 3
 """More computation with checkpoints: the forward again, beside a backward of twice its cost."""
+ENCODED_NBYTES = 1 + 2 / 256
+"""Of an element as INT8, in blocks of 256 with a scale of 2 bytes each."""
 NUM_GRADIENT_BUFFERS = 3
 """One that is filled and two that are being reduced."""
 
@@ -76,7 +89,23 @@ class Tier:
     parameters: str = "device"
     """Stage 3 only."""
     states: str = "device"
-    """And the reduced gradients, from stage 2 on. From stage 1."""
+    """And the reduced gradients. From stage 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """How the NVMe tier is used."""
+
+    numel_in_memory: int = 0
+    """Elements of a rank's parameters that stay in host memory."""
+    buffer_numel: int = 0
+    """Elements of parameters that are read ahead, and as many that are being written, at most."""
+    sub_group_numel: int = 2**22
+    """Elements of states that are updated at a time, at most."""
+    num_sub_groups: int = 1
+    """In memory at a time."""
+    num_generations: int = 2
+    """Places of each state in the files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,18 +121,36 @@ class Setup:
     gradient_nbytes: int = 4
     """An element at rest."""
     state_nbytes: int = 12
-    """An element: 4 of a master, unless the forward reads the same, and 4 of each moment."""
+    """An element: 4 of a master and 4 of each moment."""
+    shared_nbytes: int = 0
+    """Of them, those of a master that forward reads itself, where it is not offloaded."""
+    sent_nbytes: int = 4
+    """An element of a gradient on its way to the host, where it rests as it came."""
+    sums_gradients: bool = False
+    """Whether a step has several micro-batches."""
     merged_numel: int = 2**20
     """Elements up to which small layers share an exchange below stage 3."""
     has_secondary: bool = False
     has_residuals: bool = False
-    pinned_numels: tuple[int, int] = (0, 0)
-    """Elements of all NVMe buffers, for parameters and for states."""
+    quantizes_weights: bool = False
+    """Forward reads quantized weights: below stage 3 exact ones are kept beside them."""
+    encodes_frozen: bool = False
+    """At stage 3 frozen parameters rest as INT8 blocks of 256."""
+    files: Files = Files()
+    offloaded_share: float = 1.0
+    """Of the states, where they are offloaded."""
+    pins_memory: bool = True
+    """Host memory of what is offloaded is page-locked."""
 
     @property
     def world_size(self) -> int:
         """Data-parallel ranks."""
         return self.num_nodes * self.ranks_per_node
+
+    @property
+    def offloads_states(self) -> bool:
+        """Whether states rest off the device."""
+        return self.stage >= 1 and self.tier.states != "device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +160,8 @@ class Usage:
     kind: str
     place: str
     nbytes: float
+    is_pinned: bool = False
+    """Page-locked host memory."""
 
 
 def usage_of(counts: Counts, setup: Setup, activations: Activations | None = None) -> list[Usage]:
@@ -124,21 +173,65 @@ def usage_of(counts: Counts, setup: Setup, activations: Activations | None = Non
 
 
 def _model_states(counts: Counts, setup: Setup) -> list[Usage]:
-    numel, stage, ranks = counts.numel, setup.stage, setup.world_size
-    trainable = numel if counts.trainable is None else counts.trainable
-    tier = setup.tier
-    states = tier.states if stage >= 1 else "device"
+    return [*_parameters(counts, setup), *_gradients(counts, setup), *_states(counts, setup)]
+
+
+def _parameters(counts: Counts, setup: Setup) -> list[Usage]:
+    trainable, frozen = _trainable_and_frozen(counts)
+    if setup.stage < 3:
+        return [Usage("parameters", "device", setup.param_nbytes * counts.numel)]
+    ranks, place = setup.world_size, setup.tier.parameters
+    codes = ENCODED_NBYTES * frozen / ranks if setup.encodes_frozen else 0.0
+    numel = (trainable if setup.encodes_frozen else counts.numel) / ranks
+    in_files = max(numel - setup.files.numel_in_memory, 0) if place == "nvme" else 0
+    near = "device" if place == "device" else "host"
     return [
-        Usage(
-            "parameters", tier.parameters if stage == 3 else "device", setup.param_nbytes * numel / _of(ranks, stage, 3)
-        ),
+        Usage("parameters", near, setup.param_nbytes * (numel - in_files), near == "host" and setup.pins_memory),
+        Usage("parameters", "nvme", setup.param_nbytes * in_files),
+        Usage("frozen as INT8", near, codes),
+    ]
+
+
+def _gradients(counts: Counts, setup: Setup) -> list[Usage]:
+    trainable, _ = _trainable_and_frozen(counts)
+    share = setup.offloaded_share if setup.offloads_states else 0.0
+    at_rest = trainable / _of(setup.world_size, setup.stage, 2)
+    on_device = at_rest * (1 - share) if setup.stage >= 2 else at_rest
+    on_host, place = share * trainable / setup.world_size, setup.tier.states
+    in_memory = (setup.sent_nbytes + setup.gradient_nbytes * setup.sums_gradients) * on_host
+    return [
+        Usage("gradients", "device", setup.gradient_nbytes * on_device),
         Usage(
             "gradients",
-            states if stage >= 2 else "device",
-            setup.gradient_nbytes * trainable / _of(ranks, stage, 2),
+            place,
+            setup.gradient_nbytes * on_host if place == "nvme" else in_memory,
+            place == "host" and setup.pins_memory,
         ),
-        Usage("states", states, setup.state_nbytes * trainable / _of(ranks, stage, 1)),
     ]
+
+
+def _states(counts: Counts, setup: Setup) -> list[Usage]:
+    trainable, frozen = _trainable_and_frozen(counts)
+    numel = trainable / _of(setup.world_size, setup.stage, 1)
+    share = setup.offloaded_share if setup.offloads_states else 0.0
+    is_exact = setup.quantizes_weights and setup.stage in (1, 2)  # beside what forward reads
+    on_device = setup.state_nbytes - (0 if is_exact else setup.shared_nbytes)
+    copies = setup.files.num_generations if setup.tier.states == "nvme" else 1
+    exact_frozen = setup.param_nbytes * frozen / setup.world_size if is_exact else 0
+    return [
+        Usage("states", "device", on_device * numel * (1 - share) + exact_frozen),
+        Usage(
+            "states",
+            setup.tier.states,
+            copies * setup.state_nbytes * numel * share,
+            setup.tier.states == "host" and setup.pins_memory,
+        ),
+    ]
+
+
+def _trainable_and_frozen(counts: Counts) -> tuple[int, int]:
+    trainable = counts.numel if counts.trainable is None else counts.trainable
+    return trainable, counts.numel - trainable
 
 
 def _of(ranks: int, stage: int, first_stage: int) -> int:
@@ -159,13 +252,21 @@ def _buffers(counts: Counts, setup: Setup) -> list[Usage]:
         found.append(Usage("secondary partition", "device", setup.param_nbytes * counts.numel / setup.ranks_per_node))
     if setup.has_residuals and setup.stage >= 1:
         found.append(Usage("residuals", "device", (1 + 2 / 256) * trainable / setup.ranks_per_node))
-    for place, numel, nbytes in (
-        (setup.tier.parameters if setup.stage == 3 else "device", setup.pinned_numels[0], setup.param_nbytes),
-        (setup.tier.states if setup.stage >= 1 else "device", setup.pinned_numels[1], 4),
-    ):
-        if place == "nvme":
-            found.append(Usage("pinned buffers", "host", numel * nbytes))
-    return found
+    return [*found, *_file_buffers(counts, setup)]
+
+
+def _file_buffers(counts: Counts, setup: Setup) -> list[Usage]:
+    """Host memory between files and what computes."""
+    files, found = setup.files, []
+    numel = setup.param_nbytes * counts.numel / setup.world_size
+    if setup.stage == 3 and setup.tier.parameters == "nvme" and counts.numel > files.numel_in_memory * setup.world_size:
+        found.append(min(2 * setup.param_nbytes * files.buffer_numel, numel))
+    if setup.offloads_states and setup.tier.states == "nvme":
+        trainable, _ = _trainable_and_frozen(counts)
+        bucket = min(max(counts.largest_unit, setup.merged_numel if setup.stage < 3 else 0), trainable)
+        sub_group = min(files.sub_group_numel, bucket / setup.world_size)
+        found.append((setup.state_nbytes + setup.gradient_nbytes) * sub_group * files.num_sub_groups)
+    return [Usage("NVMe buffers", "host", nbytes, setup.pins_memory) for nbytes in found]
 
 
 def _activations(shape: Activations, setup: Setup) -> list[Usage]:
