@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -90,6 +90,12 @@ def from_the_main_job(num_steps: int, data: Path | None) -> dict[str, Tensor]:
         "gradients": torch.cat([p.grad.flatten() for p in matrices if p.grad is not None]),
         "weights": torch.cat([p.detach().flatten() for p in matrices]),
     }
+
+
+def tensors_of(arguments: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:
+    """Name and values of everything that is encoded; the model is trained when its turn comes."""
+    yield from made_up(arguments.numel).items()
+    yield from from_the_main_job(arguments.train_iters, arguments.data).items()
 
 
 class Coder:
@@ -168,8 +174,7 @@ def main() -> int:
         torch.set_num_threads(arguments.threads)
     report = Report(COLUMNS, as_json=arguments.json)
     report.start("formats", numel=arguments.numel, threads=torch.get_num_threads())
-    tensors = made_up(arguments.numel) | from_the_main_job(arguments.train_iters, arguments.data)
-    for data, x in tensors.items():
+    for data, x in tensors_of(arguments):
         for format in formats:
             coder = Coder(format, x)
             coder.encode()

@@ -95,6 +95,19 @@ def test_residual_of_an_array(format: str) -> None:
         assert numel < 1000 or expected.num_kept  # NaN and infinity among the values
 
 
+@pytest.mark.parametrize("format", ["int4/256", "int8:asym"])
+def test_ten_thousand_blocks(format: str) -> None:
+    """A residual and a delta of tens of tiles, each in one launch."""
+    numel = 10_000 * 256 - 3
+    layout = layout_of("test", get_format(format), torch.float32, 1, numel)
+    values, out = mixture(numel, 6).view(1, numel), layout.new(1, torch.device("cpu")).fill_(0xAB)
+    expected = _Expected(values, layout, None)
+    residual = expected.residual()
+    launch.quantize(values, layout, out, numel, 0, residual=residual)
+    expected.check(out, residual)
+    _check_delta(values[0], mixture(numel, 7, torch.bfloat16), format)
+
+
 @pytest.mark.parametrize("received", ["int8", "bf16", "int4:asym", "int8/48"])
 @pytest.mark.parametrize("format", ["nf4", "int4/512:hadamard"])
 def test_residual_of_a_sum(format: str, received: str) -> None:
@@ -162,16 +175,19 @@ def _two_hops(route: Route) -> Route:
 def test_delta(format: str, dtype: torch.dtype) -> None:
     """The message of new - held; and held plus what it decodes to, in float32 and then in held's dtype."""
     for seed, numel in enumerate(SIZES):
-        new, held = mixture(numel, seed, torch.float32), mixture(numel, seed + 20, dtype)
-        layout = layout_of("test", get_format(format), torch.float32, 1, numel)
-        expected = _quantized((new - held.float()).unsqueeze(0), layout, _random(format))
-        out = layout.new(1, new.device).fill_(0xAB)
-        kernels.quantize_difference(new, held, layout, out, _random(format))
-        wire = layout.codec.dtype or torch.uint8
-        assert same_values(out.view(wire), expected.view(wire))
-        applied = (held.float() + _decoded(out, layout)[0]).to(dtype)
-        kernels.decode_add(out, layout, held)
-        assert same_values(held, applied)
+        _check_delta(mixture(numel, seed, torch.float32), mixture(numel, seed + 20, dtype), format)
+
+
+def _check_delta(new: Tensor, held: Tensor, format: str) -> None:
+    layout = layout_of("test", get_format(format), torch.float32, 1, new.numel())
+    expected = _quantized((new - held.float()).unsqueeze(0), layout, _random(format))
+    out = layout.new(1, new.device).fill_(0xAB)
+    kernels.quantize_difference(new, held, layout, out, _random(format))
+    wire = layout.codec.dtype or torch.uint8
+    assert same_values(out.view(wire), expected.view(wire))
+    applied = (held.float() + _decoded(out, layout)[0]).to(held.dtype)
+    kernels.decode_add(out, layout, held)
+    assert same_values(held, applied)
 
 
 def test_a_message_of_another_layout_clears_the_flag() -> None:
