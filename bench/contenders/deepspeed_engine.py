@@ -1,0 +1,36 @@
+"""DeepSpeed, by stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+from contenders.contender import Contender, Setup
+
+__all__ = ["build"]
+
+
+def build(setup: Setup, stage: int) -> Contender:
+    """The model under ``stage``, with DeepSpeed's defaults but for its clipping, which no other contender has."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": setup.num_sequences,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    if setup.dtype == torch.bfloat16:
+        config["bf16"] = {"enabled": True}
+    optimizer = AdamW(setup.model.parameters(), lr=setup.learning_rate, fused=True)
+    engine, *_ = deepspeed.initialize(model=setup.model, optimizer=optimizer, config=config)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return Contender(step, engine.destroy)

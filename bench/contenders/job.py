@@ -1,0 +1,42 @@
+"""The model and the batches that every contender trains on, from the command line's arguments."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from gpt_model import GPT, GPTConfig
+from torch import Tensor
+
+from contenders.contender import Setup
+
+__all__ = ["SHAPE", "add_shape", "batch", "new_setup"]
+
+SHAPE = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 64, "batch_size": 2}
+"""The arguments of the job and their defaults; a batch is so many sequences per step and rank."""
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of :data:`SHAPE`."""
+    for name, default in SHAPE.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+
+
+def new_setup(arguments: argparse.Namespace, dtype: str, device: torch.device) -> Setup:
+    """A model of the arguments' shape, the same each time."""
+    torch.manual_seed(1)
+    config = GPTConfig(
+        num_layers=arguments.num_layers,
+        hidden_size=arguments.hidden_size,
+        num_attention_heads=arguments.num_attention_heads,
+        seq_length=arguments.seq_length,
+    )
+    return Setup(GPT(config).to(device), getattr(torch, dtype), 1e-3, arguments.batch_size)
+
+
+def batch(arguments: argparse.Namespace, step: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of a rank's step."""
+    generator = torch.Generator().manual_seed(step * 1_000 + rank)
+    shape = (arguments.batch_size, arguments.seq_length + 1)
+    tokens = torch.randint(0, 256, shape, generator=generator).square() // 256  # skewed, so that there is much to learn
+    return tokens[:, :-1].to(device), tokens[:, 1:].to(device)
