@@ -1,7 +1,8 @@
 """What bench/large_model.py shows while it runs: what it waits for, the bytes moved, and the memory of all ranks.
 
-Memory is read from /proc by the first rank of the machine, of all ranks of the machine at the same moment, every
-SAMPLE_S: RSS counts the pages of shared libraries in every process, PSS divides them among those that share them.
+Memory is read from /proc by the first rank of the machine, of all ranks of the machine at the same moment: RSS, which
+counts the pages of shared libraries in every process, every SAMPLE_S; PSS, which divides them among those that share
+them and takes the system long to find, every PSS_SAMPLES times.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from zcomm import Topology
 from zero.tiers.moved import moved
 
 SAMPLE_S = 0.2
+PSS_SAMPLES = 10
 WAITS = {"gather": "reading parameters", "reduce": "gradients"}
 """The phases of ZeroOptimizer.time_exchanges in words."""
 
@@ -97,8 +99,11 @@ class Watch:
         self._bar.update()
 
     def _watch(self) -> None:
+        num_samples = 0
         while not self._ends.wait(SAMPLE_S):
-            rss, pss = sample(self._pids)
+            rss = sum(map(rss_of, self._pids))
+            pss = sum(map(pss_of, self._pids)) if num_samples % PSS_SAMPLES == 0 else 0
+            num_samples += 1
             phase = self._phases[-1]
             self.peak.see(rss, pss, phase)
             read, written = (self._moved.bytes(link=link) for link in ("read", "write"))
@@ -116,14 +121,18 @@ def _pids_of(topology: Topology) -> list[int]:
     return [int(pid) for pid in pids.tolist()]
 
 
-def sample(pids: list[int]) -> tuple[int, int]:
-    """RSS and PSS of all ``pids`` together, in bytes; those that have ended count nothing."""
-    rss = pss = 0
-    for pid in pids:
-        try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        except OSError:
-            continue
-        of_kind = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines[1:] if line.endswith("kB")}
-        rss, pss = rss + of_kind["Rss"], pss + of_kind["Pss"]
-    return rss, pss
+def rss_of(pid: int) -> int:
+    """Bytes; of a process that has ended 0."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def pss_of(pid: int) -> int:
+    """Bytes; of a process that has ended 0."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))

@@ -70,7 +70,7 @@ class Training:
             stage=2,
             lr=1e-3,
             bf16={"enabled": True},
-            grad_accum_dtype=torch.bfloat16,
+            gradient_dtype=torch.bfloat16,
             keep_previous_states=options.keep_previous,
             offload_optimizer=offload,
             fp32_optimizer_states=not options.bf16_moments,

@@ -57,7 +57,7 @@ FileQueue::~FileQueue() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_closing_ = true;
-    requests_.clear();
+    for (std::deque<Request>& lane : lanes_) lane.clear();
   }
   Notify();
   for (std::thread& thread : threads_) thread.join();
@@ -174,15 +174,16 @@ std::uint64_t FileQueue::Submit(int file, bool is_write, std::uint64_t offset, s
               ", data=", of.checked->data_nbytes(), ", file ", of.path);
   const std::uint64_t ticket = next_ticket_++;
   const std::size_t count = (nbytes + request_nbytes_ - 1) / request_nbytes_;
-  const std::size_t num_before = requests_.size();
+  std::deque<Request>& lane = lanes_[is_write];
+  const std::size_t num_before = lane.size();
   try {
     for (std::size_t at = 0; at < nbytes; at += request_nbytes_) {
       const std::size_t part = std::min(request_nbytes_, nbytes - at);
-      requests_.push_back({ticket, of.descriptor.number(), of.checked.get(), is_write, offset + at, data + at, part});
+      lane.push_back({ticket, of.descriptor.number(), of.checked.get(), is_write, offset + at, data + at, part});
     }
     transfers_[ticket] = {file, is_write, offset, nbytes, count, 0, 0, 0, 0};
   } catch (...) {  // no memory: nothing of it was begun
-    while (requests_.size() > num_before) requests_.pop_back();
+    while (lane.size() > num_before) lane.pop_back();
     throw;
   }
   if (count > 0) ++of.num_transfers;
@@ -190,13 +191,23 @@ std::uint64_t FileQueue::Submit(int file, bool is_write, std::uint64_t offset, s
   return ticket;
 }
 
+bool FileQueue::HasRequest() const { return !lanes_[0].empty() || !lanes_[1].empty(); }
+
+FileQueue::Request FileQueue::TakeRequest() {
+  if (lanes_[next_lane_].empty()) next_lane_ = !next_lane_;
+  std::deque<Request>& lane = lanes_[next_lane_];
+  next_lane_ = !next_lane_;
+  const Request request = lane.front();
+  lane.pop_front();
+  return request;
+}
+
 void FileQueue::Serve() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    work_.wait(lock, [this] { return is_closing_ || !requests_.empty(); });
+    work_.wait(lock, [this] { return is_closing_ || HasRequest(); });
     if (is_closing_) return;
-    Request request = requests_.front();
-    requests_.pop_front();
+    Request request = TakeRequest();
     lock.unlock();
     Prepare(request);
     int error = MoveBytes(request.descriptor, request.is_write, Start(request.offset, request.checked), request.data,
@@ -214,11 +225,10 @@ void FileQueue::ServeRing(std::vector<Request>* slots) {
     if (MoveOn(slot, result, &(*slots)[slot])) --num_moving;
   };
   while (!is_closing_ || num_moving > 0) {
-    for (std::size_t slot = 0; slot < slots->size() && !requests_.empty(); ++slot) {
+    for (std::size_t slot = 0; slot < slots->size() && HasRequest(); ++slot) {
       Request& request = (*slots)[slot];
       if (request.nbytes > 0) continue;
-      request = requests_.front();
-      requests_.pop_front();
+      request = TakeRequest();
       lock.unlock();
       Prepare(request);
       num_moving += MoveOn(slot, kBegin, &request) ? 0 : 1;

@@ -63,8 +63,8 @@ const char* FileEngineName(FileEngine engine);
 class FileRing;
 
 // Reads and writes files past the page cache (O_DIRECT; through it where the file system has none), many requests at a
-// time. A transfer is cut into requests of `request_nbytes`, and the requests of all transfers begin in the order of
-// submission, so that `num_requests` of them are in flight.
+// time. A transfer is cut into requests of `request_nbytes`, `num_requests` of which are in flight. Reads begin in the
+// order of submission, and so do writes; where both wait they take turns: a disk moves more of both than of one.
 //
 // A checked file's pages are summed before they are written and compared after they were read, by the thread that
 // has the request; what differs is a FileError of EBADMSG. After a failed write the data there are undefined: reading
@@ -139,6 +139,8 @@ class FileQueue {
   int Add(File file);
   File& At(int file);
   std::uint64_t Submit(int file, bool is_write, std::uint64_t offset, std::uint8_t* data, std::size_t nbytes);
+  bool HasRequest() const;
+  Request TakeRequest();  // there is one
   void Serve();
   void ServeRing(std::vector<Request>* slots);
   bool MoveOn(std::size_t slot, int result, Request* request);
@@ -156,7 +158,8 @@ class FileQueue {
   std::condition_variable done_;
   std::map<int, File> files_;
   std::map<std::uint64_t, Transfer> transfers_;
-  std::deque<Request> requests_;
+  std::deque<Request> lanes_[2];  // reads and writes that have not begun
+  bool next_lane_ = false;
   std::uint64_t next_ticket_ = 1;
   int next_file_ = 1;
   bool is_closing_ = false;
