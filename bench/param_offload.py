@@ -71,6 +71,7 @@ class Training:
 
     def warm_up(self, x: Tensor) -> None:
         """Two steps: the first records the order of the layers."""
+        self.end_step()
         for _ in range(2):
             self.forward_backward(x)
             self.end_step()
@@ -181,6 +182,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="on the disk to measure")
     parser.add_argument("--num-ranks", "--nproc", type=int, default=2, help="without torchrun")
+    parser.add_argument("--threads", type=int, default=1, help="of each rank (default 1: the others serve the disk)")
     parser.add_argument("--tokens", default="64,256,512", help="of a rank's batch, a list (default 64,256,512)")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=1536)
@@ -189,12 +191,13 @@ def main() -> int:
     options = parser.parse_args()
     relaunch_under_torchrun(options.num_ranks)
     with process_group():
+        torch.set_num_threads(options.threads)
         topology = Topology.from_env()
         report = Report(COLUMNS, as_json=options.json)
         if topology.rank == 0:
             report.start(
                 "param_offload", ranks=topology.world_size, layers=options.layers, width=options.width,
-                rounds=options.rounds,
+                rounds=options.rounds, threads=options.threads,
             )  # fmt: skip
         bench(options, topology, report)
         status = report.finish() if topology.rank == 0 else 0
