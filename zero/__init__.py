@@ -15,6 +15,7 @@ from zero.init import Init
 from zero.initialize import Initialized, add_config_arguments, initialize
 from zero.large_linears import untile_linears
 from zero.load import Loaded, load_pretrained
+from zero.offload import offload_states, reload_states
 from zero.optimizer import ZeroOptimizer
 from zero.settings import Effective, ZeroSettings
 from zero.stages import model_state_nbytes
@@ -51,8 +52,10 @@ __all__ = [
     "load_checkpoint",
     "load_pretrained",
     "model_state_nbytes",
+    "offload_states",
     "precision_preset",
     "register_external_parameter",
+    "reload_states",
     "save_checkpoint",
     "unregister_external_parameter",
     "untile_linears",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from zero.checkpoints import Loaded, Saving, load_checkpoint, save_checkpoint, save_model_file
 from zero.config import BatchSizes, Config
 from zero.config.plan import to_dtype
+from zero.offload import offload_states, reload_states
 from zero.optimizer import ZeroOptimizer
 
 __all__ = ["Engine"]
@@ -269,6 +270,20 @@ class Engine:
     def _stateful(self) -> dict[str, Any]:
         scheduler = {"lr_scheduler": self.lr_scheduler} if hasattr(self.lr_scheduler, "state_dict") else {}
         return {"engine": _Counters(self), **scheduler}
+
+    def offload_states(
+        self,
+        include: Collection[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,  # noqa: FBT001  (DeepSpeed's signature)
+        non_blocking: bool = False,  # noqa: FBT001
+    ) -> None:
+        """Lend the device's memory to something else until :meth:`reload_states`. See :func:`zero.offload_states`."""
+        offload_states(self.optimizer, include, device, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:  # noqa: FBT001  (DeepSpeed's signature)
+        """Bring everything back. See :func:`zero.reload_states`."""
+        reload_states(self.optimizer, non_blocking=non_blocking)
 
     def destroy(self) -> None:
         """Take the hooks off the model and free what belongs to it; see :meth:`zero.ZeroOptimizer.close`."""

@@ -155,6 +155,7 @@ def _managed(param: nn.Parameter) -> Place:
 
 def _reduced(place: Place) -> Tensor | None:
     """The rows that this rank has of the reduced gradient; the same on every rank whether there is one."""
+    place.runtime.check_present()
     reducer = place.runtime.reducer
     grads = reducer.by_bucket.get(place.bucket.index)
     if grads is None:

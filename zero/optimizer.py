@@ -253,6 +253,7 @@ class ZeroOptimizer(Optimizer):
         Raises:
             StateError: There are gradients of a loss that was not scaled.
         """
+        self._runtime.check_present()
         self._runtime.reducer.flush()
         self._fold_unscaling()
         self._gradients.apply()
@@ -331,6 +332,7 @@ class ZeroOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: masters, optimizer states, and the layout they belong to."""
+        self._runtime.check_present()
         return shard_state(self._runtime, self._inner, self._pieces, self.loss_scale)
 
     @torch.no_grad()

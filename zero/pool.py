@@ -48,6 +48,13 @@ class BufferPool:
                     del self._owned[at]
         self._taken.clear()
 
+    def clear(self) -> None:
+        """Free every buffer that is not handed out."""
+        for free in self._free.values():
+            for buffer in free:
+                del self._owned[buffer.untyped_storage().data_ptr()]
+            free.clear()
+
     def give(self, buffer: Tensor) -> None:
         """Take back what :meth:`take` handed out."""
         whole = self._owned[buffer.untyped_storage().data_ptr()]

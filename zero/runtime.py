@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from zcomm import StateError, Topology, control
 from zero.agreement import on_every_rank
+from zero.away import Away
 from zero.bucket import Bucket, BucketState, ShardInfo, master_dtype
 from zero.edits import Published
 from zero.gather import Gatherer, Mode
@@ -54,6 +55,8 @@ class Runtime:
         # Gathers and reductions each have process groups of their own: their orders need not match one another.
         self.pool = BufferPool(self.buckets[0].device)
         self.is_saving = False
+        self.away: Away | None = None
+        """What ``offload_states`` has moved to the host."""
         self.states: OptimizerStates | None = None
         """What the optimizer keeps, once there is one."""
         self._published = Published(topology, is_always_full=not self.stage.shards_parameters)
@@ -128,8 +131,14 @@ class Runtime:
 
     def open(self, params: Sequence[nn.Parameter]) -> bool:
         """Gather released ``params`` for the module whose forward uses them, if one runs."""
+        self.check_present()
         infos: list[ShardInfo] = [p.zero_shard for p in params if hasattr(p, "zero_shard")]
         return bool(infos) and all(info.owner is self and self.hooks.use(info.bucket, info.name) for info in infos)
+
+    def check_present(self) -> None:
+        """Raise StateError if anything is away."""
+        if self.away is not None:
+            raise StateError(f"{', '.join(self.away.kinds)} are offloaded to the host: call reload_states() first")
 
     def _should_reduce(self) -> bool:
         self._num_backwards += 1
@@ -221,6 +230,7 @@ class Runtime:
     @contextmanager
     def gathered(self, buckets: list[Bucket]) -> Iterator[None]:
         """Hold ``buckets`` full."""
+        self.check_present()
         for bucket in buckets:
             bucket.forward_depth += 1
         self.gatherer.acquire_all(buckets)
@@ -237,6 +247,7 @@ class Runtime:
 
         Collective if any rest in files. ``is_changed``: what is written to them inside is kept.
         """
+        self.check_present()
         chosen = list(buckets)
         rests = [bucket.rest for bucket in chosen if bucket.master is bucket.shard and not bucket.rest.is_in_memory]
         contexts = [rest.in_memory() for rest in rests]
@@ -254,6 +265,7 @@ class Runtime:
     @contextmanager
     def states_in_memory(self, bucket: Bucket, *, is_changed: bool = False) -> Iterator[None]:
         """The same for the master and the moments of one bucket on this rank alone."""
+        self.check_present()
         if self.file_update is None or not self.is_in_files(bucket):
             yield
             return
@@ -328,6 +340,7 @@ class Runtime:
 
     def check_model_unchanged(self) -> None:
         """Raise if a parameter was added, replaced, moved or unfrozen after construction, or changed in vain."""
+        self.check_present()
         managed = {param for bucket in self.buckets for param in bucket.params}
         for name, param in self.model.named_parameters():
             if param not in managed:
