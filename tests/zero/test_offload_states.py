@@ -16,10 +16,10 @@ from zcomm import ConfigError, StateError
 
 SMALL = 4096  # bytes: step counters
 CASES: list[tuple[dict[str, Any], torch.dtype]] = [
-    *(({"stage": stage}, torch.bfloat16) for stage in (0, 1, 2, 3)),
-    ({"stage": 3, "stage3_param_persistence_threshold": 200}, torch.float32),
+    ({"stage": 0}, torch.bfloat16),
     ({"stage": 1}, torch.float32),
     ({"stage": 2, "quantized_weights": True}, torch.float32),
+    ({"stage": 3, "stage3_param_persistence_threshold": 200}, torch.bfloat16),
 ]
 
 
@@ -29,8 +29,8 @@ def _check_goes_on(rank: int) -> None:
         for is_lent in (False, True):
             model = new_model(dtype)
             with zero_optimizer(model, **options) as optimizer:
-                train(model, optimizer, rank, steps=2)
-                optimizer.scale(loss_of(model, *batch(2, 0, rank))).backward()
+                train(model, optimizer, rank, steps=1)
+                optimizer.scale(loss_of(model, *batch(1, 0, rank))).backward()
                 before = optimizer.memory().by_kind
                 if is_lent:  # between a backward and its step
                     zero.offload_states(optimizer)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -132,6 +134,22 @@ def test_curve(name: str) -> None:
         assert scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]]
         optimizer.step()
         scheduler.step()
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="compares with DeepSpeed itself, which is not installed")
+@pytest.mark.filterwarnings("ignore")  # DeepSpeed's
+def test_curves_are_deepspeeds() -> None:
+    theirs = import_module("deepspeed.runtime.lr_schedules")
+    for name, (kind, params, _) in CURVES.items():
+        first, second = _optimizer(), _optimizer()
+        scheduler = build_scheduler(kind, params, first)
+        numbers = {key: LR if value == "auto" else value for key, value in params.items()}
+        other = getattr(theirs, kind)(second, **numbers)
+        for t in range(STEPS):
+            lr = first.param_groups[0]["lr"]
+            assert lr == pytest.approx(second.param_groups[0]["lr"], rel=1e-12, abs=1e-15), (name, t)
+            for each in (first, second, scheduler, other):
+                each.step()
 
 
 def test_momentum_goes_the_other_way() -> None:
