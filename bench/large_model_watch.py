@@ -66,6 +66,7 @@ class Watch:
         self._is_first = topology.rank == 0
 
     def __enter__(self) -> Watch:
+        self._moved.__enter__()
         if self._is_first:
             self._thread.start()
         return self
@@ -74,6 +75,7 @@ class Watch:
         self._ends.set()
         if self._is_first:
             self._thread.join()
+        self._moved.__exit__()
         self._bar.close()
 
     @contextmanager

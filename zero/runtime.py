@@ -220,7 +220,6 @@ class Runtime:
         if files is not None:
             dtype = next(iter(files.groups_of)).master.dtype
             files.reserve_moments(on_every_rank(lambda: moments_of(inner, dtype), self.topology))
-            assert self.gradient_files is not None, "states in files without their gradients"
             self.file_update = FileUpdate(files, self.gradient_files, inner, pieces)
 
     def is_in_files(self, bucket: Bucket) -> bool:

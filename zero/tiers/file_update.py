@@ -62,10 +62,10 @@ class _Loaded:
 
 
 class FileUpdate:
-    """Updates of the pieces whose buckets are in ``files``."""
+    """Updates of the pieces whose buckets are in ``files``; None for ``gradients``: they are in memory."""
 
     def __init__(
-        self, files: StateFiles, gradients: GradientFiles, inner: Optimizer, pieces: Sequence[MasterPiece]
+        self, files: StateFiles, gradients: GradientFiles | None, inner: Optimizer, pieces: Sequence[MasterPiece]
     ) -> None:
         self._files, self._gradients, self._inner = files, gradients, inner
         self._pieces: dict[Bucket, list[MasterPiece]] = {bucket: [] for bucket in files.groups_of}
@@ -88,7 +88,8 @@ class FileUpdate:
         leaves = [param for group in self._inner.param_groups for param in group["params"]]
         self._number_of = {id(leaf): number for number, leaf in enumerate(leaves)}
         settings = self._files.settings
-        self._gradients.raise_error()
+        if self._gradients is not None:
+            self._gradients.raise_error()
         pipeline: Pipeline[SubGroup, _Loaded] = Pipeline(
             self._load,
             num_buffers=settings.num_buffers,
@@ -165,7 +166,9 @@ class FileUpdate:
                 yield piece, start, stop
 
     def _load(self, group: SubGroup) -> _Loaded:
-        gradient = self._gradients.gradient_of[group.bucket] if self._has_gradient(group) else None
+        gradient = None
+        if self._gradients is not None and self._has_gradient(group):
+            gradient = self._gradients.gradient_of[group.bucket]
         states = self._files.load(group)
         try:
             return _Loaded(states, None if gradient is None else gradient.load(group))
@@ -181,12 +184,13 @@ class FileUpdate:
             shard[max(start - base, 0) : max(stop - base, 0)].zero_()
         master, moments, parts = unit.states.master, unit.states.moments if self._files.moments else {}, []
         for piece, start, stop in self._ranges(group):
-            run = slice(start - base, stop - base)
-            if piece.master.grad is None or unit.gradient is None:
+            run, first, grad = slice(start - base, stop - base), start - piece.start, piece.master.grad
+            if grad is None:
                 shard[run].copy_(master[run])
                 continue
-            own, grad = {name: values[run] for name, values in moments.items()}, unit.gradient.values[run]
-            parts.append(Part(piece, start - piece.start, master[run], own, grad, shard[run]))
+            own = {name: values[run] for name, values in moments.items()}
+            grad = grad[first : stop - piece.start] if unit.gradient is None else unit.gradient.values[run]
+            parts.append(Part(piece, first, master[run], own, grad, shard[run]))
         for part in parts:
             self._inner.state[part.master] = self._state_of(part)
         try:
