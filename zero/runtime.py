@@ -9,7 +9,7 @@ Called by :class:`zero.ZeroOptimizer`, which adds the optimizer, and by :mod:`ze
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from zcomm import StateError, Topology, control
 from zero.agreement import on_every_rank
 from zero.bucket import Bucket, BucketState, ShardInfo
+from zero.delayed import DelayedUpdate
 from zero.edits import Published
 from zero.gather import Gatherer, Mode
 from zero.grads import Reducer
@@ -52,6 +53,10 @@ class Runtime:
         # Gathers and reductions each have process groups of their own: their orders need not match one another.
         self.pool = BufferPool(self.buckets[0].device)
         self.is_saving = False
+        self.saves_masters = False
+        """Whether ``model.state_dict()``, called on every rank, gives the masters' values at every stage."""
+        self.delayed: DelayedUpdate | None = None
+        """Updates that run during the next step."""
         self.states: OptimizerStates | None = None
         """What the optimizer keeps, once there is one."""
         self._published = Published(topology, is_always_full=not self.stage.shards_parameters)
@@ -191,11 +196,42 @@ class Runtime:
             OSError: On every rank: too little space.
             ConfigError: An optimizer whose states cannot rest in files.
         """
-        files = self.state_files
+        files, tier = self.state_files, self.settings.tiers.states
+        late = [bucket for bucket in self.buckets if bucket.host is not None]
+        if tier.delays_update and late:
+            self.delayed = on_every_rank(lambda: DelayedUpdate(late, self.topology), self.topology)
         if files is not None:
             dtype = next(iter(files.groups_of)).master.dtype
             files.reserve_moments(on_every_rank(lambda: moments_of(inner, dtype), self.topology))
             self.file_update = FileUpdate(files, inner, pieces)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether parameters lack an update that is under way, or not published yet."""
+        return self.delayed is not None and self.delayed.is_behind
+
+    def finish_update(self, *, publishes: bool = False) -> None:
+        """Wait for an update that is under way; collective then. ``publishes``: let parameters have it, too."""
+        if self.delayed is None or not self.delayed.is_behind:
+            return
+        self.delayed.finish()
+        buckets = self.delayed.write_shards() if publishes else []
+        if not buckets:
+            return
+        self.publish(buckets, are_written=True)
+        for bucket in buckets:
+            if self.stage.shards_parameters and not bucket.is_resident and bucket.state is BucketState.FULL:
+                own = on_every_rank(bucket.rest.read, self.topology).to(bucket.device)
+                assert bucket.full is not None, f"bucket {bucket.name!r} is full without a buffer"
+                for work in start_gather(bucket.layout, bucket.full, own, self.gatherer.options):
+                    work.wait()
+
+    def drop_update(self) -> None:
+        """Masters will be replaced: of an update that is not published nothing will be left, even if it has failed."""
+        if self.delayed is not None:
+            with suppress(Exception):
+                self.delayed.finish()
+            self.delayed.forget()
 
     def is_in_files(self, bucket: Bucket) -> bool:
         """Whether the master and the moments of ``bucket`` rest in files."""
@@ -221,6 +257,8 @@ class Runtime:
         Collective if any rest in files. ``is_changed``: what is written to them inside is kept.
         """
         chosen = list(buckets)
+        if chosen:
+            self.finish_update(publishes=is_changed)
         rests = [bucket.rest for bucket in chosen if bucket.master is bucket.shard and not bucket.rest.is_in_memory]
         contexts = [rest.in_memory() for rest in rests]
         contexts += [self.states_in_memory(b, is_changed=is_changed) for b in chosen if self.is_in_files(b)]
@@ -237,6 +275,7 @@ class Runtime:
     @contextmanager
     def states_in_memory(self, bucket: Bucket, *, is_changed: bool = False) -> Iterator[None]:
         """The same for the master and the moments of one bucket on this rank alone."""
+        self.finish_update()
         if self.file_update is None or not self.is_in_files(bucket):
             yield
             return
@@ -251,7 +290,8 @@ class Runtime:
     @contextmanager
     def exact(self, bucket: Bucket) -> Iterator[list[Tensor]]:
         """The parameters of ``bucket`` as the masters have them, rounded once to their dtype. Collective."""
-        if not self.is_inexact or not bucket.dtype.is_floating_point:
+        is_behind = bucket.is_trainable and self.is_behind
+        if not (self.is_inexact or is_behind) or not bucket.dtype.is_floating_point:
             with self.gathered([bucket]):
                 yield [param.detach() for param in bucket.params]
             return
@@ -340,6 +380,8 @@ class Runtime:
             return
         self.hooks.remove()
         self.is_closed = True
+        if self.delayed is not None:
+            self.delayed.close()
         if self.state_files is not None:
             self.state_files.close()
         with torch._C.DisableTorchFunctionSubclass():

@@ -196,6 +196,9 @@ def _tiers(settings: ZeroSettings, stage: Stage, *, has_secondary: bool) -> str:
     if stage.shards_parameters and tier.tier is not Tier.DEVICE:
         place = "host memory" if tier.tier is Tier.CPU else f"files below {tier.path}"
         text += f", parameters rest in {place}"
+    states = settings.tiers.states
+    if states.delays_update and states.tier is not Tier.DEVICE:
+        text += f", updates run during the next step after the first {states.delay_start}"
     return text
 
 
