@@ -14,6 +14,7 @@ import argparse
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpt_model import GPT, GPTConfig, choose_matmul_dtype
@@ -27,6 +28,7 @@ import zcomm
 from zcomm import Topology
 from zcomm.bench.ranks_setup import choose_topology, process_group, relaunch_under_torchrun
 from zero import GatheredParameters, ZeroOptimizer
+from zero.tiers.settings import Tier
 
 HELD_OUT_WINDOWS = 64
 PROMPT_NBYTES = 48
@@ -56,6 +58,9 @@ def parse_arguments() -> argparse.Namespace:
     zero.add_argument("--quantized-weights", action=toggle, default=True, help="qwZ: weights travel as int8")
     zero.add_argument("--quantized-gradients", action=toggle, default=True, help="qgZ: gradients travel as int4")
     zero.add_argument("--hpz", action=toggle, default=True, help="hpZ: a secondary partition inside each node")
+    zero.add_argument("--offload-optimizer", action="store_true", help="masters and moments rest in host memory")
+    zero.add_argument("--delayed-update", action="store_true", help="so, and updated during the next step")
+    zero.add_argument("--delay-start", type=int, default=40, help="updates that are not delayed, at the start")
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument("--num-ranks", type=int, help="without torchrun (default: one per GPU, else 4)")
     ranks.add_argument("--ranks-per-node", type=int, help="let one machine stand in for several nodes")
@@ -72,7 +77,7 @@ class Run:
 
     def __init__(
         self, arguments: argparse.Namespace, topology: Topology, device: torch.device, *, dtype: torch.dtype,
-        stage: int = 3, **switches: bool | int,
+        stage: int = 3, **switches: Any,
     ) -> None:  # fmt: skip
         """Build the model from the seed, the same on every rank and for every run, and shard it."""
         torch.manual_seed(arguments.seed)
@@ -152,6 +157,9 @@ def _name_of(optimizer: ZeroOptimizer, dtype: torch.dtype) -> str:
     }
     name = " ".join([f"ZeRO-{effective.stage.number}", *(switch for switch, is_on in switches.items() if is_on)])
     name = name if any(switches.values()) else f"plain {name}"
+    states = optimizer.inside.runtime.settings.tiers.states
+    if states.tier is not Tier.DEVICE:
+        name += " offload" + (" delayed" if states.delays_update else "")
     return name if dtype == torch.bfloat16 else f"{name} {str(dtype).removeprefix('torch.')}"
 
 
@@ -168,11 +176,18 @@ def build_runs(arguments: argparse.Namespace, topology: Topology, device: torch.
     first = Run(
         arguments, topology, device, dtype=dtype, stage=stage, quantized_weights=arguments.quantized_weights,
         quantized_gradients=arguments.quantized_gradients,
-        hpz_partition_size=topology.ranks_per_node if arguments.hpz else 1,
+        hpz_partition_size=topology.ranks_per_node if arguments.hpz else 1, **_offload(arguments),
     )  # fmt: skip
     if not arguments.compare:
         return [first]
     return [first, Run(arguments, topology, device, dtype=torch.bfloat16)]
+
+
+def _offload(arguments: argparse.Namespace) -> dict[str, Any]:
+    if not (arguments.offload_optimizer or arguments.delayed_update):
+        return {}
+    delay = {"delayed_update": arguments.delayed_update, "delay_start": arguments.delay_start}
+    return {"offload_optimizer": {"device": "cpu"}} | (delay if arguments.delayed_update else {})
 
 
 def my_rows(tensors: tuple[Tensor, Tensor], run: Run) -> tuple[Tensor, Tensor]:

@@ -74,6 +74,8 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
     with ExitStack() as stack:
         for owner, unordered in by_owner.items():
             _check_owner(owner, modifier_rank)
+            if modifier_rank is not None and isinstance(owner, Runtime):
+                owner.finish_update(publishes=True)
             slots = dict(sorted(unordered.items(), key=lambda item: item[0].index))  # the same order on every rank
             stack.enter_context(owner.gathered(list(slots)))
             if modifier_rank is not None:

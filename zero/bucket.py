@@ -96,6 +96,8 @@ class Bucket:
         """The runs of the master that hold no parameter, and stay zero."""
         self.host: HostMemory | None = None
         """Where master, moments and gradients rest, and are updated; None: with the parameters."""
+        self.staged: Tensor | None = None
+        """Where an update writes that others are not to see yet; None: to where the shard rests."""
         self.empties = [placeholder(p.shape, p.dtype, p.device) for p in params]
         # Who needs the full parameters now: running forwards, a running backward, somebody who holds a view.
         self.forward_depth = 0
@@ -167,11 +169,20 @@ class Bucket:
 
     def begin_update(self, start: int, stop: int) -> Tensor:
         """Memory, where the master is updated, for new values of the shard; its contents are undefined."""
+        if self.staged is not None:
+            return self.staged[start:stop]
         return self.rest.target(start, stop, self.master.device)
 
     def end_update(self, start: int, stop: int) -> None:
         """What :meth:`begin_update` gave is filled."""
-        self.rest.written(start, stop)
+        if self.staged is None:
+            self.rest.written(start, stop)
+
+    def write_shard(self, values: Tensor) -> None:
+        """Bring new values of the shard, from where the master is updated, to where it rests."""
+        for start, stop in self.rest.ranges:
+            self.rest.target(start, stop, self.master.device).copy_(values[start:stop])
+            self.rest.written(start, stop)
 
     def _move(self, to: BucketState) -> None:
         if to not in TRANSITIONS[self.state]:
@@ -230,3 +241,10 @@ class Bucket:
         base = shard_index * self.layout.shard_numel
         pieces = self.layout.pieces(shard_index)
         return [(piece, self.master[piece.start - base : piece.stop - base]) for piece in pieces]
+
+    def own_rows(self, stage: Stage, shard_index: int) -> Tensor:
+        """The rows of the full bucket whose masters this rank has."""
+        assert self.full is not None, f"rows of bucket {self.name!r}, which is not full"
+        if not stage.shards_states:
+            return self.full
+        return self.full[shard_index * self.layout.shard_numel : (shard_index + 1) * self.layout.shard_numel]

@@ -26,6 +26,8 @@ class BucketGrads:
     """This rank's shard of the reduced sum; below stage 2 the buffer's own rows. None from stage 2 on with ``host``."""
     host: HostGradient | FileGradient | None = None
     """The sum, if it rests in host memory or in a file."""
+    spare: HostGradient | None = None
+    """Another such sum, which an update that is under way may still read."""
     full: Tensor | None = None
     """Local gradients that are not reduced yet; permanent at stages 0 and 1."""
     carry: Tensor | None = None

@@ -1,4 +1,6 @@
-"""With ``ZERO_DEBUG=1``: changes of parameters that their masters do not see are found before a step overwrites them.
+"""Changes of a model that its optimizer does not see are found before a step: of its parameters, and of their values.
+
+The latter with ``ZERO_DEBUG=1``.
 
 Below stage 3 parameters are ordinary tensors, and ``param.copy_(values)`` looks as if it worked. It does if the
 parameters are their own masters; 16-bit or quantized ones are only read by forward, and come from the masters again.
@@ -6,16 +8,41 @@ parameters are their own masters; 16-bit or quantized ones are only read by forw
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zcomm import StateError, Topology, env
 from zero.agreement import on_every_rank
-from zero.bucket import Bucket
+from zero.bucket import Bucket, ShardInfo
 
-__all__ = ["Published"]
+__all__ = ["Published", "check_model_unchanged"]
+
+
+def check_model_unchanged(model: nn.Module, buckets: Sequence[Bucket]) -> None:
+    """Raise StateError if a parameter was added, replaced, moved or unfrozen after ``buckets`` were built."""
+    managed = {param for bucket in buckets for param in bucket.params}
+    for name, param in model.named_parameters():
+        if param not in managed:
+            raise StateError(
+                f"parameter {name!r} was added or replaced after ZeroOptimizer was constructed and would never be "
+                "updated: construct ZeroOptimizer after the model is complete"
+            )
+        info: ShardInfo = param.zero_shard  # type: ignore[attr-defined]
+        if param.requires_grad and not info.bucket.is_trainable:
+            raise StateError(
+                f"parameter {name!r} was frozen when ZeroOptimizer was constructed and requires grad now: "
+                "construct ZeroOptimizer after unfreezing"
+            )
+    for bucket in buckets:
+        for slot in bucket.moved():
+            name, param = bucket.layout.slots[slot].name, bucket.params[slot]
+            raise StateError(
+                f"parameter {name!r} got other memory, of {param.dtype} on {param.device}, after ZeroOptimizer was "
+                "constructed and would never be updated: call model.to() before, and assign values inside "
+                "zero.GatheredParameters([param], modifier_rank=0)"
+            )
 
 
 class Published:

@@ -4,7 +4,9 @@
     local   this rank's part, flat: elements of the flattened parameter, none if it holds none of it. At stage 0 all.
 
 A gradient is the averaged one: between the backward that ends a step's gradient and ``zero_grad()``, times the loss
-scale if there is one and it is not unscaled yet. The functions return None for parameters that no ZeroOptimizer has,
+scale if there is one and it is not unscaled yet. With ``delayed_update`` masters and states have the update that is
+under way, which is waited for (collective then), and parameters do not, unless something is set; a step takes the
+gradients. The functions return None for parameters that no ZeroOptimizer has,
 for gradients of frozen or unused ones, and for states that do not exist (yet). Setting what does not exist is an error.
 
 Cost for each rank: reading gathers the parameter's bucket; setting broadcasts the value, and what is set publishes its
@@ -114,6 +116,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     place = _place(param)
     if place is None:
         return None
+    place.runtime.finish_update()
     with place.bucket.rest.in_memory(), place.runtime.states_in_memory(place.bucket):
         return place.bucket.master[place.part].float().clone()
 
@@ -205,6 +208,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 
 def _state(place: Place, param: nn.Parameter, key: str) -> tuple[Tensor | None, float | None, bool]:
     """This rank's part of a state, or its value if it is one number for the whole parameter; and whether it exists."""
+    place.runtime.finish_update()
     states = place.runtime.states
     value = None if states is None else states.get(param, key)
     piece = None if states is None else states.piece(param)

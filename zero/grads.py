@@ -358,6 +358,20 @@ class Reducer:
                     param.grad = None
         self.reduces_now = True
 
+    def hand_off(self) -> list[HostGradient]:
+        """Forget every gradient, but leave what rests in host memory to whoever has it: the next have other memory.
+
+        Returns:
+            What must be cleared before gradients are handed off again.
+        """
+        handed: list[HostGradient] = []
+        for grads in self.all:
+            if isinstance(grads.host, HostGradient):
+                handed.append(grads.host)
+                grads.host, grads.spare = grads.spare or grads.host.another(), grads.host
+        self.zero()
+        return handed
+
     def results(self, grads: BucketGrads, *, wide: bool = False) -> Tensor | None:
         """The reduced gradient at rest: the shard, at stage 0 the whole. None if no rank used any of the bucket.
 

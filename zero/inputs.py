@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ from zero.config.read import Configuration, Source
 from zero.cpu_optimizers import CPUOptimizer
 from zero.masters import as_groups, build_inner, check_elementwise, check_options
 from zero.model_plan import check_model
+from zero.settings import Effective
 from zero.tiers.settings import Tier
 
-__all__ = ["check_inputs", "choose_topology"]
+__all__ = ["announce", "check_inputs", "choose_topology"]
+
+logger = logging.getLogger("zero")
 
 
 def check_inputs(
@@ -69,3 +73,15 @@ def choose_topology(topology: Topology | None, ranks_per_node: int | None, group
     if ranks_per_node is not None:
         return Topology(ranks_per_node=ranks_per_node, group=group)
     return Topology.from_env(group)
+
+
+def announce(plan: Plan, effective: Effective, topology: Topology) -> None:
+    """Log on rank 0 what was asked for without effect, and what is done."""
+    if topology.rank == 0:
+        if not logger.hasHandlers():
+            logger.addHandler(logging.StreamHandler())
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
+        for note in plan.notes:
+            logger.warning("%s", note)
+        logger.info("%s", effective)

@@ -26,7 +26,7 @@ class MemoryReport:
     """Optimizer states and float32 masters in memory."""
     buffers: dict[str, int]
     """Named buffers beyond the formula: the pool of full buffers, the secondary partition, host buffers between files
-    and parameters, parameters that stay whole at stage 3."""
+    and parameters, what a delayed update reads and writes, parameters that stay whole at stage 3."""
     unreduced_gradients: int
     """Of the pool's bytes, those that hold full local gradients of ``no_sync`` at stages 2 and 3."""
     shards: dict[str, int]
@@ -79,6 +79,7 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
         t for g in runtime.reducer.all for t in (g.result, None if stage.shards_gradients else g.full) if t is not None
     ] + [t for g in runtime.reducer.all if g.host is not None for t in g.host.tensors]
     moments = _nbytes(states, seen)
+    spares = [t for g in runtime.reducer.all if g.spare is not None for t in g.spare.tensors]
     trainable = [b for b in buckets if b.is_trainable]
     numel = sum(slot.numel for b in trainable for slot in b.layout.slots)
     formula = 0.0
@@ -102,6 +103,8 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
             "parameters on their way": runtime.rests.staging_nbytes,
             "states on their way": 0 if runtime.state_files is None else runtime.state_files.store.buffers.nbytes,
             "gradients on their way": 0 if gradient_files is None else gradient_files.store.buffers.nbytes,
+            "gradients of a delayed update": _nbytes(spares, seen),
+            "parameters of a delayed update": 0 if runtime.delayed is None else runtime.delayed.nbytes,
             "persistent parameters": _nbytes([b.full for b in buckets if b.is_resident and b.full is not None], seen),
         },
         gradients_in_files=0 if gradient_files is None else gradient_files.nbytes,

@@ -54,6 +54,7 @@ def offload_states(
     if runtime.state_files is not None or any(b.is_trainable and not b.rest.is_on_device for b in runtime.buckets):
         raise ConfigError("what is moved must be on the device: offload_optimizer is on nvme, or offload_param is set")
     runtime.check_present()
+    runtime.finish_update(publishes=True)
     runtime.hooks.recover()
     used = [bucket.name for bucket in runtime.buckets if bucket.is_needed]
     if used:

@@ -9,7 +9,6 @@ optimizer.zero_grad()
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -29,7 +28,7 @@ from zero.config.plan import Plan
 from zero.config.read import Configuration, Source
 from zero.distributed import DataParallel, data_parallel
 from zero.final_gradients import FinalGradients
-from zero.inputs import check_inputs, choose_topology
+from zero.inputs import announce, check_inputs, choose_topology
 from zero.large_linears import tile_configured
 from zero.leaf_modules import set_configured
 from zero.loss_scale import LossScale
@@ -40,13 +39,11 @@ from zero.on_model import install_on_model
 from zero.placement import cast
 from zero.runtime import Runtime
 from zero.settings import Effective
-from zero.shard_state import check_fits, shard_state
+from zero.shard_state import check_fits, restore_delayed, shard_state
 from zero.timing import time_exchanges
 from zero.update import Update
 
 __all__ = ["ZeroOptimizer"]
-
-logger = logging.getLogger("zero")
 
 
 class Inside(NamedTuple):
@@ -116,7 +113,7 @@ class ZeroOptimizer(Optimizer):
             if self._owns_topology:
                 topology.close()
             raise
-        self._announce(plan)
+        announce(plan, self.effective, topology)
 
     def _build(self, model: nn.Module, optimizer: type[Optimizer] | Optimizer, topology: Topology, plan: Plan) -> None:
         kept = plan.configuration.values.data_types.keep_in_fp32_modules
@@ -166,16 +163,6 @@ class ZeroOptimizer(Optimizer):
         """One list of groups and one state, seen by both optimizers."""
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
-
-    def _announce(self, plan: Plan) -> None:
-        if self._runtime.topology.rank == 0:
-            if not logger.hasHandlers():
-                logger.addHandler(logging.StreamHandler())
-            if logger.level == logging.NOTSET:
-                logger.setLevel(logging.INFO)
-            for note in plan.notes:
-                logger.warning("%s", note)
-            logger.info("%s", self.effective)
 
     @property
     def effective(self) -> Effective:
@@ -274,6 +261,8 @@ class ZeroOptimizer(Optimizer):
         """Update this rank's shard with the averaged gradients, and publish the new parameters. Collective.
 
         With a loss scale, a step whose gradients overflow on any rank is skipped on all: ``was_step_applied`` says so.
+        With ``delayed_update`` it finishes the update of the step before, whose errors it raises, and publishes it; its
+        own has begun when it returns, and the gradients are gone, as after ``zero_grad()``.
         """
         loss = None
         if closure is not None:
@@ -288,14 +277,24 @@ class ZeroOptimizer(Optimizer):
         runtime.step_ended()
         if self.was_step_applied:
             try:
-                self._update.run()
+                if self._update.run():
+                    self.zero_grad()
             except Exception:
                 self.was_step_applied = False
                 if self._update.folds:  # so that the step can be tried again
                     self._gradients.factor, self._is_unscaled = before
                 raise
+        else:
+            runtime.finish_update(publishes=True)
         self._gradients.clear()
         return loss
+
+    def finish_update(self) -> None:
+        """Let masters, states and parameters have the update that is under way. Collective.
+
+        Only with ``delayed_update``, before what is no call of this library reads parameters or :attr:`param_groups`.
+        """
+        self._runtime.finish_update(publishes=True)
 
     def _prepare_gradients(self) -> bool:
         """Check, unscale and clip, or leave that to the update; False if the step is to be skipped, on every rank."""
@@ -345,6 +344,8 @@ class ZeroOptimizer(Optimizer):
         """
         check_fits(self._runtime, state_dict["layout"])
         self._runtime.hooks.recover()
+        if self._runtime.delayed is not None:
+            self._runtime.delayed.drop()
         self._runtime.gatherer.release_all()  # what is gathered, or on its way, has the old values
         buckets = [bucket for bucket in self._runtime.buckets if bucket.is_trainable]
         for bucket, master in zip(buckets, state_dict["masters"], strict=True):
@@ -354,6 +355,7 @@ class ZeroOptimizer(Optimizer):
         if self.loss_scale is not None and state_dict.get("loss_scale") is not None:
             self.loss_scale.load_state_dict(state_dict["loss_scale"])
         self._runtime.publish(buckets)
+        restore_delayed(self._runtime, state_dict.get("delayed"))
 
     def load_inner_state(self, state_dict: dict[str, Any]) -> None:
         """Give the inner optimizer, which updates this rank's masters, the state and parameter groups it had."""
@@ -382,8 +384,12 @@ class ZeroOptimizer(Optimizer):
 
         The model is an ordinary one again. At stage 3 a rank holds only a shard of its parameters: to keep them whole,
         close inside ``zero.GatheredParameters(model.parameters())``, or save them before.
+        Collective if a delayed update is under way: parameters have it afterwards.
         """
-        self._runtime.close()
-        self._model_parallel.close()
-        if self._owns_topology:
-            self._runtime.topology.close()
+        try:
+            self._runtime.finish_update(publishes=True)
+        finally:
+            self._runtime.close()
+            self._model_parallel.close()
+            if self._owns_topology:
+                self._runtime.topology.close()

@@ -20,7 +20,8 @@ from zcomm import StateError, Topology, control
 from zero.agreement import on_every_rank
 from zero.away import Away
 from zero.bucket import Bucket, BucketState, ShardInfo, master_dtype
-from zero.edits import Published
+from zero.delayed import DelayedUpdate
+from zero.edits import Published, check_model_unchanged
 from zero.gather import Gatherer, Mode
 from zero.grads import Reducer
 from zero.hooks import Hooks
@@ -57,6 +58,10 @@ class Runtime:
         self.is_saving = False
         self.away: Away | None = None
         """What ``offload_states`` has moved to the host."""
+        self.saves_masters = False
+        """Whether ``model.state_dict()``, called on every rank, gives the masters' values at every stage."""
+        self.delayed: DelayedUpdate | None = None
+        """Updates that run during the next step."""
         self.states: OptimizerStates | None = None
         """What the optimizer keeps, once there is one."""
         self._published = Published(topology, is_always_full=not self.stage.shards_parameters)
@@ -113,8 +118,11 @@ class Runtime:
         """Whether the next step ends with this backward, if somebody else counts them."""
 
     def _open_gradients(self) -> GradientFiles | None:
-        """Make room for the gradients whose masters are in files, if there are any. Collective."""
-        if self.state_files is None:
+        """Make room for the gradients whose masters are in files, if there are any. Collective.
+
+        Those of a delayed update stay in memory, where the next step's have a place beside them.
+        """
+        if self.state_files is None or self.settings.tiers.states.delays_update:
             return None
         chosen, groups = self.settings.gradient_dtype, self.state_files.groups_of
         return GradientFiles(
@@ -216,11 +224,35 @@ class Runtime:
         self.effective = self.effective.and_more(
             details=describe_states(self.buckets, self.settings.tiers.states, inner)
         )
-        files = self.state_files
+        files, tier = self.state_files, self.settings.tiers.states
+        late = [bucket for bucket in self.buckets if bucket.host is not None]
+        if tier.delays_update and late:
+            self.delayed = on_every_rank(lambda: DelayedUpdate(late, self.topology), self.topology)
         if files is not None:
             dtype = next(iter(files.groups_of)).master.dtype
             files.reserve_moments(on_every_rank(lambda: moments_of(inner, dtype), self.topology))
             self.file_update = FileUpdate(files, self.gradient_files, inner, pieces)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether parameters lack an update that is under way, or not published yet."""
+        return self.delayed is not None and self.delayed.is_behind
+
+    def finish_update(self, *, publishes: bool = False) -> None:
+        """Wait for an update that is under way; collective then. ``publishes``: let parameters have it, too."""
+        if self.delayed is None or not self.delayed.is_behind:
+            return
+        self.delayed.finish()
+        buckets = self.delayed.write_shards() if publishes else []
+        if not buckets:
+            return
+        self.publish(buckets, are_written=True)
+        for bucket in buckets:
+            if self.stage.shards_parameters and not bucket.is_resident and bucket.state is BucketState.FULL:
+                own = on_every_rank(bucket.rest.read, self.topology).to(bucket.device)
+                assert bucket.full is not None, f"bucket {bucket.name!r} is full without a buffer"
+                for work in start_gather(bucket.layout, bucket.full, own, self.gatherer.options):
+                    work.wait()
 
     def is_in_files(self, bucket: Bucket) -> bool:
         """Whether the master and the moments of ``bucket`` rest in files."""
@@ -248,6 +280,8 @@ class Runtime:
         """
         self.check_present()
         chosen = list(buckets)
+        if chosen:
+            self.finish_update(publishes=is_changed)
         rests = [bucket.rest for bucket in chosen if bucket.master is bucket.shard and not bucket.rest.is_in_memory]
         contexts = [rest.in_memory() for rest in rests]
         contexts += [self.states_in_memory(b, is_changed=is_changed) for b in chosen if self.is_in_files(b)]
@@ -265,6 +299,7 @@ class Runtime:
     def states_in_memory(self, bucket: Bucket, *, is_changed: bool = False) -> Iterator[None]:
         """The same for the master and the moments of one bucket on this rank alone."""
         self.check_present()
+        self.finish_update()
         if self.file_update is None or not self.is_in_files(bucket):
             yield
             return
@@ -279,7 +314,8 @@ class Runtime:
     @contextmanager
     def exact(self, bucket: Bucket) -> Iterator[list[Tensor]]:
         """The parameters of ``bucket`` as the masters have them, rounded once to their dtype. Collective."""
-        if not self.is_inexact or not bucket.dtype.is_floating_point:
+        is_behind = bucket.is_trainable and self.is_behind
+        if not (self.is_inexact or is_behind) or not bucket.dtype.is_floating_point:
             with self.gathered([bucket]):
                 yield [param.detach() for param in bucket.params]
             return
@@ -299,7 +335,8 @@ class Runtime:
 
         Elements that it leaves as they are keep their masters, of which the forward sees only a rounding.
         """
-        before = {bucket: self._own_rows(bucket).clone() for bucket in slots}
+        row = self.topology.shard_index("local")
+        before = {bucket: bucket.own_rows(self.stage, row).clone() for bucket in slots}
         try:
             yield
         finally:
@@ -319,9 +356,10 @@ class Runtime:
         with self.in_memory([bucket], is_changed=True):
             assert bucket.full is not None, "values can only be taken from full parameters"
             control.broadcast_(bucket.full, rank, self.topology)
-            rows = self._own_rows(bucket)
-            base = self.topology.shard_index("local") * rows.numel() if self.stage.shards_states else 0
-            for piece, master in bucket.master_pieces(self.stage, self.topology.shard_index("local")):
+            row = self.topology.shard_index("local")
+            rows = bucket.own_rows(self.stage, row)
+            base = row * rows.numel() if self.stage.shards_states else 0
+            for piece, master in bucket.master_pieces(self.stage, row):
                 if piece.slot in chosen:
                     part = slice(piece.start - base, piece.stop - base)
                     values = rows[part].to(master.dtype)
@@ -329,38 +367,10 @@ class Runtime:
                         values = torch.where(rows[part] == before[part], master, values)
                     master.copy_(values)
 
-    def _own_rows(self, bucket: Bucket) -> Tensor:
-        """The rows of a full bucket whose masters this rank has."""
-        assert bucket.full is not None, "rows of a bucket that is not full"
-        if not self.stage.shards_states:
-            return bucket.full
-        row, numel = self.topology.shard_index("local"), bucket.layout.shard_numel
-        return bucket.full[row * numel : (row + 1) * numel]
-
     def check_model_unchanged(self) -> None:
         """Raise if a parameter was added, replaced, moved or unfrozen after construction, or changed in vain."""
         self.check_present()
-        managed = {param for bucket in self.buckets for param in bucket.params}
-        for name, param in self.model.named_parameters():
-            if param not in managed:
-                raise StateError(
-                    f"parameter {name!r} was added or replaced after ZeroOptimizer was constructed and would never be "
-                    "updated: construct ZeroOptimizer after the model is complete"
-                )
-            info: ShardInfo = param.zero_shard  # type: ignore[attr-defined]
-            if param.requires_grad and not info.bucket.is_trainable:
-                raise StateError(
-                    f"parameter {name!r} was frozen when ZeroOptimizer was constructed and requires grad now: "
-                    "construct ZeroOptimizer after unfreezing"
-                )
-        for bucket in self.buckets:
-            for slot in bucket.moved():
-                name, param = bucket.layout.slots[slot].name, bucket.params[slot]
-                raise StateError(
-                    f"parameter {name!r} got other memory, of {param.dtype} on {param.device}, after ZeroOptimizer was "
-                    "constructed and would never be updated: call model.to() before, and assign values inside "
-                    "zero.GatheredParameters([param], modifier_rank=0)"
-                )
+        check_model_unchanged(self.model, self.buckets)
         self._published.check()
 
     def _close_files(self) -> None:
@@ -374,6 +384,8 @@ class Runtime:
             return
         self.hooks.remove()
         self.is_closed = True
+        if self.delayed is not None:
+            self.delayed.close()
         self._close_files()
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in self.buckets:

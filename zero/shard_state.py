@@ -13,13 +13,17 @@ from zero.loss_scale import LossScale
 from zero.masters import MasterPiece, whole_storage
 from zero.runtime import Runtime
 
-__all__ = ["check_fits", "shard_state"]
+__all__ = ["check_fits", "restore_delayed", "shard_state"]
 
 
 def shard_state(
     runtime: Runtime, inner: Optimizer, pieces: list[MasterPiece], loss_scale: LossScale | None
 ) -> dict[str, Any]:
-    """Masters, optimizer states, and the layout they belong to; copies of what rests in files."""
+    """Masters, optimizer states, and the layout they belong to; copies of what rests in files.
+
+    Collective if an update is under way, or parameters in files lack one.
+    """
+    runtime.finish_update()
     masters: list[Tensor] = []
     states: dict[int, dict[str, Any]] = {}
     for bucket in runtime.buckets:
@@ -41,7 +45,26 @@ def shard_state(
         "masters": masters,
         "optimizer": packed,
         "loss_scale": None if loss_scale is None else loss_scale.state_dict(),
+        "delayed": _delayed(runtime),
     }
+
+
+def _delayed(runtime: Runtime) -> dict[str, Any] | None:
+    """How far delayed updates are, with the parameters that they have not reached."""
+    if runtime.delayed is None:
+        return None
+    published = {bucket.index: shard for bucket, shard in runtime.delayed.published().items()}
+    return {"num_updates": runtime.delayed.num_updates, "published": published}
+
+
+def restore_delayed(runtime: Runtime, saved: dict[str, Any] | None) -> None:
+    """Go on where delayed updates were; parameters are their masters, rounded. Collective."""
+    if runtime.delayed is None or saved is None:
+        return
+    runtime.delayed.num_updates = saved["num_updates"]
+    published = {bucket: saved["published"][bucket.index] for bucket in runtime.delayed.buckets if saved["published"]}
+    if published:
+        runtime.publish(runtime.delayed.restore(published), are_written=True)
 
 
 def _copied(value: Any) -> Any:

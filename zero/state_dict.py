@@ -11,6 +11,7 @@ ranks pass is not used, and may be the empty dict that they saved.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from zero.runtime import Runtime
 
 __all__ = ["install_state_dict_hooks"]
 
+logger = logging.getLogger("zero")
+
 
 def install_state_dict_hooks(runtime: Runtime) -> list[Any]:
     """Make the model's own methods work on sharded parameters; returns the handles of the hooks."""
@@ -30,7 +33,13 @@ def install_state_dict_hooks(runtime: Runtime) -> list[Any]:
 
     def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001, FBT001
         sharded = runtime.stage.shards_parameters
-        runtime.is_saving = module is model and (sharded or (runtime.is_inexact and not keep_vars))
+        is_exact = not (runtime.is_inexact or runtime.saves_masters)
+        runtime.is_saving = module is model and (sharded or not (is_exact or keep_vars))
+        if module is model and runtime.is_behind and not runtime.is_saving:
+            logger.warning(
+                "model.state_dict() lacks the last update, which is delayed: call optimizer.finish_update() on every "
+                "rank before, or save with engine.save_16bit_model()"
+            )
 
     def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:  # noqa: ARG001
         if runtime.is_saving and module is model:
@@ -112,6 +121,7 @@ class _Load:
     def begin(self, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
         """Agree with rank 0 on which parameters it loads; at stage 3, load them. ``state_dict`` is torch's copy."""
         runtime = self._runtime
+        runtime.finish_update(publishes=True)
         self._errors, self._is_empty = errors, not state_dict
         self._taken, self._slots = set(), {}
         tiles = split_keys(runtime.model, state_dict, prefix)

@@ -4,24 +4,24 @@
     torch              cast, unscaled, clipped first: a pass each              written by publishing
     zero.CPU*          read as they rest, times one factor, in one pass        written in the same pass
 
+With ``delayed_update`` what rests in host memory or files is updated during the next step: see :mod:`zero.delayed`.
 What rests in files is updated first: nothing of it counts until every rank has written everything.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-
-from torch import Tensor
 from torch.optim import Optimizer
 
 from zcomm import StateError
 from zero.agreement import on_every_rank
-from zero.bucket import Bucket
 from zero.cpu_optimizers import CPUOptimizer
+from zero.delayed import DelayedUpdate
 from zero.final_gradients import FinalGradients
+from zero.late_step import LateStep
 from zero.masters import MasterPiece
 from zero.runtime import Runtime
-from zero.tiers.file_update import FileUpdate, only
+from zero.steps import step_pieces
+from zero.tiers.file_update import FileUpdate
 
 __all__ = ["Update"]
 
@@ -34,6 +34,8 @@ class Update:
     ) -> None:
         self._runtime, self._inner, self._gradients = runtime, inner, gradients
         self._pieces = [piece for piece in pieces if not runtime.is_in_files(piece.bucket)]
+        self._late = [piece for piece in pieces if piece.bucket.host is not None]
+        self._at_once = [piece for piece in pieces if piece.bucket.host is None]
         self.folds = isinstance(inner, CPUOptimizer)
         """Whether unscaling and clipping are a factor of the update, not passes before it."""
         self._failure: Exception | None = None
@@ -47,8 +49,13 @@ class Update:
                 f"after it: construct it anew and load the last checkpoint. That step's error: {self._failure}"
             )
 
-    def run(self) -> None:
+    def run(self) -> bool:
         """Update with the gradients times their factor, and publish. Collective.
+
+        A delayed update is begun instead, and what the one before it has made of the parameters is published.
+
+        Returns:
+            Whether the update is delayed: it has taken the gradients, and none are left.
 
         Raises:
             Exception: What went wrong on a rank, on every rank if states are offloaded. If only files were concerned
@@ -58,6 +65,40 @@ class Update:
         self.check_usable()
         if not self.folds:
             self._gradients.apply()
+        delayed = self._runtime.delayed
+        if delayed is None:
+            self._run_now()
+            return False
+        is_late = delayed.num_updates >= self._runtime.settings.tiers.states.delay_start
+        if is_late:
+            self._run_late(delayed)
+        else:
+            self._runtime.finish_update(publishes=True)
+            self._run_now()
+        delayed.num_updates += 1
+        return is_late
+
+    def _run_late(self, delayed: DelayedUpdate) -> None:
+        """What rests on the device, if anything, is updated at once."""
+        runtime, factor = self._runtime, self._gradients.factor
+        delayed.finish()
+        self._gradients.hand_over(widens=False)
+        files = None if runtime.file_update is None else runtime.state_files
+        gradients = runtime.reducer.hand_off()
+        delayed.begin(LateStep(self._inner, self._late, factor, gradients, files, self._fail))
+        if self._at_once:
+            step_pieces(self._inner, self._at_once, factor)
+        buckets = list(dict.fromkeys(piece.bucket for piece in self._at_once))
+        for bucket in buckets if not self.folds else []:
+            bucket.update_shard()
+        buckets += delayed.write_shards()
+        if buckets:
+            runtime.publish(sorted(buckets, key=lambda bucket: bucket.index), are_written=True)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+
+    def _run_now(self) -> None:
         files = self._runtime.file_update
         self._gradients.hand_over(widens=not self.folds and files is None)
         if files is not None:
@@ -66,7 +107,7 @@ class Update:
             try:
                 on_every_rank(self._update, self._runtime.topology)
             except Exception as error:
-                self._failure = error
+                self._fail(error)
                 raise
         else:
             self._update()
@@ -84,50 +125,18 @@ class Update:
         except Exception as error:
             files.forget()
             if not files.keeps_previous:
-                self._failure = error
+                self._fail(error)
                 raise
             try:
                 runtime.publish([bucket for bucket in runtime.buckets if runtime.is_in_files(bucket)])
             except Exception as other:
-                self._failure = other
+                self._fail(other)
             raise
         files.commit()
 
     def _update(self) -> None:
         """What is in memory."""
-        if isinstance(self._inner, CPUOptimizer):
-            _step_in_one_pass(self._inner, self._pieces, self._gradients.factor)
-        elif self._runtime.file_update is None:
+        if self._runtime.file_update is None and not self.folds:
             self._inner.step()
         else:
-            index_of = {id(p): i for i, group in enumerate(self._inner.param_groups) for p in group["params"]}
-            leaves: dict[int, list[Tensor]] = defaultdict(list)
-            for piece in self._pieces:
-                leaves[index_of[id(piece.master)]].append(piece.master)
-                if piece.master.grad is not None:
-                    piece.master.grad = piece.master.grad.to(piece.master.dtype)
-            with only(self._inner, leaves):
-                self._inner.step()
-
-
-def _step_in_one_pass(inner: CPUOptimizer, pieces: list[MasterPiece], factor: float) -> None:
-    """Step every piece that has a gradient, times ``factor``, and write all parameters."""
-    group_of = {id(param): group for group in inner.param_groups for param in group["params"]}
-    by_bucket: dict[Bucket, list[MasterPiece]] = {}
-    for piece in pieces:
-        by_bucket.setdefault(piece.bucket, []).append(piece)
-    for bucket, of_bucket in by_bucket.items():
-        shard: Tensor | None = None
-        if bucket.master is not bucket.shard:
-            shard = bucket.begin_update(0, bucket.master.numel())
-            for start, stop in bucket.gaps:
-                shard[start:stop].zero_()
-        for piece in of_bucket:
-            master, grad = piece.master, piece.master.grad
-            out = None if shard is None else shard[piece.start : piece.start + master.numel()]
-            if grad is not None:
-                inner.step_tensor_(master, grad, group_of[id(master)], grad_factor=factor, out=out)
-            elif out is not None:
-                out.copy_(master)
-        if shard is not None:
-            bucket.end_update(0, bucket.master.numel())
+            step_pieces(self._inner, self._pieces, self._gradients.factor)

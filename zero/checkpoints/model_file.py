@@ -119,7 +119,11 @@ def _write_pickle(runtime: Runtime, path: Path, chosen: set[str]) -> None:
         name: param.zero_shard.name  # type: ignore[attr-defined]
         for name, param in runtime.model.named_parameters(remove_duplicate=False)
     }
-    whole = runtime.model.state_dict()
+    runtime.saves_masters = runtime.is_behind
+    try:
+        whole = runtime.model.state_dict()
+    finally:
+        runtime.saves_masters = False
     if runtime.topology.rank != 0:
         return
     kept = {name: value for name, value in whole.items() if name not in names or names[name] in chosen}

@@ -1,6 +1,7 @@
 """What a rank holds of the model and its optimizer, as flat parts with global names.
 
     weight/PARAM           every parameter: the float32 master of a trainable one, a frozen one as it is
+    published/PARAM        trainable parameters as forward reads them, where a delayed update has not reached them yet
     state/NAME/PARAM       optimizer states with one value for each element (moments)
     tensor|int|float/NAME/PARAM     optimizer states with one value for a parameter (step)
     buffer/BUFFER          the first rank's persistent buffers
@@ -29,7 +30,9 @@ from zero.optimizer import Inside
 from zero.runtime import Runtime
 from zero.tiers.state_files import StateFiles
 
-__all__ = ["SCALARS", "Held", "buffer_parts", "held_pieces", "held_weights", "named_buffers", "state_parts"]
+__all__ = [
+    "SCALARS", "Held", "buffer_parts", "held_pieces", "held_weights", "named_buffers", "published_parts", "state_parts",
+]  # fmt: skip
 
 SCALARS = {"tensor": Tensor, "int": int, "float": float}
 """Kinds of states with one value for a parameter."""
@@ -79,6 +82,17 @@ def held_pieces(inside: Inside) -> Iterator[tuple[Held, MasterPiece]]:
         slot = piece.bucket.layout.slots[piece.slot]
         first = piece.start + base - slot.offset
         yield Held(slot.name, slot.numel, first, piece.master, piece.bucket, piece.start), piece
+
+
+def published_parts(inside: Inside) -> list[Part]:
+    """Parameters that are behind their masters. Collective if they rest in files."""
+    delayed, parts = inside.runtime.delayed, []
+    published = {} if delayed is None else delayed.published()
+    for held, _ in held_pieces(inside):
+        if held.bucket in published:
+            shard = published[held.bucket]
+            parts.append(held.part(f"published/{held.name}", shard[held.start : held.start + held.values.numel()]))
+    return parts
 
 
 def state_parts(inside: Inside) -> list[Part]:

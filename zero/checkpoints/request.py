@@ -193,6 +193,9 @@ def _ask_for_states(request: Request, inside: Inside) -> None:
     tensors = request.index.tensors
     keys_of = keys_by_parameter(tensors)
     for held, _ in held_pieces(inside):
+        published = f"published/{held.name}"
+        if published in tensors and inside.runtime.delayed is not None:
+            request.add(published, held.values.numel(), held.first, tensors[published].dtype)
         for key in keys_of.get(held.name, []):
             if key.startswith("state/"):
                 request.add(key, held.values.numel(), held.first, tensors[key].dtype)

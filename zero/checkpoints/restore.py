@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.agreement import raise_first
+from zero.agreement import on_every_rank, raise_first
+from zero.bucket import Bucket
 from zero.checkpoints.errors import CheckpointError
 from zero.checkpoints.parts import SCALARS, held_pieces, held_weights, named_buffers
 from zero.checkpoints.random_state import restore_random_state
@@ -50,6 +51,7 @@ def restore(optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, A
     if wanted.optimizer_states:
         optimizer.load_inner_state(decoded["inner"])
         _restore_loss_scale(optimizer, decoded["loss_scale"])
+        _restore_published(inside, request)
     for name, module in inside.runtime.model.named_modules():
         if type(module).set_extra_state is not nn.Module.set_extra_state and name in decoded["extra_state"]:
             module.set_extra_state(decoded["extra_state"][name])
@@ -63,6 +65,8 @@ def restore(optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, A
 
 def _restore_weights(inside: Inside, request: Request) -> None:
     runtime = inside.runtime
+    if runtime.delayed is not None:
+        runtime.delayed.drop()
     for held in held_weights(runtime, "changes"):
         key = f"weight/{held.name}"
         if request.has(key):
@@ -72,6 +76,27 @@ def _restore_weights(inside: Inside, request: Request) -> None:
             if request.has(key):
                 buffer.copy_(request.values(key).view(buffer.shape))
     runtime.publish(runtime.buckets)
+
+
+def _restore_published(inside: Inside, request: Request) -> None:
+    """Let parameters that a delayed update has not reached be behind their masters again."""
+    delayed, num_updates = inside.runtime.delayed, request.index.content.get("num_updates")
+    if delayed is None or num_updates is None:
+        return
+    delayed.num_updates = num_updates
+    if not any(key.startswith("published/") for key in request.index.tensors):
+        return
+
+    def read() -> dict[Bucket, Tensor]:
+        shards = {bucket: bucket.rest.read().clone() for bucket in delayed.buckets}
+        for held, _ in held_pieces(inside):
+            if held.bucket in shards and request.has(f"published/{held.name}"):
+                part = slice(held.start, held.start + held.values.numel())
+                shards[held.bucket][part] = request.values(f"published/{held.name}")
+        return shards
+
+    shards = on_every_rank(read, inside.runtime.topology)
+    inside.runtime.publish(delayed.restore(shards), are_written=True)
 
 
 def _inner_state(inside: Inside, request: Request) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from zero.agreement import raise_first
 from zero.checkpoints.errors import CheckpointError
-from zero.checkpoints.parts import buffer_parts, held_weights, named_buffers, state_parts
+from zero.checkpoints.parts import buffer_parts, held_weights, named_buffers, published_parts, state_parts
 from zero.checkpoints.planners import Part
 from zero.checkpoints.random_state import capture_random_state
 from zero.checkpoints.tensor_file import CODES
@@ -56,6 +56,7 @@ def take_snapshot(
         CheckpointError: Something that cannot be stored; the same on every rank.
     """
     inside = optimizer.inside
+    inside.runtime.finish_update()
     parts, error = buffer_parts(inside.runtime), None
     content: dict[str, Any] = {}
     try:
@@ -63,6 +64,7 @@ def take_snapshot(
         for held in weights:
             if held.bucket.is_trainable or not exclude_frozen_parameters:
                 parts.append(held.part(f"weight/{held.name}", held.values, inside.runtime.state_files))
+        parts += published_parts(inside)
         parts += state_parts(inside)
         content, more = _content(optimizer, inside, dict(stateful), dict(client_state))
         parts += more + _of_this_rank(inside.runtime)
@@ -99,6 +101,7 @@ def _content(
             ],
         },
         "loss_scale": None if loss_scale is None else tree.encode(loss_scale.state_dict(), "loss_scale"),
+        "num_updates": None if runtime.delayed is None else runtime.delayed.num_updates,
         "extra_state": {
             name: tree.encode(module.get_extra_state(), f"extra state of {name!r}")
             for name, module in runtime.model.named_modules()

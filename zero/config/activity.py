@@ -62,6 +62,10 @@ CONDITIONS = {
     "offload_optimizer nvme": Condition(
         lambda c: c.zero_optimization.offload_optimizer.device == "nvme", "offload_optimizer.device is not nvme"
     ),
+    "delayed update": Condition(
+        lambda c: c.zcomm.delayed_update and c.zero_optimization.offload_optimizer.device != "none",
+        "zcomm.delayed_update is false, or offload_optimizer.device is none",
+    ),
     "one buffer": Condition(
         lambda c: c.activation_checkpointing.contiguous_memory_optimization,
         "contiguous_memory_optimization is false",

@@ -180,6 +180,19 @@ class Zcomm:
         false="half the disk; after a step that failed the optimizer asks for the last checkpoint",
         active_if="offload_optimizer nvme",
     )
+    delayed_update: bool = key(
+        False,
+        "the update of a step runs on the host during the next step's forward and backward, which read the parameters "
+        "of one update before",
+        false="step() waits for its update",
+        active_if="offload_optimizer",
+    )
+    delay_start: int = key(
+        40,
+        "updates that are not delayed, at the start (the default is the paper's)",
+        minimum=0,
+        active_if="delayed update",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,8 @@ def tiers_of(config: Config, *, stage: int) -> Tiers:
             keeps_previous=config.zcomm.keep_previous_states,
             reads_ahead=optimizer.pipeline_read,
             writes_behind=optimizer.pipeline_write,
+            delays_update=config.zcomm.delayed_update,
+            delay_start=config.zcomm.delay_start,
         ),
         parameters=ParameterTier(
             tier=Tier(param.device) if params_are_offloaded else Tier.DEVICE,

@@ -48,4 +48,5 @@ def describe_states(buckets: list[Bucket], tier: StateTier, inner: Optimizer) ->
     place = f"files below {tier.path}" if tier.tier is Tier.NVME else "host memory"
     update = f"{type(inner).__module__.partition('.')[0]}'s {type(inner).__name__}"
     part = "" if share == 1 else f"{share:.0%} of the "
-    return (f"{part}masters and moments rest in {place}, updated on the host by {update}",)
+    late = f", during the next step after the first {tier.delay_start}" if tier.delays_update else ""
+    return (f"{part}masters and moments rest in {place}, updated on the host by {update}{late}",)

@@ -69,10 +69,9 @@ class HostGradient:
         self._settle()
         self._num_means, self._is_wide = 0, False
 
-    def hand_off(self) -> None:
-        """Leave the memory to whoever has the values: the next gradient gets memory of its own."""
-        self.clear()
-        self._mean = self._sum = None
+    def another(self) -> HostGradient:
+        """A sum of the same kind, with memory of its own once it is needed."""
+        return HostGradient(self._numel, self._sent, self._wide, self._host)
 
     def _settle(self) -> None:
         """Wait for the last mean, and add it."""

@@ -43,6 +43,10 @@ class StateTier:
     disk, and after a step that failed the optimizer refuses to go on."""
     reads_ahead: bool = False
     writes_behind: bool = False
+    delays_update: bool = False
+    """The update of a step runs during the next step's forward and backward."""
+    delay_start: int = 40
+    """Updates that are made at once, before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

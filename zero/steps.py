@@ -1,0 +1,57 @@
+"""One step of an optimizer on pieces that are in memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero.bucket import Bucket
+from zero.cpu_optimizers import CPUOptimizer
+from zero.masters import MasterPiece
+from zero.tiers.file_update import only
+
+__all__ = ["step_pieces"]
+
+
+def step_pieces(inner: Optimizer, pieces: Sequence[MasterPiece], factor: float) -> None:
+    """Step every piece that has a gradient, and no other parameter of ``inner``.
+
+    zero's own optimizers take the gradient times ``factor`` and write the new parameters of every bucket of ``pieces``
+    in the same pass; others take it as it is, and their buckets' shards are to be updated afterwards.
+    """
+    if isinstance(inner, CPUOptimizer):
+        _step_in_one_pass(inner, pieces, factor)
+        return
+    index_of = {id(p): i for i, group in enumerate(inner.param_groups) for p in group["params"]}
+    leaves: dict[int, list[Tensor]] = defaultdict(list)
+    for piece in pieces:
+        leaves[index_of[id(piece.master)]].append(piece.master)
+        if piece.master.grad is not None:
+            piece.master.grad = piece.master.grad.to(piece.master.dtype)
+    with only(inner, leaves):
+        inner.step()
+
+
+def _step_in_one_pass(inner: CPUOptimizer, pieces: Sequence[MasterPiece], factor: float) -> None:
+    group_of = {id(param): group for group in inner.param_groups for param in group["params"]}
+    by_bucket: dict[Bucket, list[MasterPiece]] = {}
+    for piece in pieces:
+        by_bucket.setdefault(piece.bucket, []).append(piece)
+    for bucket, of_bucket in by_bucket.items():
+        shard: Tensor | None = None
+        if bucket.master is not bucket.shard:
+            shard = bucket.begin_update(0, bucket.master.numel())
+            for start, stop in bucket.gaps:
+                shard[start:stop].zero_()
+        for piece in of_bucket:
+            master, grad = piece.master, piece.master.grad
+            out = None if shard is None else shard[piece.start : piece.start + master.numel()]
+            if grad is not None:
+                inner.step_tensor_(master, grad, group_of[id(master)], grad_factor=factor, out=out)
+            elif out is not None:
+                out.copy_(master)
+        if shard is not None:
+            bucket.end_update(0, bucket.master.numel())
