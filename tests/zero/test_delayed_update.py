@@ -105,16 +105,23 @@ def _train(model: nn.Module, optimizer: Any, rank: int, steps: range, **case: An
     return losses
 
 
-def _check_staleness(rank: int, folder: str) -> None:
-    for case in (
-        CPU | {"stage": 1},
-        CPU | {"stage": 2, "delay_start": 2, "gradient_accumulation_steps": 3},
-        CPU | {"stage": 3, "gradient_clipping": 0.05},
-        CPU | {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+def _cases(tier: str, folder: str) -> list[dict[str, Any]]:
+    if tier == "cpu":
+        return [
+            CPU | {"stage": 1},
+            CPU | {"stage": 2, "delay_start": 2, "gradient_accumulation_steps": 3},
+            CPU | {"stage": 3, "gradient_clipping": 0.05},
+            CPU | {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+        ]
+    return [
         _nvme(folder, stage=2),
         _nvme(folder, stage=3, gradient_accumulation_steps=2, gradient_clipping=0.05, delay_start=3),
         CPU | {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}},
-    ):
+    ]
+
+
+def _check_staleness(rank: int, tier: str, folder: str) -> None:
+    for case in _cases(tier, folder):
         model, Gated.num_steps_begun = new_model(has_unused=True), 0
         with zero_optimizer(model, Gated(groups_of(model), lr=1e-2), **case) as optimizer:
             scheduler = LambdaLR(optimizer, _rate)
@@ -133,9 +140,10 @@ def _check_staleness(rank: int, folder: str) -> None:
             assert_same_bits(got, expected[1])
 
 
-def test_forward_reads_the_parameters_of_one_update_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_forward_reads_the_parameters_of_one_update_before(tier: str, tmp_path: Path) -> None:
     """With updates that run as late as they can: after the next backward, and after the scheduler's next step."""
-    run_ranks(2, _check_staleness, str(tmp_path))
+    run_ranks(2, _check_staleness, tier, str(tmp_path))
 
 
 def _check_torch(rank: int) -> None:
