@@ -21,6 +21,7 @@ from tests.zero.training import assert_same_bits, full_values, zero_optimizer
 from zero.tiers.moved import moved
 
 IS_FULL = os.environ.get("ZERO_DIFFERENTIAL") == "full"
+pytestmark = [pytest.mark.timeout(1800)] if IS_FULL else []
 STEPS, OVERFLOWS_AT = 2, 0
 MOST_AT_ONCE = 24
 """Cases of one call of the ranks."""
@@ -133,11 +134,9 @@ def _run(world_size: int, cases: list[dict[str, Any]], folder: Path) -> None:
         run_ranks(world_size, _check, cases[first : first + MOST_AT_ONCE], 2, str(folder))
 
 
-@pytest.mark.timeout(1800 if IS_FULL else 60)
 def test_stages_1_to_3_on_two_ranks(tmp_path: Path) -> None:
     _run(2, [*_cases(BELOW_STAGE_3), *_cases(STAGE_3)], tmp_path)
 
 
-@pytest.mark.timeout(1800 if IS_FULL else 60)
 def test_zeropp_on_two_nodes(tmp_path: Path) -> None:
     _run(4, _cases(ON_NODES), tmp_path)
