@@ -1,7 +1,8 @@
 """Train a GPT that is larger than memory: parameters and optimizer states rest on NVMe and pass through it.
 
-    python bench/large_model.py                      4.1 billion parameters on one rank; needs 57 GB of disk
-    python bench/large_model.py --size 1.3b          the same with 1.3 billion; 18 GB
+    python bench/large_model.py                      4.1 billion parameters on one rank; needs 66 GB of disk
+    python bench/large_model.py --bf16-moments       the same; 49 GB
+    python bench/large_model.py --size 1.3b          1.3 billion; 21 GB
     python bench/large_model.py --size 24x1024 --num-ranks 2 --states cpu        layers x hidden size
 
 Real text, held-out loss after each step, a bar that says what is waited for, and in the end a table of memory, bytes
@@ -50,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=4, help="sequences of a step over all ranks")
     parser.add_argument("--seq-length", type=int, default=128)
     parser.add_argument("--held-out", type=int, default=4, help="windows that the held-out loss is the mean of")
-    parser.add_argument("--lr", type=float, help="default: 0.01 / hidden size, a fit for the first steps")
+    parser.add_argument("--lr", type=float, help="default: 0.0025 / hidden size, a fit for the first steps")
     parser.add_argument("--parameters", choices=["nvme", "cpu", "none"], default="nvme", help="where they rest")
     parser.add_argument("--states", choices=["nvme", "cpu", "none"], default="nvme", help="where masters, moments rest")
     parser.add_argument("--bf16-moments", action="store_true", help="half the bytes of moments")
@@ -112,7 +113,7 @@ class Run:
         assert found == self.cost.numel, f"{found} parameters, {self.cost.numel} by the formula"
         self.optimizer = zero.ZeroOptimizer(
             self.model, zero.CPUAdam, config=document, topology=topology, betas=(0.9, 0.95),
-            lr=arguments.lr or 0.01 / config.hidden_size, weight_decay=0.1, adamw_mode=True,
+            lr=arguments.lr or 0.0025 / config.hidden_size, weight_decay=0.1, adamw_mode=True,
             fp32_optimizer_states=not arguments.bf16_moments,
         )  # fmt: skip
         self.optimizer.time_exchanges(watch.waiting_for)
