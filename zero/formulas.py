@@ -10,6 +10,7 @@ of an element: b_p of what the forward reads, b_g of gradients at rest, b_w of t
       of offloaded states instead, or at stage 1 too: b_w T / N; + b_g T / N  host            zero.tiers.host_gradient
                           if micro-batches are summed
       of states on NVMe   b_g T / N, at stage 1 too                           nvme            zero.tiers.gradient_files
+    delayed update        gradients once more, in memory; 2 b_p T / N         host            zero.delayed
     states                b_s T; from stage 1: b_s T / N                      optimizer tier  ZeRO, section 3.1
       on NVMe             twice as much, if steps may fail                    nvme            zero.tiers.state_files
     buckets               from stage 2: gradients on their way, 3 b_g B;      device          zero.grads
@@ -139,6 +140,8 @@ class Setup:
     files: Files = Files()
     offloaded_share: float = 1.0
     """Of the states, where they are offloaded."""
+    delays_update: bool = False
+    """Offloaded states are updated during the next step."""
     pins_memory: bool = True
     """Host memory of what is offloaded is page-locked."""
 
@@ -197,7 +200,8 @@ def _gradients(counts: Counts, setup: Setup) -> list[Usage]:
     share = setup.offloaded_share if setup.offloads_states else 0.0
     at_rest = trainable / _of(setup.world_size, setup.stage, 2)
     on_device = at_rest * (1 - share) if setup.stage >= 2 else at_rest
-    on_host, place = share * trainable / setup.world_size, setup.tier.states
+    on_host = share * trainable / setup.world_size
+    place = "host" if setup.delays_update else setup.tier.states
     in_memory = (setup.sent_nbytes + setup.gradient_nbytes * setup.sums_gradients) * on_host
     return [
         Usage("gradients", "device", setup.gradient_nbytes * on_device),
@@ -207,7 +211,14 @@ def _gradients(counts: Counts, setup: Setup) -> list[Usage]:
             setup.gradient_nbytes * on_host if place == "nvme" else in_memory,
             place == "host" and setup.pins_memory,
         ),
+        *(_delayed(in_memory, on_host, setup) if setup.delays_update else []),
     ]
+
+
+def _delayed(gradient_nbytes: float, numel: float, setup: Setup) -> list[Usage]:
+    """What an update reads while the next gradients come, and what it writes before that is published."""
+    nbytes = gradient_nbytes + 2 * setup.param_nbytes * numel
+    return [Usage("delayed update", "host", nbytes, setup.pins_memory)]
 
 
 def _states(counts: Counts, setup: Setup) -> list[Usage]:
@@ -265,7 +276,8 @@ def _file_buffers(counts: Counts, setup: Setup) -> list[Usage]:
         trainable, _ = _trainable_and_frozen(counts)
         bucket = min(max(counts.largest_unit, setup.merged_numel if setup.stage < 3 else 0), trainable)
         sub_group = min(files.sub_group_numel, bucket / setup.world_size)
-        found.append((setup.state_nbytes + setup.gradient_nbytes) * sub_group * files.num_sub_groups)
+        nbytes = setup.state_nbytes + (0 if setup.delays_update else setup.gradient_nbytes)
+        found.append(nbytes * sub_group * files.num_sub_groups)
     return [Usage("NVMe buffers", "host", nbytes, setup.pins_memory) for nbytes in found]
 
 

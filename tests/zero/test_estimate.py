@@ -149,7 +149,9 @@ def _with_tiers(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
 FEW = {"device": "nvme", "max_in_cpu": 264_000}  # two layers' shards
 BF16 = {"bf16": {"enabled": True}}
+DELAYED = {"zcomm": {"delayed_update": True, "delay_start": 0}}
 TIER_CASES: list[tuple[dict[str, Any], bool]] = [
+    *((BF16 | DELAYED | {"zero_optimization": {"stage": 2, "offload_optimizer": tier}}, False) for tier in (CPU, NVME)),
     *((BF16 | {"zero_optimization": {"stage": stage, "offload_optimizer": CPU}}, False) for stage in (1, 2, 3)),
     ({"zero_optimization": {"stage": 2, "offload_optimizer": CPU}, "gradient_accumulation_steps": 2}, False),
     (BF16 | {"zero_optimization": {"stage": 3, "offload_optimizer": CPU | {"ratio": 0.5}}}, False),
@@ -202,6 +204,8 @@ def _check_tiers(rank: int, folder: Path) -> None:
             assert together == pytest.approx(allocated, rel=0.01, abs=1e3), (kind, case)  # and step counters
         assert in_places.get(("states", "nvme"), 0) == pytest.approx(report.states_in_files, rel=0.02), case
         assert in_places.get(("gradients", "nvme"), 0) == pytest.approx(report.gradients_in_files, rel=0.02), case
+        delayed = sum(report.buffers[f"{kind} of a delayed update"] for kind in ("parameters", "gradients"))
+        assert in_places.get(("delayed update", "host"), 0) == pytest.approx(delayed, rel=0.01), case
         buffers = sum(report.buffers[f"{kind} on their way"] for kind in ("parameters", "states", "gradients"))
         assert in_places.get(("NVMe buffers", "host"), 0) == pytest.approx(buffers, rel=0.5, abs=2e5), case
 
