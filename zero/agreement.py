@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
 
@@ -30,11 +31,11 @@ def on_every_rank(call: Callable[[], Result], ranks: Topology | dist.ProcessGrou
 
     Cost for each rank: 512 bytes to every other rank.
     """
-    failure: Exception | None = None
+    failure, handled = None, sys.exc_info()[1]  # this may be the recovery from an agreed error
     try:
         result = call()
     except Exception as error:
-        if is_agreed(error):  # by an agreement inside ``call``, where each rank came to this point
+        if is_agreed(error, handled=handled):  # by an agreement inside ``call``, where each rank came to this point
             raise
         failure = error
     mine = f"\n{fact}" if failure is None else _told(failure)
@@ -89,9 +90,9 @@ def share_text(text: str, src: int, topology: Topology) -> str:
     return bytes(buffer.tolist()).decode()
 
 
-def is_agreed(error: BaseException | None) -> bool:
-    """Whether ``error``, or what it came from, was raised on every rank."""
-    while error is not None:
+def is_agreed(error: BaseException | None, *, handled: BaseException | None = None) -> bool:
+    """Whether ``error``, or what it came from, was raised on every rank; ``handled``, which came before it, aside."""
+    while error is not None and error is not handled:
         if getattr(error, "is_agreed_by_ranks", False):
             return True
         error = error.__cause__ or error.__context__

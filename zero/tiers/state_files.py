@@ -13,7 +13,7 @@ At rest a master or moment keeps its object, shape and dtype but no memory: read
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -58,9 +58,19 @@ class InMemory:
 
     def __init__(self, files: StateFiles, group: SubGroup, *, reads: bool, moments: bool = True) -> None:
         self._files, self._group = files, group
-        store = files.store
-        self._buffers = [store.buffer(files.master_nbytes(group))]
+        self._buffers: list[Tensor] = []
         self._transfers: list[Transfer] = []
+        try:
+            self._open(reads=reads, moments=moments)
+        except BaseException:  # what there is may be all that a recovery will get
+            with suppress(Exception):
+                self.wait()
+            self.free()
+            raise
+
+    def _open(self, *, reads: bool, moments: bool) -> None:
+        files, group, store = self._files, self._group, self._files.store
+        self._buffers.append(store.buffer(files.master_nbytes(group)))
         if moments and files.moments:
             self._buffers.append(store.buffer(files.moment_nbytes(group)))
         if reads:
