@@ -1,0 +1,37 @@
+"""Errors of one rank are every rank's: alone, one inside the other, and in the recovery from another."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import run_ranks
+from zcomm import StateError
+from zero.agreement import on_every_rank
+
+
+def _check(rank: int) -> None:
+    def fail_on(failing: int) -> int:
+        if rank == failing:
+            raise StateError(f"of rank {failing}")
+        return rank
+
+    assert on_every_rank(lambda: fail_on(9), None) == rank
+    with pytest.raises(StateError, match="of rank 1"):
+        on_every_rank(lambda: fail_on(1), None)
+    with pytest.raises(StateError, match="of rank 0"):  # agreed on once
+        on_every_rank(lambda: on_every_rank(lambda: fail_on(0), None), None)
+    with pytest.raises(StateError, match="of rank 1"):
+        try:
+            on_every_rank(lambda: fail_on(0), None)
+        except StateError:
+            on_every_rank(lambda: fail_on(1), None)
+    with pytest.raises(StateError, match="of rank 0"):
+        try:
+            on_every_rank(lambda: fail_on(0), None)
+        except StateError:
+            on_every_rank(lambda: fail_on(9), None)
+            raise
+
+
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
+    run_ranks(2, _check)
