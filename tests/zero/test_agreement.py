@@ -20,17 +20,18 @@ def _check(rank: int) -> None:
         on_every_rank(lambda: fail_on(1), None)
     with pytest.raises(StateError, match="of rank 0"):  # agreed on once
         on_every_rank(lambda: on_every_rank(lambda: fail_on(0), None), None)
-    with pytest.raises(StateError, match="of rank 1"):
+
+    def recover(failing: int) -> None:
         try:
             on_every_rank(lambda: fail_on(0), None)
         except StateError:
-            on_every_rank(lambda: fail_on(1), None)
-    with pytest.raises(StateError, match="of rank 0"):
-        try:
-            on_every_rank(lambda: fail_on(0), None)
-        except StateError:
-            on_every_rank(lambda: fail_on(9), None)
+            on_every_rank(lambda: fail_on(failing), None)
             raise
+
+    with pytest.raises(StateError, match="of rank 1"):
+        recover(1)
+    with pytest.raises(StateError, match="of rank 0"):
+        recover(9)
 
 
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
