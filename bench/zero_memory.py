@@ -10,6 +10,7 @@ imported and the process group joined, before the contender's own modules.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -65,6 +66,8 @@ def main() -> int:
         row = {"case": arguments.contender, "peak_mib": peak, "base_mib": base, "loss": largest_loss}
         print(json.dumps(row), flush=True)
     contender.close()
+    del contender, loss
+    gc.collect()  # DDP would hold the process group, and let it go where gloo's thread waits for the interpreter
     dist.destroy_process_group()
     return 0
 

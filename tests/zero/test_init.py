@@ -173,6 +173,9 @@ def _check_peak(rank: int, world_size: int) -> None:
         with LiveBytes() as live:
             model = _build_wide(way)
             shards = size * numel / world_size
+            deadline = time.monotonic() + 10
+            while live.now() > 1.05 * shards and time.monotonic() < deadline:
+                time.sleep(0.01)  # gloo's thread lets go of what it has sent a moment after the exchange has ended
             assert 0.95 * shards <= live.now() <= 1.05 * shards, f"{way}: {live.now()} bytes of {shards}"
             assert live.peak <= 1.2 * (shards + largest)
             assert live.peak < 0.65 * size * numel, "it would not fit whole"
