@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-__all__ = ["Contender", "Setup"]
+__all__ = ["Contender", "Setup", "torch_step"]
 
 
 @dataclass(frozen=True)
@@ -33,3 +35,20 @@ class Contender:
     close: Callable[[], object] = lambda: None
     num_steps: int = 0
     loss: float = float("nan")
+
+
+def torch_step(
+    model: nn.Module, optimizer: Optimizer, within: AbstractContextManager[object] | None = None
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A step as torch's own loops have it; the forward runs ``within`` that, each time."""
+    context = within or nullcontext()
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        with context:
+            loss: Tensor = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from contenders.contender import Contender, Setup
+from contenders.contender import Contender, Setup, torch_step
 
 __all__ = ["build"]
 
@@ -16,13 +15,6 @@ def build(setup: Setup, *, gradient_as_bucket_view: bool) -> Contender:
     """The model; with views gradients have no memory beside that of DDP's buckets."""
     model = DistributedDataParallel(setup.model, gradient_as_bucket_view=gradient_as_bucket_view)
     optimizer = AdamW(model.parameters(), lr=setup.learning_rate, fused=True)
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(tokens.device.type, setup.dtype, enabled=setup.dtype != torch.float32):
-            loss: Tensor = model(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return Contender(step)
+    device = next(setup.model.parameters()).device
+    autocast = torch.autocast(device.type, setup.dtype, enabled=setup.dtype != torch.float32)
+    return Contender(torch_step(model, optimizer, autocast))

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
 
-from contenders.contender import Contender, Setup
+from contenders.contender import Contender, Setup, torch_step
 
 __all__ = ["build"]
 
@@ -27,12 +26,4 @@ def build(setup: Setup, *, reshard_after_forward: bool) -> Contender:
         fully_shard(block, **options)
     fully_shard(model, **options)
     optimizer = AdamW(model.parameters(), lr=setup.learning_rate, fused=True)
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = model(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return Contender(step)
+    return Contender(torch_step(model, optimizer))

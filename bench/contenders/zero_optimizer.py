@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
 from torch.optim import AdamW
 
-from contenders.contender import Contender, Setup
+from contenders.contender import Contender, Setup, torch_step
 from zero import ZeroOptimizer
 
 __all__ = ["build"]
@@ -15,12 +14,4 @@ def build(setup: Setup, stage: int) -> Contender:
     """The model under ``stage``."""
     model = setup.model.to(setup.dtype)
     optimizer = ZeroOptimizer(model, AdamW, stage=stage, lr=setup.learning_rate, fused=True)
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = model(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return Contender(step, optimizer.close)
+    return Contender(torch_step(model, optimizer), optimizer.close)

@@ -1,4 +1,4 @@
-"""Updates that run during the next step: exactly one step late, whatever looks at the run, stops it or goes wrong.
+"""Updates that run during the next step: exactly one step late, whatever looks at the run or stops it.
 
 The oracle trains on one process, from the formula: gradients at the parameters after the update before the last, and a
 plain ``zero.CPUAdam`` over whole float32 masters.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,34 +19,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import zero
 from tests.ranks import run_ranks
+from tests.zero.delayed import CPU, LAST, Gated, Messages, masters_of, nvme, train_late
 from tests.zero.models import batch, groups_of, loss_of, new_model
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
-from zcomm import StateError
 
-LAST = 1
 STEPS = 6
-CPU: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}, "delayed_update": True, "delay_start": 0}
-
-
-def _nvme(folder: str, **options: Any) -> dict[str, Any]:
-    ahead = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 3}
-    return (
-        CPU | {"offload_optimizer": {"device": "nvme", "nvme_path": folder} | ahead, "sub_group_size": 1601} | options
-    )
-
-
-class Gated(zero.CPUAdam):
-    """In a thread, its update number k, from 0, waits until the step that finishes it has begun: the latest it can."""
-
-    num_steps_begun = 0
-
-    def step_tensor_(self, param: Tensor, *args: Any, **kwargs: Any) -> None:
-        """As of CPUAdam."""
-        deadline, number = time.monotonic() + 20, int(self.state[param].get("step", 0))
-        while threading.current_thread() is not threading.main_thread() and Gated.num_steps_begun < number + 2:
-            assert time.monotonic() < deadline, "no later step has begun"
-            time.sleep(1e-4)
-        super().step_tensor_(param, *args, **kwargs)
 
 
 def _rate(step: int) -> float:
@@ -89,22 +64,6 @@ def _expected(rank: int, case: dict[str, Any], late: set[str]) -> tuple[list[flo
     return losses, {name: master_of[param] for name, param in params.items()}
 
 
-def _train(model: nn.Module, optimizer: Any, rank: int, steps: range, **case: Any) -> list[float]:
-    losses, num_micro = [], case.get("gradient_accumulation_steps", 1)
-    scheduler = case.get("scheduler")
-    for step in steps:
-        for micro in range(num_micro):
-            loss = loss_of(model, *batch(step, micro, rank)) / num_micro
-            optimizer.scale(loss).backward()
-            losses.append(loss.item())
-        Gated.num_steps_begun += 1
-        optimizer.step()
-        optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
-    return losses
-
-
 def _cases(tier: str, folder: str) -> list[dict[str, Any]]:
     if tier == "cpu":
         return [
@@ -114,8 +73,8 @@ def _cases(tier: str, folder: str) -> list[dict[str, Any]]:
             CPU | {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
         ]
     return [
-        _nvme(folder, stage=2),
-        _nvme(folder, stage=3, gradient_accumulation_steps=2, gradient_clipping=0.05, delay_start=3),
+        nvme(folder, stage=2),
+        nvme(folder, stage=3, gradient_accumulation_steps=2, gradient_clipping=0.05, delay_start=3),
         CPU | {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}},
     ]
 
@@ -126,7 +85,7 @@ def _check_staleness(rank: int, tier: str, folder: str) -> None:
         with zero_optimizer(model, Gated(groups_of(model), lr=1e-2), **case) as optimizer:
             scheduler = LambdaLR(optimizer, _rate)
             late = {s.name for b in optimizer.inside.runtime.buckets if b.host is not None for s in b.layout.slots}
-            losses = _train(model, optimizer, rank, range(STEPS), scheduler=scheduler, **case)
+            losses = train_late(model, optimizer, rank, range(STEPS), scheduler=scheduler, **case)
             Gated.num_steps_begun += 1
             optimizer.finish_update()
             got = full_values(model)
@@ -152,7 +111,7 @@ def _check_torch(rank: int) -> None:
     for inner in (torch.optim.AdamW, zero.CPUAdam):
         model = new_model()
         with zero_optimizer(model, inner(groups_of(model), lr=1e-2, weight_decay=0.1), **CPU, stage=2) as optimizer:
-            losses = _train(model, optimizer, rank, range(4), scheduler=LambdaLR(optimizer, _rate))
+            losses = train_late(model, optimizer, rank, range(4), scheduler=LambdaLR(optimizer, _rate))
             assert zero.utils.safe_get_full_optimizer_state(model.head.weight, "step") == 4
             results.append(losses)
     assert results[0] == pytest.approx(results[1], rel=1e-5)
@@ -177,7 +136,7 @@ def _check_fast_updates(rank: int) -> None:
                 return write_shards()
 
             delayed.write_shards = write_late if is_fast else write_shards
-            results.append(_train(model, optimizer, rank, range(4)))
+            results.append(train_late(model, optimizer, rank, range(4)))
     assert results[0] == results[1]
 
 
@@ -212,41 +171,37 @@ def _check_resuming(rank: int, folder: str) -> None:
     for number, (first, second) in enumerate(
         (
             (CPU | {"stage": 2}, CPU | {"stage": 3}),
-            (CPU | {"stage": 3, "delay_start": 4}, _nvme(folder, stage=1, delay_start=4)),
-            (_nvme(folder, stage=3), CPU | {"stage": 2}),
+            (CPU | {"stage": 3, "delay_start": 4}, nvme(folder, stage=1, delay_start=4)),
+            (nvme(folder, stage=3), CPU | {"stage": 2}),
         )
     ):
         model, saved = new_model(), f"{folder}/{number}"
         with zero_optimizer(model, zero.CPUAdam, lr=1e-2, **case, **first) as optimizer:
-            expected = _train(model, optimizer, rank, range(STEPS))
+            expected = train_late(model, optimizer, rank, range(STEPS))
         model = new_model()
         with zero_optimizer(model, zero.CPUAdam, lr=1e-2, **case, **first) as optimizer:
-            got = _train(model, optimizer, rank, range(3))
+            got = train_late(model, optimizer, rank, range(3))
             if number == 1:
                 zero.save_checkpoint(optimizer, saved, "step2")
             else:
                 _look(model, optimizer, saved, 2)
             state = copy.deepcopy(optimizer.state_dict())
-            got += _train(model, optimizer, rank, range(3, STEPS))
+            got += train_late(model, optimizer, rank, range(3, STEPS))
             assert got == expected, "looking at a run changes it"
             masters = zero.utils.safe_get_full_fp32_param(model.head.weight)
             optimizer.load_state_dict(state)
-            assert _train(model, optimizer, rank, range(3, STEPS)) == expected[3:], "from a state dict"
+            assert train_late(model, optimizer, rank, range(3, STEPS)) == expected[3:], "from a state dict"
             assert torch.equal(zero.utils.safe_get_full_fp32_param(model.head.weight), masters)
         model = new_model(seed=1)
         with zero_optimizer(model, zero.CPUAdam, lr=1e-2, **case, **second) as optimizer:
             zero.load_checkpoint(optimizer, saved, "step2")
-            assert _train(model, optimizer, rank, range(3, STEPS)) == expected[3:], "from a checkpoint"
+            assert train_late(model, optimizer, rank, range(3, STEPS)) == expected[3:], "from a checkpoint"
             assert torch.equal(zero.utils.safe_get_full_fp32_param(model.head.weight), masters)
 
 
 def test_a_run_that_is_looked_at_saved_and_resumed_has_the_same_bits(tmp_path: Path) -> None:
     """Resumed at another stage and tier, too; the reference was never looked at nor saved."""
     run_ranks(2, _check_resuming, str(tmp_path))
-
-
-def _masters(model: nn.Module) -> dict[str, Tensor]:
-    return {name: zero.utils.safe_get_full_fp32_param(p).to(p.dtype) for name, p in model.named_parameters()}
 
 
 def _changes(model: nn.Module, rank: int) -> Iterator[None]:
@@ -267,10 +222,10 @@ def _check_changes(rank: int) -> None:
     for stage in (2, 3):
         model = new_model()
         with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=stage, bf16={"enabled": True}, **CPU) as optimizer:
-            _train(model, optimizer, rank, range(2))
+            train_late(model, optimizer, rank, range(2))
             for _ in _changes(model, rank):
-                assert_same_bits(full_values(model), _masters(model))
-                _train(model, optimizer, rank, range(2))
+                assert_same_bits(full_values(model), masters_of(model))
+                train_late(model, optimizer, rank, range(2))
                 assert optimizer.inside.runtime.is_behind
 
 
@@ -286,18 +241,6 @@ def test_changes_publish_first() -> None:
     run_ranks(2, _check_changes)
 
 
-class Messages(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
-        self.texts.append(record.getMessage())
-
-
 def _check_closing(rank: int) -> None:
     """Closed with an update under way, the model has it, and a state dict that cannot have it says so."""
     kept = Messages()
@@ -306,11 +249,11 @@ def _check_closing(rank: int) -> None:
         model, at_once = new_model(), new_model()
         options = {"stage": stage, "lr": 1e-2, "offload_optimizer": {"device": "cpu"}}
         with zero_optimizer(at_once, zero.CPUAdam, **options) as optimizer:  # the first update is of the same gradients
-            _train(at_once, optimizer, rank, range(1))
+            train_late(at_once, optimizer, rank, range(1))
             expected = full_values(at_once)
         with zero_optimizer(model, zero.CPUAdam, **options | CPU) as optimizer:
             before = full_values(model)
-            _train(model, optimizer, rank, range(1))
+            train_late(model, optimizer, rank, range(1))
             assert_same_bits(full_values(model), before)
             kept.texts.clear()
             saved = model.state_dict()
@@ -327,118 +270,13 @@ def test_closing_waits_and_publishes() -> None:
     run_ranks(2, _check_closing)
 
 
-def _check_overflow(rank: int) -> None:
-    model = new_model()
-    fp16 = {"enabled": True, "initial_scale_power": 10, "hysteresis": 1}
-    with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=2, fp16=fp16, **CPU) as optimizer:
-        for step in range(5):
-            loss = loss_of(model, *batch(step, 0, rank))
-            optimizer.scale(loss * float("inf") if (step, rank) == (2, LAST) else loss).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            assert optimizer.was_step_applied == (step != 2)
-            parameters = full_values(model)
-            lacks = [name for name, value in _masters(model).items() if not torch.equal(value, parameters[name])]
-            assert bool(lacks) == (step != 2), "a skipped step publishes the update before, and begins none"
-            assert not any(value.isnan().any() for value in parameters.values())
-        assert zero.utils.safe_get_full_optimizer_state(model.head.weight, "step") == 4
-        assert optimizer.loss_scale.scale == 2**9
-
-
-def test_a_skipped_step_begins_no_update() -> None:
-    run_ranks(2, _check_overflow)
-
-
-class Breaks:
-    """Stands for a method: fails at one call."""
-
-    def __init__(self, call: Any, at: int, error: Exception) -> None:
-        self.call, self.left, self.error = call, at, error
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.left -= 1
-        if self.left == 0:
-            raise self.error
-        return self.call(*args, **kwargs)
-
-
-def _check_failure_in_files(rank: int, folder: str) -> None:
-    """The next step raises on every rank, before the update that failed; tried again, nothing is lost."""
-    case = _nvme(folder, stage=2, bf16={"enabled": True}, gradient_clipping=0.05)
-    model = new_model()
-    with zero_optimizer(model, zero.CPUAdam, lr=1e-2, **case) as optimizer:
-        expected, masters = _train(model, optimizer, rank, range(4)), _masters(model)
-    for verb, at in (("write", 3), ("read", 2)):
-        model = new_model()
-        with zero_optimizer(model, zero.CPUAdam, lr=1e-2, **case) as optimizer:
-            losses, store = _train(model, optimizer, rank, range(1)), optimizer.inside.runtime.state_files.store
-            zero.utils.safe_get_full_fp32_param(model.head.weight)  # the first update is made
-            before, call = full_values(model), getattr(store, verb)
-            if rank == LAST:
-                setattr(store, verb, Breaks(call, at, OSError(28, "no space", "disk")))
-            losses += _train(model, optimizer, rank, range(1, 2))
-            published = full_values(model)
-            loss = loss_of(model, *batch(2, 0, rank))
-            loss.backward()
-            with pytest.raises(OSError, match="no space"):
-                optimizer.step()
-            setattr(store, verb, call)
-            assert_same_bits(full_values(model), published)
-            assert not torch.equal(published["wte.weight"], before["wte.weight"])
-            optimizer.step()
-            losses += [loss.item(), *_train(model, optimizer, rank, range(3, 4))]
-            assert losses == expected
-            assert_same_bits(_masters(model), masters)
-
-
-def test_an_update_of_files_that_failed_is_tried_again(tmp_path: Path) -> None:
-    run_ranks(2, _check_failure_in_files, str(tmp_path))
-
-
-def _check_failure_in_memory(rank: int, folder: str) -> None:
-    """An update that is half made in memory is the last, on every rank; its files are before it, and can be loaded."""
-    model = new_model()
-    with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=2, **CPU) as optimizer:
-        _train(model, optimizer, rank, range(2))
-        inner = optimizer.inside.inner
-        zero.utils.safe_get_full_fp32_param(model.head.weight)
-        if rank == LAST:
-            inner.step_tensor_ = Breaks(inner.step_tensor_, 2, MemoryError("no memory left"))
-        _train(model, optimizer, rank, range(2, 3))
-        for match in ("no memory left", r"load the last checkpoint.*no memory left"):
-            loss_of(model, *batch(3, 0, rank)).backward()
-            with pytest.raises((MemoryError, StateError), match=match):
-                optimizer.step()
-            optimizer.zero_grad()
-    model = new_model()
-    with zero_optimizer(model, zero.CPUAdam, lr=1e-2, **_nvme(folder, stage=2)) as optimizer:
-        _train(model, optimizer, rank, range(2))
-        zero.save_checkpoint(optimizer, folder, "two")
-        expected = _train(model, optimizer, rank, range(2, 4))
-        store = optimizer.inside.runtime.state_files.store
-        zero.utils.safe_get_full_fp32_param(model.head.weight)
-        call = store.write
-        if rank == LAST:
-            store.write = Breaks(call, 1, OSError(28, "no space", "disk"))
-        _train(model, optimizer, rank, range(4, 5))
-        with pytest.raises(OSError, match="no space"):
-            optimizer.finish_update()
-        store.write = call
-        zero.load_checkpoint(optimizer, folder)  # gives up what failed
-        assert _train(model, optimizer, rank, range(2, 4)) == expected
-
-
-def test_an_update_in_memory_that_failed_is_the_last(tmp_path: Path) -> None:
-    run_ranks(2, _check_failure_in_memory, str(tmp_path))
-
-
 def _check_memory(rank: int) -> None:
     model = new_model()
     with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=2, bf16={"enabled": True}, **CPU) as optimizer:
         shard = sum(bucket.layout.shard_numel for bucket in optimizer.inside.runtime.buckets)
         assert optimizer.memory().buffers["parameters of a delayed update"] == 2 * 2 * shard
         assert optimizer.memory().buffers["gradients of a delayed update"] == 0
-        _train(model, optimizer, rank, range(3))
+        train_late(model, optimizer, rank, range(3))
         report = optimizer.memory()
         assert report.gradients == report.buffers["gradients of a delayed update"] == 2 * shard
         assert "during the next step" in str(optimizer.effective)

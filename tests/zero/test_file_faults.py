@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.faults import mounted
 from zcomm import IntegrityError, env
 from zero.tiers import file_store
 from zero.tiers.file_store import FileStore, StoredFile
@@ -205,13 +206,6 @@ def test_a_path_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     store.close()
 
 
-def _mount(*options: str, at: Path) -> None:
-    at.mkdir()
-    done = subprocess.run(["mount", *options, str(at)], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"mounting is refused here: {done.stderr.strip()}")
-
-
 def _fits(number: int, data: bytes) -> bool:
     try:
         return os.write(number, data) == len(data)
@@ -220,9 +214,7 @@ def _fits(number: int, data: bytes) -> bool:
 
 
 def test_a_small_and_a_read_only_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = tmp_path / "disk"
-    try:
-        _mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", at=disk)
+    with mounted(tmp_path / "disk", 2**20) as disk:
         store = _store(disk)
         file = store.create("a", 100 * PAGE)
         with pytest.raises(OSError, match="are free") as error:  # each fits, but not both
@@ -251,8 +243,6 @@ def test_a_small_and_a_read_only_file_system(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(OSError, match="must exist and be writable") as error:
             _store(disk)
         assert (error.value.errno, error.value.filename) == (errno.EROFS, str(disk))
-    finally:
-        subprocess.run(["umount", str(disk)], capture_output=True, check=False)
 
 
 # Many faults, and what is known of every page

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import zero
+from tests.faults import Breaks
 from tests.ranks import run_ranks
 from tests.zero.models import batch, loss_of, new_model
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
@@ -88,19 +89,6 @@ def test_norms_and_edits_are_those_of_gradients_in_memory(tmp_path: Path) -> Non
     run_ranks(2, _check_use, str(tmp_path))
 
 
-class Breaks:
-    """Stands for a method of a file store: fails at one call."""
-
-    def __init__(self, call: Any, at: int) -> None:
-        self.call, self.left = call, at
-
-    def __call__(self, *args: Any) -> Any:
-        self.left -= 1
-        if self.left == 0:
-            raise OSError(5, "broken disk", "disk")
-        return self.call(*args)
-
-
 def _backwards(model: nn.Module, rank: int) -> None:
     for micro in range(2):
         loss_of(model, *batch(1, micro, rank)).backward()
@@ -121,7 +109,7 @@ def _check_failure(rank: int, folder: str) -> None:
                 _backwards(model, rank)
             call = getattr(store, verb)
             if rank == LAST:
-                setattr(store, verb, Breaks(call, at))
+                setattr(store, verb, Breaks(call, at, OSError(5, "broken disk", "disk")))
             with pytest.raises(OSError, match="broken disk"):
                 (optimizer.step if fails_in_step else lambda m=model: _backwards(m, rank))()
             setattr(store, verb, call)

@@ -12,6 +12,7 @@ from torch import nn
 
 import zero
 from tests.covering import covering_set
+from tests.faults import Breaks
 from tests.ranks import run_ranks
 from tests.zero.models import batch, groups_of, loss_of, new_model
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
@@ -250,19 +251,6 @@ def test_what_rests_in_files_can_be_read_and_set(tmp_path: Path) -> None:
     run_ranks(2, _check_edits, str(tmp_path))
 
 
-class Breaks:
-    """Stands for a method of a file store: fails at one call."""
-
-    def __init__(self, call: Any, at: int) -> None:
-        self.call, self.left = call, at
-
-    def __call__(self, *args: Any) -> Any:
-        self.left -= 1
-        if self.left == 0:
-            raise OSError(28, "no space", "disk")
-        return self.call(*args)
-
-
 def _check_broken_files(rank: int, folder: str) -> None:
     """A read or a write fails on one rank: all are before the step, and go on as if nothing had been."""
     case = {"lr": 1e-2, "stage": 2, "bf16": {"enabled": True}, "gradient_clipping": 0.5}
@@ -278,7 +266,7 @@ def _check_broken_files(rank: int, folder: str) -> None:
             loss.backward()
             call = getattr(store, verb)
             if rank == LAST:
-                setattr(store, verb, Breaks(call, at))
+                setattr(store, verb, Breaks(call, at, OSError(28, "no space", "disk")))
             with pytest.raises(OSError, match="no space"):
                 optimizer.step()
             setattr(store, verb, call)
@@ -303,7 +291,7 @@ def _check_in_place(rank: int, folder: str) -> None:
         store = optimizer.inside.runtime.state_files.store
         loss_of(model, *batch(1, 0, rank)).backward()
         if rank == LAST:
-            store.write = Breaks(store.write, 2)
+            store.write = Breaks(store.write, 2, OSError(28, "no space", "disk"))
         for match in ("no space", "load the last checkpoint"):
             with pytest.raises((OSError, StateError), match=match):
                 optimizer.step()

@@ -20,6 +20,7 @@ from torch import nn
 
 import zero
 from tests import ranks
+from tests.faults import mount, mounted
 from tests.ranks import run_ranks
 from tests.zero.models import new_model
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
@@ -33,34 +34,17 @@ NO_MEMORY = r"no host memory for a buffer of \d+ bytes|you tried to allocate \d+
 BF16 = {"bf16": {"enabled": True}, "lr": 1e-2}
 
 
-def _mount(*options: str, at: Path) -> None:
-    at.mkdir(exist_ok=True)
-    done = subprocess.run(["mount", *options, str(at)], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"mounting is refused here: {done.stderr.strip()}")
-
-
-@contextmanager
-def _mounted(folder: Path, nbytes: int) -> Iterator[Path]:
-    """A file system in memory."""
-    _mount("-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", at=folder)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
 @contextmanager
 def _thin_disk(folder: Path) -> Iterator[tuple[Path, Path]]:
     """A file system that promises more than the one below has; both."""
     if shutil.which("mkfs.ext4") is None:
         pytest.skip("mkfs.ext4 is not installed")
-    with _mounted(folder / "below", 2**26) as below:
+    with mounted(folder / "below", 2**26) as below:
         image, disk = below / "image", folder / "disk"
         with image.open("wb") as file:
             file.truncate(2**25)
         subprocess.run(["mkfs.ext4", "-q", "-F", "-b", "4096", "-O", "^has_journal", str(image)], check=True)
-        _mount("-o", "loop", str(image), at=disk)
+        mount("-o", "loop", str(image), at=disk)
         try:
             yield disk, below
         finally:
@@ -168,11 +152,11 @@ def _fill(path: Path) -> None:
 
 
 def test_a_small_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
-    with _mounted(tmp_path / "small", 2**15) as disk:
+    with mounted(tmp_path / "small", 2**15) as disk:
         run_ranks(2, _check_small_disk, str(disk), r"\d+ bytes are needed and \d+ are free")
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         run_ranks(2, _check_small_disk, str(disk), "must exist and be writable: Read-only")
-    with _mounted(tmp_path / "full", 2**20) as disk:
+    with mounted(tmp_path / "full", 2**20) as disk:
         run_ranks(2, _check_reserved, str(disk))
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from zcomm import EncodedShard, StateError, Topology, Work
-from zero.tiers.shard_rest import ShardRest
+from zero.tiers.shard_rest import Elsewhere
 
 __all__ = ["Encoded"]
 
 
-class Encoded(ShardRest):
+class Encoded(Elsewhere):
     """One :class:`zcomm.EncodedShard` for each exchange of a gather.
 
     No step updates it. Where somebody changes its values, an exchange's part with any new value is rounded anew, the
@@ -27,18 +26,15 @@ class Encoded(ShardRest):
         keeps_on: Where the codes rest.
     """
 
-    is_in_memory = False
-
     def __init__(
         self, values: Tensor, cuts: Sequence[tuple[int, int]], topology: Topology, *, keeps_on: torch.device
     ) -> None:
         nothing = torch.full((), float("nan"), dtype=values.dtype).expand(values.numel())
         super().__init__(nothing, values.device, updates_on_host=False)
-        self._empty, self._tier = nothing.data, "device" if keeps_on == values.device else "cpu"
+        self._tier = "device" if keeps_on == values.device else "cpu"
         self._parts = {
             (start, stop): EncodedShard(values[start:stop], topology, device=keeps_on) for start, stop in cuts
         }
-        self._depth = 0
 
     def gather(self, cut: tuple[int, int], columns: Tensor, *, async_op: bool) -> Work | None:
         """Fill ``columns`` [world_size, n], those of ``cut``, from every rank. Collective."""
@@ -61,18 +57,9 @@ class Encoded(ShardRest):
     def fetched(self) -> None:
         """Nothing was taken."""
 
-    @contextmanager
-    def in_memory(self) -> Iterator[None]:
-        """Decode all of it, on the device."""
-        if not self._depth:
-            self.shard.data = torch.cat([part.decode(self.device) for part in self._parts.values()])
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if not self._depth:
-                self.shard.data = self._empty
+    def _read(self) -> Tensor:
+        """Decoded, on the device."""
+        return torch.cat([part.decode(self.device) for part in self._parts.values()])
 
     def keep(self) -> None:
         """Encode the parts that have new values."""

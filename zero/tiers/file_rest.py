@@ -9,8 +9,8 @@ what the file has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from zero.tiers.device_copies import DeviceCopies
 from zero.tiers.file_store import StoredFile
 from zero.tiers.moved import record
-from zero.tiers.shard_rest import KIND, ShardRest
+from zero.tiers.shard_rest import KIND, Elsewhere
 from zero.tiers.staging import Part, Staging
 
 __all__ = ["PAGE_NBYTES", "InFile", "file_nbytes"]
@@ -46,7 +46,7 @@ class _Written:
     """What is there, from the start of the shard."""
 
 
-class InFile(ShardRest):
+class InFile(Elsewhere):
     """A shard in ``file``.
 
     Args:
@@ -58,8 +58,6 @@ class InFile(ShardRest):
         gaps: Padding, zero, which no update needs to write.
         updates_on_host: Whether steps update its values on the host.
     """
-
-    is_in_memory = False
 
     def __init__(
         self,
@@ -73,7 +71,6 @@ class InFile(ShardRest):
         updates_on_host: bool = True,
     ) -> None:
         super().__init__(shard, copies.device, updates_on_host=updates_on_host)
-        self._empty = shard.data
         self._file, self._cuts, self._staging, self._copies = file, list(cuts), staging, copies
         self._gaps = gaps
         self._parts: dict[tuple[int, int], Part] = {}
@@ -87,7 +84,6 @@ class InFile(ShardRest):
         """Memory of updates that is no view of a part's buffer."""
         self._crossing: set[tuple[int, int]] = set()
         self._sent: list[Tensor] = []
-        self._depth = 0
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -200,23 +196,6 @@ class InFile(ShardRest):
         """Give the buffers back."""
         while self._sent:
             self._staging.give(self._sent.pop())
-
-    @contextmanager
-    def in_memory(self) -> Iterator[None]:
-        """Read all of it.
-
-        Raises:
-            OSError: It cannot be read.
-        """
-        if not self._depth:
-            self.shard.data = self._read()
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if not self._depth:
-                self.shard.data = self._empty
 
     def _read(self) -> Tensor:
         self._complete()

@@ -23,7 +23,7 @@ from torch import Tensor
 from zero.tiers.device_copies import DeviceCopies
 from zero.tiers.moved import record
 
-__all__ = ["KIND", "InPlace", "OnHost", "ShardRest"]
+__all__ = ["KIND", "Elsewhere", "InPlace", "OnHost", "ShardRest"]
 
 KIND = "parameters"
 """In :mod:`zero.tiers.moved`."""
@@ -112,6 +112,38 @@ class ShardRest(ABC):
     @abstractmethod
     def nbytes(self) -> dict[str, int]:
         """Bytes that rest, by tier."""
+
+
+class Elsewhere(ShardRest):
+    """The shard has its values only inside :meth:`in_memory`, however often that is entered."""
+
+    is_in_memory = False
+
+    def __init__(self, shard: Tensor, device: torch.device, *, updates_on_host: bool) -> None:
+        super().__init__(shard, device, updates_on_host=updates_on_host)
+        self._empty = shard.data
+        self._depth = 0
+
+    @abstractmethod
+    def _read(self) -> Tensor:
+        """All values, in memory of their own."""
+
+    @contextmanager
+    def in_memory(self) -> Iterator[None]:
+        """Bring all of it.
+
+        Raises:
+            OSError: It is in a file that cannot be read.
+        """
+        if not self._depth:
+            self.shard.data = self._read()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self.shard.data = self._empty
 
 
 class InPlace(ShardRest):
