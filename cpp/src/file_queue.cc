@@ -11,6 +11,7 @@
 
 #include "file_moves.h"
 #include "file_ring.h"
+#include "size_signal.h"
 #include "zcomm/check.h"
 
 namespace zcomm {
@@ -42,6 +43,7 @@ FileQueue::FileQueue(std::size_t num_requests, std::size_t request_nbytes, bool 
               "num_requests must be 1 to 256: num_requests=", num_requests);
   ZCOMM_CHECK(request_nbytes >= kFileAlignment && request_nbytes % kFileAlignment == 0,
               "request_nbytes must be a multiple of 4096: request_nbytes=", request_nbytes);
+  const WithoutSizeSignal in_every_thread;
   if (ring_) {
     threads_.emplace_back([this, slots = std::vector<Request>(num_requests)]() mutable { ServeRing(&slots); });
     return;
@@ -76,6 +78,7 @@ int FileQueue::Create(const std::string& path, std::uint64_t nbytes, FileKind ki
   if (kind == FileKind::kChecked) checked = std::make_shared<CheckedFile>(nbytes);
   const std::uint64_t reserved = checked ? CheckedFile::FileNbytes(nbytes) : nbytes;
   const auto size = static_cast<off_t>(reserved);
+  const WithoutSizeSignal here;
   File file = OpenFile(path, O_RDWR | O_CREAT | O_EXCL);
   const int descriptor = file.descriptor.number();
   int error = reserved == 0 || ::fallocate(descriptor, 0, 0, size) == 0 ? 0 : errno;

@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,14 +97,23 @@ def _closed(file: StoredFile) -> Iterator[None]:
 
 
 @contextmanager
-def _limit(file: StoredFile) -> Iterator[None]:
-    """Writes beyond 3 pages of data are refused, and what is in front of it is written."""
+def _file_size_limit(nbytes: int) -> Iterator[None]:
+    """Also where SIGXFSZ would end the process, as it does after LLVM (Triton) has compiled something in it."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * PAGE, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN if handler is None else handler)
+
+
+@contextmanager
+def _limit(file: StoredFile) -> Iterator[None]:
+    """Writes beyond 3 pages of data are refused, and what is in front of it is written."""
+    with _file_size_limit(4 * PAGE):
+        yield
 
 
 @contextmanager
@@ -202,6 +212,9 @@ def test_a_path_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"\d+ bytes are needed and \d+ are free") as error:
         store.create("a", 2**55)
     assert (error.value.errno, error.value.filename) == (errno.ENOSPC, str(store.folder))
+    with _file_size_limit(2 * PAGE), pytest.raises(OSError, match="cannot reserve|bytes are needed") as error:
+        store.create("a", 10 * PAGE)
+    assert error.value.errno == errno.EFBIG
     assert [path.name for path in store.folder.iterdir()] == ["owner"]
     store.close()
 
