@@ -212,7 +212,7 @@ def test_a_path_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"\d+ bytes are needed and \d+ are free") as error:
         store.create("a", 2**55)
     assert (error.value.errno, error.value.filename) == (errno.ENOSPC, str(store.folder))
-    with _file_size_limit(2 * PAGE), pytest.raises(OSError, match="cannot reserve|bytes are needed") as error:
+    with _file_size_limit(2 * PAGE), pytest.raises(OSError, match=r"cannot reserve|bytes are needed") as error:
         store.create("a", 10 * PAGE)
     assert error.value.errno == errno.EFBIG
     assert [path.name for path in store.folder.iterdir()] == ["owner"]
