@@ -335,7 +335,7 @@ def level_group_names(group: dist.ProcessGroup | None) -> None:
     wanted = max(gather_ints(max(len(names), *_counts_used), group))
     while len(names) < wanted:
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True).shutdown()
-    _counts_used[:] = [wanted + 3]  # a topology makes no more; none of the names comes again
+    _counts_used[:] = [wanted + 3]  # nobody makes more before leveling again; none of the names comes again
 
 
 _counts_used = [0]

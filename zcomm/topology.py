@@ -174,6 +174,8 @@ class Topology:
         group = None
         if self.world_size > 1:
             ranks = list(self.global_ranks)
+            if self._is_local:
+                backend.level_group_names(self._parent)
             group = backend.new_group(ranks, self._parent, is_local=self._is_local, backend="gloo")
         return Background(group)
 
