@@ -1,4 +1,7 @@
-"""Small exchanges by which ranks agree: maxima of flags, float64 partial sums, initial values. Always synchronous."""
+"""Small exchanges by which ranks agree: maxima of flags, float64 partial sums, initial values. Always synchronous.
+
+They are between hosts (:attr:`Topology.on_host`): no device is waited for, but by a broadcast of what is on one.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def agree_max(values: Tensor, topology: Topology) -> Tensor:
     """The elementwise maximum of int64 ``values`` over all ranks, on the CPU, the same on every rank."""
     agreed = values.to("cpu", torch.int64, copy=True)
     _keep_order(topology)
-    backend.max_(agreed, topology.world)
+    backend.max_(agreed, topology.on_host)
     return agreed
 
 
@@ -29,7 +32,7 @@ def gather_float64(values: Tensor, topology: Topology) -> Tensor:
     mine = values.to("cpu", torch.float64).contiguous()
     _keep_order(topology)
     of_ranks = mine.new_empty((topology.world_size, mine.numel()))
-    work = backend.all_gather(of_ranks, mine, topology.world, Sent("control", "none", mine.numel()))
+    work = backend.all_gather(of_ranks, mine, topology.on_host, Sent("control", "none", mine.numel()))
     if work is not None:
         work.wait()
     return of_ranks
@@ -40,7 +43,7 @@ def gather_texts(text: str, ranks: Topology | dist.ProcessGroup | None) -> list[
     if not isinstance(ranks, Topology):
         return texts_over(hop_of_group(ranks), text)
     _keep_order(ranks)
-    return texts_over(ranks.world, text)
+    return texts_over(ranks.on_host, text)
 
 
 def texts_over(hop: Hop, text: str) -> list[str]:
@@ -63,7 +66,7 @@ def broadcast_(tensor: Tensor, src: int, topology: Topology) -> None:
         raise TopologyError(f"src must be a rank: src={src}, world_size={topology.world_size}")
     _keep_order(topology)
     values = tensor.detach().contiguous()
-    backend.broadcast_(values, src, topology.world)
+    backend.broadcast_(values, src, topology.on_host if values.device.type == "cpu" else topology.world)
     if values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values)
 
