@@ -14,7 +14,7 @@ from zcomm.backend import Hop, Sent
 from zcomm.errors import TopologyError
 from zcomm.topology import Topology, hop_of_group
 
-__all__ = ["agree_max", "broadcast_", "gather_float64", "gather_texts", "texts_over"]
+__all__ = ["agree_max", "any_", "broadcast_", "gather_float64", "gather_texts", "texts_over"]
 
 TEXT_NBYTES = 512
 
@@ -25,6 +25,14 @@ def agree_max(values: Tensor, topology: Topology) -> Tensor:
     _keep_order(topology)
     backend.max_(agreed, topology.on_host)
     return agreed
+
+
+def any_(flag: Tensor, topology: Topology) -> Tensor:
+    """Whether the bool scalar ``flag`` is true on any rank, on its device. On CUDA the host waits for nothing."""
+    agreed = flag.to(torch.uint8, copy=True).view(1)
+    _keep_order(topology)
+    backend.max_(agreed, _hop_for(agreed, topology))
+    return agreed.bool().view(())
 
 
 def gather_float64(values: Tensor, topology: Topology) -> Tensor:
@@ -66,9 +74,13 @@ def broadcast_(tensor: Tensor, src: int, topology: Topology) -> None:
         raise TopologyError(f"src must be a rank: src={src}, world_size={topology.world_size}")
     _keep_order(topology)
     values = tensor.detach().contiguous()
-    backend.broadcast_(values, src, topology.on_host if values.device.type == "cpu" else topology.world)
+    backend.broadcast_(values, src, _hop_for(values, topology))
     if values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values)
+
+
+def _hop_for(tensor: Tensor, topology: Topology) -> Hop:
+    return topology.on_host if tensor.device.type == "cpu" else topology.world
 
 
 def _keep_order(topology: Topology) -> None:
