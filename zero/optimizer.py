@@ -26,6 +26,7 @@ from zero.agreement import on_every_rank
 from zero.clip import clip_grad_norm_, fold_clipping
 from zero.config.plan import Plan
 from zero.config.read import Configuration, Source
+from zero.cpu_optimizer import set_moment_format
 from zero.distributed import DataParallel, data_parallel
 from zero.final_gradients import FinalGradients
 from zero.inputs import announce, check_inputs, choose_topology
@@ -129,6 +130,7 @@ class ZeroOptimizer(Optimizer):
         try:
             build = partial(build_inner, optimizer, groups, self._pieces, plan.optimizer_options)
             self._inner = on_every_rank(build, topology)
+            set_moment_format(self._inner, plan.configuration.values.zcomm.moment_format)
             self._runtime.open_states(self._inner, self._pieces)
             install_on_model(self._runtime, plan.activations, self._model_parallel)
         except Exception:
