@@ -275,19 +275,21 @@ class ZeroOptimizer(Optimizer):
         runtime.check_model_unchanged()
         runtime.reducer.flush()
         before = self._gradients.factor, self._is_unscaled
-        self.was_step_applied = self._prepare_gradients()
-        runtime.step_ended()
-        if self.was_step_applied:
-            try:
-                if self._update.run():
-                    self.zero_grad()
-            except Exception:
-                self.was_step_applied = False
-                if self._update.folds:  # so that the step can be tried again
-                    self._gradients.factor, self._is_unscaled = before
-                raise
-        else:
-            runtime.finish_update(publishes=True)
+        scale = None if self.loss_scale is None else self.loss_scale.state_dict()
+        try:
+            self.was_step_applied = self._prepare_gradients()
+            runtime.step_ended()
+            if not self.was_step_applied:
+                runtime.finish_update(publishes=True)
+            elif self._update.run():
+                self.zero_grad()
+        except Exception:  # so that the step can be tried again
+            self.was_step_applied = False
+            if self._update.folds:
+                self._gradients.factor, self._is_unscaled = before
+            if self.loss_scale is not None and scale is not None:
+                self.loss_scale.load_state_dict(scale)
+            raise
         self._gradients.clear()
         return loss
 
