@@ -125,10 +125,10 @@ class Engine:
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At the accumulation boundary: clip, update, clear the gradients, advance the schedule; otherwise count.
 
-        A step whose gradients overflowed on any rank updates nothing and does not advance the schedule.
+        A step whose gradients overflowed on any rank updates nothing and does not advance the schedule; one that raises
+        counts nothing.
         """
         is_boundary = self.is_gradient_accumulation_boundary()
-        self.micro_steps += 1
         if is_boundary:
             with self._timed("step"):
                 self.optimizer.step()
@@ -139,6 +139,7 @@ class Engine:
             elif self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
             self._report()
+        self.micro_steps += 1
         self._mark_boundary()
 
     def was_step_applied(self) -> bool:

@@ -211,10 +211,7 @@ def _state(place: Place, param: nn.Parameter, key: str) -> tuple[Tensor | None, 
     place.runtime.finish_update()
     states = place.runtime.states
     value = None if states is None else states.get(param, key)
-    piece = None if states is None else states.piece(param)
-    is_part = (
-        isinstance(value, Tensor) and piece is not None and value.numel() == piece.master.numel() and value.ndim > 0
-    )
+    is_part = states is not None and states.is_elementwise(param, key)
     number = None if value is None or is_part else float(value)
     kinds = control.gather_float64(
         torch.tensor([2.0 if is_part else 0.0 if number is None else 1.0, number or 0.0]), place.runtime.topology
@@ -244,7 +241,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     with place.runtime.in_memory([place.bucket]):
         rows = torch.zeros_like(place.bucket.master)
         if own is not None:
-            rows[place.part].copy_(own[: place.last - place.first])
+            rows[place.part].copy_(_values(place, param, optim_state_key))
     return _gathered(place, rows)
 
 
@@ -257,21 +254,27 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     if number is not None:
         return number
     with place.runtime.states_in_memory(place.bucket):
-        return torch.empty(0) if own is None else own[: place.last - place.first].float().clone()
+        return torch.empty(0) if own is None else _values(place, param, optim_state_key).float().clone()
+
+
+def _values(place: Place, param: nn.Parameter, key: str) -> Tensor:
+    """This rank's part of a state, which is in memory."""
+    assert place.runtime.states is not None, "a state without an optimizer"
+    return place.runtime.states.values(param, key, place.last - place.first)
 
 
 def _set_state(param: nn.Parameter, key: str, own_value: Callable[[Place], Tensor], value: Tensor) -> None:
     place = _managed(param)
     own, number, exists = _state(place, param, key)
+    states = place.runtime.states
     if not exists:
         raise StateError(f"{place.name!r} has no optimizer state {key!r}: states come with the first step")
     if number is None:
         part = own_value(place)
         with place.runtime.in_memory([place.bucket], is_changed=True):
-            if own is not None:
-                own[: place.last - place.first].copy_(part)
+            if own is not None and states is not None:
+                states.set(param, key, part)
         return
-    states = place.runtime.states
     held = None if states is None else states.get(param, key)
     if isinstance(held, Tensor):
         held.fill_(float(value))

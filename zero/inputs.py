@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from zcomm import ConfigError, Topology
 from zero.config.plan import Plan, make_plan
 from zero.config.read import Configuration, Source
-from zero.cpu_optimizers import CPUOptimizer
+from zero.cpu_optimizer import CPUOptimizer
 from zero.masters import as_groups, build_inner, check_elementwise, check_options
 from zero.model_plan import check_model
 from zero.settings import Effective
@@ -45,6 +45,9 @@ def check_inputs(
         if isinstance(optimizer, type)
         else optimizer
     )
+    chosen = plan.configuration.values.zcomm.moment_format
+    if chosen is not None:
+        _check_moments(trial, chosen)
     if isinstance(trial, CPUOptimizer):
         _check_fits_host(trial, device, [p.dtype for p in model.parameters() if p.requires_grad])
     else:
@@ -62,6 +65,15 @@ def _check_fits_host(optimizer: CPUOptimizer, device: torch.device, dtypes: list
         )
     if torch.float64 in dtypes:
         raise ConfigError(f"zero.{name} updates in float32: parameters are float64; use an optimizer of torch.optim")
+
+
+def _check_moments(optimizer: Optimizer, name: str) -> None:
+    if not isinstance(optimizer, CPUOptimizer):
+        raise ConfigError(
+            f"zcomm.moment_format={name!r} is for zero's own optimizers, which update in host memory: "
+            f"{type(optimizer).__name__} keeps its states as it likes; use zero.CPUAdam or the like, or with "
+            "offload_optimizer an 'optimizer' of the configuration that has one"
+        )
 
 
 def choose_topology(topology: Topology | None, ranks_per_node: int | None, group: dist.ProcessGroup | None) -> Topology:

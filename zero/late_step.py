@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero.cpu_optimizers import CPUOptimizer
+from zero.cpu_optimizer import CPUOptimizer
 from zero.masters import MasterPiece
 from zero.steps import step_pieces
 from zero.tiers.file_update import FileUpdate

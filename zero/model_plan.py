@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -139,10 +140,13 @@ def _cut_into_buckets(
 
 
 def check_ranks_agree(buckets: list[Bucket], settings: ZeroSettings, topology: Topology) -> None:
-    """Same model and settings everywhere, or the same error everywhere, before anything else is exchanged."""
+    """Same model and settings everywhere, or the same error everywhere, before anything else is exchanged.
+
+    Folders of files may differ: each rank has its own files there.
+    """
     if topology.world_size == 1:
         return
-    facts = [repr(settings), *(f"{b.layout} {b.dtype} {b.is_trainable}" for b in buckets)]
+    facts = [repr(_without_folders(settings)), *(f"{b.layout} {b.dtype} {b.is_trainable}" for b in buckets)]
     mine = torch.tensor([float(len(buckets)), *_digests(facts)], dtype=torch.float64)
     of_ranks = control.gather_float64(mine, topology)
     for column, what in enumerate(("number of buckets", "settings", "model")):
@@ -153,6 +157,12 @@ def check_ranks_agree(buckets: list[Bucket], settings: ZeroSettings, topology: T
                 f"({'count' if column == 0 else 'checksums'}); this rank: "
                 + (repr(settings) if column == 1 else f"{sum(b.layout.numel for b in buckets)} padded elements")
             )
+
+
+def _without_folders(settings: ZeroSettings) -> ZeroSettings:
+    tiers = settings.tiers
+    states, parameters = replace(tiers.states, path=None), replace(tiers.parameters, path=None)
+    return replace(settings, tiers=replace(tiers, states=states, parameters=parameters))
 
 
 def _digests(facts: list[str]) -> list[float]:

@@ -26,6 +26,7 @@ from zero.agreement import on_every_rank
 from zero.clip import clip_grad_norm_, fold_clipping
 from zero.config.plan import Plan
 from zero.config.read import Configuration, Source
+from zero.cpu_optimizer import set_moment_format
 from zero.distributed import DataParallel, data_parallel
 from zero.final_gradients import FinalGradients
 from zero.inputs import announce, check_inputs, choose_topology
@@ -130,6 +131,7 @@ class ZeroOptimizer(Optimizer):
         try:
             build = partial(build_inner, optimizer, groups, self._pieces, plan.optimizer_options)
             self._inner = on_every_rank(build, topology)
+            set_moment_format(self._inner, plan.configuration.values.zcomm.moment_format)
             self._runtime.open_states(self._inner, self._pieces)
             install_on_model(self._runtime, plan.activations, self._model_parallel)
         except Exception:
@@ -274,19 +276,21 @@ class ZeroOptimizer(Optimizer):
         runtime.check_model_unchanged()
         runtime.reducer.flush()
         before = self._gradients.factor, self._is_unscaled
-        self.was_step_applied = self._prepare_gradients()
-        runtime.step_ended()
-        if self.was_step_applied:
-            try:
-                if self._update.run():
-                    self.zero_grad()
-            except Exception:
-                self.was_step_applied = False
-                if self._update.folds:  # so that the step can be tried again
-                    self._gradients.factor, self._is_unscaled = before
-                raise
-        else:
-            runtime.finish_update(publishes=True)
+        scale = None if self.loss_scale is None else self.loss_scale.state_dict()
+        try:
+            self.was_step_applied = self._prepare_gradients()
+            runtime.step_ended()
+            if not self.was_step_applied:
+                runtime.finish_update(publishes=True)
+            elif self._update.run():
+                self.zero_grad()
+        except Exception:  # so that the step can be tried again
+            self.was_step_applied = False
+            if self._update.folds:
+                self._gradients.factor, self._is_unscaled = before
+            if self.loss_scale is not None and scale is not None:
+                self.loss_scale.load_state_dict(scale)
+            raise
         self._gradients.clear()
         return loss
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero.bucket import Bucket
-from zero.cpu_optimizers import CPUOptimizer
+from zero.cpu_optimizer import CPUOptimizer
 from zero.masters import MasterPiece
 from zero.tiers.file_update import only
 

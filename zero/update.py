@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zcomm import StateError
 from zero.agreement import on_every_rank
-from zero.cpu_optimizers import CPUOptimizer
+from zero.cpu_optimizer import CPUOptimizer
 from zero.delayed import DelayedUpdate
 from zero.final_gradients import FinalGradients
 from zero.late_step import LateStep

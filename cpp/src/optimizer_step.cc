@@ -14,6 +14,8 @@ void CheckAligned(const void* data, DType dtype, const char* name) {
               " must be aligned to its element type: address=", reinterpret_cast<std::uintptr_t>(data));
 }
 
+DType WidthOf(MomentFormat format) { return format == MomentFormat::kFloat32 ? DType::kFloat32 : DType::kBfloat16; }
+
 void Check(const StepOptions& options, const Shard& shard, bool has_draw) {
   ZCOMM_CHECK(static_cast<std::size_t>(options.rule) < kNumRules,
               "unknown rule: rule=", static_cast<int>(options.rule));
@@ -22,12 +24,16 @@ void Check(const StepOptions& options, const Shard& shard, bool has_draw) {
   ZCOMM_CHECK(shard.moment1 != nullptr || options.rule == Rule::kSgd, "this rule needs its first moment");
   ZCOMM_CHECK((shard.moment2 != nullptr) == HasSecondMoment(options.rule), "a second moment is Adam's, which needs it");
   ZCOMM_CHECK(shard.largest == nullptr || options.rule <= Rule::kAdamW, "amsgrad is Adam's");
-  ZCOMM_CHECK(shard.moment_dtype == DType::kFloat32 || (shard.moment_dtype == DType::kBfloat16 && has_draw),
-              "moments are float32, or bfloat16 with random numbers");
+  ZCOMM_CHECK(static_cast<std::size_t>(shard.moment_format) < kNumMomentFormats,
+              "unknown format of moments: moment_format=", static_cast<int>(shard.moment_format));
+  ZCOMM_CHECK(shard.moment_format == MomentFormat::kFloat32 || has_draw,
+              "moments in bfloat16 or int8 need random numbers");
   CheckAligned(shard.param, DType::kFloat32, "param");
   CheckAligned(shard.grad, shard.grad_dtype, "grad");
-  CheckAligned(shard.moment1, shard.moment_dtype, "moment1");
-  CheckAligned(shard.moment2, shard.moment_dtype, "moment2");
+  if (shard.moment_format != MomentFormat::kInt8) {
+    CheckAligned(shard.moment1, WidthOf(shard.moment_format), "moment1");
+    CheckAligned(shard.moment2, WidthOf(shard.moment_format), "moment2");
+  }
   CheckAligned(shard.largest, DType::kFloat32, "largest");
   CheckAligned(shard.out, shard.out_dtype, "out");
 }
@@ -36,24 +42,26 @@ void Check(const StepOptions& options, const Shard& shard, bool has_draw) {
 class Tile {
  public:
   static constexpr std::size_t kNumel = 1024;
+  static_assert(kNumel % kMomentBlock == 0);
 
   Tile(const BlockKernels& kernels, const StepOptions& options, const Shard& shard, const std::optional<Draw>& draw)
       : kernels_(kernels), options_(options), shard_(shard), draw_(draw) {}
 
   void Step(std::size_t begin, std::size_t numel) {
-    const bool narrow = shard_.moment_dtype != DType::kFloat32;
+    const bool narrow = shard_.moment_format != MomentFormat::kFloat32;
+    const MomentKind kind = KindOfFirstMoment(options_.rule);
     StepArrays arrays{shard_.param + begin, grad_, nullptr, nullptr, nullptr};
     if (shard_.grad_dtype == DType::kFloat32) {
       arrays.grad = static_cast<const float*>(shard_.grad) + begin;
     } else {
       Convert(shard_.grad_dtype, DType::kFloat32, ElementAt(shard_.grad, shard_.grad_dtype, begin), numel, grad_);
     }
-    if (shard_.moment1 != nullptr) arrays.moment1 = Moment(shard_.moment1, begin, numel, moment1_);
-    if (shard_.moment2 != nullptr) arrays.moment2 = Moment(shard_.moment2, begin, numel, moment2_);
+    if (shard_.moment1 != nullptr) arrays.moment1 = Moment(shard_.moment1, kind, begin, numel, moment1_);
+    if (shard_.moment2 != nullptr) arrays.moment2 = Moment(shard_.moment2, kKindOfSecondMoment, begin, numel, moment2_);
     if (shard_.largest != nullptr) arrays.largest = shard_.largest + begin;
     kernels_.step[static_cast<std::size_t>(options_.rule)](options_, arrays, numel);
-    if (narrow && shard_.moment1 != nullptr) Keep(moment1_, 0, shard_.moment1, begin, numel);
-    if (narrow && shard_.moment2 != nullptr) Keep(moment2_, 1, shard_.moment2, begin, numel);
+    if (narrow && shard_.moment1 != nullptr) Keep(moment1_, kind, 0, shard_.moment1, begin, numel);
+    if (narrow && shard_.moment2 != nullptr) Keep(moment2_, kKindOfSecondMoment, 1, shard_.moment2, begin, numel);
     if (shard_.out != nullptr) {
       Convert(DType::kFloat32, shard_.out_dtype, arrays.param, numel, ElementAt(shard_.out, shard_.out_dtype, begin));
     }
@@ -64,17 +72,30 @@ class Tile {
     kernels_.convert[Index(from)][Index(to)](in, numel, out);
   }
 
-  float* Moment(void* moment, std::size_t begin, std::size_t numel, float* copy) const {
-    if (shard_.moment_dtype == DType::kFloat32) return static_cast<float*>(moment) + begin;
-    Convert(shard_.moment_dtype, DType::kFloat32, ElementAt(moment, shard_.moment_dtype, begin), numel, copy);
+  static std::uint8_t* RecordsAt(void* moment, std::size_t begin) {
+    return static_cast<std::uint8_t*>(moment) + MomentRecordsNbytes(begin);
+  }
+
+  float* Moment(void* moment, MomentKind kind, std::size_t begin, std::size_t numel, float* copy) const {
+    if (shard_.moment_format == MomentFormat::kFloat32) return static_cast<float*>(moment) + begin;
+    if (shard_.moment_format == MomentFormat::kInt8) {
+      kernels_.decode_moments[Index(kind)](RecordsAt(moment, begin), numel, copy);
+    } else {
+      Convert(DType::kBfloat16, DType::kFloat32, ElementAt(moment, DType::kBfloat16, begin), numel, copy);
+    }
     return copy;
   }
 
-  void Keep(const float* values, std::uint32_t which, void* moment, std::size_t begin, std::size_t numel) {
+  void Keep(const float* values, MomentKind kind, std::uint32_t which, void* moment, std::size_t begin,
+            std::size_t numel) {
     Draw draw = *draw_;
     draw.tensor += which;
     kernels_.uniform(draw, begin, numel, uniform_);
-    kernels_.round_at_random(values, uniform_, numel, ElementAt(moment, shard_.moment_dtype, begin));
+    if (shard_.moment_format == MomentFormat::kInt8) {
+      kernels_.encode_moments[Index(kind)](values, uniform_, numel, RecordsAt(moment, begin));
+    } else {
+      kernels_.round_at_random(values, uniform_, numel, ElementAt(moment, DType::kBfloat16, begin));
+    }
   }
 
   const BlockKernels& kernels_;

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "float_mode.h"
 #include "zcomm/float_formats.h"
@@ -59,22 +60,67 @@ std::uint16_t RoundAtRandom(float value, float uniform) {
   return static_cast<std::uint16_t>((bits >> 16) + (up ? 1 : 0));
 }
 
-void Put(DType dtype, void* data, std::size_t i, float value, const std::optional<Draw>& draw, std::uint32_t which) {
-  if (data == nullptr) return;
-  if (dtype == DType::kFloat32) return StoreElement(dtype, data, i, value);
-  Draw own = *draw;
-  own.tensor += which;
-  static_cast<std::uint16_t*>(data)[i] = RoundAtRandom(value, Uniform24(own, i));
-}
+// One moment of the whole shard, in float32 from before the step until it is kept.
+class Moment {
+ public:
+  Moment(void* data, const Shard& shard, MomentKind kind, std::uint32_t which)
+      : data_(data), shard_(shard), kind_(kind), which_(which) {
+    if (data == nullptr) return;
+    values_.resize(shard.numel);
+    if (shard.moment_format == MomentFormat::kInt8) {
+      DecodeMomentsRef(kind, static_cast<std::uint8_t*>(data), shard.numel, values_.data());
+      return;
+    }
+    for (std::size_t i = 0; i < shard.numel; ++i) values_[i] = LoadElement(Width(), data, i);
+  }
+
+  float Get(std::size_t i) const { return data_ == nullptr ? 0.0F : values_[i]; }
+  void Set(std::size_t i, float value) {
+    if (data_ != nullptr) values_[i] = value;
+  }
+
+  void Keep(const std::optional<Draw>& draw) {
+    if (data_ == nullptr) return;
+    std::vector<float> uniform(shard_.numel);
+    if (shard_.moment_format != MomentFormat::kFloat32) {
+      Draw own = *draw;
+      own.tensor += which_;
+      for (std::size_t i = 0; i < shard_.numel; ++i) uniform[i] = Uniform24(own, i);
+    }
+    if (shard_.moment_format == MomentFormat::kInt8) {
+      EncodeMomentsRef(kind_, values_.data(), uniform.data(), shard_.numel, static_cast<std::uint8_t*>(data_));
+      return;
+    }
+    for (std::size_t i = 0; i < shard_.numel; ++i) {
+      if (shard_.moment_format == MomentFormat::kFloat32) {
+        StoreElement(DType::kFloat32, data_, i, values_[i]);
+      } else {
+        static_cast<std::uint16_t*>(data_)[i] = RoundAtRandom(values_[i], uniform[i]);
+      }
+    }
+  }
+
+ private:
+  DType Width() const {
+    return shard_.moment_format == MomentFormat::kFloat32 ? DType::kFloat32 : DType::kBfloat16;
+  }
+
+  void* data_;
+  const Shard& shard_;
+  MomentKind kind_;
+  std::uint32_t which_;
+  std::vector<float> values_;
+};
 
 }  // namespace
 
 void OptimizerStepRef(const StepOptions& options, const Shard& shard, const std::optional<Draw>& draw) {
   const IeeeFloatMode ieee;
+  Moment moment1(shard.moment1, shard, KindOfFirstMoment(options.rule), 0);
+  Moment moment2(shard.moment2, shard, kKindOfSecondMoment, 1);
   for (std::size_t i = 0; i < shard.numel; ++i) {
     const float g = LoadElement(shard.grad_dtype, shard.grad, i) * options.grad_factor;
-    Element e{shard.param[i], Get(shard.moment_dtype, shard.moment1, i), Get(shard.moment_dtype, shard.moment2, i),
-              Get(DType::kFloat32, shard.largest, i)};
+    Element e{shard.param[i], moment1.Get(i), moment2.Get(i), Get(DType::kFloat32, shard.largest, i)};
     const bool is_adam = options.rule == Rule::kAdam || options.rule == Rule::kAdamW;
     if (is_adam) StepAdam(options, g, options.rule == Rule::kAdam, shard.largest != nullptr, &e);
     if (options.rule == Rule::kAdagrad) StepAdagrad(options, g, &e);
@@ -82,11 +128,13 @@ void OptimizerStepRef(const StepOptions& options, const Shard& shard, const std:
     if (options.rule == Rule::kSgd) StepSgd(options, g, shard.moment1 != nullptr, &e);
     if (options.rule == Rule::kTraffic) e = {e.p + g, e.m + g, e.v + g, e.w};
     shard.param[i] = e.p;
-    Put(shard.moment_dtype, shard.moment1, i, e.m, draw, 0);
-    Put(shard.moment_dtype, shard.moment2, i, e.v, draw, 1);
-    Put(DType::kFloat32, shard.largest, i, e.w, draw, 0);
+    moment1.Set(i, e.m);
+    moment2.Set(i, e.v);
+    if (shard.largest != nullptr) shard.largest[i] = e.w;
     if (shard.out != nullptr) StoreElement(shard.out_dtype, shard.out, i, e.p);
   }
+  moment1.Keep(draw);
+  moment2.Keep(draw);
 }
 
 }  // namespace zcomm

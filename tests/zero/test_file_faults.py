@@ -5,12 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import random
-import resource
 import shutil
-import signal
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +15,22 @@ import torch
 from torch import Tensor
 
 from tests.faults import mounted
+from tests.file_faults import (
+    FAULTS,
+    PAGE,
+    Fault,
+    closed,
+    cut_short,
+    file_size_limit,
+    flipped,
+    full_device,
+    read_only,
+    small_limit,
+)  # fmt: skip
 from zcomm import IntegrityError, env
 from zero.tiers import file_store
 from zero.tiers.file_store import FileStore, StoredFile
 from zero.tiers.settings import Files
-
-PAGE = 4096
 
 
 def _store(folder: Path) -> FileStore:
@@ -41,125 +48,15 @@ def store(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     assert not list(tmp_path.iterdir())
 
 
-# Faults, from when they are injected to when they are healed
-
-
-def _descriptor(file: StoredFile) -> int:
-    """The number of the store's open file, which the library keeps to itself."""
-    for entry in Path("/proc/self/fd").iterdir():
-        if os.path.realpath(entry) == str(file.path):
-            return int(entry.name)
-    raise AssertionError(file.path)
-
-
-@contextmanager
-def _instead(file: StoredFile, path: str, flags: int = os.O_RDWR) -> Iterator[None]:
-    """Another open file stands where the store's stood."""
-    number = _descriptor(file)
-    kept, other = os.dup(number), os.open(path, flags)
-    os.dup2(other, number, inheritable=False)
-    try:
-        yield
-    finally:
-        os.dup2(kept, number, inheritable=False)
-        os.close(kept)
-        os.close(other)
-
-
-@contextmanager
-def _read_only(file: StoredFile) -> Iterator[None]:
-    with _instead(file, str(file.path), os.O_RDONLY | os.O_DIRECT):
-        yield
-
-
-@contextmanager
-def _full_device(file: StoredFile) -> Iterator[None]:
-    with _instead(file, "/dev/full"):
-        yield
-
-
-@contextmanager
-def _empty_device(file: StoredFile) -> Iterator[None]:
-    with _instead(file, "/dev/zero"):
-        yield
-
-
-@contextmanager
-def _closed(file: StoredFile) -> Iterator[None]:
-    number = _descriptor(file)
-    kept = os.dup(number)
-    os.close(number)
-    try:
-        yield
-    finally:
-        os.dup2(kept, number, inheritable=False)
-        os.close(kept)
-
-
-@contextmanager
-def _file_size_limit(nbytes: int) -> Iterator[None]:
-    """Also where SIGXFSZ would end the process, as it does after LLVM (Triton) has compiled something in it."""
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN if handler is None else handler)
-
-
-@contextmanager
-def _limit(file: StoredFile) -> Iterator[None]:
-    """Writes beyond 3 pages of data are refused, and what is in front of it is written."""
-    with _file_size_limit(4 * PAGE):
-        yield
-
-
-@contextmanager
-def _short(file: StoredFile) -> Iterator[None]:
-    length = file.path.stat().st_size
-    os.truncate(file.path, 5 * PAGE)
-    yield
-    os.truncate(file.path, length)
-
-
-@contextmanager
-def _flipped(file: StoredFile) -> Iterator[None]:
-    _flip(file, 2 * PAGE + 100)
-    yield
-
-
-@contextmanager
-def _lost(file: StoredFile) -> Iterator[None]:
-    """What was written since never reached the file."""
-    before = file.path.read_bytes()
-    yield
-    number = os.open(file.path, os.O_RDWR)
-    os.pwrite(number, before, 0)
-    os.close(number)
-
-
-def _flip(file: StoredFile, at: int) -> None:
-    number = os.open(file.path, os.O_RDWR)
-    (byte,) = os.pread(number, 1, PAGE + at)
-    os.pwrite(number, bytes([byte ^ 4]), PAGE + at)
-    os.close(number)
-
-
-Fault = Callable[[StoredFile], "contextmanager[None]"]
-FAULTS = [_read_only, _full_device, _empty_device, _closed, _limit, _short, _flipped, _lost]
-
-
 @pytest.mark.parametrize(
     ("fault", "write_errno", "read_errno"),
     [
-        (_read_only, errno.EBADF, None),
-        (_full_device, errno.ENOSPC, errno.EBADMSG),
-        (_closed, errno.EBADF, errno.EBADF),
-        (_limit, errno.EFBIG, None),
-        (_short, None, errno.ENODATA),
-        (_flipped, None, errno.EBADMSG),
+        (read_only, errno.EBADF, None),
+        (full_device, errno.ENOSPC, errno.EBADMSG),
+        (closed, errno.EBADF, errno.EBADF),
+        (small_limit, errno.EFBIG, None),
+        (cut_short, None, errno.ENODATA),
+        (flipped, None, errno.EBADMSG),
     ],
 )
 def test_a_fault_is_an_error_with_path_bytes_and_free_space(
@@ -212,7 +109,7 @@ def test_a_path_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"\d+ bytes are needed and \d+ are free") as error:
         store.create("a", 2**55)
     assert (error.value.errno, error.value.filename) == (errno.ENOSPC, str(store.folder))
-    with _file_size_limit(2 * PAGE), pytest.raises(OSError, match=r"cannot reserve|bytes are needed") as error:
+    with file_size_limit(2 * PAGE), pytest.raises(OSError, match=r"cannot reserve|bytes are needed") as error:
         store.create("a", 10 * PAGE)
     assert error.value.errno == errno.EFBIG
     assert [path.name for path in store.folder.iterdir()] == ["owner"]

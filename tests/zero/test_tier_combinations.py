@@ -1,7 +1,7 @@
 """Parameters, masters and moments each in memory, on the host or in files: the losses and bits of no offload at all.
 
 The update is zero.CPUAdam's everywhere. By default the cases in which any two options take every combination of their
-values; with ZERO_DIFFERENTIAL=full all of them.
+values; with ZERO_DIFFERENTIAL=full all 768 of them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 PLUS = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 FACTORS: dict[str, list[Any]] = {
-    "states": ["none", "cpu", "nvme"],
+    "states": ["none", "cpu", "part", "nvme"],
     "precision": list(PRECISIONS),
     "loop": [(1, 0.0), (2, 0.5)],
     "plus": [False, True],
+    "overlaps": [False, True],
 }
-"""``loop``: micro-batches a step, and the largest gradient norm."""
+"""``states``: with masters and gradients; "part" of them on the host. ``loop``: micro-batches a step, and the largest
+gradient norm. ``overlaps``: communication with computation, and files with the update."""
 BELOW_STAGE_3 = {"stage": [1, 2], "parameters": ["none"], **FACTORS}
 STAGE_3 = {"stage": [3], "parameters": ["none", "cpu", "nvme"], **FACTORS}
 ON_NODES = STAGE_3 | {"plus": [True], "secondary": ["device", "cpu"]}
@@ -56,6 +58,8 @@ def _cases(factors: dict[str, list[Any]]) -> list[dict[str, Any]]:
 
 
 def _offload(device: str, folder: str) -> dict[str, Any]:
+    if device == "part":
+        return {"device": "cpu", "ratio": 0.6}
     return {"device": device, "nvme_path": folder} if device == "nvme" else {"device": device}
 
 
@@ -69,7 +73,9 @@ def _options(case: dict[str, Any], ranks_per_node: int, folder: str) -> dict[str
         "reduce_bucket_size": 3000,
         "allgather_bucket_size": 3000,
         "sub_group_size": 1601,
-        "offload_optimizer": _offload(case["states"], folder),
+        "overlap_comm": case["overlaps"],
+        "offload_optimizer": _offload(case["states"], folder)
+        | {"pipeline_read": case["overlaps"], "pipeline_write": case["overlaps"]},
         **PRECISIONS[case["precision"]],
     }
     if case["stage"] == 3:
@@ -119,7 +125,7 @@ def _check(rank: int, cases: list[dict[str, Any]], ranks_per_node: int, folder: 
     known: dict[str, Run] = {}
     for case in cases:
         secondary = {"secondary": "device"} if "secondary" in case else {}
-        plain = case | {"parameters": "none", "states": "none"} | secondary
+        plain = case | {"parameters": "none", "states": "none", "overlaps": False} | secondary
         if repr(plain) not in known:
             known[repr(plain)] = _train(rank, plain, ranks_per_node, folder)
         got = known[repr(plain)] if case == plain else _train(rank, case, ranks_per_node, folder)

@@ -2,7 +2,7 @@
 
     weight/PARAM           every parameter: the float32 master of a trainable one, a frozen one as it is
     published/PARAM        trainable parameters as forward reads them, where a delayed update has not reached them yet
-    state/NAME/PARAM       optimizer states with one value for each element (moments)
+    state/NAME/PARAM       optimizer states with one value for each element (moments; those in int8 as float32)
     tensor|int|float/NAME/PARAM     optimizer states with one value for a parameter (step)
     buffer/BUFFER          the first rank's persistent buffers
     rank/R/buffer/BUFFER   those of rank R that differ from the first rank's
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -25,9 +26,12 @@ from zero.bucket import Bucket
 from zero.checkpoints.errors import CheckpointError
 from zero.checkpoints.planners import Part
 from zero.checkpoints.tensor_file import CODES, as_bytes
-from zero.masters import MasterPiece
+from zero.cpu_optimizer import layout_of
+from zero.masters import MasterPiece, is_elementwise
+from zero.moments import Blocks, Decoded
 from zero.optimizer import Inside
 from zero.runtime import Runtime
+from zero.tiers.at_rest import at_rest
 from zero.tiers.state_files import StateFiles
 
 __all__ = [
@@ -106,13 +110,22 @@ def state_parts(inside: Inside) -> list[Part]:
         for name, value in inside.inner.state.get(piece.master, {}).items():
             if value is None:
                 continue
-            if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == piece.master.numel():
-                parts.append(held.part(f"state/{name}/{held.name}", value, inside.runtime.state_files, name))
+            if isinstance(value, Tensor) and value.dim() == 1 and is_elementwise(inside.inner, piece, name, value):
+                parts.append(_moment_part(inside, held, name, value))
                 continue
             kind = _scalar_kind(inside, held.name, name, value)
             stored = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=_wide(value))
             parts.append(Part.whole(f"{kind}/{name}/{held.name}", stored))
     return parts
+
+
+def _moment_part(inside: Inside, held: Held, name: str, value: Tensor) -> Part:
+    """Values of a moment, in float32 if it is encoded."""
+    key, layout = f"state/{name}/{held.name}", layout_of(inside.inner, name, value)
+    if not isinstance(layout, Blocks):
+        return held.part(key, value, inside.runtime.state_files, name)
+    part = held.part(key, at_rest(held.values.numel(), torch.float32), inside.runtime.state_files, name)
+    return part if part.read is not None else replace(part, read=Decoded(value, layout))
 
 
 def _wide(value: float) -> torch.dtype:

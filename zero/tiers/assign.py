@@ -6,6 +6,8 @@ from torch.optim import Optimizer
 
 from zcomm import Topology
 from zero.bucket import Bucket
+from zero.cpu_optimizer import CPUOptimizer
+from zero.moments import MomentFormat
 from zero.settings import ZeroSettings
 from zero.stages import get_stage
 from zero.tiers.host import HostMemory
@@ -13,6 +15,11 @@ from zero.tiers.settings import StateTier, Tier
 from zero.tiers.state_files import StateFiles
 
 __all__ = ["assign_states", "describe_states"]
+
+DESCRIBED = {
+    MomentFormat.BFLOAT16: "bfloat16, rounded stochastically",
+    MomentFormat.INT8: "int8 with a scale for each 256 elements, rounded stochastically",
+}
 
 
 def assign_states(buckets: list[Bucket], settings: ZeroSettings, topology: Topology) -> StateFiles | None:
@@ -36,17 +43,19 @@ def assign_states(buckets: list[Bucket], settings: ZeroSettings, topology: Topol
 
 
 def describe_states(buckets: list[Bucket], tier: StateTier, inner: Optimizer) -> tuple[str, ...]:
-    """Where masters and moments rest, and what updates them there, for ``optimizer.effective``; empty: nothing to say.
+    """Where masters and moments rest, in what, and what updates them there, for ``optimizer.effective``.
 
     The same on every rank.
     """
     trainable = [bucket for bucket in buckets if bucket.is_trainable]
     offloaded = sum(bucket.layout.numel for bucket in trainable if bucket.host is not None)
+    chosen = inner.moment_format if isinstance(inner, CPUOptimizer) else MomentFormat.FLOAT32
+    formats = (f"moments rest in {DESCRIBED[chosen]}",) if chosen in DESCRIBED else ()
     if not offloaded:
-        return ()
+        return formats
     share = offloaded / sum(bucket.layout.numel for bucket in trainable)
     place = f"files below {tier.path}" if tier.tier is Tier.NVME else "host memory"
     update = f"{type(inner).__module__.partition('.')[0]}'s {type(inner).__name__}"
     part = "" if share == 1 else f"{share:.0%} of the "
     late = f", during the next step after the first {tier.delay_start}" if tier.delays_update else ""
-    return (f"{part}masters and moments rest in {place}, updated on the host by {update}{late}",)
+    return (f"{part}masters and moments rest in {place}, updated on the host by {update}{late}", *formats)

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from zcomm import ConfigError, StateError
 from zero.bucket import Bucket
-from zero.cpu_optimizers import CPUOptimizer
+from zero.cpu_optimizer import CPUOptimizer, layout_of
 from zero.masters import MasterPiece
+from zero.moments import MomentLayout
 from zero.tiers.at_rest import at_rest
 from zero.tiers.gradient_files import GradientFiles, GradientInMemory
 from zero.tiers.pipeline import Pipeline
@@ -146,12 +147,13 @@ class FileUpdate:
     @contextmanager
     def in_memory(self, bucket: Bucket, *, writes: bool = False) -> Iterator[None]:
         """Hold the master and the moments of ``bucket`` in memory; ``writes``: what is changed inside is kept."""
-        views: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
-        views[""] = [(0, bucket.master)]
+        views: dict[str, list[tuple[int, int, Tensor]]] = defaultdict(list)
+        views[""] = [(0, bucket.master.numel(), bucket.master)]
         for piece in self._pieces[bucket]:
-            views[""].append((piece.start, piece.master))
+            stop = piece.start + piece.master.numel()
+            views[""].append((piece.start, stop, piece.master))
             for name, moment in self._moments_in(piece).items():
-                views[name].append((piece.start, moment))
+                views[name].append((piece.start, stop, moment))
         with self._files.in_memory(bucket, views, writes=writes):
             yield
 
@@ -188,7 +190,7 @@ class FileUpdate:
             if grad is None:
                 shard[run].copy_(master[run])
                 continue
-            own = {name: values[run] for name, values in moments.items()}
+            own = {name: self._files.moments[name].part(m, start - base, stop - base) for name, m in moments.items()}
             grad = grad[first : stop - piece.start] if unit.gradient is None else unit.gradient.values[run]
             parts.append(Part(piece, first, master[run], own, grad, shard[run]))
         for part in parts:
@@ -241,7 +243,7 @@ class FileUpdate:
             if name in part.moments:
                 if value.data_ptr() != part.moments[name].data_ptr():
                     part.moments[name].copy_(value)
-                kept[name] = at_rest(part.piece.master.numel(), value.dtype)
+                kept[name] = at_rest(self._files.moments[name].numel(part.piece.master.numel()), value.dtype)
             elif isinstance(value, Tensor) and value.numel() == part.master.numel() > 1:
                 raise StateError(
                     f"{type(self._inner).__name__} keeps {name!r} for each element, which it did not in a trial step: "
@@ -269,13 +271,13 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if isinstance(value, (int, float))}
 
 
-def moments_of(inner: Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def moments_of(inner: Optimizer, dtype: torch.dtype) -> dict[str, MomentLayout]:
     """The states with one value for each element that ``inner`` keeps of parameters in ``dtype``: tried out.
 
     Raises:
         ConfigError: It holds states before its first step.
     """
-    found: dict[str, torch.dtype] = {}
+    found: dict[str, MomentLayout] = {}
     if inner.state:
         raise ConfigError(
             f"{type(inner).__name__} makes its states before the first step, in memory: use zero's own optimizer of "
@@ -291,6 +293,8 @@ def moments_of(inner: Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
             param.grad = torch.ones_like(param)
             trial.step()
         for name, value in trial.state[param].items():
-            if isinstance(value, Tensor) and value.shape == param.shape:
-                found[name] = value.dtype
+            if isinstance(value, Tensor) and value.ndim:
+                layout = layout_of(inner, name, value)
+                if value.numel() == layout.numel(param.numel()):
+                    found[name] = layout
     return found

@@ -1,6 +1,7 @@
 """Masters and moments in files of this rank, sub-group by sub-group.
 
-    bucket's master   | sub-group 0      | sub-group 1      | ...         runs of at most ``sub_group_numel`` elements
+    bucket's master   | sub-group 0      | sub-group 1      | ...         runs of at most ``sub_group_numel`` elements,
+                                                                          on multiples of 256
     file "masters"    | 0 now | 0 before | 1 now | 1 before | ...         an extent: float32 [numel], whole pages
     file "moments"    | 0 now | 0 before | 1 now | 1 before | ...         an extent: one run for each moment
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from zcomm import Topology
 from zero.bucket import Bucket, master_dtype
+from zero.moments import Elements, MomentLayout
 from zero.tiers.at_rest import at_rest, is_at_rest
 from zero.tiers.file_store import FileStore, StoredFile, Transfer
 from zero.tiers.settings import StateTier, Tiers
@@ -86,11 +88,12 @@ class InMemory:
 
     @property
     def moments(self) -> dict[str, Tensor]:
-        """Each moment, flat, by name."""
+        """What each moment rests in, flat, by name."""
         found, at, numel = {}, 0, self._group.numel
-        for name, dtype in self._files.moments.items():
-            found[name] = self._buffers[1][at : at + numel * dtype.itemsize].view(dtype)
-            at += numel * dtype.itemsize
+        for name, layout in self._files.moments.items():
+            nbytes = _nbytes(layout, numel)
+            found[name] = self._buffers[1][at : at + nbytes].view(layout.dtype)
+            at += nbytes
         return found
 
     def wait(self) -> None:
@@ -139,7 +142,7 @@ class StateFiles:
         self.store = FileStore(
             tiers.states.path, files=tiers.files, name="states", topology=topology, pins_memory=tiers.pins_memory
         )
-        self.moments: dict[str, torch.dtype] = {}
+        self.moments: dict[str, MomentLayout] = {}
         """The optimizer's moments, wider dtypes first."""
         self.num_generations = 2 if tiers.states.keeps_previous else 1
         self.groups_of: dict[Bucket, list[SubGroup]] = {}
@@ -159,13 +162,13 @@ class StateFiles:
             raise
         self.moments_file = self.masters_file
 
-    def reserve_moments(self, moments: Mapping[str, torch.dtype]) -> None:
+    def reserve_moments(self, moments: Mapping[str, MomentLayout]) -> None:
         """Make room for the optimizer's moments. Collective.
 
         Raises:
             OSError: On every rank: too little space.
         """
-        self.moments = dict(sorted(moments.items(), key=lambda item: -item[1].itemsize))
+        self.moments = dict(sorted(moments.items(), key=lambda item: -item[1].dtype.itemsize))
         if not self.moments:
             return
         at = 0
@@ -190,7 +193,7 @@ class StateFiles:
 
     def moment_nbytes(self, group: SubGroup) -> int:
         """Bytes of one extent of moments."""
-        return _pages(group.numel * sum(dtype.itemsize for dtype in self.moments.values()))
+        return _pages(sum(_nbytes(layout, group.numel) for layout in self.moments.values()))
 
     def master_offset(self, group: SubGroup, *, new: bool = False) -> int:
         """Where the valid masters are; ``new``: where the next ones go."""
@@ -237,24 +240,26 @@ class StateFiles:
 
     def read(self, bucket: Bucket, moment: str, base: int, start: int, stop: int) -> Tensor:
         """Elements ``[base + start, base + stop)`` of a moment of ``bucket``, or of its master, ``""``; a copy."""
-        dtype = self.moments[moment] if moment else master_dtype(bucket.dtype)
-        values = torch.empty(stop - start, dtype=dtype)
+        layout = self.moments[moment] if moment else Elements(master_dtype(bucket.dtype))
+        parts = []
         for group in self.groups_of[bucket]:
-            low, high = max(base + start, group.start), min(base + stop, group.stop)
+            low, high = max(base + start, group.start) - group.start, min(base + stop, group.stop) - group.start
             if low < high:
-                target = values[low - base - start : high - base - start]
-                self._read_run(group, moment, (low - group.start) * dtype.itemsize, target)
-        return values
+                first = layout.floor(low)
+                resting = torch.empty(layout.numel(high - first), dtype=layout.dtype)
+                self._read_run(group, moment, _nbytes(layout, first), resting)
+                parts.append(layout.decode(resting, low - first, high - first))
+        return torch.cat(parts)
 
     def _read_run(self, group: SubGroup, moment: str, nbytes_before: int, target: Tensor) -> None:
         """Fill ``target`` from byte ``nbytes_before`` of a run: whole pages are read."""
         file, at = self.masters_file, self.master_offset(group)
         if moment:
             file, at = self.moments_file, self.moment_offset(group)
-            for name, dtype in self.moments.items():
+            for name, layout in self.moments.items():
                 if name == moment:
                     break
-                at += group.numel * dtype.itemsize
+                at += _nbytes(layout, group.numel)
         begin = at + nbytes_before
         end = begin + target.numel() * target.element_size()
         first = begin // PAGE * PAGE
@@ -267,31 +272,31 @@ class StateFiles:
 
     @contextmanager
     def in_memory(
-        self, bucket: Bucket, tensors: Mapping[str, Sequence[tuple[int, Tensor]]], *, writes: bool
+        self, bucket: Bucket, tensors: Mapping[str, Sequence[tuple[int, int, Tensor]]], *, writes: bool
     ) -> Iterator[None]:
         """Hold the master of ``bucket`` and its moments in memory.
 
         Args:
             bucket: One of :attr:`groups_of`.
-            tensors: What is given memory: by moment, and masters by ``""``, views of the bucket's master or moment
-                with the first element of each. Those that have memory of their own keep their values.
+            tensors: What is given memory: by moment, and masters by ``""``, the first element of each view of the
+                bucket's master or moment, its end, and the view. Those with memory of their own keep their values.
             writes: What is changed inside, or had memory of its own, is written afterwards.
         """
-        numel, dtype = bucket.layout.shard_numel, master_dtype(bucket.dtype)
-        dtypes = {"": dtype} | self.moments
-        whole = {name: torch.zeros(numel, dtype=of_name) for name, of_name in dtypes.items()}
+        layouts: dict[str, MomentLayout] = {"": Elements(master_dtype(bucket.dtype)), **self.moments}
+        numel = bucket.layout.shard_numel
+        whole = {name: torch.zeros(layout.numel(numel), dtype=layout.dtype) for name, layout in layouts.items()}
         for group in self.groups_of[bucket]:
             unit = InMemory(self, group, reads=True)
             try:
                 unit.wait()
                 whole[""][group.start : group.stop] = unit.master
                 for name, values in (unit.moments if group.has_moments else {}).items():
-                    whole[name][group.start : group.stop] = values
+                    layouts[name].part(whole[name], group.start, group.stop).copy_(values)
             finally:
                 unit.free()
         for name, views in tensors.items():
-            for start, view in views:
-                here = whole[name][start : start + view.numel()]
+            for start, stop, view in views:
+                here = layouts[name].part(whole[name], start, stop)
                 if not is_at_rest(view):
                     here.copy_(view)
                 view.data = here
@@ -299,7 +304,7 @@ class StateFiles:
             yield
         finally:
             for views in tensors.values():
-                for _, view in views:
+                for _, _, view in views:
                     view.data = at_rest(view.numel(), view.dtype)
         if writes:
             self.write(bucket, whole)
@@ -311,7 +316,7 @@ class StateFiles:
             try:
                 unit.master.copy_(whole[""][group.start : group.stop])
                 for name, values in unit.moments.items() if self.moments else ():
-                    values.copy_(whole[name][group.start : group.stop])
+                    values.copy_(self.moments[name].part(whole[name], group.start, group.stop))
                 unit.begin_write()
             finally:
                 unit.wait()
@@ -324,11 +329,14 @@ class StateFiles:
 
 
 def _even_numel(numel: int, largest: int) -> int:
-    """The length of equal parts of at most ``largest`` elements, on multiples of 256 if they are that long."""
-    parts = -(-numel // max(largest, 1)) or 1
-    even = -(-numel // parts)
-    rounded = -(-even // 256) * 256
-    return max(rounded if rounded <= largest else even, 1)
+    """The length of equal parts of at most ``largest`` elements: a multiple of 256, as ``numel`` is."""
+    blocks = -(-numel // 256)
+    parts = -(-blocks // max(largest // 256, 1)) or 1
+    return max(-(-blocks // parts), 1) * 256
+
+
+def _nbytes(layout: MomentLayout, count: int) -> int:
+    return layout.numel(count) * layout.dtype.itemsize
 
 
 def _pages(nbytes: int) -> int:

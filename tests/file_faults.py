@@ -1,0 +1,122 @@
+"""Faults of a stored file, from when they are injected to when they are healed."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zero.tiers.file_store import StoredFile
+
+PAGE = 4096
+
+
+def _descriptor(file: StoredFile) -> int:
+    """The number of the store's open file, which the library keeps to itself."""
+    for entry in Path("/proc/self/fd").iterdir():
+        if os.path.realpath(entry) == str(file.path):
+            return int(entry.name)
+    raise AssertionError(file.path)
+
+
+@contextmanager
+def _instead(file: StoredFile, path: str, flags: int = os.O_RDWR) -> Iterator[None]:
+    """Another open file stands where the store's stood."""
+    number = _descriptor(file)
+    kept, other = os.dup(number), os.open(path, flags)
+    os.dup2(other, number, inheritable=False)
+    try:
+        yield
+    finally:
+        os.dup2(kept, number, inheritable=False)
+        os.close(kept)
+        os.close(other)
+
+
+@contextmanager
+def read_only(file: StoredFile) -> Iterator[None]:
+    with _instead(file, str(file.path), os.O_RDONLY | os.O_DIRECT):
+        yield
+
+
+@contextmanager
+def full_device(file: StoredFile) -> Iterator[None]:
+    with _instead(file, "/dev/full"):
+        yield
+
+
+@contextmanager
+def empty_device(file: StoredFile) -> Iterator[None]:
+    with _instead(file, "/dev/zero"):
+        yield
+
+
+@contextmanager
+def closed(file: StoredFile) -> Iterator[None]:
+    number = _descriptor(file)
+    kept = os.dup(number)
+    os.close(number)
+    try:
+        yield
+    finally:
+        os.dup2(kept, number, inheritable=False)
+        os.close(kept)
+
+
+@contextmanager
+def file_size_limit(nbytes: int) -> Iterator[None]:
+    """Also where SIGXFSZ would end the process, as it does after LLVM (Triton) has compiled something in it."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN if handler is None else handler)
+
+
+@contextmanager
+def small_limit(file: StoredFile) -> Iterator[None]:
+    """Writes beyond 3 pages of data are refused, and what is in front of it is written."""
+    with file_size_limit(4 * PAGE):
+        yield
+
+
+@contextmanager
+def cut_short(file: StoredFile) -> Iterator[None]:
+    length = file.path.stat().st_size
+    os.truncate(file.path, 5 * PAGE)
+    yield
+    os.truncate(file.path, length)
+
+
+@contextmanager
+def flipped(file: StoredFile) -> Iterator[None]:
+    flip(file, 2 * PAGE + 100)
+    yield
+
+
+@contextmanager
+def lost(file: StoredFile) -> Iterator[None]:
+    """What was written since never reached the file."""
+    before = file.path.read_bytes()
+    yield
+    number = os.open(file.path, os.O_RDWR)
+    os.pwrite(number, before, 0)
+    os.close(number)
+
+
+def flip(file: StoredFile, at: int) -> None:
+    """Turn one bit of a byte of the data."""
+    number = os.open(file.path, os.O_RDWR)
+    (byte,) = os.pread(number, 1, PAGE + at)
+    os.pwrite(number, bytes([byte ^ 4]), PAGE + at)
+    os.close(number)
+
+
+Fault = Callable[[StoredFile], "contextmanager[None]"]
+FAULTS = [read_only, full_device, empty_device, closed, small_limit, cut_short, flipped, lost]
