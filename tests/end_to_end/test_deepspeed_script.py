@@ -20,7 +20,6 @@ from tests.zero.configs import CONFIGS, NEEDS_MORE
 pytest.importorskip("transformers", reason="transformers is not installed: it is in the bench extra")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 SCRIPT = str(ROOT / "tests" / "end_to_end" / "deepspeed_script.py")
-STEPS = 30
 PLACES = {
     "megatron_stage3_offload": ("device", "cpu"),  # its threshold keeps all parameters of so small a model whole
     "zero_offload": ("cpu", "cpu"),
@@ -35,9 +34,10 @@ CONFIGURED = CONFIGS | {"zero_infinity_in_files": CONFIGS["zero_infinity"] | {"z
 
 def _arguments(name: str, folder: Path) -> list[str]:
     """Write the configuration ``name``; the script's arguments to run under it."""
+    steps = 30 if "fp16" in CONFIGURED[name] else 9  # until a loss scale has come down from 2^32
     path = folder / f"{name}.json"
     path.write_text(json.dumps(CONFIGURED[name]).replace("/local_nvme", str(folder)))  # all that has to be changed
-    return [f"--deepspeed_config={path}", f"--output={folder / name}", f"--steps={STEPS}"]
+    return [f"--deepspeed_config={path}", f"--output={folder / name}", f"--steps={steps}"]
 
 
 def _reports(name: str, folder: Path, world_size: int) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from tests.zero.test_order_check import WRONG, Layers
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
 from zcomm import DivergedError
 from zcomm.watch import Watch
-from zcomm.work import Steps, run
+from zcomm.work import Steps
 from zero import GatheredParameters, ZeroOptimizer
 
 FIRST = r"parameter 'layers\.0\.weight' \(6, 6\) and 1 more of module 'layers\.0'"
@@ -171,7 +171,7 @@ def _check_busy_thread(rank: int) -> None:
         found = watch.num_found
         for _ in range(2):
             if rank == 1:
-                run(_sleeps(), async_op=True, device=torch.device("cpu"), queue=t.queue, num_exchanges=2)
+                t.queue.submit(_sleeps())
             gathered = torch.empty(4)
             work = zcomm.all_gather_single(gathered, torch.full((1,), float(rank)), t, async_op=True)
             assert work is not None
