@@ -6,6 +6,7 @@ of test_train_gpt.py and test_bench.py.
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import socket
@@ -89,6 +90,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _serve(environment: dict[str, str], runs: list[list[str]], ports: list[int], cwd: Path, output: Path) -> None:
+    gc.freeze()  # as in tests/ranks.py
     with output.open("wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -7,6 +7,7 @@ A rank that fails, dies or is late costs its pool, which is killed and built ane
 from __future__ import annotations
 
 import atexit
+import gc
 import tempfile
 import traceback
 import warnings
@@ -104,6 +105,7 @@ def topology(ranks_per_node: int) -> Topology:
 
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+    gc.freeze()  # what was there before the fork: collections neither visit it nor copy its pages
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     timeout = timedelta(seconds=TIMEOUT_S)

@@ -73,7 +73,7 @@ def all_gather_single(
     check_random(random, chosen.format)
     route.compare(numel=input.numel(), dtype=input.dtype, numbering=numbering, random=random)
     steps = gather_steps(rows, input, numbering, Encoder(route, input.numel(), random))
-    return run(steps, async_op=async_op, device=output.device, queue=route.queue, num_exchanges=len(route.hops))
+    return run(steps, output, input, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
 
 
 def gather_steps(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:

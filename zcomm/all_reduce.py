@@ -81,7 +81,7 @@ def all_reduce(
     reducing.compare(numel=tensor.numel(), dtype=tensor.dtype, **facts)
     steps = all_reduce_steps(tensor, reducer, gatherer, numbering, divisor)
     num_hops = len(reducing.hops) + len(gathering.hops)
-    work = run(steps, async_op=async_op, device=tensor.device, queue=reducing.queue, num_exchanges=num_hops)
+    work = run(steps, tensor, async_op=async_op, queue=reducing.queue, num_exchanges=num_hops)
     return work if residual is None else residual.watch(work)
 
 

@@ -68,7 +68,7 @@ def all_to_all_single(
     check_random(random, chosen.format)
     route.compare(numel=input.numel(), dtype=input.dtype, random=random)
     steps = _steps(output, input, Encoder(route, input.numel() // route.world_size, random))
-    return run(steps, async_op=async_op, device=output.device, queue=route.queue, num_exchanges=len(route.hops))
+    return run(steps, output, input, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
 
 
 def _steps(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:

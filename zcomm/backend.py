@@ -41,6 +41,7 @@ __all__ = [
     "new_group",
     "sum_",
     "take_part",
+    "takes_host_tensors",
     "together",
 ]
 
@@ -253,9 +254,14 @@ def sum_(tensor: Tensor, group: dist.ProcessGroup | None) -> torch.futures.Futur
 
 def device_of(backend: str, wanted: torch.device) -> torch.device:
     """``wanted`` if ``backend`` takes its tensors, else a device whose tensors it takes."""
-    if wanted.type == "cpu" and "gloo" not in backend and "nccl" in backend:
+    if wanted.type == "cpu" and not takes_host_tensors(backend):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if wanted.type == "cuda" and "nccl" not in backend else wanted
+
+
+def takes_host_tensors(backend: str) -> bool:
+    """Whether ``backend`` exchanges tensors in host memory."""
+    return "gloo" in backend or "nccl" not in backend
 
 
 def gather_ints(value: int, group: dist.ProcessGroup | None) -> list[int]:
@@ -335,7 +341,7 @@ def level_group_names(group: dist.ProcessGroup | None) -> None:
     wanted = max(gather_ints(max(len(names), *_counts_used), group))
     while len(names) < wanted:
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True).shutdown()
-    _counts_used[:] = [wanted + 3]  # a topology makes no more; none of the names comes again
+    _counts_used[:] = [wanted + 3]  # nobody makes more before leveling again; none of the names comes again
 
 
 _counts_used = [0]

@@ -1,4 +1,7 @@
-"""Small exchanges by which ranks agree: maxima of flags, float64 partial sums, initial values. Always synchronous."""
+"""Small exchanges by which ranks agree: maxima of flags, float64 partial sums, initial values. Always synchronous.
+
+They are between hosts (:attr:`Topology.on_host`): no device is waited for, but by a broadcast of what is on one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from zcomm.backend import Hop, Sent
 from zcomm.errors import TopologyError
 from zcomm.topology import Topology, hop_of_group
 
-__all__ = ["agree_max", "broadcast_", "gather_float64", "gather_texts", "texts_over"]
+__all__ = ["agree_max", "any_", "broadcast_", "gather_float64", "gather_texts", "texts_over"]
 
 TEXT_NBYTES = 512
 
@@ -20,8 +23,16 @@ def agree_max(values: Tensor, topology: Topology) -> Tensor:
     """The elementwise maximum of int64 ``values`` over all ranks, on the CPU, the same on every rank."""
     agreed = values.to("cpu", torch.int64, copy=True)
     _keep_order(topology)
-    backend.max_(agreed, topology.world)
+    backend.max_(agreed, topology.on_host)
     return agreed
+
+
+def any_(flag: Tensor, topology: Topology) -> Tensor:
+    """Whether the bool scalar ``flag`` is true on any rank, on its device. On CUDA the host waits for nothing."""
+    agreed = flag.to(torch.uint8, copy=True).view(1)
+    _keep_order(topology)
+    backend.max_(agreed, _hop_for(agreed, topology))
+    return agreed.bool().view(())
 
 
 def gather_float64(values: Tensor, topology: Topology) -> Tensor:
@@ -29,7 +40,7 @@ def gather_float64(values: Tensor, topology: Topology) -> Tensor:
     mine = values.to("cpu", torch.float64).contiguous()
     _keep_order(topology)
     of_ranks = mine.new_empty((topology.world_size, mine.numel()))
-    work = backend.all_gather(of_ranks, mine, topology.world, Sent("control", "none", mine.numel()))
+    work = backend.all_gather(of_ranks, mine, topology.on_host, Sent("control", "none", mine.numel()))
     if work is not None:
         work.wait()
     return of_ranks
@@ -40,7 +51,7 @@ def gather_texts(text: str, ranks: Topology | dist.ProcessGroup | None) -> list[
     if not isinstance(ranks, Topology):
         return texts_over(hop_of_group(ranks), text)
     _keep_order(ranks)
-    return texts_over(ranks.world, text)
+    return texts_over(ranks.on_host, text)
 
 
 def texts_over(hop: Hop, text: str) -> list[str]:
@@ -63,9 +74,13 @@ def broadcast_(tensor: Tensor, src: int, topology: Topology) -> None:
         raise TopologyError(f"src must be a rank: src={src}, world_size={topology.world_size}")
     _keep_order(topology)
     values = tensor.detach().contiguous()
-    backend.broadcast_(values, src, topology.world)
+    backend.broadcast_(values, src, _hop_for(values, topology))
     if values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values)
+
+
+def _hop_for(tensor: Tensor, topology: Topology) -> Hop:
+    return topology.on_host if tensor.device.type == "cpu" else topology.world
 
 
 def _keep_order(topology: Topology) -> None:

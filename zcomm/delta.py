@@ -153,9 +153,7 @@ class DeltaGather:
     def _run(self, steps: Steps, shard: Tensor, *, async_op: bool) -> Work | None:
         route = self._route
         steps = self._watched(steps if shard.numel() else nothing())
-        self._work = run(
-            steps, async_op=async_op, device=shard.device, queue=route.queue, num_exchanges=len(route.hops)
-        )
+        self._work = run(steps, shard, self._rows, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
         return self._work
 
     def _watched(self, steps: Steps) -> Steps:

@@ -79,7 +79,7 @@ class EncodedShard:
         self._route.compare(numel=self.numel, dtype=self.dtype, numbering=numbering, rests="encoded")
         steps = self._steps(rows) if self.numel else nothing()
         queue, num_exchanges = self._route.queue, len(self._route.hops)
-        return run(steps, async_op=async_op, device=output.device, queue=queue, num_exchanges=num_exchanges)
+        return run(steps, output, self._message, async_op=async_op, queue=queue, num_exchanges=num_exchanges)
 
     def _steps(self, rows: Tensor) -> Steps:
         messages = self._layout.new_to_receive(self._route.world_size, rows.device)

@@ -88,7 +88,7 @@ def reduce_scatter_single(
     facts = {"op": kind, "numbering": numbering, "random": random, "residual": residual is not None}
     route.compare(numel=output.numel(), dtype=rows.dtype, **facts)
     steps = reduce_steps(output, rows, numbering, divisor, Encoder(route, rows.shape[1], random, residual))
-    work = run(steps, async_op=async_op, device=output.device, queue=route.queue, num_exchanges=len(route.hops))
+    work = run(steps, output, input, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
     return work if residual is None else residual.watch(work)
 
 

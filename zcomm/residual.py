@@ -177,7 +177,7 @@ class Residual:
             return
         mine = self._current.to_bytes()
         of_ranks = mine.new_empty((self.layout.ranks_per_node, mine.numel()))
-        run(self._gather_steps(of_ranks, mine), async_op=False, device=mine.device, queue=self.route.queue)
+        run(self._gather_steps(of_ranks, mine), mine, async_op=False, queue=self.route.queue)
         for local_rank, content in enumerate(of_ranks):
             yield local_rank, self._current.of_bytes(content).decode(0, self.layout.shard_numel)
 

@@ -84,7 +84,7 @@ class SecondaryPartition:
         hops = ((self._topology.intra, get_format("none")),)
         facts = {"numel": self.numel, "dtype": self._shard.dtype}
         compare_calls(OPERATION, hops, self._topology.intra, self._topology.queue, **facts)
-        return run(self._steps(output), async_op=async_op, device=output.device, queue=self._topology.queue)
+        return run(self._steps(output), output, self._shard, async_op=async_op, queue=self._topology.queue)
 
     def _steps(self, output: Tensor) -> Steps:
         is_exact = self.numel == self._shard.numel() * self._topology.ranks_per_node

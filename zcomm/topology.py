@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 from weakref import WeakValueDictionary
@@ -21,6 +22,7 @@ from zcomm import backend
 from zcomm.backend import ALONE, Hop
 from zcomm.background import Background
 from zcomm.errors import ConfigError, StateError, TopologyError
+from zcomm.ledger import Ledger
 from zcomm.watch import Watch, Watched
 from zcomm.work import WorkQueue
 
@@ -171,11 +173,26 @@ class Topology:
     @cached_property
     def background(self) -> Background:
         """A thread with a gloo group of these ranks, made at the first use, which is collective; closed with this."""
-        group = None
-        if self.world_size > 1:
-            ranks = list(self.global_ranks)
-            group = backend.new_group(ranks, self._parent, is_local=self._is_local, backend="gloo")
-        return Background(group)
+        return Background(self._new_gloo_group() if self.world_size > 1 else None)
+
+    @cached_property
+    def on_host(self) -> Hop:
+        """All ranks, for tensors in host memory: :attr:`world`, or gloo beside it where that takes none (NCCL).
+
+        Over NCCL an exchange between hosts would wait for the devices. Made at the first use, which is collective.
+        """
+        if self.world.group is None or backend.takes_host_tensors(self.world.backend):
+            return self.world
+        group = self._new_gloo_group()
+        self._groups.append(group)
+        return replace(self.world, group=group, backend="gloo", ledger=Ledger())
+
+    def _new_gloo_group(self) -> dist.ProcessGroup:
+        if self._is_local:
+            backend.level_group_names(self._parent)
+        group = backend.new_group(list(self.global_ranks), self._parent, is_local=self._is_local, backend="gloo")
+        assert group is not None, "a rank outside its own topology"
+        return group
 
     @cached_property
     def watch(self) -> Watch:
@@ -184,7 +201,8 @@ class Topology:
         Made at the first use, which is collective, and closed with this one; for more than one rank only.
         """
         topologies = (self, self.companion, self.companion.companion)
-        hops = {id(hop): hop for t in topologies for hop in (t.world, t.intra, t.inter) if hop.group is not None}
+        all_hops = [hop for t in topologies for hop in (t.world, t.intra, t.inter, t.on_host)]
+        hops = {id(hop): hop for hop in all_hops if hop.group is not None}
         number = {rank: index for index, rank in enumerate(self.global_ranks)}
         watched = [
             Watched(hop, tuple(number[rank] for rank in dist.get_process_group_ranks(hop.group)))

@@ -116,6 +116,8 @@ class Watch:
             waits = list(hop.ledger.waits.items())
             waiting |= {thread for thread, _ in waits}
             hops[key] = (ranks, hop.ledger.num_started, [number for _, number in waits], list(hop.ledger.recent))
+        if any(queue.waits and queue.thread_id not in waiting for queue in self._queues):
+            return None  # its thread computes, and will go on to the next exchange
         return json.dumps([hops]) if waiting - drivers else None
 
     def _judge(self) -> None:

@@ -6,7 +6,8 @@ alive. Who drives it:
     sync                     the caller, to the end
     async, one exchange      the caller: started at once, finished in ``wait()``
     async, more, on a CPU    a thread of the Topology, in the order of the calls: every exchange overlaps computation
-    CUDA                     the caller, to the end: waiting orders streams, it does not block the host
+    sync, CUDA               the caller, to the end: waiting orders streams, it does not block the host
+    async, CUDA              the same on a stream of its own (:mod:`zcomm.streams`)
 
 Invariants:
     W1  Over the groups of one Topology, exchanges start in the order of the calls, whoever drives them: while the
@@ -18,14 +19,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 import torch
+from torch import Tensor
 
 from zcomm.backend import Pending
 from zcomm.errors import StateError
+from zcomm.streams import SideStreams
 
 __all__ = ["Steps", "Work", "WorkQueue", "nothing", "run", "run_then"]
 
@@ -53,8 +56,8 @@ class Work:
         with self._lock:
             self._advance()
 
-    def finish(self, *, on_stream: torch.device | None = None) -> None:
-        """Run to the end; ``on_stream``: as far as the host is concerned, on the current stream of that device."""
+    def finish(self) -> None:
+        """Run to the end; on CUDA as far as the host is concerned."""
         with self._lock:
             while self._steps is not None:
                 try:
@@ -64,9 +67,13 @@ class Work:
                     self._fail(error)
                     raise
                 self._advance()
-            if on_stream is not None:
-                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._event.record(torch.cuda.current_stream(on_stream))
+
+    def finish_beside(self, streams: SideStreams, tensors: Sequence[Tensor]) -> None:
+        """Run to the end on the side stream of the first of ``tensors``, which are what the steps read and write."""
+        with streams.after_current(tensors[0].device, tensors) as stream:
+            self.finish()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(stream)
 
     def _advance(self) -> None:
         """Run up to the next exchange, or to the end."""
@@ -92,7 +99,7 @@ class Work:
             self._event.wait()
 
     def is_completed(self) -> bool:
-        """Whether ``wait()`` would return without waiting for other ranks, as far as is known.
+        """Whether ``wait()`` would return without waiting for other ranks, as far as is known; true on CUDA.
 
         gloo does not tell of sends and receives: an all-gather that the caller drives is completed by ``wait()``.
         """
@@ -152,6 +159,7 @@ class WorkQueue:
         self._is_closed = False
         self.waits: set[int] = set()
         """Threads that wait for this one's."""
+        self.side = SideStreams()
 
     @property
     def thread_id(self) -> int | None:
@@ -214,15 +222,23 @@ def nothing() -> Steps:
     yield None
 
 
-def run(
-    steps: Steps, *, async_op: bool, device: torch.device, queue: WorkQueue | None, num_exchanges: int = 1
-) -> Work | None:
-    """Drive ``steps``; returns a Work if ``async_op``. ``queue`` is the Topology's, if there is one."""
+_OF_NO_TOPOLOGY = SideStreams()
+
+
+def run(steps: Steps, *tensors: Tensor, async_op: bool, queue: WorkQueue | None, num_exchanges: int = 1) -> Work | None:
+    """Drive ``steps``, which read and write ``tensors`` on the first one's device; returns a Work if ``async_op``.
+
+    ``queue`` is the Topology's, if there is one.
+    """
+    device = tensors[0].device
     if queue is not None:
         queue.check_open()
     work = Work(steps)
     if device.type != "cpu":
-        work.finish(on_stream=device if async_op and device.type == "cuda" else None)
+        if async_op and device.type == "cuda":
+            work.finish_beside(_OF_NO_TOPOLOGY if queue is None else queue.side, tensors)
+        else:
+            work.finish()
     elif queue is not None and (not queue.is_idle or (async_op and num_exchanges > 1)):
         work = queue.submit(steps)
     elif async_op:

@@ -62,6 +62,7 @@ def _export(options: argparse.Namespace) -> str:
         options.output,
         tag=options.tag,
         dtype=DTYPES[options.dtype] if options.dtype else None,
+        model_parallel_rank=options.model_parallel_rank,
         max_shard_nbytes=options.max_shard_size,
     )
     return "".join(f"{path}\n" for path in paths)
@@ -100,6 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     exporting.add_argument("output", metavar="OUTPUT", help="a file whose name ends with .safetensors")
     exporting.add_argument("--tag", metavar="TAG", help="which checkpoint; default: the latest")
     exporting.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights; default: that of the model")
+    whose = "whose part of the model, if it was saved beside model-parallel ranks"
+    exporting.add_argument("--model-parallel-rank", type=int, metavar="N", help=whose)
     size = "largest file, 5GB if absent; more are written, with an index, if one would be larger"
     exporting.add_argument("--max-shard-size", type=_size, default=MAX_SHARD_NBYTES, metavar="SIZE", help=size)
     _add_estimate(commands.add_parser("estimate", help="the memory of each rank, for every stage and tier"))

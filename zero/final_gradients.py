@@ -14,13 +14,11 @@ from torch import Tensor
 from zcomm import StateError, control
 from zero.agreement import on_every_rank
 from zero.masters import MasterPiece
-from zero.nonfinite import is_nonfinite
+from zero.nonfinite import nonfinite_flag
 from zero.released import ReducedGradient
 from zero.runtime import Runtime
 
 __all__ = ["FinalGradients"]
-
-FAILED = 2
 
 
 class FinalGradients:
@@ -32,35 +30,36 @@ class FinalGradients:
         """What the gradients are yet to be multiplied by, to unscale and clip them."""
         self.flag = torch.zeros(1, device=runtime.buckets[0].device)
         """The overflow flag."""
-        self._has_overflow: bool | None = None
+        self._overflow: Tensor | None = None
         for piece in pieces:
             piece.master.grad_dtype = None  # gradients may rest in 16 bit
         runtime.reducer.on_reduced = self._show
 
     def _show(self) -> None:
         """A backward has reduced."""
-        self._has_overflow = None
+        self._overflow = None
         self._hand_out()
         if self.runtime.is_boundary:
-            self.flag.grad = torch.full_like(self.flag, float("nan") if self.has_overflow() else 0.0)
+            self.flag.grad = torch.zeros_like(self.flag).masked_fill_(self._agreed_overflow(), float("nan"))
 
     def has_overflow(self) -> bool:
-        """Whether the reduced gradient has a NaN or an infinity on any rank. Collective if not agreed on yet."""
-        if self._has_overflow is None:
-            mine = torch.tensor([self._overflow_or_error()])
-            agreed = control.agree_max(mine, self.runtime.topology).item()
-            files = self.runtime.gradient_files
-            if agreed == FAILED and files is not None:
-                on_every_rank(files.raise_error, self.runtime.topology)
-            self._has_overflow = bool(agreed)
-        return self._has_overflow
+        """Whether the reduced gradient has a NaN or an infinity on any rank; the host waits for the device.
 
-    def _overflow_or_error(self) -> int:
-        reducer, files = self.runtime.reducer, self.runtime.gradient_files
-        if files is not None and files.has_error():
-            return FAILED
-        in_memory = [r for grads in reducer.all if not grads.is_in_file and (r := reducer.results(grads)) is not None]
-        return int((files is not None and files.is_nonfinite()) or is_nonfinite(in_memory))
+        Collective if not agreed on yet.
+        """
+        return bool(self._agreed_overflow())
+
+    def _agreed_overflow(self) -> Tensor:
+        """The same as a bool scalar on the device, which nobody waits for unless gradients are in files."""
+        if self._overflow is None:
+            reducer, files = self.runtime.reducer, self.runtime.gradient_files
+            in_memory = (reducer.results(grads) for grads in reducer.all if not grads.is_in_file)
+            mine = nonfinite_flag([r for r in in_memory if r is not None], self.flag.device)
+            if files is not None:
+                on_every_rank(files.raise_error, self.runtime.topology)
+                mine |= files.is_nonfinite()
+            self._overflow = control.any_(mine, self.runtime.topology)
+        return self._overflow
 
     def apply(self) -> None:
         """Multiply every gradient of this rank by the factor."""
@@ -95,7 +94,7 @@ class FinalGradients:
 
     def clear(self) -> None:
         """Forget them."""
-        self._has_overflow, self.flag.grad = None, None
+        self._overflow, self.flag.grad = None, None
         for piece in self._pieces:
             piece.master.grad = None
 

@@ -12,6 +12,7 @@ Without tensor-parallel ranks (pipeline stages alone) every parameter but the sh
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,6 +48,13 @@ class ModelParallel:
         self.tensor_group = tensor_group
         self._topology = None if group is None else Topology(ranks_per_node=dist.get_world_size(group), group=group)
         self._counts_replicated = counts_replicated
+        self.rank = 0 if self._topology is None else self._topology.rank
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+
+    @cached_property
+    def everyone(self) -> Topology:
+        """The ranks of all parts of the model, which are all there are; made at the first use, which is collective."""
+        return Topology(ranks_per_node=dist.get_world_size())
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh, data_axis: str) -> ModelParallel:
@@ -100,6 +108,8 @@ class ModelParallel:
 
     def close(self) -> None:
         """Free what belongs to it."""
+        if "everyone" in self.__dict__:
+            self.__dict__.pop("everyone").close()
         if self._topology is not None:
             self._topology.close()
 

@@ -55,8 +55,8 @@ class Inside(NamedTuple):
     pieces: list[MasterPiece]
     group_of: dict[nn.Parameter, int]
     """The parameter group of every trainable parameter, by its number."""
+    model_parallel: ModelParallel
     fail: Callable[[Exception], None]
-    """Called with an error that leaves masters in files neither old nor new."""
 
 
 class ZeroOptimizer(Optimizer):
@@ -372,7 +372,7 @@ class ZeroOptimizer(Optimizer):
     @property
     def inside(self) -> Inside:
         """The parts of this optimizer, for :mod:`zero.checkpoints`."""
-        return Inside(self._runtime, self._inner, self._pieces, self._group_of, self._update.fail)
+        return Inside(self._runtime, self._inner, self._pieces, self._group_of, self._model_parallel, self._update.fail)
 
     def master_pieces(self) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
         """``(parameter, first element, master values)`` for what this rank updates; copies of what is in files."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -332,8 +333,11 @@ def test_mismatched_formats_raise_on_every_rank() -> None:
     run_ranks(2, _check_mismatch)
 
 
-def _check_control(rank: int) -> None:
-    t = topology(2)
+def _check_control(rank: int, backend: str) -> None:
+    """With "nccl", which takes no tensor of the host, the exchanges must not be over it."""
+    t = topology(2).clone()
+    t.world = replace(t.world, backend=backend)
+    assert (t.on_host.group is t.world.group) == (backend == "gloo")
     assert zcomm.control.agree_max(torch.tensor([rank, -rank]), t).tolist() == [3, 0]
     assert zcomm.control.gather_float64(torch.tensor([rank / 3]), t).flatten().tolist() == [
         float(torch.tensor(r / 3)) for r in range(4)
@@ -347,7 +351,9 @@ def _check_control(rank: int) -> None:
     assert scalar.item() == 3.0
     with pytest.raises(TopologyError, match="src=4"):
         zcomm.control.broadcast_(torch.zeros(1), 4, t)
+    t.close()
 
 
-def test_control() -> None:
-    run_ranks(4, _check_control)
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_control(backend: str) -> None:
+    run_ranks(4, _check_control, backend)

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from zcomm import StateError, Topology
 from zcomm.work import Steps, Work, WorkQueue, run
 
-CPU = torch.device("cpu")
+ANY = torch.empty(0)
 
 
 class Exchange:
@@ -42,7 +42,7 @@ def _steps(log: list[str], name: str, *exchanges: Exchange) -> Steps:
 
 
 def _submitted(queue: WorkQueue, steps: Steps) -> Work:
-    work = run(steps, async_op=True, device=CPU, queue=queue, num_exchanges=2)
+    work = run(steps, ANY, async_op=True, queue=queue, num_exchanges=2)
     assert work is not None
     return work
 
@@ -50,7 +50,7 @@ def _submitted(queue: WorkQueue, steps: Steps) -> Work:
 def test_one_exchange_is_started_at_once_and_finished_in_wait() -> None:
     log: list[str] = []
     exchange = Exchange()
-    work = run(_steps(log, "a", exchange), async_op=True, device=CPU, queue=None)
+    work = run(_steps(log, "a", exchange), ANY, async_op=True, queue=None)
     assert work is not None
     assert log == ["a starts"]
     assert not work.is_completed()
@@ -65,7 +65,7 @@ def test_a_synchronous_call_runs_behind_what_is_queued() -> None:
     queue, log, exchange = WorkQueue(), [], Exchange()
     first = _submitted(queue, _steps(log, "a", exchange))
     threading.Timer(0.05, exchange.ended.set).start()
-    assert run(_steps(log, "b"), async_op=False, device=CPU, queue=queue) is None
+    assert run(_steps(log, "b"), ANY, async_op=False, queue=queue) is None
     assert log == ["a starts", "a ends", "b starts", "b ends"]
     first.wait()
     assert queue.is_idle
@@ -82,7 +82,7 @@ def test_errors_are_raised_by_every_wait_and_do_not_stop_the_thread() -> None:
             work.wait()
     after.wait()
     queue.close()
-    inline = run(_steps(log, "c", broken), async_op=True, device=CPU, queue=None)
+    inline = run(_steps(log, "c", broken), ANY, async_op=True, queue=None)
     assert inline is not None
     for _ in range(2):
         with pytest.raises(RuntimeError, match="connection lost"):
@@ -168,9 +168,9 @@ def _check_groups_can_be_made_again(rank: int) -> None:
             assert work is not None
             work.wait()
             assert full.tolist() == [0, 1, 2, 3]
-        timeout = torch.distributed.group.WORLD._get_backend(CPU).options._timeout
+        timeout = torch.distributed.group.WORLD._get_backend(ANY.device).options._timeout
         for hop in (twin.world, twin.intra, twin.inter):
-            assert hop.group._get_backend(CPU).options._timeout == timeout
+            assert hop.group._get_backend(ANY.device).options._timeout == timeout
         twin.close()
         with_two_hops.close()
 

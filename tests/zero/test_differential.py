@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import random
-import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import zero
+from tests.conftest import SAID
 from tests.covering import covering_set, full_product
 from tests.ranks import run_ranks
 from tests.zero.models import as_vector, batch, loss_of, new_model
@@ -205,8 +206,7 @@ def test_every_three_options_meet_in_every_way() -> None:
         assert len(met) == math.prod(len(FACTORS[name]) for name in names), names
 
 
-def test_no_case_was_left_out(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_case_was_left_out(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
     of_this_file = [item.name for item in request.session.items if item.path == request.path]
     assert len(RAN) == sum(name.startswith("test_equals_single_process") for name in of_this_file)
-    with capsys.disabled():
-        sys.stdout.write(f"\ndifferential suite: {len(RAN)} cases run of {len(CASES)}; there are {NUM_POSSIBLE}\n")
+    record_property(SAID, f"differential suite: {len(RAN)} cases run of {len(CASES)}; there are {NUM_POSSIBLE}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import zcomm
 from tests.ranks import run_ranks, topology
 from tests.zero.test_order_check import WRONG, Layers
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
 from zcomm import DivergedError
+from zcomm.watch import Watch
+from zcomm.work import Steps, run
 from zero import GatheredParameters, ZeroOptimizer
 
 FIRST = r"parameter 'layers\.0\.weight' \(6, 6\) and 1 more of module 'layers\.0'"
@@ -42,13 +45,24 @@ def _raises_soon(message: str, call: Callable[[], object]) -> None:
     assert time.perf_counter() - start < 10
 
 
+@contextmanager
+def _watched(ranks_per_node: int, period_s: float) -> Iterator[Watch]:
+    """The watch of this pool's topology, which other tests use after this one, looks more often inside."""
+    watch = topology(ranks_per_node).watch
+    watch.period_s, usual = period_s, watch.period_s
+    try:
+        yield watch
+    finally:
+        watch.period_s = usual
+
+
 def _check_leaving(rank: int, options: dict[str, Any]) -> None:
     """Rank 1 leaves the order in several ways, one after the other; in between all train on."""
     torch.manual_seed(0)
     model = Layers()
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-    with zero_optimizer(model, sgd, stage=3, stage3_param_persistence_threshold=0, **options) as optimizer:
-        topology(options.get("ranks_per_node", dist.get_world_size())).watch.period_s = 0.1
+    options = {"stage3_param_persistence_threshold": 0, "ranks_per_node": dist.get_world_size()} | options
+    with zero_optimizer(model, sgd, stage=3, **options) as optimizer, _watched(options["ranks_per_node"], 0.1):
         for name, message in LEAVES.items():
             _step(model, optimizer)
             _step(model, optimizer)
@@ -80,8 +94,8 @@ def _check_other_modes(rank: int) -> None:
     """One rank evaluates while the others train, ends a step early, or fails while it holds parameters."""
     torch.manual_seed(0)
     model = Layers()
-    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3) as optimizer:
-        topology(2).watch.period_s = 0.1
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    with zero_optimizer(model, sgd, stage=3) as optimizer, _watched(2, 0.1):
         _step(model, optimizer)
         _step(model, optimizer)
         with torch.no_grad():
@@ -128,9 +142,9 @@ def _check_slow_rank(rank: int) -> None:
     """A rank that is only late diverges from nobody, however long the others wait."""
     torch.manual_seed(0)
     model = Layers()
-    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3) as optimizer:
-        watch = topology(2).watch
-        watch.period_s, found = 0.02, watch.num_found
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    with zero_optimizer(model, sgd, stage=3) as optimizer, _watched(2, 0.02) as watch:
+        found = watch.num_found
         for step in range(3):
             for late in range(2):
                 if rank == late:
@@ -143,3 +157,28 @@ def _check_slow_rank(rank: int) -> None:
 
 def test_a_late_rank_is_waited_for() -> None:
     run_ranks(2, _check_slow_rank)
+
+
+def _sleeps() -> Steps:
+    time.sleep(0.5)
+    yield None
+
+
+def _check_busy_thread(rank: int) -> None:
+    """Rank 1 waits for its own thread, which computes before an exchange that the others wait for."""
+    t = topology(2)
+    with _watched(2, 0.02) as watch:
+        found = watch.num_found
+        for _ in range(2):
+            if rank == 1:
+                run(_sleeps(), async_op=True, device=torch.device("cpu"), queue=t.queue, num_exchanges=2)
+            gathered = torch.empty(4)
+            work = zcomm.all_gather_single(gathered, torch.full((1,), float(rank)), t, async_op=True)
+            assert work is not None
+            work.wait()
+            assert gathered.tolist() == [0, 1, 2, 3]
+        assert watch.num_found == found
+
+
+def test_a_rank_whose_thread_computes_is_waited_for() -> None:
+    run_ranks(4, _check_busy_thread)

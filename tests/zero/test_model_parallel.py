@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -194,6 +197,85 @@ def _check_overflow(rank: int) -> None:
 
 def test_an_overflow_in_one_part_skips_the_step_everywhere() -> None:
     run_ranks(4, _check_overflow)
+
+
+def _train(engine: Any, data_rank: int, steps: range) -> None:
+    for step in steps:
+        engine.backward(engine(_batch(step, data_rank)).square().mean())
+        engine.step()
+
+
+def _check_checkpoint(rank: int, folder: Path, stage: int) -> None:
+    """A run that goes on from a checkpoint has the bits of one that was not interrupted; errors reach all ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    data_rank, part = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+    config = {"zero_optimization": {"stage": stage}}
+
+    def start() -> tuple[Split, Any]:
+        model = Split(_whole(), mesh.get_group("tp")).double()
+        return model, zero.initialize(model=model, optimizer=_sgd, mpu=mesh, config=config)[0]
+
+    model, engine = start()
+    _train(engine, data_rank, range(2))
+    with pytest.raises(zero.CheckpointError, match="a checkpoint does not store"):  # in one part alone
+        engine.save_checkpoint(folder, tag="bad", client_state={"x": object() if part else 1})
+    engine.save_checkpoint(folder, tag="a", client_state={"part": part}, async_op=True)
+    saved = full_values(model)
+    with pytest.raises(zero.CheckpointError, match="several of 2 model-parallel ranks"):
+        engine.save_16bit_model(folder, "model.safetensors")
+    engine.save_16bit_model(folder, f"model-{part}.safetensors")
+    _train(engine, data_rank, range(2, 4))
+    expected = full_values(model)
+    engine.save_checkpoint(folder, tag="b")
+    engine.destroy()
+
+    model, engine = start()
+    path, client = engine.load_checkpoint(folder, tag="a")
+    assert (path, client["part"]) == (folder / "a", part)
+    assert all(torch.equal(value, saved[name]) for name, value in full_values(model).items())
+    _train(engine, data_rank, range(2, 4))
+    assert all(torch.equal(value, expected[name]) for name, value in full_values(model).items())
+    dist.barrier()
+    if rank == 0:
+        _damage(folder / "b", f"part/1/weight/{next(iter(saved))}")
+    dist.barrier()
+    with pytest.raises(zero.CheckpointError, match="checksum"):  # of one part alone
+        engine.load_checkpoint(folder)
+    assert all(torch.equal(value, expected[name]) for name, value in full_values(model).items())
+    engine.destroy()
+
+    alone = ZeroOptimizer(_whole(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    with pytest.raises(zero.CheckpointError, match="saved by 2 model-parallel ranks and is loaded by 1"):
+        zero.load_checkpoint(alone, folder, "a")
+    alone.close()
+    outsider = ZeroOptimizer(_whole(), torch.optim.SGD, lr=0.1, group=mesh.get_group("dp"))
+    with pytest.raises(zero.CheckpointError, match="knows of 2 data-parallel ones and 1 parts"):
+        zero.save_checkpoint(outsider, folder, "x")
+    outsider.close()
+    with pytest.raises(zero.CheckpointError, match="choose one of 0 to 1"):
+        zero.export_checkpoint(folder, folder / "whole.safetensors", tag="a")
+    zero.export_checkpoint(folder, folder / f"{rank}.safetensors", tag="a", model_parallel_rank=part)
+    exported = load_file(folder / f"{rank}.safetensors")
+    assert all(torch.equal(exported[name], value) for name, value in saved.items())
+    written = load_file(folder / f"model-{part}.safetensors")
+    assert all(torch.equal(written[name], value) for name, value in saved.items())
+
+
+def _damage(folder: Path, key: str) -> None:
+    """Flip a bit of a stored tensor."""
+    content = json.loads((folder / "metadata.json").read_text())["content"]
+    _, _, file, position, _ = content["tensors"][key]["chunks"][0]
+    with (folder / file).open("r+b") as shard:
+        shard.seek(position)
+        byte = shard.read(1)[0]
+        shard.seek(position)
+        shard.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_holds_all_parts(tmp_path: Path, stage: int) -> None:
+    run_ranks(4, _check_checkpoint, tmp_path, stage)
+    assert not (tmp_path / "bad").exists()
 
 
 def _check_pipeline_axis(rank: int) -> None:

@@ -35,6 +35,7 @@ from zcomm.install.report import Account, Installation, Tally
 from zcomm.philox import RandomKey
 from zcomm.recipes import DEFAULT_RECIPE, Recipe, Wires, get_recipe
 from zcomm.route import find_route
+from zcomm.streams import SideStreams
 from zcomm.topology import Topology
 from zcomm.work import Steps, run_then
 
@@ -189,19 +190,14 @@ class _Compressed:
         self._has_residual, self.is_shadow = has_residual, is_shadow
         self._planned: dict[tuple[int, ...], list[Planned]] = {}
         """By the parameters of a bucket: DDP rebuilds buckets after the first step."""
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._side = SideStreams()
 
     def start(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Begin to average ``bucket`` in place."""
         buffer = bucket.buffer()
         if buffer.device.type != "cuda":
             return self._start(buffer, self._planned_of(bucket))
-        if buffer.device not in self._streams:
-            self._streams[buffer.device] = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
-        stream = self._streams[buffer.device]
-        stream.wait_stream(torch.cuda.current_stream(buffer.device))
-        buffer.record_stream(stream)
-        with torch.cuda.stream(stream):
+        with self._side.after_current(buffer.device, [buffer]):
             return self._start(buffer, self._planned_of(bucket))
 
     def _start(self, buffer: Tensor, planned: list[Planned]) -> torch.futures.Future[Tensor]:

@@ -10,6 +10,7 @@ import torch
 from zero.checkpoints.errors import CheckpointError
 from zero.checkpoints.folder import METADATA, check_tag, read_latest, tags_in
 from zero.checkpoints.index import Index, read_index
+from zero.checkpoints.model_parts import part_of
 from zero.checkpoints.storage import read_chunk
 from zero.checkpoints.tensor_file import DTYPES
 from zero.checkpoints.weights_out import MAX_SHARD_NBYTES, WeightsWriter
@@ -23,6 +24,7 @@ def export_checkpoint(
     *,
     tag: str | None = None,
     dtype: torch.dtype | None = None,
+    model_parallel_rank: int | None = None,
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
 ) -> list[Path]:
     """Write the weights and buffers of a checkpoint as safetensors that ``transformers`` reads.
@@ -32,6 +34,7 @@ def export_checkpoint(
         output: A path that ends with ``.safetensors``.
         tag: Which checkpoint. Default: what ``latest`` names.
         dtype: Of floating-point tensors. Default: the dtypes of the model; masters are rounded to them once.
+        model_parallel_rank: Whose part of the model, if it was saved beside model-parallel ranks.
         max_shard_nbytes: Write several files of at most this size, and their index, if one would be larger.
 
     Returns:
@@ -42,7 +45,7 @@ def export_checkpoint(
 
     Tied weights are written once, under their first name. Memory: one chunk, 64 MiB of float32 and its conversion.
     """
-    index = read_index(_folder(Path(checkpoint), tag))
+    index = part_of(read_index(_folder(Path(checkpoint), tag)), model_parallel_rank)
     wanted = _wanted(index, dtype)
     writer = WeightsWriter(Path(output), {name: entry for name, (_, entry) in wanted.items()}, max_shard_nbytes)
     try:

@@ -21,10 +21,11 @@ from zero.agreement import raise_first, share_text
 from zero.checkpoints.errors import CheckpointError
 from zero.checkpoints.folder import check_tag, read_latest
 from zero.checkpoints.index import Index, read_index
+from zero.checkpoints.model_parts import part_of, saving_ranks
 from zero.checkpoints.planners import LoadPartsPlanner
 from zero.checkpoints.request import Request, Wanted, make_request
 from zero.checkpoints.restore import restore
-from zero.checkpoints.save import as_checkpoint_error, check_topology, wait_for_saves
+from zero.checkpoints.save import as_checkpoint_error, wait_for_saves
 from zero.checkpoints.storage import FolderReader
 from zero.checkpoints.weights_in import find_weights, index_of_weights
 from zero.optimizer import ZeroOptimizer
@@ -74,9 +75,9 @@ def load_checkpoint(
     written a sub-group at a time. With keep_previous_states=False files are overwritten at once: an error then leaves
     an optimizer that must be constructed anew.
     """
-    topology = optimizer.topology
-    check_topology(topology)
-    wait_for_saves(topology)
+    model_parallel = optimizer.inside.model_parallel
+    ranks = saving_ranks(optimizer.topology, model_parallel)
+    wait_for_saves(ranks)
     wanted = Wanted(optimizer_states=load_optimizer_states, module_only=load_module_only, strict=load_module_strict)
     index, request, error = None, None, None
     try:
@@ -84,16 +85,23 @@ def load_checkpoint(
         if folder is None:
             return Loaded(None, {})
         is_file = load_module_only and find_weights(folder)
-        index = index_of_weights(folder, optimizer.inside) if is_file else read_index(folder)
+        if is_file:
+            index = index_of_weights(folder, optimizer.inside)
+        else:
+            index = part_of(read_index(folder), model_parallel.rank, model_parallel.world_size)
         request = make_request(optimizer.inside, index, wanted)
         _check_stateful(index, stateful or {}, wanted)
     except CheckpointError as caught:
         error = caught
     except (KeyError, TypeError, ValueError, AttributeError) as caught:  # a document of another form
         error = CheckpointError(f"the metadata of the checkpoint in {load_dir} cannot be read: {caught!r}")
-    raise_first(error, CheckpointError, topology)
+    raise_first(error, CheckpointError, ranks)
     assert request is not None, "no error and no request"
-    _read(request, topology.background)
+    try:
+        _read(request, optimizer.topology.background)
+    except CheckpointError as caught:  # the same on every rank of this part of the model
+        error = caught
+    raise_first(error, CheckpointError, ranks)
     loaded = restore(optimizer, request, stateful or {}, wanted)
     return Loaded(request.index.folder, loaded)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from zero.checkpoints.folder import remove_file
 from zero.checkpoints.parts import named_buffers
 from zero.checkpoints.weights_out import Layout, WeightsWriter
 from zero.large_linears import rows_by_key
+from zero.model_parallel import ModelParallel
 from zero.optimizer import ZeroOptimizer
 from zero.runtime import Runtime
 
@@ -33,11 +35,13 @@ def save_model_file(optimizer: ZeroOptimizer, path: Path, *, exclude_frozen_para
         exclude_frozen_parameters: Leave frozen parameters out.
 
     Raises:
-        CheckpointError: The file cannot be written; the same on every rank.
+        CheckpointError: The file cannot be written, or two model-parallel ranks, which hold different parts of the
+            model, are to write the same; the same on every rank.
 
     Memory of the first rank: one bucket, or for ``torch.save`` the whole model.
     """
     runtime, error = optimizer.inside.runtime, None
+    _check_own_path(path, optimizer.inside.model_parallel)
     chosen = {
         s.name for b in runtime.buckets for s in b.layout.slots if b.is_trainable or not exclude_frozen_parameters
     }
@@ -49,6 +53,15 @@ def save_model_file(optimizer: ZeroOptimizer, path: Path, *, exclude_frozen_para
     except CheckpointError as caught:
         error = caught
     raise_first(error, CheckpointError, runtime.topology)
+
+
+def _check_own_path(path: Path, model_parallel: ModelParallel) -> None:
+    names = model_parallel.gather(float(zlib.crc32(os.fsencode(path.absolute()))))
+    if len(set(names)) < len(names):
+        raise CheckpointError(
+            f"{path} would be written by several of {len(names)} model-parallel ranks, each of which holds a part of "
+            "the model: give each a path of its own, for example with its rank in it"
+        )
 
 
 def _write_safetensors(runtime: Runtime, path: Path, chosen: set[str]) -> None:

@@ -7,26 +7,27 @@ background    DCP plans over the ranks -> every rank writes and syncs its shard 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from zcomm import Topology
 from zcomm.background import Background
-from zero.agreement import share_text
+from zero.agreement import raise_first, share_text
 from zero.checkpoints.errors import CheckpointError
 from zero.checkpoints.folder import check_tag
+from zero.checkpoints.model_parts import join_parts, saving_ranks
 from zero.checkpoints.planners import SavePartsPlanner
 from zero.checkpoints.snapshot import Snapshot, take_snapshot
 from zero.checkpoints.storage import FolderWriter
 from zero.optimizer import ZeroOptimizer
 
-__all__ = ["Saving", "as_checkpoint_error", "check_topology", "save_checkpoint"]
+__all__ = ["Saving", "as_checkpoint_error", "save_checkpoint", "wait_for_saves"]
 
 logger = logging.getLogger("zero")
 
@@ -68,7 +69,7 @@ def save_checkpoint(
     exclude_frozen_parameters: bool = False,
     async_op: bool = False,
 ) -> Saving:
-    """Save model, optimizer and everything else that training goes on from; collective.
+    """Save model, optimizer and everything else that training goes on from; collective, also over model-parallel ranks.
 
     Args:
         optimizer: Its model is saved with it.
@@ -83,27 +84,28 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: Gradients of an unfinished step are held; something cannot be stored, named by its path;
-            another asynchronous save has failed; or the disk is full. The same on every rank.
+            another asynchronous save has failed; the disk is full; or there are ranks of another model. The same on
+            every rank.
 
     Stored: masters, optimizer states, parameter groups, buffers, loss scale, and the random generators of every rank
     (python, numpy, torch, GPU). Cost for each rank: its shard in bytes written; with ``async_op`` also in host memory.
     """
-    topology = optimizer.topology
-    check_topology(topology)
-    folder = Path(share_text(str(Path(save_dir).absolute()), 0, topology))
-    folder = folder / check_tag(share_text(str(tag), 0, topology))
-    _check_between_steps(optimizer)
-    wait_for_saves(topology)
-    snapshot = take_snapshot(
+    ranks = saving_ranks(optimizer.topology, optimizer.inside.model_parallel)
+    folder = Path(share_text(str(Path(save_dir).absolute()), 0, ranks))
+    folder = folder / check_tag(share_text(str(tag), 0, ranks))
+    wait_for_saves(ranks)
+    take = partial(
+        take_snapshot,
         optimizer,
         stateful=stateful or {},
         client_state=client_state or {},
         exclude_frozen_parameters=exclude_frozen_parameters,
     )
+    snapshot = _snapshot_of_all(optimizer, take, ranks)
     async_op = async_op and not snapshot.is_in_files
     if async_op:
         snapshot = snapshot.copied()
-    background = topology.background
+    background = ranks.background
 
     def write() -> None:
         _write(snapshot, FolderWriter(folder, snapshot.content, moves_latest=save_latest), background)
@@ -116,14 +118,19 @@ def save_checkpoint(
     return saving
 
 
-def check_topology(topology: Topology) -> None:
-    """Refuse ranks that hold only a part of the model each."""
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    if size != topology.world_size:
-        raise CheckpointError(
-            f"a checkpoint is of all ranks, which hold the same model: this optimizer has {topology.world_size} of "
-            f"{size} ranks. Checkpoints beside model-parallel ranks are not available in this version"
-        )
+def _snapshot_of_all(optimizer: ZeroOptimizer, take: Callable[[], Snapshot], ranks: Topology) -> Snapshot:
+    """What this rank saves; an error in one part of the model is raised by the ranks of all."""
+    snapshot, error = None, None
+    try:
+        _check_between_steps(optimizer)
+        snapshot = take()
+    except CheckpointError as caught:  # the same on every rank of this part
+        error = caught
+    if ranks is not optimizer.topology:
+        raise_first(error, CheckpointError, ranks)
+    if snapshot is None:
+        raise error or AssertionError
+    return join_parts(snapshot, optimizer.topology, optimizer.inside.model_parallel)
 
 
 def wait_for_saves(topology: Topology) -> None:

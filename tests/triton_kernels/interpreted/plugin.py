@@ -1,7 +1,8 @@
 """A pytest plugin for runs in Triton's interpreter: pytest -p tests.triton_kernels.interpreted.plugin.
 
 The interpreter replaces the functions of triton.language again for each call of each function, nine tenths of its
-time. Here once is enough, since nothing in such a process compiles.
+time. Here once is enough, since nothing in such a process compiles. Of what is left, a third was a check of each
+integer operation for overflow, whose outcome is looked at in Triton's debug mode alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from types import FunctionType
 from typing import Any
 
 import pytest
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -34,3 +36,18 @@ def pytest_configure(config: pytest.Config) -> None:
         return _Nothing()
 
     interpreter._patch_lang = patch_once
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
+    _remember_dtypes()
+
+
+def _remember_dtypes() -> None:
+    """The interpreter looks each up in a table that it makes anew."""
+    original, known = interpreter._get_np_dtype, {}
+
+    def remembered(kind: Any) -> Any:
+        name = "pointer" if kind.scalar.is_ptr() else kind.scalar.name
+        if name not in known:
+            known[name] = original(kind)
+        return known[name]
+
+    interpreter._get_np_dtype = remembered
