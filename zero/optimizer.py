@@ -56,6 +56,7 @@ class Inside(NamedTuple):
     group_of: dict[nn.Parameter, int]
     """The parameter group of every trainable parameter, by its number."""
     model_parallel: ModelParallel
+    fail: Callable[[Exception], None]
 
 
 class ZeroOptimizer(Optimizer):
@@ -118,10 +119,9 @@ class ZeroOptimizer(Optimizer):
         announce(plan, self.effective, topology)
 
     def _build(self, model: nn.Module, optimizer: type[Optimizer] | Optimizer, topology: Topology, plan: Plan) -> None:
-        kept = plan.configuration.values.data_types.keep_in_fp32_modules
-        leaves = plan.configuration.values.zero_optimization.leaf_module
-        on_every_rank(lambda: set_configured(model, leaves), topology)
-        on_every_rank(lambda: cast(model, plan.dtype, kept), topology)
+        values = plan.configuration.values
+        on_every_rank(lambda: set_configured(model, values.zero_optimization.leaf_module), topology)
+        on_every_rank(lambda: cast(model, plan.dtype, values.data_types.keep_in_fp32_modules), topology)
         tiled = tile_configured(model, plan.settings, optimizer)
         groups = as_groups(model, optimizer)
         self._group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
@@ -131,7 +131,7 @@ class ZeroOptimizer(Optimizer):
         try:
             build = partial(build_inner, optimizer, groups, self._pieces, plan.optimizer_options)
             self._inner = on_every_rank(build, topology)
-            set_moment_format(self._inner, plan.configuration.values.zcomm.moment_format)
+            set_moment_format(self._inner, values.zcomm.moment_format)
             self._runtime.open_states(self._inner, self._pieces)
             install_on_model(self._runtime, plan.activations, self._model_parallel)
         except Exception:
@@ -372,7 +372,7 @@ class ZeroOptimizer(Optimizer):
     @property
     def inside(self) -> Inside:
         """The parts of this optimizer, for :mod:`zero.checkpoints`."""
-        return Inside(self._runtime, self._inner, self._pieces, self._group_of, self._model_parallel)
+        return Inside(self._runtime, self._inner, self._pieces, self._group_of, self._model_parallel, self._update.fail)
 
     def master_pieces(self) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
         """``(parameter, first element, master values)`` for what this rank updates; copies of what is in files."""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from zcomm import StateError
 from zero.agreement import on_every_rank
+from zero.bucket import Bucket
 from zero.cpu_optimizer import CPUOptimizer
 from zero.delayed import DelayedUpdate
 from zero.final_gradients import FinalGradients
@@ -85,7 +86,7 @@ class Update:
         self._gradients.hand_over(widens=False)
         files = None if runtime.file_update is None else runtime.state_files
         gradients = runtime.reducer.hand_off()
-        delayed.begin(LateStep(self._inner, self._late, factor, gradients, files, self._fail))
+        delayed.begin(LateStep(self._inner, self._late, factor, gradients, files, self.fail))
         if self._at_once:
             step_pieces(self._inner, self._at_once, factor)
         buckets = list(dict.fromkeys(piece.bucket for piece in self._at_once))
@@ -93,9 +94,10 @@ class Update:
             bucket.update_shard()
         buckets += delayed.write_shards()
         if buckets:
-            runtime.publish(sorted(buckets, key=lambda bucket: bucket.index), are_written=True)
+            self._publish(sorted(buckets, key=lambda bucket: bucket.index))
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """Something is half done: no update will run any more."""
         self._failure = error
 
     def _run_now(self) -> None:
@@ -107,7 +109,7 @@ class Update:
             try:
                 on_every_rank(self._update, self._runtime.topology)
             except Exception as error:
-                self._fail(error)
+                self.fail(error)
                 raise
         else:
             self._update()
@@ -115,22 +117,35 @@ class Update:
         if not self.folds:
             for bucket in dict.fromkeys(piece.bucket for piece in self._pieces):
                 bucket.update_shard()
-        self._runtime.publish(buckets, are_written=True)
+        self._publish(buckets)
+
+    def _publish(self, buckets: list[Bucket]) -> None:
+        """What was updated is not taken back if that fails."""
+        try:
+            self._runtime.publish(buckets, are_written=True)
+        except Exception as error:
+            self.fail(error)
+            raise
 
     def _update_files(self, files: FileUpdate) -> None:
-        """All of it on every rank, or nothing."""
+        """All of it on every rank, parameters that go to files too, or nothing."""
         runtime = self._runtime
+
+        def run() -> None:
+            files.run(self._gradients.factor, all_buckets=runtime.is_inexact)
+            runtime.rests.settle()
+
         try:
-            on_every_rank(lambda: files.run(self._gradients.factor, all_buckets=runtime.is_inexact), runtime.topology)
+            on_every_rank(run, runtime.topology)
         except Exception as error:
             files.forget()
             if not files.keeps_previous:
-                self._fail(error)
+                self.fail(error)
                 raise
             try:
                 runtime.publish([bucket for bucket in runtime.buckets if runtime.is_in_files(bucket)])
             except Exception as other:
-                self._fail(other)
+                self.fail(other)
             raise
         files.commit()
 

@@ -1,6 +1,7 @@
-"""Loading: find, compare, read everything to host memory, and only then change the model.
+"""Loading: find, compare, read everything to host memory, or to files, and only then change the model.
 
     latest -> index -> compared with the model -> DCP reads every rank's parts -> masters, states, generators -> publish
+                                                  sub-group by sub-group to files -> counts
 
 Until the last step an error, the same on every rank, leaves model and optimizer as they were.
 """
@@ -70,7 +71,9 @@ def load_checkpoint(
 
     On as many ranks as it was saved on, each rank's random generators go on, too, and training has the same bits as if
     it had not stopped. Ranks beyond the saved ones keep their generators. Gradients that are held are dropped.
-    Cost for each rank: its shard of masters and states read, into host memory first.
+    Cost for each rank: its shard of masters and states read, into host memory first; what rests in files is read and
+    written a sub-group at a time. With keep_previous_states=False files are overwritten at once: an error then leaves
+    an optimizer that must be constructed anew.
     """
     model_parallel = optimizer.inside.model_parallel
     ranks = saving_ranks(optimizer.topology, model_parallel)

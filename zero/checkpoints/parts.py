@@ -64,13 +64,13 @@ class Held(NamedTuple):
 def held_weights(runtime: Runtime, access: Literal["sizes", "values", "changes"]) -> Iterator[Held]:
     """This rank's part of every parameter, trainable or not, without padding. Collective if some rest in files.
 
-    What rests in files has its values only if ``access`` is not "sizes", for as long as they are held; masters of
-    trainable parameters only with "changes", which keeps what is written to them before the next is asked for.
+    Parameters that rest in files have their values only if ``access`` is not "sizes", for as long as they are held;
+    "changes" keeps what is written to them before the next is asked for. Masters in files have none.
     """
     row = runtime.topology.shard_index("local")
     for bucket in runtime.buckets:
         base = row * bucket.layout.shard_numel if runtime.stage.shards_states else 0
-        stays = access == "sizes" or (access == "values" and runtime.is_in_files(bucket))
+        stays = access == "sizes" or runtime.is_in_files(bucket)
         with runtime.in_memory([] if stays else [bucket], is_changed=access == "changes"):
             for piece, master in bucket.master_pieces(runtime.stage, row):
                 slot = bucket.layout.slots[piece.slot]

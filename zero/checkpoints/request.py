@@ -36,7 +36,10 @@ class Wanted:
 
 @dataclass(slots=True)
 class Request:
-    """Where everything that is wanted is read to, in host memory: the model is changed once all is there."""
+    """Where what is wanted is read to, in host memory: the model is changed once all is there.
+
+    Masters and moments that rest in files are not part of it: see :mod:`zero.checkpoints.streamed`.
+    """
 
     index: Index
     parts: dict[str, Part] = field(default_factory=dict)
@@ -166,6 +169,8 @@ def _ask_for_weights(request: Request, inside: Inside) -> None:
     index = request.index
     for held in held_weights(inside.runtime, "sizes"):
         key = f"weight/{held.name}"
+        if inside.runtime.is_in_files(held.bucket):
+            continue  # see zero.checkpoints.streamed
         if key in index.tensors and held.name in index.content["parameters"]:
             request.add(key, held.values.numel(), held.first, held.values.dtype)
     for name, buffer in named_buffers(inside.runtime.model).items():
@@ -190,14 +195,16 @@ def _ask_for_rest(request: Request, inside: Inside, wanted: Wanted) -> None:
 
 
 def _ask_for_states(request: Request, inside: Inside) -> None:
-    tensors = request.index.tensors
-    keys_of = keys_by_parameter(tensors)
+    tensors, files = request.index.tensors, inside.runtime.state_files
+    keys_of, in_files = keys_by_parameter(tensors), () if files is None else tuple(files.moments)
     for held, _ in held_pieces(inside):
         published = f"published/{held.name}"
         if published in tensors and inside.runtime.delayed is not None:
             request.add(published, held.values.numel(), held.first, tensors[published].dtype)
         for key in keys_of.get(held.name, []):
             if key.startswith("state/"):
+                if inside.runtime.is_in_files(held.bucket) and key.split("/")[1] in in_files:
+                    continue
                 request.add(key, held.values.numel(), held.first, tensors[key].dtype)
             else:
                 request.add_whole(key)

@@ -16,6 +16,7 @@ from zero.checkpoints.parts import SCALARS, held_pieces, held_weights, named_buf
 from zero.checkpoints.random_state import restore_random_state
 from zero.checkpoints.request import Request, Wanted, keys_by_parameter
 from zero.checkpoints.snapshot import group_options
+from zero.checkpoints.streamed import StreamedStates
 from zero.optimizer import Inside, ZeroOptimizer
 
 __all__ = ["restore"]
@@ -28,7 +29,8 @@ def restore(optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, A
     """Change everything that was asked for, publish the parameters, and return the client state. Collective.
 
     Raises:
-        CheckpointError: A document cannot be decoded; the same on every rank, before anything is changed.
+        CheckpointError: A document cannot be decoded, or states that go to files cannot be read; on every rank, before
+            anything is changed.
     """
     inside, content = optimizer.inside, request.index.content
     decoded: dict[str, Any] = {}
@@ -44,12 +46,16 @@ def restore(optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, A
     except (CheckpointError, KeyError, TypeError, ValueError) as caught:
         error = CheckpointError(f"{request.index.folder} is damaged: {caught!r}")
     raise_first(error, CheckpointError, inside.runtime.topology)
+    takes_states = wanted.optimizer_states and not wanted.module_only
+    streamed = StreamedStates(inside, request.index, moments=takes_states)
+    streamed.write()
     optimizer.zero_grad()
-    _restore_weights(inside, request)
+    _restore_weights(inside, request, streamed)
     if wanted.module_only:
         return {}
     if wanted.optimizer_states:
         optimizer.load_inner_state(decoded["inner"])
+        streamed.stand_ins()
         _restore_loss_scale(optimizer, decoded["loss_scale"])
         _restore_published(inside, request)
     for name, module in inside.runtime.model.named_modules():
@@ -63,7 +69,7 @@ def restore(optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, A
     return client_state
 
 
-def _restore_weights(inside: Inside, request: Request) -> None:
+def _restore_weights(inside: Inside, request: Request, streamed: StreamedStates) -> None:
     runtime = inside.runtime
     if runtime.delayed is not None:
         runtime.delayed.drop()
@@ -75,6 +81,7 @@ def _restore_weights(inside: Inside, request: Request) -> None:
         for key in (f"buffer/{name}", f"rank/{runtime.topology.rank}/buffer/{name}"):
             if request.has(key):
                 buffer.copy_(request.values(key).view(buffer.shape))
+    streamed.commit()
     runtime.publish(runtime.buckets)
 
 

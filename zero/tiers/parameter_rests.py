@@ -168,13 +168,13 @@ class ParameterRests:
         if staging is None or not (staging.has_fetched or even_unread):
             return
         staging.has_fetched = False
+        on_every_rank(self.settle if even_unread else staging.raise_error, self._topology)
 
-        def raise_own() -> None:
-            if even_unread:
-                staging.flush()
-            staging.raise_error()
-
-        on_every_rank(raise_own, self._topology)
+    def settle(self) -> None:
+        """Wait for what is being written, and raise what went wrong with files of this rank; not collective."""
+        if self._staging is not None:
+            self._staging.flush()
+            self._staging.raise_error()
 
     @property
     def staging_nbytes(self) -> int:
