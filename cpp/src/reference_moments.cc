@@ -13,7 +13,9 @@ namespace {
 
 float NumLevels(MomentKind kind) { return kind == MomentKind::kSigned ? 127.0F * 127.0F : 255.0F * 255.0F; }
 
-float Magnitude(MomentKind kind, float value) { return kind == MomentKind::kSigned ? std::fabs(value) : std::sqrt(value); }
+float Magnitude(MomentKind kind, float value) {
+  return kind == MomentKind::kSigned ? std::fabs(value) : std::sqrt(value);
+}
 
 float Scale(MomentKind kind, const float* values, std::size_t numel) {
   float scale = kLeastScale;

@@ -101,9 +101,7 @@ class Moment {
   }
 
  private:
-  DType Width() const {
-    return shard_.moment_format == MomentFormat::kFloat32 ? DType::kFloat32 : DType::kBfloat16;
-  }
+  DType Width() const { return shard_.moment_format == MomentFormat::kFloat32 ? DType::kFloat32 : DType::kBfloat16; }
 
   void* data_;
   const Shard& shard_;

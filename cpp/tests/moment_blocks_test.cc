@@ -111,11 +111,11 @@ void TestExtremes() {
       }
     }
   }
-  const std::vector<float> second = Decoded(MomentKind::kNonNegative,
-                                            Encoded(MomentKind::kNonNegative, {1, kSmallest, 0}, zero), 3);
+  const std::vector<float> second =
+      Decoded(MomentKind::kNonNegative, Encoded(MomentKind::kNonNegative, {1, kSmallest, 0}, zero), 3);
   EXPECT(second[1] > 1e-10F && second[2] == 0, "%g %g", second[1], second[2]);
-  const float least = Decoded(MomentKind::kNonNegative,
-                              Encoded(MomentKind::kNonNegative, {kSmallest, 0, 0}, zero), 3)[0];
+  const float least =
+      Decoded(MomentKind::kNonNegative, Encoded(MomentKind::kNonNegative, {kSmallest, 0, 0}, zero), 3)[0];
   EXPECT(least >= std::numeric_limits<float>::min(), "%g", least);
   EXPECT(std::isnan(Decoded(MomentKind::kNonNegative, Encoded(MomentKind::kNonNegative, {-1, 1, 0}, half), 3)[1]),
          "a negative sum of squares");

@@ -198,8 +198,8 @@ void TestStochasticRoundingHasNoBias() {
   std::vector<float> p(kNumel, 0.0F);
   const std::vector<float> g(kNumel, 1.0F + 1.0F / 1024);  // between the bfloat16 neighbours 1 and 1 + 2^-7
   std::vector<std::uint16_t> m(kNumel);
-  const Shard shard{kNumel,  p.data(),         g.data(), DType::kFloat32, m.data(),
-                    nullptr, MomentFormat::kBfloat16, nullptr,  nullptr,         DType::kFloat32};
+  const Shard shard{kNumel,  p.data(), g.data(),       DType::kFloat32, m.data(), nullptr, MomentFormat::kBfloat16,
+                    nullptr, nullptr,  DType::kFloat32};
   OptimizerStep({Rule::kSgd, false, 1, 0, 1, 1, 0, 1, 0, 0, 0, 0}, shard, Draw{1, 2, 3, 4, 5, 0}, 2);
   double sum = 0;
   for (const std::uint16_t bits : m) sum += FloatFromBfloat16(bits);

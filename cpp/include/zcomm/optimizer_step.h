@@ -54,11 +54,11 @@ struct Shard {
   float* param;      // float32 master weights
   const void* grad;  // of grad_dtype
   DType grad_dtype;
-  void* moment1;                // m, of moment_format; null: kSgd without momentum
-  void* moment2;                // v, of moment_format; null unless HasSecondMoment
+  void* moment1;               // m, of moment_format; null: kSgd without momentum
+  void* moment2;               // v, of moment_format; null unless HasSecondMoment
   MomentFormat moment_format;  // but for kFloat32 rounded stochastically by `draw`
-  float* largest;               // w of amsgrad; null: no amsgrad
-  void* out;                    // null, or where the new parameter goes in out_dtype, rounded to nearest even
+  float* largest;              // w of amsgrad; null: no amsgrad
+  void* out;                   // null, or where the new parameter goes in out_dtype, rounded to nearest even
   DType out_dtype;
 };
 
