@@ -59,9 +59,15 @@ ZCOMM_DEVICE std::uint32_t Rounded(float value) { return BitsOf(value + 12582912
 // The lowest 4 bits of eight words.
 template <class P>
 ZCOMM_DEVICE std::uint32_t Nibbles(const std::uint32_t (&r)[8]) {
-  const std::uint32_t even = P::LowBytes(r[0], r[2], r[4], r[6]);
-  const std::uint32_t odd = P::LowBytes(r[1], r[3], r[5], r[7]);
+  const std::uint32_t even = LowBytes<P>(r[0], r[2], r[4], r[6]);
+  const std::uint32_t odd = LowBytes<P>(r[1], r[3], r[5], r[7]);
   return (even & 0x0F0F0F0FU) | ((odd << 4) & 0xF0F0F0F0U);
+}
+
+// 2^23 plus byte k of a word: the byte is the float32's lowest.
+template <class P>
+ZCOMM_DEVICE float FloatAbove2To23(std::uint32_t word, int k) {
+  return FloatOf(P::Permute(word, 0x4B000000U, 0x7650U | static_cast<std::uint32_t>(k)));
 }
 
 struct Int8Codec {
@@ -73,16 +79,15 @@ struct Int8Codec {
   ZCOMM_DEVICE static void Encode(const float (&y)[8], const Tables& /*tables*/, std::uint32_t (&words)[2]) {
     ZCOMM_UNROLL
     for (int i = 0; i < 2; ++i) {
-      words[i] = P::LowBytes(Rounded(y[4 * i]), Rounded(y[4 * i + 1]), Rounded(y[4 * i + 2]), Rounded(y[4 * i + 3]));
+      words[i] = LowBytes<P>(Rounded(y[4 * i]), Rounded(y[4 * i + 1]), Rounded(y[4 * i + 2]), Rounded(y[4 * i + 3]));
     }
   }
 
-  // A byte b below 2^23 is the float32 2^23 + b.
   template <class P>
   ZCOMM_DEVICE static void Decode(const std::uint32_t (&words)[2], const Tables& /*tables*/, float (&levels)[8]) {
     ZCOMM_UNROLL
     for (int k = 0; k < 8; ++k) {
-      levels[k] = FloatOf(P::ByteOver(words[k / 4] ^ 0x80808080U, k % 4, 0x4B000000U)) - 8388736.0F;  // 2^23 + 128
+      levels[k] = FloatAbove2To23<P>(words[k / 4] ^ 0x80808080U, k % 4) - 8388736.0F;  // 2^23 + 128
     }
   }
 };
@@ -106,7 +111,7 @@ struct Int4Codec {
     const std::uint32_t halves[2] = {shifted & 0x0F0F0F0FU, (shifted >> 4) & 0x0F0F0F0FU};
     ZCOMM_UNROLL
     for (int k = 0; k < 8; ++k) {
-      levels[k] = FloatOf(P::ByteOver(halves[k % 2], k / 2, 0x4B000000U)) - 8388616.0F;  // 2^23 + 8
+      levels[k] = FloatAbove2To23<P>(halves[k % 2], k / 2) - 8388616.0F;  // 2^23 + 8
     }
   }
 };
@@ -146,9 +151,9 @@ struct Fp8Codec {
     for (int i = 0; i < 2; ++i) {
       const float* four = y + 4 * i;
       const std::uint32_t magnitudes =
-          P::LowBytes(Magnitude(four[0]), Magnitude(four[1]), Magnitude(four[2]), Magnitude(four[3]));
+          LowBytes<P>(Magnitude(four[0]), Magnitude(four[1]), Magnitude(four[2]), Magnitude(four[3]));
       const std::uint32_t signs =
-          P::LowBytes(BitsOf(four[0]) >> 24, BitsOf(four[1]) >> 24, BitsOf(four[2]) >> 24, BitsOf(four[3]) >> 24);
+          LowBytes<P>(BitsOf(four[0]) >> 24, BitsOf(four[1]) >> 24, BitsOf(four[2]) >> 24, BitsOf(four[3]) >> 24);
       // No negative zero: a magnitude, at most 0x7E, plus 0x7F has the highest bit unless it is 0.
       words[i] = magnitudes | (signs & (magnitudes + 0x7F7F7F7FU) & 0x80808080U);
     }
@@ -159,7 +164,9 @@ struct Fp8Codec {
   ZCOMM_DEVICE static void Decode(const std::uint32_t (&words)[2], const Tables& /*tables*/, float (&levels)[8]) {
     ZCOMM_UNROLL
     for (int k = 0; k < 8; ++k) {
-      const auto top = static_cast<std::int32_t>(P::TopByte(words[k / 4], k % 4));
+      // byte k at the top
+      const auto top =
+          static_cast<std::int32_t>(P::Permute(words[k / 4], 0U, 0x0444U | static_cast<std::uint32_t>(k % 4) << 12));
       levels[k] = FloatOf(static_cast<std::uint32_t>(top >> 4) & 0x87F00000U) * FloatOf(0x7B800000U);
     }
   }

@@ -44,14 +44,8 @@ struct CudaWarp {
   }
 
   ZCOMM_DEVICE static float Divide(float a, float b) { return __fdiv_rn(a, b); }
-  ZCOMM_DEVICE static std::uint32_t LowBytes(std::uint32_t a, std::uint32_t b, std::uint32_t c, std::uint32_t d) {
-    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
-  }
-  ZCOMM_DEVICE static std::uint32_t ByteOver(std::uint32_t word, int k, std::uint32_t high) {
-    return __byte_perm(word, high, 0x7650 | k);
-  }
-  ZCOMM_DEVICE static std::uint32_t TopByte(std::uint32_t word, int k) {
-    return __byte_perm(word, 0, 0x0444 | (k << 12));
+  ZCOMM_DEVICE static std::uint32_t Permute(std::uint32_t a, std::uint32_t b, std::uint32_t selector) {
+    return __byte_perm(a, b, selector);
   }
   ZCOMM_DEVICE static float FromFloat16(std::uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
   ZCOMM_DEVICE static std::uint32_t PackBfloat16(float low, float high) {

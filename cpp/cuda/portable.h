@@ -11,9 +11,7 @@
 //   MaxOfWarp(word)               the largest word of all lanes; all lanes call
 //   Load<W>, Store<W>(pointer)    device memory, aligned to sizeof(W)
 //   Divide(a, b)                  IEEE division
-//   LowBytes(a, b, c, d)          the low byte of each, a's lowest
-//   ByteOver(word, k, high)       byte k of word as the low byte, the upper three of `high`
-//   TopByte(word, k)              byte k of word as the highest byte, zeros below
+//   Permute(a, b, selector)       byte i is that of a (0..3) or b (4..7) which digit i of the selector numbers
 //   FromFloat16(bits)             float32
 //   PackBfloat16, PackFloat16(low, high)    two float32 values to nearest, ties to even
 #ifdef __CUDACC__
@@ -62,6 +60,12 @@ struct Words1 {
 
 ZCOMM_DEVICE bool IsAligned(const void* pointer, std::uintptr_t nbytes) {
   return reinterpret_cast<std::uintptr_t>(pointer) % nbytes == 0;
+}
+
+// The low byte of each, a's lowest.
+template <class P>
+ZCOMM_DEVICE std::uint32_t LowBytes(std::uint32_t a, std::uint32_t b, std::uint32_t c, std::uint32_t d) {
+  return P::Permute(P::Permute(a, b, 0x0040), P::Permute(c, d, 0x0040), 0x5410);
 }
 
 // Division of numbers below 2^31 by one that is known before the launch: a multiplication and a shift.

@@ -2,6 +2,7 @@
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
@@ -51,13 +52,16 @@ class EmulatedWarp {
   }
 
   static float Divide(float a, float b) { return a / b; }
-  static std::uint32_t LowBytes(std::uint32_t a, std::uint32_t b, std::uint32_t c, std::uint32_t d) {
-    return (a & 0xFFU) | (b & 0xFFU) << 8 | (c & 0xFFU) << 16 | d << 24;
+  static std::uint32_t Permute(std::uint32_t a, std::uint32_t b, std::uint32_t selector) {
+    const std::uint64_t bytes = a | static_cast<std::uint64_t>(b) << 32;
+    std::uint32_t result = 0;
+    for (int i = 0; i < 4; ++i) {
+      const std::uint32_t digit = selector >> (4 * i) & 0xFU;
+      EXPECT(digit < 8 && selector <= 0xFFFFU, "selector %x", selector);
+      result |= static_cast<std::uint32_t>(bytes >> (8 * digit) & 0xFFU) << (8 * i);
+    }
+    return result;
   }
-  static std::uint32_t ByteOver(std::uint32_t word, int k, std::uint32_t high) {
-    return high | (word >> 8 * k & 0xFFU);
-  }
-  static std::uint32_t TopByte(std::uint32_t word, int k) { return (word >> 8 * k) << 24; }
   static float FromFloat16(std::uint16_t bits) { return FloatFromFloat16(bits); }
   static std::uint32_t PackBfloat16(float low, float high) {
     return Bfloat16FromFloat(low) | static_cast<std::uint32_t>(Bfloat16FromFloat(high)) << 16;
