@@ -56,11 +56,17 @@ def _architectures() -> list[str]:
 def test_every_architecture_has_every_kernel() -> None:
     listed = re.findall(r"\d+", _native.build_info()["cuda"].partition(" for ")[2])
     assert _architectures() == [f"sm_{number}" for number in sorted(set(map(int, listed)))]
-    assert Counter(re.findall(r"\.entry \S*?KernelINS0_\d+([A-Z][a-z]+)", _ptx())) == OPERATIONS
+    ptx = _ptx()  # of some architectures
+    count = len(re.findall("^Fatbin ptx code", ptx, re.MULTILINE)) // len(OPERATIONS)  # a source file an operation
+    expected = {operation: count * codecs for operation, codecs in OPERATIONS.items()}
+    assert Counter(re.findall(r"\.entry \S*?KernelINS0_\d+([A-Z][a-z]+)", ptx)) == expected
 
 
 def _ptx() -> str:
-    return _dumped("--dump-ptx")
+    dumped = _dumped("--dump-ptx")
+    if "Fatbin ptx code" not in dumped:
+        pytest.skip("built without PTX")
+    return dumped
 
 
 def test_the_arithmetic_is_that_of_the_contract() -> None:
