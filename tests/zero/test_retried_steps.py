@@ -39,7 +39,7 @@ def _train(rank: int, folder: str, *, delayed: bool, fails_at: int) -> tuple[lis
             loss = loss_of(model, *batch(step, 0, rank))
             optimizer.scale(loss * float("inf") if (step, rank) == (3, 0) else loss).backward()
             if step == fails_at:
-                undo = _fails(optimizer, rank, waits=False)
+                undo = _fails(optimizer, rank, waits=delayed)
                 if not delayed:
                     with pytest.raises(OSError, match="no space"):
                         optimizer.step()

@@ -71,9 +71,8 @@ def load_checkpoint(
 
     On as many ranks as it was saved on, each rank's random generators go on, too, and training has the same bits as if
     it had not stopped. Ranks beyond the saved ones keep their generators. Gradients that are held are dropped.
-    Cost for each rank: its shard of masters and states read, into host memory first; what rests in files is read and
-    written a sub-group at a time. With keep_previous_states=False files are overwritten at once: an error then leaves
-    an optimizer that must be constructed anew.
+    Cost for each rank: its shard of masters and states read, into host memory first; for files a sub-group at a time.
+    With keep_previous_states=False these are overwritten at once: an error leaves an optimizer to be constructed anew.
     """
     model_parallel = optimizer.inside.model_parallel
     ranks = saving_ranks(optimizer.topology, model_parallel)
