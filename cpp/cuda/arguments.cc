@@ -1,0 +1,173 @@
+#include "arguments.h"
+
+#include <limits>
+
+#include "zcomm/check.h"
+#include "zcomm/float_formats.h"
+
+namespace zcomm::cuda {
+namespace {
+
+constexpr float kLargest = std::numeric_limits<float>::max();
+constexpr std::size_t kRangeMultiple = 256;
+
+void CheckServed(const MessageLayout& layout) {
+  ZCOMM_CHECK(Serves(layout),
+              "the CUDA kernels serve cast codecs, and int8, int4, nf4 and fp8_e4m3 not rotated with a ",
+              "block that is a power of two in ", kMinCudaBlock, "..", kMaxCudaBlock,
+              ": codec=", static_cast<int>(layout.codec), ", block=", layout.block);
+}
+
+void CheckRange(const MessageLayout& layout, const Range& range) {
+  const std::size_t multiple = layout.block > kRangeMultiple ? layout.block : kRangeMultiple;
+  ZCOMM_CHECK(range.begin <= range.end && range.end <= layout.segment_numel && range.begin % multiple == 0 &&
+                  (range.end % multiple == 0 || range.end == layout.segment_numel),
+              "a range must lie in the segment and begin and end at multiples of ", multiple,
+              " or its end: begin=", range.begin, ", end=", range.end, ", segment_numel=", layout.segment_numel);
+}
+
+Tiles TilesOf(const MessageLayout& layout, const Range& range, std::size_t num_messages) {
+  const std::size_t per_segment = (range.end - range.begin + kTile - 1) / kTile;
+  const std::size_t most = std::numeric_limits<std::int32_t>::max();
+  const std::size_t segments = num_messages * layout.num_segments;
+  ZCOMM_CHECK(segments <= most && (per_segment == 0 || segments <= most / per_segment), "a launch has at most ", most,
+              " tiles of ", kTile, " elements: num_messages=", num_messages, ", num_segments=", layout.num_segments,
+              ", elements of a segment=", range.end - range.begin);
+  const auto divisor = [](std::size_t value) { return Divisor::Of(static_cast<std::uint32_t>(value > 0 ? value : 1)); };
+  return {static_cast<std::uint32_t>(segments * per_segment), divisor(per_segment), divisor(layout.num_segments),
+          range.begin, range.end};
+}
+
+Array ArrayOf(DType dtype, const void* data, std::size_t message_stride, std::size_t segment_stride) {
+  return {static_cast<std::uint8_t*>(const_cast<void*>(data)), static_cast<std::int64_t>(message_stride),
+          static_cast<std::int64_t>(segment_stride), dtype};
+}
+
+Array ArrayOf(const MessageLayout& layout, const ConstRows& rows, const char* name) {
+  CheckRows(layout, rows, name);
+  return ArrayOf(rows.dtype, rows.data, rows.message_stride, rows.segment_stride);
+}
+
+Wire WireOf(const MessageLayout& layout, const Range& range, const ConstMessages& messages, const char* name) {
+  CheckServed(layout);
+  CheckMessages(layout, messages, name);
+  ZCOMM_CHECK(messages.count <= std::numeric_limits<std::int32_t>::max(), "too many messages: ", messages.count);
+  int block_log2 = 0;
+  while ((std::size_t{2} << block_log2) <= layout.block) ++block_log2;
+  return {const_cast<std::uint8_t*>(messages.data),
+          static_cast<std::int64_t>(messages.stride_nbytes),
+          static_cast<std::uint32_t>(messages.count),
+          layout.codec,
+          block_log2,
+          static_cast<std::int64_t>(layout.num_segments),
+          static_cast<std::int64_t>(layout.blocks_per_segment),
+          static_cast<std::int64_t>(layout.codes_offset),
+          static_cast<std::int64_t>(layout.segment_codes_nbytes),
+          static_cast<std::int64_t>(layout.nbytes),
+          messages.layout_hash,
+          IsBlockCodec(layout.codec) && range.end == layout.segment_numel};
+}
+
+Residual ResidualOf(const MessageLayout& layout, const Residual* residual) {
+  if (residual == nullptr) return {nullptr, nullptr, 0, 0, 0.0F};
+  ZCOMM_CHECK(IsBlockCodec(layout.codec), "a residual needs a block codec: codec=", static_cast<int>(layout.codec));
+  ZCOMM_CHECK(residual->codes != nullptr && residual->scales != nullptr && IsAligned(residual->codes, 8) &&
+                  residual->codes_stride % 8 == 0 && IsAligned(residual->scales, 2),
+              "a residual's codes must be aligned to 8 bytes, its scales to 2: codes_stride=", residual->codes_stride);
+  return *residual;
+}
+
+}  // namespace
+
+bool Serves(const MessageLayout& layout) {
+  if (!IsBlockCodec(layout.codec)) return true;
+  return !HasZeroPoint(layout.codec) && !layout.is_rotated && layout.block >= kMinCudaBlock &&
+         layout.block <= kMaxCudaBlock && (layout.block & (layout.block - 1)) == 0;
+}
+
+QuantizeArguments MakeQuantizeArguments(const MessageLayout& layout, const Range& range, const ConstRows& input,
+                                        const ConstRows* held, const Residual* residual,
+                                        const MutableMessages& output) {
+  CheckRange(layout, range);
+  const Wire wire = WireOf(layout, range, AsConst(output), "output");
+  ZCOMM_CHECK(IsBlockCodec(layout.codec), "a cast codec has no quantization: codec=", static_cast<int>(layout.codec));
+  const Array held_array = held == nullptr ? Array{nullptr, 0, 0, DType::kFloat32} : ArrayOf(layout, *held, "held");
+  return {TilesOf(layout, range, output.count), ArrayOf(layout, input, "input"), held_array, wire,
+          ResidualOf(layout, residual)};
+}
+
+DecodeArguments MakeCastArguments(const MessageLayout& layout, const Range& range, const ConstRows& input,
+                                  const MutableMessages& output) {
+  CheckRange(layout, range);
+  const Wire wire = WireOf(layout, range, AsConst(output), "output");
+  ZCOMM_CHECK(!IsBlockCodec(layout.codec), "a block codec is no cast: codec=", static_cast<int>(layout.codec));
+  const Array source = ArrayOf(layout, input, "input");
+  const auto itemsize = static_cast<std::int64_t>(ItemSize(input.dtype));
+  const auto out_itemsize = ItemSize(static_cast<DType>(layout.codec));
+  // The input as messages of its own dtype, the output as an array.
+  Wire messages = wire;
+  messages.data = source.data;
+  messages.pitch = source.message_stride * itemsize;
+  messages.codec = static_cast<Codec>(input.dtype);
+  messages.segment_nbytes = source.segment_stride * itemsize;
+  return {
+      TilesOf(layout, range, output.count),
+      messages,
+      1,
+      ArrayOf(static_cast<DType>(layout.codec), output.data, output.stride_nbytes / out_itemsize, layout.segment_numel),
+      kLargest,
+      1.0F,
+      false,
+      nullptr};
+}
+
+DecodeArguments MakeDecodeArguments(const MessageLayout& layout, const Range& range, const ConstMessages& input,
+                                    const MutableRows& output, bool is_added, std::int32_t* is_valid) {
+  CheckRange(layout, range);
+  return {TilesOf(layout, range, input.count),
+          WireOf(layout, range, input, "input"),
+          1,
+          input.count == 0 ? Array{nullptr, 0, 0, output.dtype} : ArrayOf(layout, AsConst(output), "output"),
+          is_added ? kLargest : MaxFinite(output.dtype),
+          1.0F,
+          is_added,
+          is_valid};
+}
+
+DecodeArguments MakeDecodeSumArguments(const MessageLayout& layout, const Range& range, const ConstMessages& input,
+                                       const MutableRows& output, float divisor, std::int32_t* is_valid) {
+  CheckRange(layout, range);
+  ZCOMM_CHECK(input.count >= 1, "a sum needs at least one message: num_messages=", input.count);
+  return {TilesOf(layout, range, 1),
+          WireOf(layout, range, input, "input"),
+          static_cast<std::uint32_t>(input.count),
+          ArrayOf(layout, AsConst(output), "output"),
+          kLargest,
+          divisor,
+          false,
+          is_valid};
+}
+
+void CheckRequantized(const MessageLayout& layout, const MessageLayout& out_layout, const MutableMessages& output) {
+  ZCOMM_CHECK(out_layout.num_segments == 1 && out_layout.segment_numel == layout.segment_numel &&
+                  output.count == layout.num_segments,
+              "each segment must become one message: out num_segments=", out_layout.num_segments,
+              ", out segment_numel=", out_layout.segment_numel, ", segment_numel=", layout.segment_numel,
+              ", out messages=", output.count, ", num_segments=", layout.num_segments);
+  CheckMessages(out_layout, AsConst(output), "output");
+}
+
+RequantizeArguments MakeRequantizeArguments(const MessageLayout& layout, const Range& range, const ConstMessages& input,
+                                            const MessageLayout& out_layout, const MutableMessages& output,
+                                            const Residual* residual, std::int32_t* is_valid) {
+  ZCOMM_CHECK(input.count >= 1, "a sum needs at least one message: num_messages=", input.count);
+  CheckRequantized(layout, out_layout, output);
+  ZCOMM_CHECK(IsBlockCodec(out_layout.codec),
+              "a cast codec has no quantization: codec=", static_cast<int>(out_layout.codec));
+  CheckRange(layout, range);
+  CheckRange(out_layout, range);
+  return {TilesOf(layout, range, 1), WireOf(layout, range, input, "input"),
+          WireOf(out_layout, range, AsConst(output), "output"), ResidualOf(out_layout, residual), is_valid};
+}
+
+}  // namespace zcomm::cuda

@@ -1,0 +1,96 @@
+#pragma once
+
+#include <cstdint>
+
+#include "portable.h"
+#include "zcomm/arrays.h"
+#include "zcomm/cuda_kernels.h"
+#include "zcomm/message_layout.h"
+
+// What a kernel is given, by value: the same for a GPU and for the emulated grid.
+namespace zcomm::cuda {
+
+// A warp does a tile at a time: 32 lanes times 4 vectors of 8 elements, whole blocks of every codec.
+constexpr int kVector = 8;
+constexpr int kVectors = 4;
+constexpr int kVectorStride = 32 * kVector;
+constexpr int kTile = kVectors * kVectorStride;
+
+// The tiles of a call: those of segment 0 of message 0, of its segment 1, ...
+struct Tiles {
+  std::uint32_t count;
+  Divisor per_segment;
+  Divisor segments_per_message;
+  std::uint64_t begin;
+  std::uint64_t end;
+};
+
+// An array that is not there has no data.
+struct Array {
+  std::uint8_t* data;
+  std::int64_t message_stride;
+  std::int64_t segment_stride;
+  DType dtype;
+};
+
+// Messages; a cast codec's are arrays of its dtype, with headers of no bytes.
+struct Wire {
+  std::uint8_t* data;
+  std::int64_t pitch;  // bytes from message to message
+  std::uint32_t count;
+  Codec codec;
+  int block_log2;
+  std::int64_t num_segments;
+  std::int64_t headers_per_segment;
+  std::int64_t codes_offset;
+  std::int64_t segment_nbytes;
+  std::int64_t nbytes;
+  std::uint32_t hash;
+  bool has_ends;  // whether this call writes or checks padding and trailers
+};
+
+struct QuantizeArguments {
+  Tiles tiles;
+  Array input;
+  Array held;
+  Wire output;
+  Residual residual;
+};
+
+struct DecodeArguments {
+  Tiles tiles;
+  Wire input;
+  std::uint32_t num_terms;  // messages that are summed; the tiles are those of input.count / num_terms messages
+  Array output;
+  float limit;
+  float divisor;
+  bool is_added;
+  std::int32_t* is_valid;
+};
+
+struct RequantizeArguments {
+  Tiles tiles;
+  Wire input;
+  Wire output;
+  Residual residual;
+  std::int32_t* is_valid;
+};
+
+// Each throws std::invalid_argument on arguments that the kernels do not take.
+QuantizeArguments MakeQuantizeArguments(const MessageLayout& layout, const Range& range, const ConstRows& input,
+                                        const ConstRows* held, const Residual* residual, const MutableMessages& output);
+// The arguments of a decoding kernel that writes a cast codec's messages.
+DecodeArguments MakeCastArguments(const MessageLayout& layout, const Range& range, const ConstRows& input,
+                                  const MutableMessages& output);
+DecodeArguments MakeDecodeArguments(const MessageLayout& layout, const Range& range, const ConstMessages& input,
+                                    const MutableRows& output, bool is_added, std::int32_t* is_valid);
+DecodeArguments MakeDecodeSumArguments(const MessageLayout& layout, const Range& range, const ConstMessages& input,
+                                       const MutableRows& output, float divisor, std::int32_t* is_valid);
+RequantizeArguments MakeRequantizeArguments(const MessageLayout& layout, const Range& range, const ConstMessages& input,
+                                            const MessageLayout& out_layout, const MutableMessages& output,
+                                            const Residual* residual, std::int32_t* is_valid);
+
+// That `output` has a message for each segment of `layout`.
+void CheckRequantized(const MessageLayout& layout, const MessageLayout& out_layout, const MutableMessages& output);
+
+}  // namespace zcomm::cuda

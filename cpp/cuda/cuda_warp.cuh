@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "portable.h"
+
+namespace zcomm::cuda {
+
+// The policy of portable.h on a GPU.
+struct CudaWarp {
+  static constexpr unsigned kAllLanes = 0xFFFFFFFFU;
+
+  ZCOMM_DEVICE static int Lane() { return static_cast<int>(threadIdx.x % 32); }
+  ZCOMM_DEVICE static std::uint32_t ShuffleXor(std::uint32_t word, int mask) {
+    return __shfl_xor_sync(kAllLanes, word, mask);
+  }
+  ZCOMM_DEVICE static std::uint32_t MaxOfWarp(std::uint32_t word) { return __reduce_max_sync(kAllLanes, word); }
+
+  template <class W>
+  ZCOMM_DEVICE static W Load(const void* pointer) {
+    if constexpr (sizeof(W) == 16) {
+      const uint4 raw = *static_cast<const uint4*>(pointer);
+      return {{raw.x, raw.y, raw.z, raw.w}};
+    } else if constexpr (sizeof(W) == 8) {
+      const uint2 raw = *static_cast<const uint2*>(pointer);
+      return {{raw.x, raw.y}};
+    } else {
+      return *static_cast<const W*>(pointer);
+    }
+  }
+
+  template <class W>
+  ZCOMM_DEVICE static void Store(void* pointer, W value) {
+    if constexpr (sizeof(W) == 16) {
+      *static_cast<uint4*>(pointer) = make_uint4(value.w[0], value.w[1], value.w[2], value.w[3]);
+    } else if constexpr (sizeof(W) == 8) {
+      *static_cast<uint2*>(pointer) = make_uint2(value.w[0], value.w[1]);
+    } else {
+      *static_cast<W*>(pointer) = value;
+    }
+  }
+
+  ZCOMM_DEVICE static float Divide(float a, float b) { return __fdiv_rn(a, b); }
+  ZCOMM_DEVICE static std::uint32_t LowBytes(std::uint32_t a, std::uint32_t b, std::uint32_t c, std::uint32_t d) {
+    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+  }
+  ZCOMM_DEVICE static std::uint32_t ByteOver(std::uint32_t word, int k, std::uint32_t high) {
+    return __byte_perm(word, high, 0x7650 | k);
+  }
+  ZCOMM_DEVICE static std::uint32_t TopByte(std::uint32_t word, int k) {
+    return __byte_perm(word, 0, 0x0444 | (k << 12));
+  }
+  ZCOMM_DEVICE static float FromFloat16(std::uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
+  ZCOMM_DEVICE static std::uint32_t PackBfloat16(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return __bfloat16_as_ushort(pair.x) | static_cast<std::uint32_t>(__bfloat16_as_ushort(pair.y)) << 16;
+  }
+  ZCOMM_DEVICE static std::uint32_t PackFloat16(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return __half_as_ushort(__low2half(pair)) | static_cast<std::uint32_t>(__half_as_ushort(__high2half(pair))) << 16;
+  }
+};
+
+}  // namespace zcomm::cuda

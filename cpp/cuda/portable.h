@@ -1,0 +1,86 @@
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+// The kernels' bodies compile for a GPU, and for the processor, where a test runs them on an emulated warp. What
+// differs is behind a policy P of static functions: CudaWarp (cuda_warp.cuh) and EmulatedWarp (tests/emulated_warp.h).
+//
+//   Lane()                        0..31
+//   ShuffleXor(word, mask)        the word of lane (Lane() ^ mask); all lanes call, with one mask
+//   MaxOfWarp(word)               the largest word of all lanes; all lanes call
+//   Load<W>, Store<W>(pointer)    device memory, aligned to sizeof(W)
+//   Divide(a, b)                  IEEE division
+//   LowBytes(a, b, c, d)          the low byte of each, a's lowest
+//   ByteOver(word, k, high)       byte k of word as the low byte, the upper three of `high`
+//   TopByte(word, k)              byte k of word as the highest byte, zeros below
+//   FromFloat16(bits)             float32
+//   PackBfloat16, PackFloat16(low, high)    two float32 values to nearest, ties to even
+#ifdef __CUDACC__
+#define ZCOMM_DEVICE __device__ __forceinline__
+#define ZCOMM_HOST_DEVICE __host__ __device__ inline
+#define ZCOMM_UNROLL _Pragma("unroll")
+#else
+#define ZCOMM_DEVICE inline
+#define ZCOMM_HOST_DEVICE inline
+#define ZCOMM_UNROLL
+#endif
+
+namespace zcomm::cuda {
+
+ZCOMM_DEVICE std::uint32_t BitsOf(float value) {
+#ifdef __CUDACC__
+  return __float_as_uint(value);
+#else
+  std::uint32_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+#endif
+}
+
+ZCOMM_DEVICE float FloatOf(std::uint32_t bits) {
+#ifdef __CUDACC__
+  return __uint_as_float(bits);
+#else
+  float value = 0;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+#endif
+}
+
+struct alignas(16) Words4 {
+  std::uint32_t w[4];
+};
+
+struct alignas(8) Words2 {
+  std::uint32_t w[2];
+};
+
+struct Words1 {
+  std::uint32_t w[1];
+};
+
+ZCOMM_DEVICE bool IsAligned(const void* pointer, std::uintptr_t nbytes) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % nbytes == 0;
+}
+
+// Division of numbers below 2^31 by one that is known before the launch: a multiplication and a shift.
+struct Divisor {
+  std::uint32_t value;
+  std::uint32_t factor;
+  std::uint32_t shift;
+
+  static Divisor Of(std::uint32_t value) {
+    std::uint32_t shift = 0;
+    while ((std::uint64_t{1} << shift) < value) ++shift;
+    const std::uint64_t factor = ((std::uint64_t{1} << 32) * ((std::uint64_t{1} << shift) - value)) / value + 1;
+    return {value, static_cast<std::uint32_t>(factor), shift};
+  }
+};
+
+ZCOMM_HOST_DEVICE std::uint32_t Quotient(std::uint32_t number, const Divisor& divisor) {
+  const auto high = static_cast<std::uint32_t>((std::uint64_t{number} * divisor.factor) >> 32);
+  return (high + number) >> divisor.shift;
+}
+
+}  // namespace zcomm::cuda

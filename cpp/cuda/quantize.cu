@@ -1,0 +1,14 @@
+#include "launch.cuh"
+
+namespace zcomm::cuda {
+
+void Quantize(const MessageLayout& layout, const Range& range, const ConstRows& input, const ConstRows* held,
+              const Residual* residual, const MutableMessages& output, Stream stream) {
+  if (output.count == 0) return;
+  if (!IsBlockCodec(layout.codec) && held == nullptr && residual == nullptr) {
+    return LaunchDecode(MakeCastArguments(layout, range, input, output), stream);
+  }
+  LaunchFor<Quantizing>(layout.codec, MakeQuantizeArguments(layout, range, input, held, residual, output), stream);
+}
+
+}  // namespace zcomm::cuda

@@ -1,0 +1,627 @@
+// The CUDA kernels' bodies on an emulated grid against the reference, bit for bit. What no emulation shows, the GPU's
+// own instructions behind the policy (portable.h), the tests marked gpu do.
+
+#include <algorithm>
+#include <cmath>
+
+#include "emulated_warp.h"
+#include "kernels.h"
+#include "reference_codecs.h"
+#include "zcomm/decode.h"
+#include "zcomm/quantize.h"
+#include "zcomm/reduce.h"
+
+namespace zcomm::cuda {
+namespace {
+
+constexpr std::uint8_t kGuard = 0xAB;
+constexpr std::uint32_t kHash = 0xDEADBEEF;
+constexpr std::uint32_t kOutHash = 0x12345678;
+constexpr Codec kServed[] = {Codec::kFloat32, Codec::kBfloat16, Codec::kFloat16, Codec::kInt8,
+                             Codec::kInt4,    Codec::kNf4,      Codec::kFp8E4m3};
+constexpr Codec kBlockServed[] = {Codec::kInt8, Codec::kInt4, Codec::kNf4, Codec::kFp8E4m3};
+
+// Bytes at an address that is a multiple of 16, plus `shift`.
+class Buffer {
+ public:
+  Buffer(std::size_t nbytes, std::size_t shift, std::uint8_t fill = kGuard)
+      : bytes_(nbytes + 32 + shift, fill), nbytes_(nbytes) {
+    const auto address = reinterpret_cast<std::uintptr_t>(bytes_.data());
+    data_ = bytes_.data() + (16 - address % 16) % 16 + shift;
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  std::uint8_t* data() const { return data_; }
+  std::size_t nbytes() const { return nbytes_; }
+  void CopyFrom(const Buffer& other) { std::memcpy(data_, other.data(), nbytes_); }
+
+ private:
+  std::vector<std::uint8_t> bytes_;
+  std::size_t nbytes_;
+  std::uint8_t* data_;
+};
+
+void FillArray(DType dtype, Kind kind, Random* random, Buffer* buffer) {
+  for (std::size_t i = 0; i < buffer->nbytes() / ItemSize(dtype); ++i) {
+    StoreElement(dtype, buffer->data(), i, Sample(kind, i, random));
+  }
+}
+
+const Tables& FilledTables() {
+  static const Tables tables = [] {
+    Tables filled;
+    for (int i = 0; i < 64; ++i) FillTables(i, &filled);
+    return filled;
+  }();
+  return tables;
+}
+
+// A grid of a few warps, as many as a launch may have.
+template <class Body>
+void RunGrid(Random* random, const Body& body) {
+  const std::uint32_t num_warps = 1 + random->Below(3);
+  for (std::uint32_t warp = 0; warp < num_warps; ++warp) {
+    EmulatedWarp::Run([&] { body(warp, num_warps); }, random);
+  }
+}
+
+void RunQuantize(const QuantizeArguments& a, Random* random) {
+  RunGrid(random, [&](std::uint32_t warp, std::uint32_t num_warps) {
+    switch (a.output.codec) {
+      case Codec::kInt8:
+        return QuantizeTiles<EmulatedWarp, Int8Codec>(a, warp, num_warps, FilledTables());
+      case Codec::kInt4:
+        return QuantizeTiles<EmulatedWarp, Int4Codec>(a, warp, num_warps, FilledTables());
+      case Codec::kNf4:
+        return QuantizeTiles<EmulatedWarp, Nf4Codec>(a, warp, num_warps, FilledTables());
+      default:
+        return QuantizeTiles<EmulatedWarp, Fp8Codec>(a, warp, num_warps, FilledTables());
+    }
+  });
+}
+
+void RunDecode(const DecodeArguments& a, Random* random) {
+  RunGrid(random, [&](std::uint32_t warp, std::uint32_t num_warps) {
+    switch (a.input.codec) {
+      case Codec::kInt8:
+        return DecodeTiles<EmulatedWarp, Int8Codec>(a, warp, num_warps, FilledTables());
+      case Codec::kInt4:
+        return DecodeTiles<EmulatedWarp, Int4Codec>(a, warp, num_warps, FilledTables());
+      case Codec::kNf4:
+        return DecodeTiles<EmulatedWarp, Nf4Codec>(a, warp, num_warps, FilledTables());
+      case Codec::kFp8E4m3:
+        return DecodeTiles<EmulatedWarp, Fp8Codec>(a, warp, num_warps, FilledTables());
+      default:
+        return DecodeTiles<EmulatedWarp, CastCodec>(a, warp, num_warps, FilledTables());
+    }
+  });
+}
+
+void RunRequantize(const RequantizeArguments& a, Random* random) {
+  RunGrid(random, [&](std::uint32_t warp, std::uint32_t num_warps) {
+    switch (a.output.codec) {
+      case Codec::kInt8:
+        return RequantizeTiles<EmulatedWarp, Int8Codec>(a, warp, num_warps, FilledTables());
+      case Codec::kInt4:
+        return RequantizeTiles<EmulatedWarp, Int4Codec>(a, warp, num_warps, FilledTables());
+      case Codec::kNf4:
+        return RequantizeTiles<EmulatedWarp, Nf4Codec>(a, warp, num_warps, FilledTables());
+      default:
+        return RequantizeTiles<EmulatedWarp, Fp8Codec>(a, warp, num_warps, FilledTables());
+    }
+  });
+}
+
+// The whole, or two or three ranges in a random order.
+std::vector<Range> Ranges(std::size_t numel, std::size_t multiple, Random* random) {
+  std::vector<Range> ranges;
+  std::size_t begin = 0;
+  while (begin < numel && ranges.size() < 2 && random->Below(2) == 1) {
+    const std::size_t most = (numel - begin) / multiple;
+    const std::size_t end = begin + multiple * random->Below(static_cast<std::uint32_t>(most + 1));
+    ranges.push_back({begin, end});
+    begin = end;
+  }
+  ranges.push_back({begin, numel});
+  if (random->Below(2) == 1) std::reverse(ranges.begin(), ranges.end());
+  return ranges;
+}
+
+std::size_t MultipleOf(const MessageLayout& layout) { return std::max<std::size_t>(layout.block, 256); }
+
+struct Case {
+  Codec codec;
+  DType dtype;
+  std::size_t block;
+  std::size_t num_messages;
+  std::size_t num_segments;
+  std::size_t segment_numel;
+};
+
+std::size_t Shift(DType dtype, Random* random) {
+  return random->Below(3) == 0 ? ItemSize(dtype) * random->Below(8) : 0;
+}
+
+void ExpectSameBytes(const Buffer& got, const Buffer& expected, const Case& c, const char* what) {
+  for (std::size_t i = 0; i < got.nbytes(); ++i) {
+    EXPECT(got.data()[i] == expected.data()[i],
+           "%s: byte %zu of %zu is %d, expected %d; codec %d block %zu dtype %d, %zu x %zu x %zu", what, i,
+           got.nbytes(), got.data()[i], expected.data()[i], static_cast<int>(c.codec), c.block,
+           static_cast<int>(c.dtype), c.num_messages, c.num_segments, c.segment_numel);
+  }
+}
+
+// Rows with gaps between them, or none, and messages with guards between them.
+void CheckQuantize(const Case& c, Kind kind, Random* random) {
+  const MessageLayout layout = MakeMessageLayout(c.codec, c.block, c.num_segments, c.segment_numel);
+  const std::size_t gap = random->Below(2) == 0 ? 0 : 3;
+  const std::size_t segment_stride = c.segment_numel + gap;
+  const std::size_t message_stride = c.num_segments * segment_stride + 8 * gap;
+  Buffer x(c.num_messages * message_stride * ItemSize(c.dtype), Shift(c.dtype, random));
+  FillArray(c.dtype, kind, random, &x);
+  const std::size_t stride = layout.nbytes / 16 * 16 + 32;
+  Buffer got(c.num_messages * stride, IsBlockCodec(c.codec) ? 4 * random->Below(4) : 0);
+  Buffer expected(c.num_messages * stride, 0);
+  const ConstRows input{c.dtype, x.data(), message_stride, segment_stride};
+  const MutableMessages output{got.data(), stride, c.num_messages, kHash};
+  for (const Range& range : Ranges(c.segment_numel, MultipleOf(layout), random)) {
+    if (IsBlockCodec(c.codec)) {
+      RunQuantize(MakeQuantizeArguments(layout, range, input, nullptr, nullptr, output), random);
+    } else {
+      RunDecode(MakeCastArguments(layout, range, input, output), random);
+    }
+  }
+  QuantizeRef(layout, input, {expected.data(), stride, c.num_messages, kHash}, nullptr);
+  for (std::size_t i = 0; i < c.num_messages; ++i) {
+    ExpectSameMessages(layout, got.data() + i * stride, expected.data() + i * stride, "Quantize");
+    for (std::size_t b = layout.nbytes; b < stride; ++b) {
+      EXPECT(got.data()[i * stride + b] == kGuard, "Quantize wrote past message %zu", i);
+    }
+  }
+}
+
+// Messages of any bytes, but for their trailers: headers and codes that no quantization writes, too.
+void FillMessages(const MessageLayout& layout, std::size_t stride, std::size_t count, Kind kind, Random* random,
+                  Buffer* messages) {
+  if (IsBlockCodec(layout.codec) && random->Below(2) == 0) {
+    for (std::size_t i = 0; i < messages->nbytes(); ++i)
+      messages->data()[i] = static_cast<std::uint8_t>(random->Next());
+    for (std::size_t i = 0; i < count; ++i) WriteTrailer(layout, kHash, messages->data() + i * stride);
+    return;
+  }
+  const auto x = MakeArray(DType::kFloat32, count * layout.numel(), kind, random);
+  QuantizeRef(layout, {DType::kFloat32, x.data(), layout.numel(), layout.segment_numel},
+              {messages->data(), stride, count, kHash}, nullptr);
+}
+
+void CheckDecode(const Case& c, Kind kind, Random* random) {
+  const MessageLayout layout = MakeMessageLayout(c.codec, c.block, c.num_segments, c.segment_numel);
+  const std::size_t stride = layout.nbytes / 16 * 16 + 32;
+  Buffer messages(c.num_messages * stride, IsBlockCodec(c.codec) ? 4 * random->Below(4) : 0);
+  FillMessages(layout, stride, c.num_messages, kind, random, &messages);
+  const std::size_t gap = random->Below(2) == 0 ? 0 : 3;
+  const std::size_t segment_stride = c.segment_numel + gap;
+  const std::size_t message_stride = c.num_segments * segment_stride + 8 * gap;
+  const std::size_t numel = c.num_messages * message_stride;
+  Buffer got(numel * ItemSize(c.dtype), Shift(c.dtype, random));
+  FillArray(c.dtype, Kind::kPlain, random, &got);
+  Buffer expected(got.nbytes(), 0);
+  expected.CopyFrom(got);
+  const ConstMessages input{messages.data(), stride, c.num_messages, kHash};
+  const bool is_added = random->Below(3) == 0;
+  std::int32_t is_valid = 1;
+  for (const Range& range : Ranges(c.segment_numel, MultipleOf(layout), random)) {
+    const MutableRows output{c.dtype, got.data(), message_stride, segment_stride};
+    RunDecode(MakeDecodeArguments(layout, range, input, output, is_added, &is_valid), random);
+  }
+  EXPECT(is_valid == 1, "messages of the right hash");
+  if (!is_added) {
+    DecodeRef(layout, input, {c.dtype, expected.data(), message_stride, segment_stride});
+  } else {
+    std::vector<float> values(numel);
+    DecodeRef(layout, input, {DType::kFloat32, values.data(), message_stride, segment_stride});
+    for (std::size_t row = 0; row < c.num_messages * c.num_segments; ++row) {
+      const std::size_t first = row / c.num_segments * message_stride + row % c.num_segments * segment_stride;
+      for (std::size_t e = first; e < first + c.segment_numel; ++e) {
+        StoreElement(c.dtype, expected.data(), e, LoadElement(c.dtype, expected.data(), e) + values[e]);
+      }
+    }
+  }
+  ExpectSameElements(c.dtype, got.data(), expected.data(), numel, "Decode");
+}
+
+void CheckDecodeSum(const Case& c, Kind kind, Random* random) {
+  const MessageLayout layout = MakeMessageLayout(c.codec, c.block, c.num_segments, c.segment_numel);
+  const std::size_t stride = layout.nbytes / 16 * 16 + 32;
+  Buffer messages(c.num_messages * stride, 0);
+  FillMessages(layout, stride, c.num_messages, kind, random, &messages);
+  const std::size_t segment_stride = c.segment_numel + 3;
+  const std::size_t numel = c.num_segments * segment_stride;
+  Buffer got(numel * ItemSize(c.dtype), Shift(c.dtype, random));
+  FillArray(c.dtype, Kind::kPlain, random, &got);
+  Buffer expected(got.nbytes(), 0);
+  expected.CopyFrom(got);
+  const ConstMessages input{messages.data(), stride, c.num_messages, kHash};
+  const auto divisor = static_cast<float>(1 + random->Below(4));
+  for (const Range& range : Ranges(c.segment_numel, MultipleOf(layout), random)) {
+    const MutableRows output{c.dtype, got.data(), 0, segment_stride};
+    RunDecode(MakeDecodeSumArguments(layout, range, input, output, divisor, nullptr), random);
+  }
+  DecodeSumRef(layout, input, {c.dtype, expected.data(), 0, segment_stride}, divisor);
+  ExpectSameElements(c.dtype, got.data(), expected.data(), numel, "DecodeSum");
+}
+
+void CheckRequantize(const Case& c, Codec out_codec, std::size_t out_block, Kind kind, Random* random) {
+  const MessageLayout layout = MakeMessageLayout(c.codec, c.block, c.num_segments, c.segment_numel);
+  const MessageLayout out_layout = MakeMessageLayout(out_codec, out_block, 1, c.segment_numel);
+  const std::size_t stride = layout.nbytes / 16 * 16 + 32;
+  const std::size_t out_stride = out_layout.nbytes + 32;
+  Buffer messages(c.num_messages * stride, 0);
+  FillMessages(layout, stride, c.num_messages, kind, random, &messages);
+  Buffer got(c.num_segments * out_stride, 0);
+  Buffer expected(c.num_segments * out_stride, 0);
+  const ConstMessages input{messages.data(), stride, c.num_messages, kHash};
+  const std::size_t multiple = std::max(MultipleOf(layout), MultipleOf(out_layout));
+  for (const Range& range : Ranges(c.segment_numel, multiple, random)) {
+    const MutableMessages output{got.data(), out_stride, c.num_segments, kOutHash};
+    RunRequantize(MakeRequantizeArguments(layout, range, input, out_layout, output, nullptr, nullptr), random);
+  }
+  DecodeSumRequantizeRef(layout, input, out_layout, {expected.data(), out_stride, c.num_segments, kOutHash}, nullptr);
+  ExpectSameBytes(got, expected, c, "DecodeSumRequantize");
+}
+
+// N10 in plain steps on the reference: u = x + beta * r, the message, and what it lost in int8 blocks of 256.
+struct ResidualRows {
+  std::size_t num_blocks;
+  Buffer codes;
+  Buffer scales;
+
+  ResidualRows(std::size_t rows, std::size_t numel)
+      : num_blocks((numel + 255) / 256), codes(rows * num_blocks * 256, 0, 0), scales(rows * num_blocks * 2, 0, 0) {}
+
+  Residual view(float beta) const {
+    return {reinterpret_cast<std::int8_t*>(codes.data()), reinterpret_cast<std::uint16_t*>(scales.data()),
+            num_blocks * 256, num_blocks, beta};
+  }
+  float Value(std::size_t row, std::size_t e) const {
+    const float scale = LoadElement(DType::kBfloat16, scales.data(), row * num_blocks + e / 256);
+    return ClampRef(static_cast<float>(view(0).codes[row * num_blocks * 256 + e]) * scale,
+                    std::numeric_limits<float>::max());
+  }
+  void Encode(std::size_t row, const std::vector<float>& values) {
+    for (std::size_t b = 0; b * 256 < values.size(); ++b) {
+      const auto first = values.begin() + static_cast<std::ptrdiff_t>(b * 256);
+      const std::vector<float> block(
+          first, first + static_cast<std::ptrdiff_t>(std::min<std::size_t>(256, values.size() - b * 256)));
+      const EncodedBlock encoded = EncodeBlockRef(Codec::kInt8, block, {});
+      if (encoded.header == 0x7FC0) continue;
+      view(0).scales[row * num_blocks + b] = static_cast<std::uint16_t>(encoded.header);
+      for (std::size_t i = 0; i < block.size(); ++i) {
+        view(0).codes[(row * num_blocks + b) * 256 + i] = static_cast<std::int8_t>(encoded.codes[i]);
+      }
+    }
+  }
+};
+
+void ExpectSameResiduals(const ResidualRows& got, const ResidualRows& expected, const Case& c) {
+  ExpectSameBytes(got.codes, expected.codes, c, "residual's codes");
+  ExpectSameBytes(got.scales, expected.scales, c, "residual's scales");
+}
+
+// u replaces the rows of `sums`, `messages` become the reference's, `rows` the new residual.
+void ReferenceWithResidual(const MessageLayout& layout, std::vector<float>* sums, float beta, std::size_t count,
+                           std::uint8_t* messages, std::size_t stride, std::uint32_t hash, ResidualRows* rows) {
+  const std::size_t numel = layout.segment_numel;
+  const std::size_t num_rows = count * layout.num_segments;
+  for (std::size_t i = 0; i < sums->size(); ++i) {
+    const float added = rows->Value(i / numel, i % numel) * beta;
+    (*sums)[i] += added;
+  }
+  const ConstRows input{DType::kFloat32, sums->data(), layout.numel(), numel};
+  QuantizeRef(layout, input, {messages, stride, count, hash}, nullptr);
+  std::vector<float> decoded(sums->size());
+  DecodeRef(layout, {messages, stride, count, hash}, {DType::kFloat32, decoded.data(), layout.numel(), numel});
+  for (std::size_t row = 0; row < num_rows; ++row) {
+    std::vector<float> lost(numel);
+    for (std::size_t e = 0; e < numel; ++e) lost[e] = (*sums)[row * numel + e] - decoded[row * numel + e];
+    rows->Encode(row, lost);
+  }
+}
+
+void CheckResidual(const Case& c, Kind kind, Random* random) {
+  const MessageLayout layout = MakeMessageLayout(c.codec, c.block, c.num_segments, c.segment_numel);
+  const std::size_t numel = c.num_messages * layout.numel();
+  const float beta = random->Below(2) == 0 ? 1.0F : 0.9F;
+  ResidualRows got_rows(c.num_messages * c.num_segments, c.segment_numel);
+  ResidualRows rows(c.num_messages * c.num_segments, c.segment_numel);
+  Buffer got(c.num_messages * layout.nbytes, 0);
+  Buffer expected(c.num_messages * layout.nbytes, 0);
+  for (int step = 0; step < 2; ++step) {
+    Buffer x(numel * ItemSize(c.dtype), 0);
+    FillArray(c.dtype, kind, random, &x);
+    std::vector<float> values(numel);
+    for (std::size_t i = 0; i < numel; ++i) values[i] = LoadElement(c.dtype, x.data(), i);
+    const Residual residual = got_rows.view(beta);
+    const ConstRows input{c.dtype, x.data(), layout.numel(), layout.segment_numel};
+    for (const Range& range : Ranges(c.segment_numel, MultipleOf(layout), random)) {
+      const MutableMessages output{got.data(), layout.nbytes, c.num_messages, kHash};
+      RunQuantize(MakeQuantizeArguments(layout, range, input, nullptr, &residual, output), random);
+    }
+    ReferenceWithResidual(layout, &values, beta, c.num_messages, expected.data(), layout.nbytes, kHash, &rows);
+    ExpectSameBytes(got, expected, c, "Quantize with a residual");
+    ExpectSameResiduals(got_rows, rows, c);
+  }
+}
+
+void CheckRequantizeWithResidual(const Case& c, Codec out_codec, std::size_t out_block, Kind kind, Random* random) {
+  const MessageLayout layout = MakeMessageLayout(c.codec, c.block, c.num_segments, c.segment_numel);
+  const MessageLayout out_layout = MakeMessageLayout(out_codec, out_block, 1, c.segment_numel);
+  ResidualRows got_rows(c.num_segments, c.segment_numel);
+  ResidualRows rows(c.num_segments, c.segment_numel);
+  Buffer got(c.num_segments * out_layout.nbytes, 0);
+  Buffer expected(c.num_segments * out_layout.nbytes, 0);
+  const std::size_t multiple = std::max(MultipleOf(layout), MultipleOf(out_layout));
+  for (int step = 0; step < 2; ++step) {
+    Buffer messages(c.num_messages * layout.nbytes, 0);
+    FillMessages(layout, layout.nbytes, c.num_messages, kind, random, &messages);
+    const ConstMessages input{messages.data(), layout.nbytes, c.num_messages, kHash};
+    const Residual residual = got_rows.view(1.0F);
+    for (const Range& range : Ranges(c.segment_numel, multiple, random)) {
+      const MutableMessages output{got.data(), out_layout.nbytes, c.num_segments, kOutHash};
+      RunRequantize(MakeRequantizeArguments(layout, range, input, out_layout, output, &residual, nullptr), random);
+    }
+    std::vector<float> sums(layout.numel());
+    DecodeSumRef(layout, input, {DType::kFloat32, sums.data(), 0, layout.segment_numel}, 1.0F);
+    ReferenceWithResidual(out_layout, &sums, 1.0F, c.num_segments, expected.data(), out_layout.nbytes, kOutHash, &rows);
+    ExpectSameBytes(got, expected, c, "DecodeSumRequantize with a residual");
+    ExpectSameResiduals(got_rows, rows, c);
+  }
+}
+
+void CheckDelta(const Case& c, DType held_dtype, Kind kind, Random* random) {
+  const MessageLayout layout = MakeMessageLayout(c.codec, c.block, 1, c.segment_numel);
+  Buffer x(c.segment_numel * ItemSize(c.dtype), Shift(c.dtype, random));
+  Buffer held(c.segment_numel * ItemSize(held_dtype), Shift(held_dtype, random));
+  FillArray(c.dtype, kind, random, &x);
+  FillArray(held_dtype, Kind::kPlain, random, &held);
+  std::vector<float> difference(c.segment_numel);
+  for (std::size_t e = 0; e < c.segment_numel; ++e) {
+    difference[e] = LoadElement(c.dtype, x.data(), e) - LoadElement(held_dtype, held.data(), e);
+  }
+  Buffer got(layout.nbytes, 0);
+  Buffer expected(layout.nbytes, 0);
+  const ConstRows input{c.dtype, x.data(), 0, 0};
+  const ConstRows held_rows{held_dtype, held.data(), 0, 0};
+  const MutableMessages output{got.data(), layout.nbytes, 1, kHash};
+  RunQuantize(MakeQuantizeArguments(layout, WholeOf(layout), input, &held_rows, nullptr, output), random);
+  QuantizeRef(layout, {DType::kFloat32, difference.data(), 0, 0}, {expected.data(), layout.nbytes, 1, kHash}, nullptr);
+  ExpectSameBytes(got, expected, c, "Quantize of a difference");
+}
+
+Kind AnyKind(Random* random) { return static_cast<Kind>(random->Below(static_cast<std::uint32_t>(Kind::kNumKinds))); }
+
+std::size_t AnyBlock(Random* random) { return std::size_t{8} << random->Below(8); }
+
+std::vector<std::size_t> Sizes(std::size_t block) {
+  return {0, 1, 2, 7, 8, 9, 255, 257, block - 1, block, block + 1, 2 * block + 3, 1023, 1024, 1025, 2048, 3333};
+}
+
+void CheckAllSizes() {
+  Random random(1);
+  for (const Codec codec : kServed) {
+    for (const DType dtype : kDTypes) {
+      for (const std::size_t block : {8, 16, 32, 64, 128, 256, 512, 1024}) {
+        if (!IsBlockCodec(codec) && block != 8) continue;
+        for (const std::size_t size : Sizes(block)) {
+          const Case c{codec, dtype, block, 1 + random.Below(2), 1 + random.Below(3), size};
+          CheckQuantize(c, AnyKind(&random), &random);
+          CheckDecode(c, AnyKind(&random), &random);
+        }
+      }
+    }
+  }
+}
+
+void CheckAllKinds() {
+  Random random(2);
+  for (const Codec codec : kServed) {
+    for (const DType dtype : kDTypes) {
+      for (int kind = 0; kind < static_cast<int>(Kind::kNumKinds); ++kind) {
+        for (const std::size_t block : {64, 128, 256}) {
+          CheckQuantize({codec, dtype, block, 2, 2, 2048 + 130}, static_cast<Kind>(kind), &random);
+          CheckDecode({codec, dtype, block, 2, 1, 2048 + 130}, static_cast<Kind>(kind), &random);
+        }
+      }
+    }
+  }
+}
+
+void CheckSums() {
+  Random random(3);
+  for (const Codec codec : kServed) {
+    for (const DType dtype : kDTypes) {
+      for (const std::size_t size : Sizes(128)) {
+        CheckDecodeSum({codec, dtype, AnyBlock(&random), 1 + random.Below(5), 1 + random.Below(3), size},
+                       AnyKind(&random), &random);
+      }
+    }
+    for (const Codec out_codec : kBlockServed) {
+      for (const std::size_t size : Sizes(256)) {
+        const Case c{codec, DType::kFloat32, AnyBlock(&random), 1 + random.Below(4), 1 + random.Below(3), size};
+        CheckRequantize(c, out_codec, AnyBlock(&random), AnyKind(&random), &random);
+      }
+    }
+  }
+}
+
+void CheckResiduals() {
+  Random random(4);
+  for (const Codec codec : kBlockServed) {
+    for (const std::size_t size : Sizes(256)) {
+      const auto dtype = static_cast<DType>(random.Below(3));
+      const Case c{codec, dtype, AnyBlock(&random), 1 + random.Below(2), 1 + random.Below(2), size};
+      CheckResidual(c, AnyKind(&random), &random);
+      CheckRequantizeWithResidual(c, kBlockServed[random.Below(4)], AnyBlock(&random), AnyKind(&random), &random);
+      CheckDelta(c, static_cast<DType>(random.Below(3)), AnyKind(&random), &random);
+    }
+  }
+}
+
+// What is scaled to every place near each midpoint and each border of a cell, and to ties of every codec.
+void CheckEdgesOfCodes() {
+  Random random(5);
+  for (const Codec codec : kBlockServed) {
+    const auto qmax = static_cast<float>(QMax(codec));
+    std::vector<float> x;
+    for (int step = -16 * QMax(codec); step <= 16 * QMax(codec); ++step) {
+      if (step * step > 1000000 && step % 16 != 0) continue;
+      const float value = static_cast<float>(step) / 16.0F;
+      for (const float near : {value, std::nextafter(value, 1e30F), std::nextafter(value, -1e30F)}) {
+        x.push_back(std::clamp(near, -qmax, qmax));
+      }
+    }
+    for (int i = 0; codec == Codec::kNf4 && i < 15; ++i) {
+      const float midpoint = (Nf4Level(i) + Nf4Level(i + 1)) / 2.0F;
+      for (const float near : {midpoint, std::nextafter(midpoint, 9.0F), std::nextafter(midpoint, -9.0F)}) {
+        x.push_back(near);
+      }
+    }
+    for (std::size_t i = 0; i < x.size(); i += 8) x[i] = qmax;  // scale 1 in every block
+    const MessageLayout layout = MakeMessageLayout(codec, 8, 1, x.size());
+    Buffer got(layout.nbytes, 0);
+    Buffer expected(layout.nbytes, 0);
+    const ConstRows input{DType::kFloat32, x.data(), 0, 0};
+    RunQuantize(
+        MakeQuantizeArguments(layout, WholeOf(layout), input, nullptr, nullptr, {got.data(), layout.nbytes, 1, kHash}),
+        &random);
+    QuantizeRef(layout, input, {expected.data(), layout.nbytes, 1, kHash}, nullptr);
+    ExpectSameBytes(got, expected, {codec, DType::kFloat32, 8, 1, 1, x.size()}, "edges");
+  }
+}
+
+// The largest value of a block, for magnitudes whose quotient, inverse and product round in every way: no clamp needed.
+void CheckLargestOfBlocks() {
+  Random random(6);
+  for (const Codec codec : kBlockServed) {
+    std::vector<float> x(8 * 20000, 0.0F);
+    for (std::size_t i = 0; i < x.size(); i += 8) {
+      x[i] = FromBits(0x0D800000U + random.Below(0x7F800000U - 0x0D800000U));
+      x[i + 1] = -x[i];
+      if (random.Below(2) == 0)
+        x[i] = static_cast<float>(QMax(codec)) * FromBits((random.Next() % 0x6000U + 0x1000U) << 16);
+      if (!(x[i] < std::numeric_limits<float>::infinity())) x[i] = 1.0F;
+    }
+    const MessageLayout layout = MakeMessageLayout(codec, 8, 1, x.size());
+    Buffer got(layout.nbytes, 0);
+    Buffer expected(layout.nbytes, 0);
+    const ConstRows input{DType::kFloat32, x.data(), 0, 0};
+    RunQuantize(
+        MakeQuantizeArguments(layout, WholeOf(layout), input, nullptr, nullptr, {got.data(), layout.nbytes, 1, kHash}),
+        &random);
+    QuantizeRef(layout, input, {expected.data(), layout.nbytes, 1, kHash}, nullptr);
+    ExpectSameBytes(got, expected, {codec, DType::kFloat32, 8, 1, 1, x.size()}, "largest");
+  }
+}
+
+void CheckDivisor() {
+  Random random(7);
+  for (int i = 0; i < 200000; ++i) {
+    const std::uint32_t value = 1 + (random.Next() >> (1 + random.Below(31)));
+    const std::uint32_t number = random.Next() >> (1 + random.Below(31));
+    const Divisor divisor = Divisor::Of(value);
+    EXPECT(Quotient(number, divisor) == number / value, "%u / %u", number, value);
+    EXPECT(Quotient(0x7FFFFFFFU, divisor) == 0x7FFFFFFFU / value, "2^31 - 1 over %u", value);
+    const std::uint32_t product = value * (0x7FFFFFFFU / value);
+    EXPECT(Quotient(product, divisor) == 0x7FFFFFFFU / value, "%u / %u", product, value);
+    EXPECT(Quotient(product - 1, divisor) == (product - 1) / value, "%u / %u", product - 1, value);
+  }
+}
+
+// Whole aligned tiles move in the widest accesses there are: anything else would be slow on a GPU.
+void CheckWidths() {
+  Random random(8);
+  for (const DType dtype : kDTypes) {
+    for (const Codec codec : kBlockServed) {
+      const std::size_t bits = CodeBits(codec);
+      const MessageLayout layout = MakeMessageLayout(codec, 256, 1, 2048);
+      Buffer x(2048 * ItemSize(dtype), 0);
+      FillArray(dtype, Kind::kPlain, &random, &x);
+      Buffer message(layout.nbytes, 0);
+      auto& counts = EmulatedWarp::num_accesses;
+      counts = {};
+      RunQuantize(MakeQuantizeArguments(layout, WholeOf(layout), {dtype, x.data(), 0, 0}, nullptr, nullptr,
+                                        {message.data(), layout.nbytes, 1, kHash}),
+                  &random);
+      EXPECT(
+          counts[16] == 2048 * ItemSize(dtype) / 16 && counts[bits] == 2048 / 8 + (bits == 4 ? 2 : 0) && counts[2] == 8,
+          "quantize: %zu of 16, %zu of %zu, %zu of 2", counts[16], counts[bits], bits, counts[2]);
+      counts = {};
+      RunDecode(MakeDecodeArguments(layout, WholeOf(layout), {message.data(), layout.nbytes, 1, kHash},
+                                    {dtype, x.data(), 0, 0}, false, nullptr),
+                &random);
+      EXPECT(counts[16] == 2048 * ItemSize(dtype) / 16 && counts[bits] == 2048 / 8 && counts[1] == 0,
+             "decode: %zu of 16, %zu of %zu", counts[16], counts[bits], bits);
+    }
+  }
+}
+
+void CheckTrailersAndArguments() {
+  Random random(9);
+  const MessageLayout layout = MakeMessageLayout(Codec::kInt8, 256, 1, 1024);
+  Buffer messages(40 * layout.nbytes, 0, 0);
+  for (std::size_t i = 0; i < 40; ++i) WriteTrailer(layout, kHash, messages.data() + i * layout.nbytes);
+  float out[1024];
+  const ConstMessages input{messages.data(), layout.nbytes, 40, kHash};
+  const MutableRows rows{DType::kFloat32, out, 0, 1024};
+  std::int32_t is_valid = 1;
+  RunDecode(MakeDecodeSumArguments(layout, WholeOf(layout), input, rows, 1.0F, &is_valid), &random);
+  EXPECT(is_valid == 1, "40 right trailers");
+  messages.data()[36 * layout.nbytes + layout.trailer_offset()] ^= 1;
+  RunDecode(MakeDecodeSumArguments(layout, {0, 512}, input, rows, 1.0F, &is_valid), &random);
+  EXPECT(is_valid == 1, "a range that does not reach the end checks nothing");
+  RunDecode(MakeDecodeSumArguments(layout, {512, 1024}, input, rows, 1.0F, &is_valid), &random);
+  EXPECT(is_valid == 0, "message 36 has another hash");
+
+  const auto decode = [&](const MessageLayout& of, const Range& range) {
+    return MessageOfThrow([&] { MakeDecodeSumArguments(of, range, input, rows, 1.0F, nullptr); });
+  };
+  EXPECT(Contains(decode(layout, {0, 2048}), "end=2048"), "beyond the segment");
+  EXPECT(Contains(decode(layout, {128, 1024}), "begin=128"), "within a block");
+  EXPECT(Contains(decode(MakeMessageLayout(Codec::kInt8, 30, 1, 1024), {0, 1024}), "block=30"), "block");
+  EXPECT(Contains(decode(MakeMessageLayout(Codec::kInt8Asym, 64, 1, 1024), {0, 1024}), "codec=8"), "codec");
+  EXPECT(!Serves(MakeMessageLayout(Codec::kInt8, 64, 1, 64, true)), "rotated");
+  const Residual odd{reinterpret_cast<std::int8_t*>(out) + 4, reinterpret_cast<std::uint16_t*>(out), 256, 1, 1.0F};
+  EXPECT(Contains(MessageOfThrow([&] {
+                    MakeQuantizeArguments(layout, WholeOf(layout), {DType::kFloat32, out, 0, 1024}, nullptr, &odd,
+                                          {messages.data(), layout.nbytes, 1, kHash});
+                  }),
+                  "aligned"),
+         "residual");
+}
+
+void CheckBytesOfRanges() {
+  const MessageLayout layout = MakeMessageLayout(Codec::kInt4, 128, 2, 1001);
+  const Bytes headers = HeadersOfRange(layout, 1, {256, 1001});
+  const Bytes codes = CodesOfRange(layout, 1, {256, 1001});
+  EXPECT(headers.offset == 2 * (8 + 2) && headers.nbytes == 2 * 6, "%zu %zu", headers.offset, headers.nbytes);
+  EXPECT(codes.offset == 32 + 501 + 128 && codes.nbytes == 501 - 128, "%zu %zu", codes.offset, codes.nbytes);
+}
+
+}  // namespace
+}  // namespace zcomm::cuda
+
+int main() {
+  zcomm::cuda::CheckDivisor();
+  zcomm::cuda::CheckBytesOfRanges();
+  zcomm::cuda::CheckWidths();
+  zcomm::cuda::CheckTrailersAndArguments();
+  zcomm::cuda::CheckEdgesOfCodes();
+  zcomm::cuda::CheckLargestOfBlocks();
+  zcomm::cuda::CheckAllSizes();
+  zcomm::cuda::CheckAllKinds();
+  zcomm::cuda::CheckSums();
+  zcomm::cuda::CheckResiduals();
+  std::puts("ok");
+  return 0;
+}

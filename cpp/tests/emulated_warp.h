@@ -1,0 +1,147 @@
+#pragma once
+
+#include <ucontext.h>
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "test_util.h"
+#include "zcomm/float_formats.h"
+
+// A warp on the processor: 32 lanes, each with a stack of its own, that run one after another in a random order up to
+// the next collective, where they wait for each other. A collective that not all lanes reach, or reach with different
+// arguments, fails the test; so does an access that is not aligned. What a lane writes, others see before a collective
+// or after it, as the order happens to be: a missing synchronization shows.
+namespace zcomm::cuda {
+
+class EmulatedWarp {
+ public:
+  static int Lane() { return current_->lane_; }
+
+  static std::uint32_t ShuffleXor(std::uint32_t word, int mask) {
+    return current_->Meet(word, mask)[static_cast<std::size_t>(Lane() ^ mask)];
+  }
+
+  static std::uint32_t MaxOfWarp(std::uint32_t word) {
+    const auto& words = current_->Meet(word, kMax);
+    return *std::max_element(words.begin(), words.end());
+  }
+
+  template <class W>
+  static W Load(const void* pointer) {
+    EXPECT(reinterpret_cast<std::uintptr_t>(pointer) % sizeof(W) == 0, "a load of %zu bytes at %p", sizeof(W), pointer);
+    W value;
+    std::memcpy(&value, pointer, sizeof(W));
+    ++num_accesses[sizeof(W)];
+    return value;
+  }
+
+  template <class W>
+  static void Store(void* pointer, W value) {
+    EXPECT(reinterpret_cast<std::uintptr_t>(pointer) % sizeof(W) == 0, "a store of %zu bytes at %p", sizeof(W),
+           pointer);
+    std::memcpy(pointer, &value, sizeof(W));
+    ++num_accesses[sizeof(W)];
+  }
+
+  static float Divide(float a, float b) { return a / b; }
+  static std::uint32_t LowBytes(std::uint32_t a, std::uint32_t b, std::uint32_t c, std::uint32_t d) {
+    return (a & 0xFFU) | (b & 0xFFU) << 8 | (c & 0xFFU) << 16 | d << 24;
+  }
+  static std::uint32_t ByteOver(std::uint32_t word, int k, std::uint32_t high) {
+    return high | (word >> 8 * k & 0xFFU);
+  }
+  static std::uint32_t TopByte(std::uint32_t word, int k) { return (word >> 8 * k) << 24; }
+  static float FromFloat16(std::uint16_t bits) { return FloatFromFloat16(bits); }
+  static std::uint32_t PackBfloat16(float low, float high) {
+    return Bfloat16FromFloat(low) | static_cast<std::uint32_t>(Bfloat16FromFloat(high)) << 16;
+  }
+  static std::uint32_t PackFloat16(float low, float high) {
+    return Float16FromFloat(low) | static_cast<std::uint32_t>(Float16FromFloat(high)) << 16;
+  }
+
+  // Runs `body` in all lanes.
+  static void Run(const std::function<void()>& body, Random* random) {
+    static EmulatedWarp warp;
+    current_ = &warp;
+    warp.RunLanes(body, random);
+  }
+
+  // By the width in bytes, since the test last looked.
+  inline static std::array<std::size_t, 17> num_accesses{};
+
+ private:
+  static constexpr int kMax = -1;
+  static constexpr std::size_t kStackNbytes = std::size_t{1} << 18;
+  using Words = std::array<std::uint32_t, 32>;
+
+  struct LaneState {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack = std::make_unique<char[]>(kStackNbytes);
+    bool has_ended = false;
+    int argument = 0;
+  };
+
+  static void Enter() {
+    (*current_->body_)();
+    LaneState& lane = current_->lanes_[static_cast<std::size_t>(Lane())];
+    lane.has_ended = true;
+    swapcontext(&lane.context, &current_->scheduler_);
+  }
+
+  // Two buffers: a lane may write to the next collective's before others have read this one's.
+  const Words& Meet(std::uint32_t word, int argument) {
+    Words& words = words_[generation_ % 2];
+    words[static_cast<std::size_t>(lane_)] = word;
+    LaneState& lane = lanes_[static_cast<std::size_t>(lane_)];
+    lane.argument = argument;
+    swapcontext(&lane.context, &scheduler_);
+    return words;
+  }
+
+  void RunLanes(const std::function<void()>& body, Random* random) {
+    body_ = &body;
+    for (LaneState& lane : lanes_) {
+      lane.has_ended = false;
+      getcontext(&lane.context);
+      lane.context.uc_stack = {lane.stack.get(), 0, kStackNbytes};
+      lane.context.uc_link = nullptr;
+      makecontext(&lane.context, &Enter, 0);
+    }
+    while (!lanes_[0].has_ended) {
+      RunRound(random);
+      for (const LaneState& lane : lanes_) {
+        EXPECT(lane.has_ended == lanes_[0].has_ended, "some lanes wait in a collective, and others have ended");
+        EXPECT(lane.has_ended || lane.argument == lanes_[0].argument, "lanes meet in collectives of %d and of %d",
+               lane.argument, lanes_[0].argument);
+      }
+      ++generation_;
+    }
+  }
+
+  void RunRound(Random* random) {
+    std::array<int, 32> order;
+    std::iota(order.begin(), order.end(), 0);
+    for (std::uint32_t i = 31; i > 0; --i) std::swap(order[i], order[random->Below(i + 1)]);
+    for (const int lane : order) {
+      lane_ = lane;
+      swapcontext(&scheduler_, &lanes_[static_cast<std::size_t>(lane)].context);
+    }
+  }
+
+  inline static EmulatedWarp* current_ = nullptr;
+  std::array<LaneState, 32> lanes_;
+  std::array<Words, 2> words_{};
+  std::size_t generation_ = 0;
+  ucontext_t scheduler_{};
+  const std::function<void()>* body_ = nullptr;
+  int lane_ = 0;
+};
+
+}  // namespace zcomm::cuda
