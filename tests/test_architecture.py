@@ -29,6 +29,7 @@ MORE_PARAMETERS = {
 MAY_IMPORT_LATE = {
     "zcomm/install/fsdp2_units.py",
     "zcomm/kernels.py",
+    "zcomm/native_calls.py",
     "zcomm/backend.py",
     "zcomm/cli.py",
     "zcomm/bench/plot.py",

@@ -52,7 +52,8 @@ class BuildInfo(TypedDict):
     version: str
     compiler: str
     isa_levels: list[str]
-    cuda: bool
+    cuda: str
+    """Version of the compiler and architectures; empty in builds without CUDA."""
 
 def quantize(
     codec: int,
@@ -244,6 +245,94 @@ def optimizer_step_ref(
     draw: Draw | None,
     num_threads: int,
 ) -> None: ...
+
+# The operations on a GPU, in builds with CUDA: ``cpp/include/zcomm/cuda_kernels.h``. Addresses are of the current
+# device. ``is_valid_ptr``: an int32 that a message of another hash sets to 0. ``stream``: a cudaStream_t.
+# ``held``: dtype id and address. ``residual``: addresses of codes and scales, their strides in elements, beta.
+
+Residual = tuple[int, int, int, int, float]
+
+def cuda_quantize(
+    codec: int,
+    block: int,
+    is_rotated: bool,
+    num_messages: int,
+    num_segments: int,
+    segment_numel: int,
+    x_dtype: int,
+    x_ptr: int,
+    message_stride: int,
+    segment_stride: int,
+    out_ptr: int,
+    out_stride_bytes: int,
+    layout_hash: int,
+    held: tuple[int, int] | None,
+    residual: Residual | None,
+    stream: int,
+) -> None:
+    """Encode; of x - held, or with a residual (N10)."""
+
+def cuda_decode(
+    codec: int,
+    block: int,
+    is_rotated: bool,
+    num_messages: int,
+    num_segments: int,
+    segment_numel: int,
+    in_ptr: int,
+    in_stride_bytes: int,
+    layout_hash: int,
+    out_dtype: int,
+    out_ptr: int,
+    message_stride: int,
+    segment_stride: int,
+    is_added: bool,
+    is_valid_ptr: int,
+    stream: int,
+) -> None:
+    """Decode, or add to the array."""
+
+def cuda_decode_sum(
+    codec: int,
+    block: int,
+    is_rotated: bool,
+    num_messages: int,
+    num_segments: int,
+    segment_numel: int,
+    in_ptr: int,
+    in_stride_bytes: int,
+    layout_hash: int,
+    out_dtype: int,
+    out_ptr: int,
+    segment_stride: int,
+    divisor: float,
+    is_valid_ptr: int,
+    stream: int,
+) -> None:
+    """Sum the messages."""
+
+def cuda_decode_sum_requantize(
+    codec: int,
+    block: int,
+    is_rotated: bool,
+    num_messages: int,
+    num_segments: int,
+    segment_numel: int,
+    in_ptr: int,
+    in_stride_bytes: int,
+    layout_hash: int,
+    out_codec: int,
+    out_block: int,
+    out_is_rotated: bool,
+    out_ptr: int,
+    out_stride_bytes: int,
+    out_layout_hash: int,
+    residual: Residual | None,
+    is_valid_ptr: int,
+    stream: int,
+) -> None:
+    """Sum the messages; segment s of the sum becomes message s, of one segment."""
+
 def message_nbytes(codec: int, block: int, is_rotated: bool, num_segments: int, segment_numel: int) -> int:
     """Bytes of one message."""
 

@@ -79,7 +79,7 @@ class Encoder:
         arguments = values, layout, out, values.stride(0), 0, self.draw(hop)
         if residual is None:
             kernels.quantize(*arguments)
-        elif kernels.fuses_residual(values, layout):
+        elif kernels.fuses_residual(values, layout, draw=self.draw(hop)):
             kernels.quantize(*arguments, residual=residual.blocks_to_renew(self.first, layout.segment_numel))
         else:
             residual.add_to_(values, self.first)
@@ -93,7 +93,7 @@ class Encoder:
             if self.residual is None:
                 kernels.decode_sum_requantize(received, summed, out, layout, draw)
                 return
-            if kernels.fuses_residual(received, layout, summed):
+            if kernels.fuses_residual(received, layout, summed, draw=draw):
                 blocks = self.residual.blocks_to_renew(self.first, numel)
                 kernels.decode_sum_requantize(received, summed, out, layout, draw, residual=blocks)
                 return

@@ -26,8 +26,8 @@ VARIABLES = {
     "ZCOMM_DEBUG": Variable("0", SWITCH, "1: compare the calls of all ranks before each exchange"),
     "ZCOMM_KERNELS": Variable(
         "auto",
-        ("auto", "native", "triton", "reference"),
-        "kernels; auto: native for CPU tensors if built, Triton for CUDA tensors if installed",
+        ("auto", "native", "triton", "cuda", "reference"),
+        "kernels; auto: native for CPU tensors if built, for CUDA tensors Triton if installed, else CUDA if built",
     ),
     "ZCOMM_PROBE": Variable("", (), "file of `zcomm probe`, for format=auto; default: in the user's cache folder"),
     "ZCOMM_ISA": Variable("", ("", "avx512", "avx2", "baseline"), "highest instruction set of the native kernels"),

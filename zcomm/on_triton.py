@@ -1,14 +1,16 @@
 """The Triton kernels: whether they serve a call, and the check that messages are of the layout that was expected.
 
-They serve CUDA tensors, and with ZCOMM_KERNELS=triton and TRITON_INTERPRET=1 CPU tensors, in Triton's interpreter. On
-CPU tensors, and with ZCOMM_CHECK=1, another layout raises MessageError before anything is written. Otherwise a kernel
-clears a flag on the device, which is asserted there: the host does not wait, and the next call that does reports it.
+They serve CUDA tensors (with ZCOMM_KERNELS=cuda what zcomm.on_cuda leaves to them), and with ZCOMM_KERNELS=triton and
+TRITON_INTERPRET=1 CPU tensors, in Triton's interpreter. On CPU tensors, and with ZCOMM_CHECK=1, another layout raises
+MessageError before anything is written. Otherwise a kernel clears a flag on the device, which is asserted there: the
+host does not wait, and the next call that does reports it.
 """
 
 from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -23,8 +25,8 @@ from zcomm.philox import Draw
 from zcomm.triton_kernels import unavailable_reason as triton_unavailable_reason
 
 __all__ = [
-    "ResidualBlocks", "decode", "decode_sum", "decode_sum_requantize", "fuses_residual", "quantize", "serves",
-    "unavailable_reason",
+    "DTYPES", "ResidualBlocks", "checked", "decode", "decode_sum", "decode_sum_requantize", "fuses_residual",
+    "quantize", "serves", "unavailable_reason",
 ]  # fmt: skip
 
 ResidualBlocks: TypeAlias = tuple[Tensor, Tensor, float]
@@ -74,13 +76,15 @@ def _flag(device: torch.device) -> Tensor:
     return torch.ones(1, dtype=torch.int32, device=device)
 
 
-def _checked(name: str, messages: Tensor, layout: MessageLayout, *arguments: Any, **options: Any) -> None:
-    """Launch kernel ``name``, which decodes ``messages``."""
+def checked(
+    launch: Callable[..., None], messages: Tensor, layout: MessageLayout, *arguments: Any, **options: Any
+) -> None:
+    """Call ``launch`` of a kernel that decodes ``messages``, and clears its argument ``is_valid`` on another layout."""
     is_checked_here = messages.device.type == "cpu" or env.is_set("ZCOMM_CHECK")
     if layout.codec.is_block and is_checked_here:
         quant.check_hashes(messages, layout)
     flag = _flag(messages.device)
-    getattr(_launch(), name)(messages, layout, *arguments, is_valid=flag, **options)
+    launch(messages, layout, *arguments, is_valid=flag, **options)
     if layout.codec.is_block and not is_checked_here:
         torch._assert_async(
             flag,
@@ -112,12 +116,12 @@ def decode(
     *, added: bool = False,
 ) -> None:  # fmt: skip
     """As :func:`zcomm.quant.decode`; or added to ``out`` (N11)."""
-    _checked("decode", messages, layout, out, message_stride, segment_stride, added=added)
+    checked(_launch().decode, messages, layout, out, message_stride, segment_stride, added=added)
 
 
 def decode_sum(messages: Tensor, layout: MessageLayout, out: Tensor, segment_stride: int, divisor: float) -> None:
     """As :func:`zcomm.quant.decode_sum`."""
-    _checked("decode_sum", messages, layout, out, segment_stride, divisor)
+    checked(_launch().decode_sum, messages, layout, out, segment_stride, divisor)
 
 
 def decode_sum_requantize(
@@ -126,4 +130,4 @@ def decode_sum_requantize(
 ) -> None:  # fmt: skip
     """As :func:`zcomm.quant.decode_sum_requantize`; or with a residual (N10)."""
     of_residual = _residual(residual)
-    _checked("decode_sum_requantize", messages, layout, out, out_layout, draw, residual=of_residual)
+    checked(_launch().decode_sum_requantize, messages, layout, out, out_layout, draw, residual=of_residual)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zcomm import env, kernels, on_triton
+from zcomm import env, kernels, on_cuda, on_triton
 from zcomm.errors import BackendUnavailableError, ConfigError
 
 try:
@@ -96,7 +96,7 @@ def _kernels() -> dict[str, str]:
     native = f"PyTorch reference: {reason}" if reason else f"native ({kernels.native_description()})"
     found = {"CPU tensors": _triton("cpu") if is_triton else native}
     found["float64"] = "PyTorch reference: there are no other kernels for float64"
-    found["CUDA tensors"] = _triton("cuda")
+    found["CUDA tensors"] = _of_gpus()
     found["files"] = _files()
     return found
 
@@ -106,6 +106,16 @@ def _files() -> str:
         return str(kernels.file_queue(1, 4096).engine)
     except (ConfigError, BackendUnavailableError) as error:
         return f"none: {error}"
+
+
+def _of_gpus() -> str:
+    try:
+        reason, is_wanted = on_cuda.unavailable_reason(), env.value("ZCOMM_KERNELS") == "cuda"
+    except ConfigError as error:
+        return f"PyTorch reference: {error}"
+    if is_wanted and reason:
+        return f"none: ZCOMM_KERNELS=cuda, but {reason}"
+    return f"{_triton('cuda')}; not CUDA: {reason}" if reason else "CUDA"
 
 
 def _triton(device_type: str) -> str:

@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "arguments.h"
 #include "zcomm/check.h"
 #include "zcomm/decode.h"
 #include "zcomm/file_queue.h"
@@ -27,22 +28,12 @@ using namespace nb::literals;
 
 namespace {
 
-using zcomm::Codec;
-using zcomm::DType;
 using zcomm::MessageLayout;
-
-// Python ints arrive signed, so that a negative one is named instead of wrapping around.
-std::size_t Size(const char* name, std::int64_t value) {
-  ZCOMM_CHECK(value >= 0, name, " must not be negative: ", name, "=", value);
-  return static_cast<std::size_t>(value);
-}
-
-MessageLayout Layout(int codec, std::int64_t block, bool is_rotated, std::int64_t num_segments,
-                     std::int64_t segment_numel) {
-  ZCOMM_CHECK(zcomm::IsCodec(codec), "unknown codec id: codec=", codec);
-  return zcomm::MakeMessageLayout(static_cast<Codec>(codec), Size("block", block), Size("num_segments", num_segments),
-                                  Size("segment_numel", segment_numel), is_rotated);
-}
+using zcomm::bindings::Layout;
+using zcomm::bindings::MakeDType;
+using zcomm::bindings::MakeMessages;
+using zcomm::bindings::MakeRows;
+using zcomm::bindings::Size;
 
 // seed, tensor, step, hop, rank, first
 using DrawArgument =
@@ -52,23 +43,6 @@ std::optional<zcomm::Draw> MakeDraw(const DrawArgument& argument) {
   if (!argument.has_value()) return std::nullopt;
   const auto& [seed, tensor, step, hop, rank, first] = *argument;
   return zcomm::Draw{seed, tensor, step, hop, rank, first};
-}
-
-DType MakeDType(int dtype) {
-  ZCOMM_CHECK(dtype >= 0 && dtype < static_cast<int>(zcomm::kNumDTypes), "unknown dtype id: dtype=", dtype);
-  return static_cast<DType>(dtype);
-}
-
-template <class Rows>
-Rows MakeRows(int dtype, std::uintptr_t pointer, std::int64_t message_stride, std::int64_t segment_stride) {
-  return {MakeDType(dtype), reinterpret_cast<void*>(pointer), Size("message_stride", message_stride),
-          Size("segment_stride", segment_stride)};
-}
-
-template <class Messages>
-Messages MakeMessages(std::uintptr_t pointer, std::int64_t stride_nbytes, std::int64_t count, std::uint32_t hash) {
-  return {reinterpret_cast<std::uint8_t*>(pointer), Size("stride_bytes", stride_nbytes), Size("num_messages", count),
-          hash};
 }
 
 template <bool kRef>
@@ -280,14 +254,18 @@ nb::dict BuildInfo() {
   info["compiler"] = compiler;
   info["isa_levels"] = levels;
 #ifdef ZCOMM_HAS_CUDA
-  info["cuda"] = true;
+  info["cuda"] = ZCOMM_CUDA_VERSION;
 #else
-  info["cuda"] = false;
+  info["cuda"] = "";
 #endif
   return info;
 }
 
 }  // namespace
+
+#ifdef ZCOMM_HAS_CUDA
+void DefineCudaOperations(nb::module_& m);
+#endif
 
 NB_MODULE(_native, m) {
   m.doc() = "Native CPU kernels of zcomm's wire formats; see _native.pyi.";
@@ -300,6 +278,9 @@ NB_MODULE(_native, m) {
       },
       "codec"_a, "block"_a, "is_rotated"_a, "num_segments"_a, "segment_numel"_a);
   DefineFileQueue(m);
+#ifdef ZCOMM_HAS_CUDA
+  DefineCudaOperations(m);
+#endif
   m.def("isa", [] { return std::string(zcomm::IsaName(zcomm::ActiveIsa())); });
   m.def("build_info", &BuildInfo);
 }

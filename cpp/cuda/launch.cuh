@@ -13,10 +13,10 @@
 
 namespace zcomm::cuda {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr std::uint32_t kWarps = kThreads / 32;
-// Of a multiprocessor: bounds a thread's registers, so that loads of 24 warps are on the way.
-constexpr int kBlocksAtOnce = 3;
+// Of a multiprocessor: bounds a thread's registers, to 96, so that 20 warps have loads on the way.
+constexpr int kBlocksAtOnce = 5;
 
 struct Quantizing {
   using Arguments = QuantizeArguments;

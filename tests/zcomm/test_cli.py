@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from zcomm import cli, env, kernels, report
+from zcomm import cli, env, native_calls, report
 
 
 def test_table_names_every_fact(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,7 +31,7 @@ def test_environment_of_torchrun_is_shown(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_missing_native_kernels_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_REASON", "the native module is not built")
+    monkeypatch.setattr(native_calls, "UNBUILT_REASON", "the native module is not built")
     assert "not built" in report.collect()["kernels"]["CPU tensors"]
 
 
@@ -54,4 +54,4 @@ def test_a_wrong_setting_is_reported_not_raised() -> None:
         text=True,
         check=True,
     )
-    assert "ZCOMM_KERNELS must be one of auto, native, triton, reference" in done.stdout
+    assert "ZCOMM_KERNELS must be one of auto, native, triton, cuda, reference" in done.stdout

@@ -137,7 +137,7 @@ def test_a_collective_keeps_the_same_residual(format: str, received: str, monkey
     outcomes = []
     for is_fused in (True, False):
         if not is_fused:
-            monkeypatch.setattr(kernels, "fuses_residual", lambda *_: False)
+            monkeypatch.setattr(kernels, "fuses_residual", lambda *_, **__: False)
         residual = Residual(Topology.single(), [("all", 0, numel)], numel, beta=BETA)
         for step in range(3):
             route = find_route("test", residual.route.hops[0][0].group, format, first="intra")

@@ -1,0 +1,104 @@
+"""What the compiler has made of the CUDA kernels, read from the library that is installed: no GPU is needed.
+
+The bits need IEEE division and no multiplication fused with an addition; the speed, wide accesses and values that stay
+in registers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from zcomm import _native
+
+OPERATIONS = {"Quantizing": 4, "Requantizing": 4, "Decoding": 5}
+"""Kernel -> codecs; those that decode serve plain arrays, too."""
+MAX_LOCAL_ACCESSES = 16
+"""Instructions that read or write a thread's local memory, in a kernel of thousands."""
+
+
+def _cuobjdump() -> str | None:
+    """CUDA's, or Triton's copy of it."""
+    if found := shutil.which("cuobjdump"):
+        return found
+    triton = importlib.util.find_spec("triton")
+    if triton is None or triton.origin is None:
+        return None
+    copy = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return str(copy) if copy.is_file() else None
+
+
+CUOBJDUMP = _cuobjdump()
+pytestmark = [
+    pytest.mark.skipif(not _native.build_info()["cuda"], reason="built without CUDA"),
+    pytest.mark.skipif(CUOBJDUMP is None, reason="no cuobjdump, which CUDA and Triton bring along"),
+]
+
+
+@cache
+def _dumped(*options: str) -> str:
+    assert CUOBJDUMP is not None
+    done = subprocess.run([CUOBJDUMP, *options, _native.__file__], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def _architectures() -> list[str]:
+    return sorted(set(re.findall(r"\.(sm_\d+)\.cubin", _dumped("--list-elf"))), key=lambda name: int(name[3:]))
+
+
+def test_every_architecture_has_every_kernel() -> None:
+    listed = re.findall(r"\d+", _native.build_info()["cuda"].partition(" for ")[2])
+    assert _architectures() == [f"sm_{number}" for number in sorted(set(map(int, listed)))]
+    assert Counter(re.findall(r"\.entry \S*?KernelINS0_\d+([A-Z][a-z]+)", _ptx())) == OPERATIONS
+
+
+def _ptx() -> str:
+    return _dumped("--dump-ptx")
+
+
+def test_the_arithmetic_is_that_of_the_contract() -> None:
+    pattern = r"^\s*(?:@\S+\s+)?((?:fma|mad|div|rcp|mul|add|sub|sqrt)\.\S+)"
+    instructions = Counter(re.findall(pattern, _ptx(), re.MULTILINE))
+    floats = {name: count for name, count in instructions.items() if "f32" in name}
+    assert set(floats) == {"div.rn.f32", "mul.rn.f32", "add.rn.f32", "sub.rn.f32"}, floats
+    assert floats["div.rn.f32"] >= 2 * sum(OPERATIONS.values())
+    assert ".ftz" not in _ptx()
+    assert ".approx" not in _ptx()
+    # the same to the assembler, which could fuse what PTX does not
+    assert _ptx().count("--fmad false") == _ptx().count("Fatbin ptx code") > 0
+
+
+@pytest.fixture(scope="module")
+def machine_code() -> dict[str, Counter[str]]:
+    """Kernel -> how often which instruction, of one architecture."""
+    known = _architectures()
+    chosen = "sm_90" if "sm_90" in known else known[-1]
+    kernels: dict[str, Counter[str]] = {}
+    for part in _dumped("--dump-sass", "--gpu-architecture", chosen).split("Function : ")[1:]:
+        name, _, text = part.partition("\n")
+        kernels[name] = Counter(re.findall(r"/\*[0-9a-f]+\*/\s+(?:@\S+\s+)?([A-Z][A-Z0-9_.]*)", text))
+    return kernels
+
+
+def test_whole_tiles_move_in_16_bytes(machine_code: dict[str, Counter[str]]) -> None:
+    assert len(machine_code) == sum(OPERATIONS.values())
+    for name, counts in machine_code.items():
+        loads = sum(count for op, count in counts.items() if op.startswith("LDG") and ".128" in op)
+        stores = sum(count for op, count in counts.items() if op.startswith("STG") and ".128" in op)
+        if "_10Quantizing" in name:
+            assert loads >= 12, (name, loads)  # 8 of float32, 4 of a narrower dtype
+        if "Decoding" in name:
+            assert stores >= 12, (name, stores)
+
+
+def test_values_stay_in_registers(machine_code: dict[str, Counter[str]]) -> None:
+    for name, counts in machine_code.items():
+        local = {op: count for op, count in counts.items() if op.startswith(("LDL", "STL"))}
+        assert sum(local.values()) <= MAX_LOCAL_ACCESSES, (name, local)

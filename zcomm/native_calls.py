@@ -1,0 +1,71 @@
+"""The native module, if it was built, and a call's arguments in its terms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcomm import env
+from zcomm.errors import MessageError
+from zcomm.message import MessageLayout
+
+try:
+    from zcomm import _native
+except ImportError as error:  # a source tree that was not built
+    _native = None  # type: ignore[assignment]
+    UNBUILT_REASON = f"the native module is not built: {error}; install the package with `pip install .`"
+else:
+    UNBUILT_REASON = ""
+
+__all__ = [
+    "DTYPE_NUMBERS",
+    "UNBUILT_REASON",
+    "array",
+    "call",
+    "incoming",
+    "module",
+    "rows",
+    "unavailable_reason",
+    "wire",
+]
+
+module: Any = _native
+"""None if it was not built."""
+DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def unavailable_reason() -> str:
+    """Why the native kernels cannot be used here; empty if they can."""
+    if env.value("ZCOMM_KERNELS") == "reference":
+        return "ZCOMM_KERNELS=reference"
+    return UNBUILT_REASON
+
+
+def call(name: str, layout: MessageLayout, *arguments: Any) -> None:
+    """Call operation ``name``; what it refuses is a MessageError."""
+    try:
+        getattr(module, name)(*wire(layout), *arguments)
+    except ValueError as error:
+        raise MessageError(f"{layout.operation}, {layout.codec.name}, {layout.numel} elements: {error}") from error
+
+
+def wire(layout: MessageLayout) -> tuple[int, int, bool]:
+    """The format: codec, block, whether it is rotated."""
+    return layout.codec.number, layout.block, layout.is_rotated
+
+
+def rows(layout: MessageLayout, num_messages: int) -> tuple[int, int, int]:
+    """The sizes: messages, segments of a message, elements of a segment."""
+    return num_messages, layout.num_segments, layout.segment_numel
+
+
+def incoming(messages: Tensor, layout: MessageLayout) -> tuple[int, ...]:
+    """Sizes, address, stride and hash of messages that are read."""
+    return *rows(layout, messages.shape[0]), messages.data_ptr(), layout.nbytes, layout.hash
+
+
+def array(tensor: Tensor) -> tuple[int, int]:
+    """Dtype and address."""
+    return DTYPE_NUMBERS[tensor.dtype], tensor.data_ptr()

@@ -1,0 +1,137 @@
+"""The CUDA kernels of the native module: whether they serve a call, and the calls themselves.
+
+They serve CUDA tensors where ZCOMM_KERNELS=cuda, or where Triton is not installed: plain arrays, and int8, int4, nf4
+and fp8_e4m3 with blocks that are a power of two from 8 to 1024, without a zero point or a rotation, rounded to nearest.
+Everything else they leave to Triton, or without it to the reference. ``cpp/include/zcomm/cuda_kernels.h`` has the
+contracts. Messages are checked as those that Triton decodes (:mod:`zcomm.on_triton`).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcomm import env, on_triton
+from zcomm import native_calls as calls
+from zcomm.errors import BackendUnavailableError
+from zcomm.message import MessageLayout
+from zcomm.on_triton import ResidualBlocks
+from zcomm.philox import Draw
+
+__all__ = ["decode", "decode_sum", "decode_sum_requantize", "quantize", "serves", "unavailable_reason"]
+
+BLOCKS = frozenset(1 << exponent for exponent in range(3, 11))
+
+
+def unavailable_reason() -> str:
+    """Why the CUDA kernels do not serve CUDA tensors; empty if they do."""
+    setting = env.value("ZCOMM_KERNELS")
+    if setting in ("reference", "triton"):
+        return f"ZCOMM_KERNELS={setting}"
+    if calls.UNBUILT_REASON:
+        return calls.UNBUILT_REASON
+    if not calls.module.build_info()["cuda"]:
+        return "the native module is built without CUDA: nvcc was not found, or ZCOMM_CUDA=OFF"
+    if setting != "cuda" and not on_triton.unavailable_reason("cuda"):
+        return "Triton's kernels are the default: set ZCOMM_KERNELS=cuda for these"
+    return ""
+
+
+@cache
+def _is_chosen() -> bool:
+    reason = unavailable_reason()
+    if reason and env.value("ZCOMM_KERNELS") == "cuda":
+        raise BackendUnavailableError(f"ZCOMM_KERNELS=cuda, but {reason}")
+    return not reason
+
+
+def serves(array: Tensor, *layouts: MessageLayout, draw: Draw | None = None) -> bool:
+    """Whether these kernels encode or decode ``array``."""
+    return (
+        array.device.type == "cuda"
+        and array.dtype in on_triton.DTYPES
+        and draw is None
+        and all(_is_served(layout) for layout in layouts)
+        and _is_chosen()
+    )
+
+
+def _is_served(layout: MessageLayout) -> bool:
+    if not layout.codec.is_block:
+        return layout.codec.dtype != torch.float64
+    return layout.block in BLOCKS and not layout.codec.has_zero_point and not layout.is_rotated
+
+
+def _launch(name: str, device: torch.device, layout: MessageLayout, *arguments: Any) -> None:
+    with torch.cuda.device(device):
+        calls.call(f"cuda_{name}", layout, *arguments, torch.cuda.current_stream(device).cuda_stream)
+
+
+def _residual(blocks: ResidualBlocks | None) -> tuple[int, int, int, int, float] | None:
+    if blocks is None:
+        return None
+    codes, scales, beta = blocks
+    return codes.data_ptr(), scales.data_ptr(), codes.stride(0), scales.stride(0), beta
+
+
+def quantize(
+    x: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None,
+    *, held: Tensor | None = None, residual: ResidualBlocks | None = None,
+) -> None:  # fmt: skip
+    """As :func:`zcomm.quant.quantize`; of x - held, or with a residual (N10). ``draw`` is None."""
+    assert draw is None, f"serves() says no: {draw}"
+    if held is not None and not layout.codec.is_block:
+        x, held = x.float() - held, None
+    arrays = (*calls.array(x), message_stride, segment_stride)
+    target = out.data_ptr(), layout.nbytes, layout.hash
+    others = None if held is None else calls.array(held), _residual(residual)
+    _launch("quantize", x.device, layout, *calls.rows(layout, out.shape[0]), *arrays, *target, *others)
+
+
+def decode(
+    messages: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int,
+    *, added: bool = False,
+) -> None:  # fmt: skip
+    """As :func:`zcomm.quant.decode`; or added to ``out`` (N11)."""
+    on_triton.checked(_decode, messages, layout, out, message_stride, segment_stride, added=added)
+
+
+def _decode(
+    messages: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int,
+    *, is_valid: Tensor, added: bool,
+) -> None:  # fmt: skip
+    arrays = (*calls.incoming(messages, layout), *calls.array(out), message_stride, segment_stride)
+    _launch("decode", out.device, layout, *arrays, added, is_valid.data_ptr())
+
+
+def decode_sum(messages: Tensor, layout: MessageLayout, out: Tensor, segment_stride: int, divisor: float) -> None:
+    """As :func:`zcomm.quant.decode_sum`."""
+    on_triton.checked(_decode_sum, messages, layout, out, segment_stride, divisor)
+
+
+def _decode_sum(
+    messages: Tensor, layout: MessageLayout, out: Tensor, segment_stride: int, divisor: float, *, is_valid: Tensor
+) -> None:
+    arrays = (*calls.incoming(messages, layout), *calls.array(out), segment_stride)
+    _launch("decode_sum", out.device, layout, *arrays, float(divisor), is_valid.data_ptr())
+
+
+def decode_sum_requantize(
+    messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout, draw: Draw | None,
+    *, residual: ResidualBlocks | None = None,
+) -> None:  # fmt: skip
+    """As :func:`zcomm.quant.decode_sum_requantize`; or with a residual (N10). ``draw`` is None."""
+    assert draw is None, f"serves() says no: {draw}"
+    on_triton.checked(_requantize, messages, layout, out, out_layout, residual)
+
+
+def _requantize(
+    messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout, residual: ResidualBlocks | None,
+    *, is_valid: Tensor,
+) -> None:  # fmt: skip
+    target = (*calls.wire(out_layout), out.data_ptr(), out_layout.nbytes, out_layout.hash)
+    arrays = (*calls.incoming(messages, layout), *target, _residual(residual), is_valid.data_ptr())
+    _launch("decode_sum_requantize", out.device, layout, *arrays)
