@@ -1,6 +1,8 @@
 // The communicator on fake GPUs: the bits of the reference in whatever order streams run, every wait needed, transfers
 // overlapped, and every failure an error on every rank.
 
+#include <functional>
+
 #include "communicator.h"
 #include "fake_ranks.h"
 #include "test_util.h"
