@@ -30,7 +30,7 @@ namespace zcomm::nccl {
 // order.
 class Communicator {
  public:
-  // `hops` in the order in which a call uses them: one, or two. `device` and `kernels` outlive it by being shared.
+  // `hops`: one over all ranks, or two, inside the node and between nodes.
   Communicator(std::shared_ptr<Device> device, std::shared_ptr<Kernels> kernels,
                std::vector<std::unique_ptr<Transport>> hops, std::chrono::duration<double> timeout);
   // Waits for what is under way, at most until its time is up, and frees everything.

@@ -1,5 +1,6 @@
 #include "plans.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "zcomm/check.h"
@@ -376,7 +377,8 @@ Plan TwoHopExchange(const Draft& draft, const ExchangeCall& call) {
 }  // namespace
 
 Plan MakePlan(const GatherCall& call, const PlanParts& parts, std::int32_t* is_valid) {
-  const Draft draft = MakeDraft(call.sizes, parts, is_valid);
+  Draft draft = MakeDraft(call.sizes, parts, is_valid);
+  std::reverse(draft.hops.begin(), draft.hops.end());  // between nodes first
   const std::vector<Wire>& wires = call.sizes.wires;
   if (wires.size() == 1 && IsPlain(wires[0], call.input_dtype) && call.input_dtype == call.output.dtype) {
     return PlainGather(draft, call);

@@ -25,8 +25,8 @@ struct CallRows {
   std::size_t node_stride;
 };
 
-// All collectives: `numel` elements a rank, a pair of wires for two hops, chunks of `chunk_numel` elements, a multiple
-// of both blocks and of 256.
+// All collectives: `numel` elements a rank, a wire for each hop in the order in which the call uses them, chunks of
+// `chunk_numel` elements, a multiple of both blocks and of 256.
 struct CallSizes {
   std::size_t numel;
   std::size_t chunk_numel;
@@ -66,7 +66,7 @@ struct Place {
   std::size_t workspace_nbytes;
 };
 
-// Who does the work of a plan. `is_valid` is that of the call.
+// Who does the work of a plan. Two hops: inside the node, between nodes.
 struct PlanParts {
   Kernels* kernels;
   std::vector<Transport*> hops;

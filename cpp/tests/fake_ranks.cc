@@ -47,7 +47,6 @@ std::unique_ptr<Communicator> FakeRanks::MakeCommunicator(std::size_t rank, doub
     hops.push_back(world_->MakeTransport(100 + static_cast<int>(node), of_node, local));
   }
   if (case_.wires.size() == 2) hops.push_back(world_->MakeTransport(200 + static_cast<int>(local), across, node));
-  if (case_.collective == Collective::kGather) std::reverse(hops.begin(), hops.end());
   return std::make_unique<Communicator>(device, world_->MakeKernels(rank), std::move(hops),
                                         std::chrono::duration<double>(timeout_s));
 }
