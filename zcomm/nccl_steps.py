@@ -23,8 +23,8 @@ from zcomm.backend import Sent
 from zcomm.encoder import Encoder
 from zcomm.errors import BackendUnavailableError, CommunicationError
 from zcomm.formats import Format, codec_for, is_same_wire
-from zcomm.kernels import DTYPE_NUMBERS
 from zcomm.message import MessageLayout, layout_of
+from zcomm.native_calls import DTYPE_NUMBERS
 from zcomm.nccl_communicators import communicator_over
 from zcomm.route import Route
 from zcomm.topology import Numbering
