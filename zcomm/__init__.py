@@ -5,10 +5,12 @@ from zcomm.all_gather import all_gather_single
 from zcomm.all_reduce import all_reduce
 from zcomm.all_to_all import all_to_all_single
 from zcomm.buffer_layout import Span
+from zcomm.carrier import use_backend
 from zcomm.delta import DeltaGather
 from zcomm.encoded import EncodedShard
 from zcomm.errors import (
     BackendUnavailableError,
+    CommunicationError,
     ConfigError,
     DivergedError,
     FormatError,
@@ -36,6 +38,7 @@ __all__ = [
     "FORMATS",
     "RECIPES",
     "BackendUnavailableError",
+    "CommunicationError",
     "ConfigError",
     "DeltaGather",
     "DivergedError",
@@ -71,5 +74,6 @@ __all__ = [
     "relative_errors",
     "relayout_residuals",
     "traffic",
+    "use_backend",
     "volume",
 ]

@@ -46,6 +46,25 @@ class FileQueue:
     def wait(self, ticket: int) -> None:
         """Return when the transfer has ended."""
 
+class NcclLibrary:
+    """An NCCL that was found and checked; ``cpp/nccl/nccl_library.h``."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def version(self) -> str:
+        """As in ``2.29.7``."""
+
+    @property
+    def can_register(self) -> bool:
+        """Whether it allocates and registers buffers."""
+
+def load_nccl(path: str, candidates: list[str]) -> NcclLibrary:
+    """Load NCCL from ``path`` alone, or else from the first place that has one.
+
+    RuntimeError: there is none, or not the one needed; with every reason.
+    """
+
 class BuildInfo(TypedDict):
     """What the binary was built from."""
 

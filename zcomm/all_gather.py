@@ -16,10 +16,12 @@ from torch import Tensor
 from zcomm import backend, kernels
 from zcomm.auto import resolve
 from zcomm.backend import Sent
+from zcomm.carrier import BackendName
 from zcomm.chunks import chunks_of, pipelined
 from zcomm.encoder import Encoder, check_random
 from zcomm.formats import Format, codec_for, is_same_wire
 from zcomm.message import MessageLayout, layout_of
+from zcomm.nccl_steps import gather_over_nccl
 from zcomm.philox import RandomKey
 from zcomm.route import Group, Route, WireFormat, check_numbering, check_own_row, check_shard, find_route, rows_of
 from zcomm.topology import Numbering
@@ -37,6 +39,7 @@ def all_gather_single(
     numbering: Numbering = "rank",
     random: RandomKey | None = None,
     async_op: bool = False,
+    backend: BackendName | None = None,
 ) -> Work | None:
     """Gather ``input`` of every rank into ``output``.
 
@@ -51,12 +54,14 @@ def all_gather_single(
         numbering: which row is whose; "rank" as in torch, or "local" (:mod:`zcomm.topology`).
         random: for formats that round stochastically, and for those alone; another key for each call.
         async_op: return a Work at once; ``output`` may be read, and ``input`` changed, after its ``wait()``.
+        backend: "torch" or "nccl"; default: what :func:`zcomm.use_backend` has set. The same on every rank.
 
     Returns:
         A Work if ``async_op``, else None.
 
     Raises:
         LayoutError, FormatError: Sizes, dtypes, formats or random do not fit. Raised before any communication.
+        BackendUnavailableError: The backend does not serve this call. Raised before any communication.
         MessageError: Another rank sent something else, or bytes were damaged (with ZCOMM_CHECK=1).
 
     Cost for each rank: sends its message to every other rank; with two hops its message to one rank of every other
@@ -64,7 +69,7 @@ def all_gather_single(
     """
     check_numbering(numbering)
     chosen = resolve(format, "all_gather", group, input, output.numel(), first="inter", numbering=numbering)
-    route = find_route("all_gather", group, chosen.format, first="inter", num_hops=chosen.num_hops)
+    route = find_route("all_gather", group, chosen.format, first="inter", num_hops=chosen.num_hops, backend=backend)
     rows = rows_of("output", output, route.world_size)
     check_shard("input", input, "output", rows)
     check_own_row(input, rows, route.own_row(numbering))
@@ -81,6 +86,8 @@ def gather_steps(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Enc
     if not shard.numel():
         return nothing()
     route = encoder.route
+    if route.backend == "nccl":
+        return gather_over_nccl(rows, shard, numbering, encoder)
     if len(route.hops) == 1:
         return _one_hop(rows, shard, encoder)
     steps = _two_hops_recoded

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zcomm.all_gather import gather_steps
 from zcomm.auto import AUTO, resolve
+from zcomm.carrier import BackendName
 from zcomm.encoder import Encoder, check_random
 from zcomm.formats import Format, codec_for
 from zcomm.philox import RandomKey
@@ -34,6 +35,7 @@ def all_reduce(
     residual: Residual | None = None,
     random: RandomKey | None = None,
     async_op: bool = False,
+    backend: BackendName | None = None,
 ) -> Work | None:
     """Sum or average ``tensor`` over all ranks, in place; the same bits on every rank.
 
@@ -47,6 +49,7 @@ def all_reduce(
         random: for formats that round stochastically, and for those alone; another key for each call.
         async_op: return a Work at once. Over a Topology everything overlaps; over a ProcessGroup the gather begins in
             ``wait()``, so call that at the same point of the program on every rank.
+        backend: "torch" or "nccl"; default: what :func:`zcomm.use_backend` has set.
 
     Returns:
         A Work if ``async_op``, else None.
@@ -54,13 +57,12 @@ def all_reduce(
     Raises:
         LayoutError, FormatError: As the two collectives. Raised before any communication.
 
-    Cost for each rank: that of both collectives on ceil(n / world_size) elements a shard; one copy each way if n
-    does not divide.
+    Cost for each rank: that of both collectives on shards of ceil(n / world_size) elements; copies if n is uneven.
     """
     check_flat("tensor", tensor)
     if gather_format is None:
         gather_format = format if isinstance(format, (str, Format)) else format[::-1]
-    reducing, gathering = _routes(tensor, group, format, gather_format, is_bound=residual is not None)
+    reducing, gathering = _routes(tensor, group, format, gather_format, is_bound=residual is not None, backend=backend)
     for _, hop_format in (*reducing.hops, *gathering.hops):
         codec_for(hop_format, tensor.dtype)
     check_random(random, *(wire for wire in (format, gather_format) if wire != AUTO))
@@ -86,15 +88,21 @@ def all_reduce(
 
 
 def _routes(
-    tensor: Tensor, group: Group, format: WireFormat, gather_format: WireFormat, *, is_bound: bool
+    tensor: Tensor,
+    group: Group,
+    format: WireFormat,
+    gather_format: WireFormat,
+    *,
+    is_bound: bool,
+    backend: BackendName | None,
 ) -> tuple[Route, Route]:
     """Both ways over the same hops: two where only one is automatic, or where a residual ``is_bound`` to two."""
     there = resolve(format, "all_reduce", group, tensor, tensor.numel(), first="intra")
     back = resolve(gather_format, "all_reduce", group, tensor, tensor.numel(), first="inter")
     num_hops = 2 if is_bound else max(there.num_hops, back.num_hops)
     return (
-        find_route("all_reduce", group, there.format, first="intra", num_hops=num_hops),
-        find_route("all_reduce", group, back.format, first="inter", num_hops=num_hops),
+        find_route("all_reduce", group, there.format, first="intra", num_hops=num_hops, backend=backend),
+        find_route("all_reduce", group, back.format, first="inter", num_hops=num_hops, backend=backend),
     )
 
 

@@ -11,11 +11,13 @@ from torch import Tensor
 from zcomm import backend, kernels
 from zcomm.auto import resolve
 from zcomm.backend import Sent
+from zcomm.carrier import BackendName
 from zcomm.chunks import chunks_of, pipelined
 from zcomm.encoder import Encoder, check_random
 from zcomm.errors import LayoutError
 from zcomm.formats import codec_for
 from zcomm.message import layout_of
+from zcomm.nccl_steps import exchange_over_nccl
 from zcomm.philox import RandomKey
 from zcomm.route import Group, WireFormat, check_apart, check_flat, find_route
 from zcomm.work import Steps, Work, nothing, run
@@ -31,6 +33,7 @@ def all_to_all_single(
     format: WireFormat = "none",
     random: RandomKey | None = None,
     async_op: bool = False,
+    backend: BackendName | None = None,
 ) -> Work | None:
     """Send part i of ``input`` to rank i; part j of ``output`` comes from rank j.
 
@@ -42,6 +45,7 @@ def all_to_all_single(
             ``"auto"``, what was measured to be fastest (:mod:`zcomm.auto`).
         random: for formats that round stochastically, and for those alone; another key for each call.
         async_op: return a Work at once.
+        backend: "torch" or "nccl"; default: what :func:`zcomm.use_backend` has set. The same on every rank.
 
     Returns:
         A Work if ``async_op``, else None.
@@ -53,7 +57,7 @@ def all_to_all_single(
     node and ranks_per_node messages to one rank of every other node.
     """
     chosen = resolve(format, "all_to_all", group, input, input.numel(), first="intra")
-    route = find_route("all_to_all", group, chosen.format, first="intra", num_hops=chosen.num_hops)
+    route = find_route("all_to_all", group, chosen.format, first="intra", num_hops=chosen.num_hops, backend=backend)
     check_flat("input", input)
     check_flat("output", output)
     if input.numel() % route.world_size or output.numel() != input.numel() or output.device != input.device:
@@ -76,6 +80,8 @@ def _steps(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
         return nothing()
     route = encoder.route
     parts, source_parts = output.view(route.world_size, -1), source.view(route.world_size, -1)
+    if route.backend == "nccl":
+        return exchange_over_nccl(parts, source_parts, encoder)
     if len(route.hops) == 1:
         return _one_hop(parts, source_parts, encoder)
     chunks = chunks_of(parts.shape[1], *(wire for _, wire in route.hops))

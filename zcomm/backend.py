@@ -32,6 +32,7 @@ __all__ = [
     "all_gather",
     "all_to_all",
     "broadcast_",
+    "count",
     "destroy_group",
     "device_of",
     "gather_ints",
@@ -42,6 +43,7 @@ __all__ = [
     "sum_",
     "take_part",
     "takes_host_tensors",
+    "timeout_of",
     "together",
 ]
 
@@ -90,7 +92,8 @@ class Sent(NamedTuple):
     numel: int
 
 
-def _count(hop: Hop, sent: Sent, nbytes: int) -> None:
+def count(hop: Hop, sent: Sent, nbytes: int) -> None:
+    """Count ``nbytes`` to every other rank of ``hop``."""
     for link, num_peers in _links(hop):
         if num_peers:
             record((sent.operation, sent.format, link), num_peers, sent.numel, nbytes)
@@ -119,7 +122,7 @@ def all_gather(output: Tensor, message: Tensor, hop: Hop, sent: Sent) -> Pending
     """
     if message.numel() == 0:
         return None
-    _count(hop, sent, message.numel() * message.element_size())
+    count(hop, sent, message.numel() * message.element_size())
     if hop.group is None:
         if output.data_ptr() != message.data_ptr():
             _bytes(output).copy_(_bytes(message))
@@ -183,7 +186,7 @@ def all_to_all(output: Tensor, messages: Tensor, hop: Hop, sent: Sent) -> Pendin
     """Start sending part i of contiguous ``messages`` to rank i; part j of contiguous ``output`` comes from rank j."""
     if messages.numel() == 0:
         return None
-    _count(hop, sent, messages.numel() * messages.element_size() // hop.size)
+    count(hop, sent, messages.numel() * messages.element_size() // hop.size)
     if hop.group is None:
         _bytes(output).copy_(_bytes(messages))
         return None
@@ -227,7 +230,7 @@ def broadcast_(tensor: Tensor, src: int, hop: Hop) -> None:
     if hop.group is None or tensor.numel() == 0:
         return
     if hop.rank == src:
-        _count(hop, Sent("control", "none", tensor.numel()), tensor.numel() * tensor.element_size())
+        count(hop, Sent("control", "none", tensor.numel()), tensor.numel() * tensor.element_size())
     values = tensor.to(device_of(hop.backend, tensor.device))
     call = Call("broadcast", tensor.numel() * tensor.element_size(), values.device.type, src)
     with hop.ledger.waiting(hop.ledger.start(call)):
@@ -287,7 +290,7 @@ def new_group(
     the whole job (torch.distributed then names the group by its ranks and the number of groups that a rank has).
     """
     chosen = backend or _shortest(backend_of(parent))
-    group = dist.new_group(ranks, timeout=_timeout_of(parent), backend=chosen, use_local_synchronization=is_local)
+    group = dist.new_group(ranks, timeout=timeout_of(parent), backend=chosen, use_local_synchronization=is_local)
     return cast(dist.ProcessGroup, group) if dist.get_rank() in ranks else None
 
 
@@ -297,7 +300,7 @@ def _shortest(backend: str) -> str:
     return names.pop() if len(names) == 1 else backend
 
 
-def _timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
     """The timeout of ``group``: torch.distributed would give a new group half an hour whatever its parent has."""
     whole: Any = dist.group.WORLD if group is None else group
     for device in whole._device_types:

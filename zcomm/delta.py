@@ -65,6 +65,7 @@ class DeltaGather:
         check_numbering(numbering)
         self._format, self._numbering = get_format(format), numbering
         self._route = find_route("delta_gather", group, self._format, first="inter")
+        self._route.need_torch("DeltaGather")
         self._rank = self._route.node_rank * self._route.ranks_per_node + self._route.local_rank
         if over == "nodes":
             self._route = _between_nodes(self._route, group)

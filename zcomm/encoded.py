@@ -39,6 +39,7 @@ class EncodedShard:
         if get_format(format).is_random:
             raise FormatError(f"a shard at rest is rounded to nearest: format={format!r}")
         self._route = find_route("all_gather", group, format, first="inter")
+        self._route.need_torch("EncodedShard")
         self._layout = layout_of(self._route.operation, get_format(format), values.dtype, 1, values.numel())
         self.numel, self.dtype = values.numel(), values.dtype
         self._message = self._layout.new(1, device or values.device)

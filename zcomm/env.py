@@ -36,6 +36,7 @@ VARIABLES = {
         ("auto", "io_uring", "threads"),
         "what carries file I/O; auto: io_uring if it was found at build time and the kernel allows it",
     ),
+    "ZCOMM_NCCL": Variable("", (), "path of an NCCL library; default: torch's, else a wheel's, else the system's"),
     "ZERO_DEBUG": Variable("0", SWITCH, "1: zero fills what it gives back with NaN, and finds lost changes of values"),
 }
 

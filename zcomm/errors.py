@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "BackendUnavailableError",
+    "CommunicationError",
     "ConfigError",
     "DivergedError",
     "FormatError",
@@ -48,6 +49,10 @@ class DivergedError(StateError):
     """The ranks do different things, and would wait for one another for ever. Raised on every rank."""
 
     is_agreed_by_ranks = True
+
+
+class CommunicationError(ZcommError, RuntimeError):
+    """An exchange that failed or has not ended in time; what it was to write is of no use."""
 
 
 class MessageError(ZcommError, RuntimeError):

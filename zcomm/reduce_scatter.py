@@ -19,10 +19,12 @@ from torch import Tensor
 from zcomm import backend, kernels
 from zcomm.auto import resolve
 from zcomm.backend import Sent
+from zcomm.carrier import BackendName
 from zcomm.chunks import chunks_of, pipelined
 from zcomm.encoder import Encoder, check_random
 from zcomm.formats import codec_for
 from zcomm.message import MessageLayout, layout_of
+from zcomm.nccl_steps import reduce_over_nccl
 from zcomm.philox import RandomKey
 from zcomm.residual import Residual
 from zcomm.route import Group, WireFormat, check_numbering, check_shard, divisor_of, find_route, rows_of
@@ -43,6 +45,7 @@ def reduce_scatter_single(
     residual: Residual | None = None,
     random: RandomKey | None = None,
     async_op: bool = False,
+    backend: BackendName | None = None,
 ) -> Work | None:
     """Sum or average ``input`` over all ranks; each ends with its shard.
 
@@ -59,6 +62,7 @@ def reduce_scatter_single(
             until ``residual.commit()``. Given on every rank or on none.
         random: for formats that round stochastically, and for those alone; another key for each call.
         async_op: return a Work at once.
+        backend: "torch" or "nccl"; default: what :func:`zcomm.use_backend` has set. The same on every rank.
 
     Returns:
         A Work if ``async_op``, else None.
@@ -75,7 +79,7 @@ def reduce_scatter_single(
     check_numbering(numbering)
     hops_of = numbering if residual is None else "local"  # a residual belongs to two hops
     chosen = resolve(format, "reduce_scatter", group, input, input.numel(), first="intra", numbering=hops_of)
-    route = find_route("reduce_scatter", group, chosen.format, first="intra", num_hops=chosen.num_hops)
+    route = find_route("reduce_scatter", group, chosen.format, first="intra", num_hops=chosen.num_hops, backend=backend)
     divisor = divisor_of(op, route.world_size)
     rows = rows_of("input", input, route.world_size)
     check_shard("output", output, "input", rows)
@@ -97,6 +101,8 @@ def reduce_steps(output: Tensor, rows: Tensor, numbering: Numbering, divisor: in
     if not output.numel():
         return nothing()
     route = encoder.route
+    if route.backend == "nccl":
+        return reduce_over_nccl(output, rows, numbering, divisor, encoder)
     if len(route.hops) == 1:
         return _one_hop(output, rows, divisor, encoder)
     chunks = chunks_of(output.numel(), *(wire for _, wire in route.hops))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from zcomm import env, kernels, on_cuda, on_triton
 from zcomm.errors import BackendUnavailableError, ConfigError
+from zcomm.nccl_library import nccl_description
 
 try:
     import fcntl
@@ -129,7 +130,7 @@ def _triton(device_type: str) -> str:
 
 
 def _torch() -> dict[str, str]:
-    facts = {"CUDA": _cuda(), "NCCL": _nccl()}
+    facts = {"CUDA": _cuda(), "NCCL": _nccl(), 'NCCL of backend="nccl"': nccl_description()}
     if not dist.is_available():
         return facts | {"torch.distributed": "not in this build of torch"}
     facts["gloo"] = "available" if dist.is_gloo_available() else "not in this build of torch"

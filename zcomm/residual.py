@@ -145,7 +145,7 @@ class Residual:
             raise ConfigError(f"beta must be above 0 and at most 1: beta={beta}")
         if isinstance(reset_interval, bool) or not isinstance(reset_interval, int) or reset_interval < 0:
             raise ConfigError(f"reset_interval must be an integer of at least 0: reset_interval={reset_interval!r}")
-        self.route = find_route("residual", group, "none", first="intra")
+        self.route = find_route("residual", group, "none", first="intra", backend="torch")
         self.layout = BufferLayout.of(spans, numel, self.route, numbering)
         self.beta, self.reset_interval = float(beta), reset_interval
         self.num_commits = 0

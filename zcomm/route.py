@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zcomm.backend import Hop
+from zcomm.carrier import BackendName, chosen_backend
 from zcomm.debug import compare_calls
-from zcomm.errors import FormatError, LayoutError, TopologyError
+from zcomm.errors import BackendUnavailableError, FormatError, LayoutError, TopologyError
 from zcomm.formats import Format, get_format
 from zcomm.topology import Numbering, Topology, hop_of_group
 from zcomm.work import WorkQueue
@@ -48,10 +49,17 @@ class Route:
     whole: Hop
     """All ranks in one hop."""
     node_rank: int = 0
+    backend: BackendName = "torch"
+    """What carries it."""
 
     def compare(self, **facts: object) -> None:
         """With ZCOMM_DEBUG=1, raise on every rank unless all make this call with equal ``facts``."""
         compare_calls(self.operation, self.hops, self.whole, self.queue, **facts)
+
+    def need_torch(self, what: str) -> None:
+        """Raise BackendUnavailableError if this is to go over NCCL."""
+        if self.backend == "nccl":
+            raise BackendUnavailableError(f"{what} has no backend='nccl': call zcomm.use_backend('torch') before it")
 
     def own_row(self, numbering: Numbering) -> int:
         """The row that this rank owns."""
@@ -69,36 +77,43 @@ class Route:
 
 
 def find_route(
-    operation: str, group: Group, format: WireFormat, *, first: Literal["intra", "inter"], num_hops: int = 2
+    operation: str,
+    group: Group,
+    format: WireFormat,
+    *,
+    first: Literal["intra", "inter"],
+    num_hops: int = 2,
+    backend: BackendName | None = None,
 ) -> Route:
     """The hops over ``group``; with two, ``first`` says which comes first, and formats are in that order.
 
     ``num_hops`` 1: all ranks at once although there are nodes, in the format that would travel between them.
     """
+    carrier = chosen_backend(backend)
     pair = (get_format(format), get_format(format)) if isinstance(format, (str, Format)) else _pair(format)
     if not isinstance(group, Topology):
         if not isinstance(format, (str, Format)):
             raise FormatError(f"a pair of formats needs a Topology as group: format={format!r}, group={group!r}")
         hop = hop_of_group(group)
-        return Route(operation, ((hop, pair[0]),), 1, hop.size, hop.rank, None, hop)
+        return Route(operation, ((hop, pair[0]),), 1, hop.size, hop.rank, None, hop, 0, carrier)
     t = group
     if t.has_two_hops and num_hops == 2:
-        hops = (t.intra, t.inter) if first == "intra" else (t.inter, t.intra)
+        both = (t.intra, t.inter) if first == "intra" else (t.inter, t.intra)
         return Route(
             operation,
-            tuple(zip(hops, pair, strict=True)),
+            tuple(zip(both, pair, strict=True)),
             t.num_nodes,
             t.ranks_per_node,
             t.local_rank,
             t.queue,
             t.world,
             t.node_rank,
+            carrier,
         )
     is_intra = t.num_nodes == 1
     chosen = pair[0] if is_intra == (first == "intra") else pair[1]
-    return Route(
-        operation, ((t.world, chosen),), t.num_nodes, t.ranks_per_node, t.local_rank, t.queue, t.world, t.node_rank
-    )
+    hops = ((t.world, chosen),)
+    return Route(operation, hops, t.num_nodes, t.ranks_per_node, t.local_rank, t.queue, t.world, t.node_rank, carrier)
 
 
 def _pair(formats: Any) -> tuple[Format, Format]:

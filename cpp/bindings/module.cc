@@ -26,6 +26,8 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 
+void DefineNccl(nb::module_& m);  // nccl.cc
+
 namespace {
 
 using zcomm::MessageLayout;
@@ -281,6 +283,7 @@ NB_MODULE(_native, m) {
 #ifdef ZCOMM_HAS_CUDA
   DefineCudaOperations(m);
 #endif
+  DefineNccl(m);
   m.def("isa", [] { return std::string(zcomm::IsaName(zcomm::ActiveIsa())); });
   m.def("build_info", &BuildInfo);
 }

@@ -1,0 +1,166 @@
+// The part of zcomm._native that speaks NCCL: argument conversion, GIL release, nothing else. The communicator is there
+// in builds with CUDA alone.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <utility>
+
+#include "communicator.h"
+#include "cuda_device.h"
+#include "nccl_library.h"
+#include "nccl_transport.h"
+#include "single_rank.h"
+#include "zcomm/check.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using zcomm::DType;
+using zcomm::nccl::Library;
+
+#ifdef ZCOMM_HAS_CUDA
+
+using zcomm::nccl::CallRows;
+using zcomm::nccl::CallSizes;
+using zcomm::nccl::Communicator;
+
+// codec, block, hash of a chunk's messages, hash of the last chunk's
+using WireArgument = std::tuple<int, std::size_t, std::uint32_t, std::uint32_t>;
+// numel, chunk_numel, wires
+using SizesArgument = std::tuple<std::size_t, std::size_t, std::vector<WireArgument>>;
+// dtype, address, local_stride, node_stride
+using RowsArgument = std::tuple<int, std::uintptr_t, std::size_t, std::size_t>;
+// stream, address of is_valid, address of the workspace, its bytes
+using PlaceArgument = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::size_t>;
+// unique id, number of ranks, this one's; no id: one rank
+using HopArgument = std::tuple<nb::bytes, std::size_t, std::size_t>;
+
+std::uint8_t* Address(std::uintptr_t address) { return reinterpret_cast<std::uint8_t*>(address); }
+
+DType MakeDType(int dtype) {
+  ZCOMM_CHECK(dtype >= 0 && dtype < static_cast<int>(zcomm::kNumDTypes), "unknown dtype id: dtype=", dtype);
+  return static_cast<DType>(dtype);
+}
+
+CallSizes MakeSizes(const SizesArgument& argument) {
+  CallSizes sizes{std::get<0>(argument), std::get<1>(argument), {}};
+  for (const auto& [codec, block, hash, last_hash] : std::get<2>(argument)) {
+    ZCOMM_CHECK(zcomm::IsCodec(codec), "unknown codec id: codec=", codec);
+    sizes.wires.push_back({static_cast<zcomm::Codec>(codec), block, {hash, last_hash}});
+  }
+  return sizes;
+}
+
+CallRows MakeRows(const RowsArgument& argument) {
+  const auto& [dtype, address, local_stride, node_stride] = argument;
+  return {MakeDType(dtype), Address(address), local_stride, node_stride};
+}
+
+zcomm::nccl::GatherCall MakeGather(const SizesArgument& sizes, const RowsArgument& input, const RowsArgument& output) {
+  const CallRows shard = MakeRows(input);
+  return {MakeSizes(sizes), shard.dtype, shard.data, MakeRows(output)};
+}
+
+zcomm::nccl::ReduceCall MakeReduce(const SizesArgument& sizes, const RowsArgument& input, const RowsArgument& output,
+                                   float divisor) {
+  const CallRows shard = MakeRows(output);
+  return {MakeSizes(sizes), MakeRows(input), shard.dtype, shard.data, divisor};
+}
+
+zcomm::nccl::ExchangeCall MakeExchange(const SizesArgument& sizes, const RowsArgument& input,
+                                       const RowsArgument& output) {
+  return {MakeSizes(sizes), MakeRows(input), MakeRows(output)};
+}
+
+// Without a place to work: the bytes of workspace that the call needs when it is captured.
+template <class Call>
+std::size_t RunOrMeasure(Communicator* communicator, const Call& call, const std::optional<PlaceArgument>& place) {
+  if (!place.has_value()) return communicator->WorkspaceNbytes(call);
+  const auto& [stream, is_valid, workspace, workspace_nbytes] = *place;
+  communicator->Run(call,
+                    {Address(stream), reinterpret_cast<std::int32_t*>(is_valid), Address(workspace), workspace_nbytes});
+  return 0;
+}
+
+void MakeCommunicator(Communicator* self, const Library& library, int device, const std::vector<HopArgument>& hops,
+                      double timeout_s) {
+  using Seconds = std::chrono::duration<double>;
+  std::vector<std::tuple<zcomm::nccl::UniqueId, std::size_t, std::size_t>> parsed;
+  for (const auto& [bytes, size, rank] : hops) {
+    ZCOMM_CHECK(size == 1 || bytes.size() == zcomm::nccl::kUniqueIdNbytes, "a unique id has 128 bytes, got ",
+                bytes.size());
+    zcomm::nccl::UniqueId id{};
+    std::memcpy(id.internal, bytes.c_str(), bytes.size());
+    parsed.emplace_back(id, size, rank);
+  }
+  const nb::gil_scoped_release released;
+  std::shared_ptr<zcomm::nccl::Device> gpu = zcomm::nccl::MakeCudaDevice(device, &library);
+  std::vector<std::unique_ptr<zcomm::nccl::Transport>> transports;
+  for (const auto& [id, size, rank] : parsed) {
+    if (size == 1) {
+      transports.push_back(std::make_unique<zcomm::nccl::SingleRank>(gpu.get()));
+    } else {
+      transports.push_back(std::make_unique<zcomm::nccl::NcclTransport>(&library, id, size, rank, Seconds(timeout_s)));
+    }
+  }
+  new (self) Communicator(gpu, zcomm::nccl::MakeCudaKernels(), std::move(transports), Seconds(timeout_s));
+}
+
+void DefineCommunicator(nb::module_& m) {
+  const auto release = nb::call_guard<nb::gil_scoped_release>();
+  m.def("nccl_unique_id", [](const Library& library) {
+    const zcomm::nccl::UniqueId id = zcomm::nccl::MakeUniqueId(library);
+    return nb::bytes(id.internal, sizeof(id.internal));
+  });
+  nb::class_<Communicator>(m, "NcclCommunicator")
+      .def("__init__", &MakeCommunicator, "library"_a, "device"_a, "hops"_a, "timeout_s"_a, nb::keep_alive<1, 2>())
+      .def(
+          "all_gather",
+          [](Communicator& self, const SizesArgument& sizes, const RowsArgument& input, const RowsArgument& output,
+             const std::optional<PlaceArgument>& place) {
+            return RunOrMeasure(&self, MakeGather(sizes, input, output), place);
+          },
+          release, "sizes"_a, "input"_a, "output"_a, "place"_a.none())
+      .def(
+          "reduce_scatter",
+          [](Communicator& self, const SizesArgument& sizes, const RowsArgument& input, const RowsArgument& output,
+             float divisor, const std::optional<PlaceArgument>& place) {
+            return RunOrMeasure(&self, MakeReduce(sizes, input, output, divisor), place);
+          },
+          release, "sizes"_a, "input"_a, "output"_a, "divisor"_a, "place"_a.none())
+      .def(
+          "all_to_all",
+          [](Communicator& self, const SizesArgument& sizes, const RowsArgument& input, const RowsArgument& output,
+             const std::optional<PlaceArgument>& place) {
+            return RunOrMeasure(&self, MakeExchange(sizes, input, output), place);
+          },
+          release, "sizes"_a, "input"_a, "output"_a, "place"_a.none())
+      .def("check", &Communicator::Check, release)
+      .def("abort", &Communicator::Abort, release, "reason"_a);
+}
+
+#endif
+
+}  // namespace
+
+void DefineNccl(nb::module_& m) {
+  nb::class_<Library>(m, "NcclLibrary")
+      .def_ro("path", &Library::path)
+      .def_prop_ro("version", [](const Library& self) { return zcomm::nccl::VersionText(self.version); })
+      .def_prop_ro("can_register", &Library::can_register);
+  m.def("load_nccl", &zcomm::nccl::LoadLibrary, nb::call_guard<nb::gil_scoped_release>(), "path"_a, "candidates"_a);
+#ifdef ZCOMM_HAS_CUDA
+  DefineCommunicator(m);
+#endif
+}

@@ -1,0 +1,180 @@
+#include "communicator.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "zcomm/check.h"
+
+namespace zcomm::nccl {
+namespace {
+
+constexpr auto kLookEvery = std::chrono::milliseconds(100);
+constexpr auto kPollEvery = std::chrono::microseconds(200);
+
+std::vector<Transport*> Pointers(const std::vector<std::unique_ptr<Transport>>& hops) {
+  std::vector<Transport*> pointers;
+  for (const auto& hop : hops) pointers.push_back(hop.get());
+  return pointers;
+}
+
+}  // namespace
+
+Communicator::Communicator(std::shared_ptr<Device> device, std::shared_ptr<Kernels> kernels,
+                           std::vector<std::unique_ptr<Transport>> hops, std::chrono::duration<double> timeout)
+    : device_(std::move(device)),
+      kernels_(std::move(kernels)),
+      hops_(std::move(hops)),
+      parts_{kernels_.get(), Pointers(hops_)},
+      timeout_(timeout),
+      pipeline_(device_.get()),
+      registrations_(hops_.size(), nullptr) {
+  ZCOMM_CHECK(hops_.size() == 1 || hops_.size() == 2, "one hop or two are needed: hops=", hops_.size());
+  workspace_free_ = device_->CreateEvent();
+  try {
+    watch_ = std::thread([this] { Watch(); });
+  } catch (...) {
+    device_->DestroyEvent(workspace_free_);
+    throw;
+  }
+}
+
+Communicator::~Communicator() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_closing_ = true;
+  }
+  closing_.notify_all();
+  watch_.join();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout_);
+  if (failure_.empty() && !DrainUntil(deadline)) Fail("the communicator was closed with calls that do not end");
+  FreeWorkspace();
+  for (const UnderWay& call : under_way_) device_->DestroyEvent(call.end);
+  for (const Event event : idle_events_) device_->DestroyEvent(event);
+  device_->DestroyEvent(workspace_free_);
+}
+
+void Communicator::Run(const GatherCall& call, const Place& place) {
+  RunPlan("all_gather", MakePlan(call, parts_, place.is_valid), place);
+}
+
+void Communicator::Run(const ReduceCall& call, const Place& place) {
+  RunPlan("reduce_scatter", MakePlan(call, parts_, place.is_valid), place);
+}
+
+void Communicator::Run(const ExchangeCall& call, const Place& place) {
+  RunPlan("all_to_all", MakePlan(call, parts_, place.is_valid), place);
+}
+
+void Communicator::RunPlan(const char* name, const Plan& plan, const Place& place) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Look();
+  ThrowIfFailed();
+  const bool is_captured = device_->IsCapturing(place.stream);
+  ZCOMM_CHECK(place.workspace == nullptr ? !is_captured || plan.slot_nbytes == 0
+                                         : place.workspace_nbytes >= plan.workspace_nbytes(),
+              name, " needs a workspace of ", plan.workspace_nbytes(), " bytes while its stream is captured, got ",
+              place.workspace_nbytes);
+  try {
+    if (is_captured) return pipeline_.Run(plan, place.workspace, place.stream);
+    if (place.workspace != nullptr || plan.slot_nbytes == 0) {
+      pipeline_.Run(plan, place.workspace, place.stream);
+    } else {
+      std::uint8_t* workspace = GrownWorkspace(plan.workspace_nbytes());
+      device_->Wait(place.stream, workspace_free_);  // the last call may have been on another stream
+      pipeline_.Run(plan, workspace, place.stream);
+      device_->Record(workspace_free_, place.stream);
+    }
+    if (idle_events_.empty()) idle_events_.push_back(device_->CreateEvent());
+    device_->Record(idle_events_.back(), place.stream);
+    under_way_.push_back(
+        {idle_events_.back(), Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout_), name});
+    idle_events_.pop_back();
+  } catch (const std::exception& error) {
+    Fail(std::string(name) + " failed: " + error.what());
+    ThrowIfFailed();
+  }
+}
+
+std::uint8_t* Communicator::GrownWorkspace(std::size_t nbytes) {
+  if (nbytes <= workspace_nbytes_) return workspace_;
+  if (!DrainUntil(Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout_))) {
+    throw std::runtime_error("earlier calls do not end");
+  }
+  FreeWorkspace();
+  std::size_t room = 1;
+  while (room < nbytes) room *= 2;
+  workspace_ = static_cast<std::uint8_t*>(device_->Allocate(room));
+  workspace_nbytes_ = room;
+  for (std::size_t hop = 0; hop < hops_.size(); ++hop) registrations_[hop] = hops_[hop]->Register(workspace_, room);
+  return workspace_;
+}
+
+void Communicator::FreeWorkspace() noexcept {
+  for (std::size_t hop = 0; hop < hops_.size(); ++hop) {
+    if (registrations_[hop] != nullptr && failure_.empty()) hops_[hop]->Deregister(registrations_[hop]);
+    registrations_[hop] = nullptr;  // an aborted communicator has given them back
+  }
+  if (workspace_ != nullptr) device_->Free(workspace_);
+  workspace_ = nullptr;
+  workspace_nbytes_ = 0;
+}
+
+void Communicator::Check() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Look();
+  ThrowIfFailed();
+}
+
+void Communicator::Abort(const std::string& reason) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Fail(reason);
+}
+
+void Communicator::Fail(const std::string& reason) noexcept {
+  if (!failure_.empty()) return;
+  failure_ = reason;
+  for (const auto& hop : hops_) hop->Abort();
+}
+
+void Communicator::ThrowIfFailed() const {
+  if (!failure_.empty()) throw std::runtime_error(failure_ + "; the communicator has been aborted");
+}
+
+// Forgets calls that have ended; fails where one is late, or NCCL has an error to report.
+void Communicator::Look() {
+  if (!failure_.empty()) return;
+  try {
+    while (!under_way_.empty() && device_->IsDone(under_way_.front().end)) {
+      idle_events_.push_back(under_way_.front().end);
+      under_way_.pop_front();
+    }
+    for (const auto& hop : hops_) {
+      const std::string error = hop->AsyncError();
+      if (!error.empty()) return Fail(error);
+    }
+  } catch (const std::exception& error) {
+    return Fail(error.what());
+  }
+  if (!under_way_.empty() && Clock::now() > under_way_.front().deadline) {
+    Fail(std::string(under_way_.front().name) + " has not ended within " + std::to_string(timeout_.count()) + " s");
+  }
+}
+
+void Communicator::Watch() {
+  const auto pause = std::min<Clock::duration>(kLookEvery, std::chrono::duration_cast<Clock::duration>(timeout_ / 4));
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!closing_.wait_for(lock, pause, [this] { return is_closing_; })) Look();
+}
+
+// False: not all calls have ended in time, or something has failed.
+bool Communicator::DrainUntil(Clock::time_point deadline) {
+  for (Look(); failure_.empty() && !under_way_.empty(); Look()) {
+    if (Clock::now() > deadline) return false;
+    std::this_thread::sleep_for(kPollEvery);
+  }
+  return failure_.empty();
+}
+
+}  // namespace zcomm::nccl

@@ -1,0 +1,136 @@
+#include "nccl_transport.h"
+
+#include <stdexcept>
+#include <thread>
+
+namespace zcomm::nccl {
+namespace {
+
+constexpr auto kPollEvery = std::chrono::microseconds(20);
+
+bool IsFine(Result result) { return result == Result::kSuccess || result == Result::kInProgress; }
+
+}  // namespace
+
+UniqueId MakeUniqueId(const Library& library) {
+  UniqueId id;
+  const Result result = library.functions.get_unique_id(&id);
+  if (result != Result::kSuccess) {
+    throw std::runtime_error(std::string("ncclGetUniqueId: ") + library.functions.get_error_string(result));
+  }
+  return id;
+}
+
+NcclTransport::NcclTransport(const Library* library, const UniqueId& id, std::size_t size, std::size_t rank,
+                             std::chrono::duration<double> timeout)
+    : nccl_(library->functions), size_(size), rank_(rank), timeout_(timeout) {
+  Config config;
+  config.blocking = 0;
+  try {
+    Settle(nccl_.comm_init_rank_config(&comm_, static_cast<int>(size), id, static_cast<int>(rank), &config),
+           "ncclCommInitRankConfig");
+  } catch (...) {
+    Abort();
+    throw;
+  }
+}
+
+NcclTransport::~NcclTransport() {
+  if (comm_ == nullptr) return;
+  try {
+    Settle(nccl_.comm_finalize(comm_), "ncclCommFinalize");
+    nccl_.comm_destroy(comm_);
+  } catch (const std::exception&) {  // the others may have gone
+    Abort();
+  }
+}
+
+void NcclTransport::Gather(const void* send, void* receive, std::size_t stride_nbytes, std::size_t nbytes,
+                           Stream stream) {
+  if (stride_nbytes == nbytes) {
+    return Settle(nccl_.all_gather(send, receive, nbytes, DataType::kUint8, comm_, stream), "ncclAllGather");
+  }
+  auto* rows = static_cast<std::uint8_t*>(receive);
+  InGroup("ncclSend and ncclRecv", [&](const auto& check) {
+    for (std::size_t i = 0; i < size_; ++i) {
+      if (i == rank_ && rows + i * stride_nbytes == send) continue;  // it is there
+      check(nccl_.send(send, nbytes, DataType::kUint8, static_cast<int>(i), comm_, stream));
+      check(nccl_.recv(rows + i * stride_nbytes, nbytes, DataType::kUint8, static_cast<int>(i), comm_, stream));
+    }
+  });
+}
+
+void NcclTransport::Exchange(const Parts& send, const Parts& receive, std::size_t nbytes, std::size_t repeats,
+                             Stream stream) {
+  InGroup("ncclSend and ncclRecv", [&](const auto& check) {
+    for (std::size_t i = 0; i < size_; ++i) {
+      for (std::size_t r = 0; r < repeats; ++r) {
+        const std::uint8_t* sent = send.data + i * send.stride_nbytes + r * send.step_nbytes;
+        std::uint8_t* received = receive.data + i * receive.stride_nbytes + r * receive.step_nbytes;
+        check(nccl_.send(sent, nbytes, DataType::kUint8, static_cast<int>(i), comm_, stream));
+        check(nccl_.recv(received, nbytes, DataType::kUint8, static_cast<int>(i), comm_, stream));
+      }
+    }
+  });
+}
+
+// A group that was begun is ended also after an error: it belongs to the thread, not to the communicator.
+template <class Call>
+void NcclTransport::InGroup(const char* name, const Call& call) {
+  Settle(nccl_.group_start(), "ncclGroupStart");
+  Result failed = Result::kSuccess;
+  call([&](Result result) {
+    if (IsFine(failed) && !IsFine(result)) failed = result;
+  });
+  const Result ended = nccl_.group_end();
+  if (!IsFine(failed)) throw std::runtime_error(Text(failed, name));
+  Settle(ended, "ncclGroupEnd");
+}
+
+std::string NcclTransport::AsyncError() {
+  if (comm_ == nullptr) return "";
+  Result state = Result::kSuccess;
+  const Result result = nccl_.comm_get_async_error(comm_, &state);
+  if (result != Result::kSuccess) return Text(result, "ncclCommGetAsyncError");
+  return IsFine(state) ? "" : Text(state, "NCCL");
+}
+
+void NcclTransport::Abort() noexcept {
+  if (comm_ != nullptr) nccl_.comm_abort(comm_);
+  comm_ = nullptr;
+}
+
+void* NcclTransport::Register(void* data, std::size_t nbytes) {
+  if (nccl_.comm_register == nullptr) return nullptr;
+  void* registration = nullptr;
+  Settle(nccl_.comm_register(comm_, data, nbytes, &registration), "ncclCommRegister");
+  return registration;
+}
+
+void NcclTransport::Deregister(void* registration) noexcept {
+  if (comm_ != nullptr) nccl_.comm_deregister(comm_, registration);
+}
+
+void NcclTransport::Settle(Result result, const char* call) {
+  const auto begin = std::chrono::steady_clock::now();
+  while (result == Result::kInProgress) {
+    Result state = Result::kSuccess;
+    result = nccl_.comm_get_async_error(comm_, &state);
+    if (result == Result::kSuccess) result = state;
+    if (result != Result::kInProgress) break;
+    if (std::chrono::steady_clock::now() - begin > timeout_) {
+      throw std::runtime_error(std::string(call) + " has not ended within " + std::to_string(timeout_.count()) +
+                               " s: have all ranks made the same call?");
+    }
+    std::this_thread::sleep_for(kPollEvery);
+  }
+  if (result != Result::kSuccess) throw std::runtime_error(Text(result, call));
+}
+
+std::string NcclTransport::Text(Result result, const char* call) const {
+  const char* last = nccl_.get_last_error(comm_);
+  const std::string details = last != nullptr && *last != '\0' ? std::string(" (") + last + ")" : "";
+  return std::string(call) + ": " + nccl_.get_error_string(result) + details;
+}
+
+}  // namespace zcomm::nccl

@@ -1,0 +1,270 @@
+// The communicator on fake GPUs: the bits of the reference in whatever order streams run, every wait needed, transfers
+// overlapped, and every failure an error on every rank.
+
+#include <functional>
+
+#include "communicator.h"
+#include "fake_ranks.h"
+#include "test_util.h"
+
+namespace zcomm::nccl {
+namespace {
+
+constexpr Wire kInt8 = {Codec::kInt8, 256, {11, 12}};
+constexpr Wire kInt4 = {Codec::kInt4, 128, {21, 22}};
+constexpr Wire kNf4 = {Codec::kNf4, 64, {31, 32}};
+constexpr Wire kFloat = {Codec::kFloat32, 0, {0, 0}};
+constexpr Wire kBfloat = {Codec::kBfloat16, 0, {0, 0}};
+constexpr std::size_t kChunk = 256;
+constexpr auto kF32 = DType::kFloat32;
+constexpr auto kBf16 = DType::kBfloat16;
+
+// One hop over `ranks`.
+Case OneHop(Collective collective, std::size_t ranks, const Wire& wire, std::size_t numel = 1000) {
+  return {collective, 1, ranks, {wire}, kF32, kF32, numel, kChunk, false};
+}
+
+Case TwoHops(Collective collective, const Wire& first, const Wire& second, std::size_t numel = 1500) {
+  return {collective, 2, 2, {first, second}, kF32, kF32, numel, kChunk, true};
+}
+
+std::vector<Case> Cases() {
+  std::vector<Case> cases;
+  for (const auto collective : {Collective::kGather, Collective::kReduce, Collective::kExchange}) {
+    for (const std::size_t ranks : {1, 2, 3, 4}) {
+      for (const Wire& wire : {kInt8, kNf4, kFloat, kBfloat}) cases.push_back(OneHop(collective, ranks, wire));
+    }
+    for (const std::size_t numel : {1, 255, 256, 257, 512, 1791}) {
+      cases.push_back(OneHop(collective, 2, kInt4, numel));
+      cases.push_back(TwoHops(collective, kInt8, kNf4, numel));
+    }
+    const std::vector<std::pair<Wire, Wire>> pairs = {{kInt8, kInt8},   {kInt8, kInt4},   {kFloat, kFloat},
+                                                      {kInt8, kBfloat}, {kBfloat, kInt4}, {kFloat, kBfloat}};
+    for (const auto& [first, second] : pairs) {
+      cases.push_back(TwoHops(collective, first, second));
+      if (collective == Collective::kExchange) cases.back().is_numbered_local = false;
+      cases.push_back(cases.back());
+      cases.back().is_numbered_local = false;
+      cases.back().input = kBf16;
+      cases.push_back({collective, 3, 2, {first, second}, kBf16, kF32, 700, kChunk, false});
+      cases.push_back(
+          {collective, 2, 3, {first, second}, kF32, kBf16, 700, kChunk, collective != Collective::kExchange});
+    }
+  }
+  for (Case& c : cases) {
+    if (c.collective == Collective::kExchange) c.is_numbered_local = false;  // there is one way
+  }
+  return cases;
+}
+
+void Expect(const FakeRanks& ranks, std::uint32_t seed) {
+  const std::string difference = ranks.Difference();
+  EXPECT(difference.empty(), "seed %u: %s", seed, difference.c_str());
+}
+
+// Several calls, some on a GPU far behind its host, some on one that keeps up.
+void CheckBits() {
+  std::uint32_t seed = 0;
+  for (const Case& c : Cases()) {
+    for (int repeat = 0; repeat < 2; ++repeat) {
+      FakeWorld world(++seed);
+      {
+        FakeRanks ranks(&world, c);
+        if (repeat > 0) world.Hold();
+        ranks.CallAll();
+        ranks.Renew();
+        ranks.CallAll();
+        world.Release();
+        world.Settle();
+        Expect(ranks, seed);
+      }
+      EXPECT(world.num_alive() == 0, "%s: %zu things leaked", c.Name().c_str(), world.num_alive());
+    }
+  }
+}
+
+// Whether two calls on two streams give the right bits when a wait of the first rank is forgotten, or none is.
+bool IsRightWithout(const Case& c, std::size_t wait, std::uint32_t seed, std::size_t* num_waits) {
+  FakeWorld world(seed);
+  FakeRanks ranks(&world, c);
+  world.TakeNumWaits(0);
+  world.ForgetWait(0, wait);
+  world.Hold();
+  for (std::size_t rank = 0; rank < c.num_ranks(); ++rank) ranks.Call(rank);
+  ranks.Renew();
+  for (std::size_t rank = 0; rank < c.num_ranks(); ++rank) ranks.Call(rank);
+  *num_waits = world.TakeNumWaits(0);
+  world.Release();
+  world.Settle();
+  return ranks.Difference().empty();
+}
+
+// Each wait orders something that nothing else orders: without it some interleaving gives wrong bits.
+void CheckEveryWaitIsNeeded() {
+  constexpr std::size_t kNone = SIZE_MAX;
+  const std::vector<Case> cases = {OneHop(Collective::kReduce, 2, kFloat), OneHop(Collective::kGather, 2, kFloat),
+                                   TwoHops(Collective::kReduce, kInt8, kNf4)};
+  for (const Case& c : cases) {
+    std::size_t num_waits = 0;
+    EXPECT(IsRightWithout(c, kNone, 1, &num_waits), "%s", c.Name().c_str());
+    const bool has_workspace = c.wires[0].codec != Codec::kFloat32 || c.collective != Collective::kGather;
+    for (std::size_t wait = has_workspace; wait < num_waits; ++wait) {  // the workspace is free for the first call
+      std::size_t ignored = 0;
+      std::uint32_t seed = 1;
+      while (seed < 400 && IsRightWithout(c, wait, seed, &ignored)) ++seed;
+      EXPECT(seed < 400, "%s: wait %zu of %zu is not needed", c.Name().c_str(), wait, num_waits);
+    }
+  }
+}
+
+void CheckOverlap() {
+  for (const auto collective : {Collective::kGather, Collective::kReduce, Collective::kExchange}) {
+    for (const bool has_chunks : {false, true}) {
+      std::size_t num_overlaps = 0;
+      for (std::uint32_t seed = 0; seed < 20; ++seed) {
+        Case c = OneHop(collective, 2, kInt8, 8 * kChunk);
+        if (!has_chunks) c.chunk_numel = c.numel;
+        FakeWorld world(seed);
+        FakeRanks ranks(&world, c);
+        world.Hold();
+        ranks.CallAll();
+        world.Release();
+        world.Settle();
+        Expect(ranks, seed);
+        num_overlaps += world.num_overlaps();
+      }
+      EXPECT(has_chunks ? num_overlaps > 40 : num_overlaps == 0, "%zu kernels beside transfers", num_overlaps);
+    }
+  }
+}
+
+std::string ErrorOf(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+// Rank 0 fails at its call number `number`. Both ranks end with an error, and nothing is left.
+void CheckFailure(const Case& c, std::size_t number) {
+  FakeWorld world(static_cast<std::uint32_t>(number));
+  {
+    FakeRanks ranks(&world, c, /*timeout_s=*/0.02);
+    world.FailAt(0, number);
+    const std::string error = ErrorOf([&] { ranks.Call(0); });
+    EXPECT(Contains(error, "injected failure in ") && Contains(error, "has been aborted"), "%s", error.c_str());
+    EXPECT(ErrorOf([&] { ranks.Call(0); }) == error, "later calls say the same");
+    std::string other = ErrorOf([&] { ranks.Call(1); });
+    while (other.empty()) other = ErrorOf([&] { ranks.communicator(1)->Check(); });
+    EXPECT(Contains(other, "has not ended within") && Contains(other, "has been aborted"), "%s", other.c_str());
+  }
+  EXPECT(world.num_alive() == 0, "call %zu: %zu things leaked", number, world.num_alive());
+}
+
+// Every call to the GPU or to NCCL, of every stage of every chunk.
+void CheckEveryFailure() {
+  const Case c = OneHop(Collective::kReduce, 2, kInt8, 700);
+  std::size_t num_calls = 0;
+  {
+    FakeWorld world(1);
+    FakeRanks ranks(&world, c);
+    world.TakeNumCalls(0);
+    ranks.CallAll();
+    num_calls = world.TakeNumCalls(0);
+    world.Settle();
+  }
+  EXPECT(num_calls > 30, "only %zu calls", num_calls);
+  for (std::size_t number = 0; number < num_calls; ++number) CheckFailure(c, number);
+}
+
+void CheckFailureOfConstruction() {
+  const Case c = OneHop(Collective::kGather, 1, kInt8);
+  for (std::size_t number = 0;; ++number) {
+    FakeWorld world(1);
+    world.FailAt(0, number);
+    const std::string error = ErrorOf([&] { FakeRanks ranks(&world, c); });
+    EXPECT(world.num_alive() == 0, "call %zu: %zu things leaked", number, world.num_alive());
+    if (error.empty()) return;
+    EXPECT(Contains(error, "injected failure in Create"), "%s", error.c_str());
+  }
+}
+
+// The other rank never calls.
+void CheckTimeoutAndAbort() {
+  const Case c = TwoHops(Collective::kReduce, kInt8, kInt4);
+  FakeWorld world(3);
+  FakeRanks ranks(&world, c, /*timeout_s=*/0.05);
+  ranks.Call(0);
+  std::string error;
+  while (error.empty()) error = ErrorOf([&] { ranks.communicator(0)->Check(); });
+  EXPECT(Contains(error, "reduce_scatter has not ended within 0.05"), "%s", error.c_str());
+  ranks.communicator(1)->Abort("rank 1 gives up");
+  EXPECT(Contains(ErrorOf([&] { ranks.Call(1); }), "rank 1 gives up"), "aborted by hand");
+  world.SetAsyncError(2, "remote process exited");
+  while (!Contains(error, "remote process exited")) error = ErrorOf([&] { ranks.communicator(2)->Check(); });
+  ranks.Close(3);  // with nothing under way
+}
+
+// A graph is made once and runs twice, each time on what is there then.
+void CheckCapture() {
+  for (const Case& c : {TwoHops(Collective::kReduce, kInt8, kNf4), TwoHops(Collective::kGather, kInt8, kInt8)}) {
+    FakeWorld world(5);
+    FakeRanks ranks(&world, c);
+    ranks.CallAll();  // the workspace of the communicators is in use
+    ranks.Renew();
+    std::vector<std::function<void()>> graphs;
+    for (std::size_t rank = 0; rank < c.num_ranks(); ++rank) {
+      world.BeginCapture(ranks.stream(rank));
+      if (rank == 0) {
+        std::string error;
+        try {
+          ranks.Call(0);
+        } catch (const std::invalid_argument& refused) {
+          error = refused.what();
+        }
+        EXPECT(Contains(error, "needs a workspace of"), "%s", error.c_str());
+        world.EndCapture(ranks.stream(0));
+        world.BeginCapture(ranks.stream(0));
+      }
+      ranks.GiveWorkspace(rank, ranks.WorkspaceNbytes(rank));
+      ranks.Call(rank);
+      graphs.push_back(world.EndCapture(ranks.stream(rank)));
+    }
+    for (int repeat = 0; repeat < 2; ++repeat) {
+      for (const auto& replay : graphs) replay();
+    }
+    world.Settle();
+    Expect(ranks, 5);
+  }
+}
+
+void CheckArguments() {
+  FakeWorld world(1);
+  Case c = OneHop(Collective::kReduce, 2, kInt8);
+  c.chunk_numel = 128;  // half a block
+  FakeRanks ranks(&world, c);
+  const std::string error = MessageOfThrow([&] { ranks.Call(0); });
+  EXPECT(Contains(error, "chunks must be whole blocks: chunk_numel=128"), "%s", error.c_str());
+  EXPECT(Contains(MessageOfThrow(
+                      [&] { MakePlan(ReduceCall{{0, 256, {kInt8}}, {}, kF32, nullptr, 1.0F}, {nullptr, {nullptr}}); }),
+                  "nothing to send"),
+         "zero length");
+}
+
+}  // namespace
+}  // namespace zcomm::nccl
+
+int main() {
+  zcomm::nccl::CheckBits();
+  zcomm::nccl::CheckOverlap();
+  zcomm::nccl::CheckArguments();
+  zcomm::nccl::CheckCapture();
+  zcomm::nccl::CheckFailureOfConstruction();
+  zcomm::nccl::CheckTimeoutAndAbort();
+  zcomm::nccl::CheckEveryFailure();
+  zcomm::nccl::CheckEveryWaitIsNeeded();
+  std::puts("ok");
+  return 0;
+}

@@ -1,0 +1,148 @@
+"""The choice of backend="nccl": what it refuses, on every rank and with the reason, and what it asks of C++."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zcomm
+from tests.ranks import run_ranks
+from zcomm import Topology, carrier, nccl_communicators, nccl_steps
+from zcomm.backend import Hop
+from zcomm.encoder import Encoder
+from zcomm.errors import BackendUnavailableError, ConfigError
+from zcomm.formats import get_format
+from zcomm.message import layout_of
+from zcomm.route import Route
+from zcomm.topology import hop_of_group
+
+F32 = torch.float32
+
+
+def test_an_unknown_backend_is_named() -> None:
+    with pytest.raises(ConfigError, match="'torch' or 'nccl': backend='mpi'"):
+        zcomm.use_backend("mpi")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="backend='gloo'"):
+        zcomm.all_gather_single(torch.zeros(2), torch.zeros(2), Topology.single(), backend="gloo")  # type: ignore[arg-type]
+
+
+def test_a_build_without_cuda_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carrier.kernels, "native", object)
+    with pytest.raises(BackendUnavailableError, match="without CUDA: build it where nvcc is found"):
+        zcomm.use_backend("nccl")
+    assert carrier.chosen_backend(None) == "torch"
+
+
+def _check_refused_on_every_rank(rank: int) -> None:
+    world_size = dist.get_world_size()
+    shard, full = torch.ones(8), torch.ones(8 * world_size)
+    topology = Topology(ranks_per_node=world_size)
+    calls: list[Any] = [
+        lambda: zcomm.all_gather_single(full, shard, format="int8", backend="nccl"),
+        lambda: zcomm.reduce_scatter_single(shard, full, group=topology, backend="nccl"),
+        lambda: zcomm.all_reduce(full, group=topology, backend="nccl"),
+        lambda: zcomm.all_to_all_single(full, full.clone(), backend="nccl"),
+    ]
+    for call in calls:
+        with pytest.raises(BackendUnavailableError, match=r"takes CUDA tensors, got device=cpu; use backend='torch'"):
+            call()
+    carrier._CHOSEN[0] = "nccl"
+    try:
+        with pytest.raises(BackendUnavailableError, match="does not serve this all_reduce"):
+            zcomm.all_reduce(full)
+        with pytest.raises(BackendUnavailableError, match=r"EncodedShard has no backend='nccl': .*use_backend"):
+            zcomm.EncodedShard(shard)
+        zcomm.all_reduce(full, backend="torch")
+    finally:
+        carrier._CHOSEN[0] = "torch"
+    topology.close()
+
+
+def _check_ranks_without_nccl_are_told_to_all(rank: int) -> None:
+    hop = hop_of_group(None)
+    reason = "there is no NCCL here" if rank == 1 else ""
+    original, nccl_communicators.nccl_unavailable_reason = nccl_communicators.nccl_unavailable_reason, lambda: reason
+    try:
+        with pytest.raises(BackendUnavailableError, match=r"(?s)cannot be used:\n  rank 1: there is no NCCL here$"):
+            nccl_communicators.agree_on_nccl(hop)
+        nccl_communicators.nccl_unavailable_reason = lambda: ""
+        nccl_communicators.agree_on_nccl(hop)
+    finally:
+        nccl_communicators.nccl_unavailable_reason = original
+
+
+def _check_both(rank: int) -> None:
+    _check_refused_on_every_rank(rank)
+    _check_ranks_without_nccl_are_told_to_all(rank)
+
+
+def test_what_cannot_be_served_is_refused_on_every_rank() -> None:
+    run_ranks(2, _check_both)
+
+
+def _route(operation: str, wires: tuple[str, ...], shape: tuple[int, int], *, is_gather: bool = False) -> Route:
+    nodes, locals_ = shape
+    hops = [Hop(None, nodes * locals_, 1, locals_ - 1, (nodes - 1) * locals_)]
+    if len(wires) == 2:
+        hops = [Hop(None, locals_, 1, locals_ - 1, 0), Hop(None, nodes, 0, 0, nodes - 1)]
+    if is_gather:
+        hops.reverse()
+    pairs = tuple((hop, get_format(wire)) for hop, wire in zip(hops, wires, strict=True))
+    return Route(operation, pairs, nodes, locals_, 1, None, hops[0], 0, "nccl")
+
+
+@pytest.mark.parametrize(
+    ("wire", "reason"),
+    [("int8:stochastic", "format=int8:stochastic"), ("int8:asym", "int8:asym"), ("int4/96", "int4/96"),
+     ("int8/2048", "int8/2048"), ("nf4:hadamard", "nf4:hadamard"), ("int8", "")],
+)  # fmt: skip
+def test_formats_without_kernels_are_refused(wire: str, reason: str) -> None:
+    route = _route("all_gather", (wire,), (1, 2))
+    found = nccl_steps._refusal(route, Encoder(route, 8))
+    assert (reason in found) if reason else not found
+
+
+@pytest.mark.parametrize("numel", [1, 1000, 2**20, 2**26 + 77])
+@pytest.mark.parametrize("num_ranks", [1, 3, 64])
+def test_chunks_are_whole_blocks_and_few(numel: int, num_ranks: int) -> None:
+    step = nccl_steps.chunk_numel(numel, num_ranks, get_format("int4/512"), get_format("nf4"))
+    assert step % 512 == 0
+    assert math.ceil(numel / step) <= nccl_steps.MAX_CHUNKS
+    assert step * num_ranks >= nccl_steps.MIN_CHUNK_NUMEL
+
+
+def test_sizes_hold_the_layouts_of_a_chunk_and_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_steps, "MIN_CHUNK_NUMEL", 1)
+    route = _route("reduce_scatter", ("int8", "nf4"), (3, 2))
+    numel = 16 * 256 + 5
+    sizes = nccl_steps._sizes(route, F32, numel, (3, 1))
+    step = 512  # 4101 / 16, in blocks of 256
+    last = numel - 8 * step
+    inside = [layout_of("reduce_scatter", get_format("int8"), F32, 3, n).hash for n in (step, last)]
+    between = [layout_of("reduce_scatter", get_format("nf4"), F32, 1, n).hash for n in (step, last)]
+    assert sizes == (numel, step, [(3, 256, *inside), (6, 64, *between)])
+    assert len({*inside, *between}) == 4
+
+
+def test_every_chunk_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_steps, "MIN_CHUNK_NUMEL", 1)
+    route = _route("all_gather", ("int8", "int8"), (3, 2), is_gather=True)
+    sizes = nccl_steps._sizes(route, F32, 600, (1, 1))
+    with zcomm.traffic() as traffic:
+        nccl_steps._count(route, F32, sizes, (1, 1), [1, 3])
+    messages = [layout_of("all_gather", get_format("int8"), F32, 1, n).nbytes for n in (256, 256, 88)]
+    assert traffic.bytes(link="inter") == 2 * sum(messages)  # to two nodes
+    assert traffic.bytes(link="intra") == 3 * sum(messages)  # three nodes' messages to one rank
+    assert traffic.elements(link="intra") == 1800
+
+
+def test_rows_of_two_hops_have_both_strides() -> None:
+    rows = torch.empty(6, 10)
+    route = _route("reduce_scatter", ("int8", "nf4"), (3, 2))
+    assert nccl_steps._rows(rows, route, "rank")[2:] == (10, 20)
+    assert nccl_steps._rows(rows, route, "local")[2:] == (30, 10)
+    assert nccl_steps._rows(rows, _route("reduce_scatter", ("int8",), (3, 2)), "rank") == (0, rows.data_ptr(), 10, 0)

@@ -1,0 +1,134 @@
+"""On a GPU: the collectives over NCCL have the bits of those over torch's groups. All ranks share the one GPU.
+
+NCCL up to 2.29 takes ranks with different ``NCCL_HOSTID`` for ranks of different machines, which may share a GPU; from
+2.30 on there is a switch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zcomm
+from tests.ranks import run_ranks
+from zcomm import Topology, nccl_steps
+from zcomm.carrier import nccl_unavailable_reason
+from zcomm.nccl_communicators import close_communicators
+from zcomm.nccl_library import nccl_library
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(bool(nccl_unavailable_reason()), reason=f"no NCCL backend: {nccl_unavailable_reason()[:80]}"),
+]
+
+DEVICE = torch.device("cuda", 0)
+DTYPES = (torch.float32, torch.bfloat16)
+FORMATS = ("none", "int8", "int4", "nf4", "fp8_e4m3")
+
+
+@contextmanager
+def _one_gpu(rank: int) -> Iterator[None]:
+    """This rank may share the GPU; chunks are small, so that there are several."""
+    os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MAX_CTAS": "4"}
+    if tuple(int(part) for part in nccl_library().version.split(".")) >= (2, 30):
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    else:
+        os.environ["NCCL_HOSTID"] = f"zcomm-test-{rank}"
+    before, nccl_steps.MIN_CHUNK_NUMEL = nccl_steps.MIN_CHUNK_NUMEL, 1024
+    try:
+        yield
+    finally:
+        close_communicators()
+        nccl_steps.MIN_CHUNK_NUMEL = before
+
+
+def _values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(rank * 7919 + numel)
+    values = torch.randn(numel, generator=generator) * (rank + 1)
+    values[:: max(1, numel // 3)] = float("nan") if rank == 1 else 0.0
+    return values.to(DEVICE, dtype)
+
+
+def _assert_same_bits(name: str, over_nccl: Tensor, over_torch: Tensor) -> None:
+    same = (over_nccl == over_torch) | (over_nccl.isnan() & over_torch.isnan())
+    assert bool(same.all()), f"{name}: {int((~same).sum())} of {same.numel()} differ"
+
+
+def _check_call(rank: int, world_size: int, group: Any, wire: Any, dtype: torch.dtype, numel: int) -> None:
+    shard, full = _values(rank, numel, dtype), _values(rank, numel * world_size, dtype)
+    gather_wire = wire[::-1] if isinstance(wire, tuple) else wire
+    numberings = ("rank", "local") if isinstance(group, Topology) else ("rank",)
+    results: dict[str, list[Tensor]] = {}
+    for backend in ("torch", "nccl"):
+        options: dict[str, Any] = {"group": group, "backend": backend}
+        made = results[backend] = []
+        for numbering in numberings:
+            made.append(torch.full_like(full, 7))
+            zcomm.all_gather_single(made[-1], shard, format=gather_wire, numbering=numbering, **options)
+            for op in ("sum", "avg"):
+                made.append(torch.full_like(shard, 7, dtype=torch.float32))
+                zcomm.reduce_scatter_single(made[-1], full, op, format=wire, numbering=numbering, **options)
+        made.append(torch.full_like(full, 7))
+        zcomm.all_to_all_single(made[-1], full, format=wire, **options)
+        made.append(full.clone())
+        work = zcomm.all_reduce(made[-1], format=wire, async_op=True, **options)
+        assert work is not None
+        work.wait()
+    for index, (over_nccl, over_torch) in enumerate(zip(results["nccl"], results["torch"], strict=True)):
+        _assert_same_bits(f"result {index}, {wire}, {dtype}, {numel}", over_nccl, over_torch)
+
+
+def _check_one_hop(rank: int, world_size: int) -> None:
+    with _one_gpu(rank):
+        for wire in FORMATS:
+            for dtype in DTYPES:
+                for numel in (1, 257, 20_000):
+                    _check_call(rank, world_size, None, wire, dtype, numel)
+
+
+def _check_two_hops(rank: int, world_size: int) -> None:
+    topology = Topology(ranks_per_node=2)
+    with _one_gpu(rank):
+        for wire in ("int8", ("int8", "nf4"), ("none", "int4"), ("int8", "bf16")):
+            for numel in (100, 10_000):
+                _check_call(rank, world_size, topology, wire, torch.float32, numel)
+    topology.close()
+
+
+def _check_graph(rank: int, world_size: int) -> None:
+    """A captured reduction runs again on what its input holds then."""
+    with _one_gpu(rank):
+        full, shard = _values(rank, 20_000 * world_size, torch.float32), torch.empty(20_000, device=DEVICE)
+        options: dict[str, Any] = {"format": "int8", "backend": "nccl"}
+        zcomm.reduce_scatter_single(shard, full, **options)  # connections are made before
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            zcomm.reduce_scatter_single(shard, full, **options)
+        for factor in (2.0, 0.5):
+            full.mul_(factor)
+            graph.replay()
+            expected = torch.empty_like(shard)
+            zcomm.reduce_scatter_single(expected, full, format="int8", backend="torch")
+            _assert_same_bits(f"replay, factor {factor}", shard, expected)
+        del graph
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_hop_has_the_bits_of_torch(world_size: int) -> None:
+    run_ranks(world_size, _check_one_hop, world_size)
+
+
+def test_two_hops_have_the_bits_of_torch() -> None:
+    run_ranks(4, _check_two_hops, 4)
+
+
+def test_a_graph_replays() -> None:
+    run_ranks(2, _check_graph, 2)

@@ -1,0 +1,116 @@
+"""Communicators over NCCL: one for the hops of a route, made at the first use by all its ranks together.
+
+The first rank of a hop makes NCCL's unique id; it travels through the process group's own store. So no exchange of
+torch's, and no communicator of torch's, is needed.
+"""
+
+from __future__ import annotations
+
+import atexit
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from zcomm import backend, kernels
+from zcomm.backend import Hop
+from zcomm.carrier import nccl_unavailable_reason
+from zcomm.errors import BackendUnavailableError, CommunicationError
+from zcomm.nccl_library import nccl_library
+from zcomm.route import Route
+
+__all__ = ["agree_on_nccl", "close_communicators", "communicator_over"]
+
+PREFIX = "zcomm-nccl"
+ALONE = "alone"
+SOUND = b"sound"
+
+Key = tuple[int, tuple[str, ...]]
+"""Device, and the hops by the names of their groups."""
+_COMMUNICATORS: WeakKeyDictionary[dist.ProcessGroup, dict[Key, Any]] = WeakKeyDictionary()
+_ALONE: dict[Key, Any] = {}
+
+
+def communicator_over(route: Route, device: torch.device) -> Any:
+    """The native ``NcclCommunicator`` over the hops of ``route``, inside the node first; at the first use collective.
+
+    Raises:
+        BackendUnavailableError: A rank has no NCCL. The same on every rank.
+        CommunicationError: The ranks did not find one another, with NCCL's text.
+    """
+    hops = [hop for hop, _ in route.hops]
+    if len(hops) == 2 and hops[0].num_inter_peers:  # a gather begins between nodes
+        hops.reverse()
+    groups = [hop.group for hop in hops if hop.group is not None]
+    made = _COMMUNICATORS.setdefault(groups[0], {}) if groups else _ALONE
+    key = device.index, tuple(ALONE if hop.group is None else hop.group.group_name for hop in hops)
+    if key not in made:
+        made[key] = _make(hops, device)
+    return made[key]
+
+
+def _make(hops: list[Hop], device: torch.device) -> Any:
+    for hop in hops:
+        agree_on_nccl(hop)
+    ids = [_unique_id(hop) for hop in hops]
+    timeouts = [backend.timeout_of(hop.group) for hop in hops if hop.group is not None]
+    timeout_s = min((t.total_seconds() for t in timeouts if t is not None), default=600.0)
+    members = [(unique_id, hop.size, hop.rank) for unique_id, hop in zip(ids, hops, strict=True)]
+    try:
+        return kernels.native().NcclCommunicator(nccl_library(), device.index, members, timeout_s)
+    except RuntimeError as error:
+        raise CommunicationError(f"no communicator over NCCL: {error}") from error
+
+
+def _store(hop: Hop, round_: str) -> Any:
+    assert hop.group is not None, "one rank has nobody to talk to"
+    number = _rounds(hop, round_)
+    return distributed_c10d.PrefixStore(f"{PREFIX}/{round_}/{number}", hop.group.get_group_store())
+
+
+def _rounds(hop: Hop, round_: str) -> int:
+    """How often this rank has done this over the group before: every rank as often."""
+    assert hop.group is not None, "one rank has nobody to talk to"
+    counts = _ROUNDS.setdefault(hop.group, {})
+    counts[round_] = counts.get(round_, 0) + 1
+    return counts[round_]
+
+
+_ROUNDS: WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = WeakKeyDictionary()
+
+
+def agree_on_nccl(hop: Hop) -> None:
+    """Raise BackendUnavailableError on every rank of ``hop`` unless all of them can use NCCL."""
+    reason = nccl_unavailable_reason()
+    if hop.group is None:
+        found = [reason]
+    else:
+        store = _store(hop, "sound")
+        store.set(str(hop.rank), reason.encode() or SOUND)
+        found = ["" if (text := store.get(str(rank))) == SOUND else text.decode() for rank in range(hop.size)]
+    lines = [f"  rank {rank}: {text}" for rank, text in enumerate(found) if text]
+    if lines:
+        raise BackendUnavailableError("backend='nccl' cannot be used:\n" + "\n".join(lines))
+
+
+def _unique_id(hop: Hop) -> bytes:
+    if hop.group is None:
+        return b""
+    store = _store(hop, "id")
+    if hop.rank == 0:
+        store.set("id", kernels.native().nccl_unique_id(nccl_library()))
+    return bytes(store.get("id"))
+
+
+def close_communicators(group: dist.ProcessGroup | None = None) -> None:
+    """Finish what is under way over ``group``, or over all, and free the communicators. Any number of times."""
+    if group is not None:
+        _COMMUNICATORS.pop(group, None)
+        return
+    _COMMUNICATORS.clear()
+    _ALONE.clear()
+
+
+atexit.register(close_communicators)

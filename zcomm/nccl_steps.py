@@ -1,0 +1,180 @@
+"""The collectives over NCCL: arguments for the communicator in C++ (``cpp/nccl``), which does everything else.
+
+    one call    queued on the current stream, behind what is there; what is queued there later runs after it
+    chunks      each a message of its own, of the layouts of :mod:`zcomm.message`: the bits are those of one message
+
+Invariants:
+    Q1  Sizes and formats alone decide on chunks: all ranks cut alike.
+    Q2  What cannot be served is refused on every rank before anything is sent: by what is equal on all ranks, or, where
+        a rank has no NCCL, after the ranks have told one another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcomm import backend, env
+from zcomm.backend import Sent
+from zcomm.encoder import Encoder
+from zcomm.errors import BackendUnavailableError, CommunicationError
+from zcomm.formats import Format, codec_for, is_same_wire
+from zcomm.message import MessageLayout, layout_of
+from zcomm.native_calls import DTYPE_NUMBERS
+from zcomm.nccl_communicators import communicator_over
+from zcomm.route import Route
+from zcomm.topology import Numbering
+from zcomm.work import Steps
+
+__all__ = ["check_served", "chunk_numel", "exchange_over_nccl", "gather_over_nccl", "reduce_over_nccl"]
+
+MIN_CHUNK_NUMEL = 2**22
+"""Elements of all ranks in a chunk: below, a transfer is too short to hide the launches."""
+MAX_CHUNKS = 16
+MIN_BLOCK, MAX_BLOCK = 8, 1024
+"""Of the CUDA kernels."""
+
+Rows = tuple[int, int, int, int]
+"""dtype, address, elements from local rank to local rank, and from node to node."""
+
+
+def check_served(route: Route, encoder: Encoder, *tensors: Tensor) -> None:
+    """Raise BackendUnavailableError unless the communicator serves this call. Depends on what all ranks have alike."""
+    reason = _refusal(route, encoder, *tensors)
+    if reason:
+        raise BackendUnavailableError(
+            f"backend='nccl' does not serve this {route.operation}: {reason}; use backend='torch'"
+        )
+
+
+def _refusal(route: Route, encoder: Encoder, *tensors: Tensor) -> str:
+    for tensor in tensors:
+        if tensor.device.type != "cuda":
+            return f"it takes CUDA tensors, got device={tensor.device}"
+        if tensor.dtype not in DTYPE_NUMBERS:
+            return f"it has no kernels for dtype={tensor.dtype}"
+    if encoder.residual is not None:
+        return "it keeps no residuals"
+    if env.is_set("ZCOMM_CHECK"):
+        return "its messages carry no checksums, and ZCOMM_CHECK=1 asks for them"
+    for _, wire in route.hops:
+        if not _has_kernels(wire):
+            return f"there are no CUDA kernels for format={wire}"
+    return ""
+
+
+def _has_kernels(wire: Format) -> bool:
+    is_plain = wire.symmetric and wire.rotation is None and not wire.is_random
+    is_power = MIN_BLOCK <= wire.block <= MAX_BLOCK and wire.block & (wire.block - 1) == 0
+    return is_plain and (is_power or not wire.block)
+
+
+def chunk_numel(numel: int, num_ranks: int, *formats: Format) -> int:
+    """Elements of each rank in a chunk, whole blocks: at least ``MIN_CHUNK_NUMEL`` of all, at most ``MAX_CHUNKS``."""
+    multiple = math.lcm(*(format.block or 1 for format in formats), 256)
+    wanted = max(-(-MIN_CHUNK_NUMEL // num_ranks), -(-numel // MAX_CHUNKS))
+    return -(-wanted // multiple) * multiple
+
+
+def gather_over_nccl(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
+    """As :func:`zcomm.all_gather.gather_steps`."""
+    route = encoder.route
+    check_served(route, encoder, rows, shard)
+    segments = (1,) * len(route.hops)
+    wires = [wire for _, wire in route.hops]
+    if len(wires) == 2 and not is_same_wire(wires[0], wires[1], shard.dtype):
+        segments = (1, route.num_nodes)
+    carried = (1, route.num_nodes)[: len(wires)]  # messages that a rank sends at once
+    sizes = _sizes(route, shard.dtype, shard.numel(), segments)
+    output = _rows(rows, route, numbering)
+    _count(route, shard.dtype, sizes, segments, [c // s for c, s in zip(carried, segments, strict=True)])
+    yield from _queued(route, shard, lambda native, place: native.all_gather(sizes, _flat(shard), output, place))
+
+
+def reduce_over_nccl(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, encoder: Encoder) -> Steps:
+    """As :func:`zcomm.reduce_scatter.reduce_steps`."""
+    route = encoder.route
+    check_served(route, encoder, output, rows)
+    segments = (route.num_nodes, 1) if len(route.hops) == 2 else (1,)
+    sizes = _sizes(route, rows.dtype, output.numel(), segments)
+    source = _rows(rows, route, numbering)
+    _count(route, rows.dtype, sizes, segments, [1] * len(segments))
+    yield from _queued(
+        route, rows, lambda native, place: native.reduce_scatter(sizes, source, _flat(output), divisor, place)
+    )
+
+
+def exchange_over_nccl(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
+    """The steps of :func:`zcomm.all_to_all_single`, of [world_size, n] both."""
+    route = encoder.route
+    check_served(route, encoder, output, source)
+    segments = (1,) * len(route.hops)
+    sizes = _sizes(route, source.dtype, source.shape[1], segments)
+    carried = [route.num_nodes, route.ranks_per_node] if len(segments) == 2 else [1]
+    _count(route, source.dtype, sizes, segments, carried)
+    sent, received = _rows(source, route, "rank"), _rows(output, route, "rank")
+    yield from _queued(route, source, lambda native, place: native.all_to_all(sizes, sent, received, place))
+
+
+def _sizes(route: Route, dtype: torch.dtype, numel: int, segments: tuple[int, ...]) -> tuple[Any, ...]:
+    """numel, elements of a chunk, and of each hop codec, block, and hashes of a chunk's and the last's layout."""
+    step = min(numel, chunk_numel(numel, route.world_size, *(wire for _, wire in route.hops)))
+    wires = []
+    for (_, wire), count in zip(route.hops, segments, strict=True):
+        whole, last = (layout_of(route.operation, wire, dtype, count, n) for n in (step, _last(numel, step)))
+        wires.append((whole.codec.number, whole.block, whole.hash, last.hash))
+    return numel, step, wires
+
+
+def _last(numel: int, step: int) -> int:
+    """Elements of the last chunk."""
+    return numel - (numel - 1) // step * step
+
+
+def _flat(tensor: Tensor) -> Rows:
+    return DTYPE_NUMBERS[tensor.dtype], tensor.data_ptr(), 0, 0
+
+
+def _rows(rows: Tensor, route: Route, numbering: Numbering) -> Rows:
+    row = rows.stride(0)
+    if len(route.hops) == 1:  # ranks of one hop, one row after the other
+        return DTYPE_NUMBERS[rows.dtype], rows.data_ptr(), row, 0
+    return DTYPE_NUMBERS[rows.dtype], rows.data_ptr(), *route.strides(numbering, row)
+
+
+def _count(
+    route: Route, dtype: torch.dtype, sizes: tuple[Any, ...], segments: tuple[int, ...], messages: list[int]
+) -> None:
+    """Count what goes to each peer of each hop, chunk by chunk."""
+    numel, step, _ = sizes
+    for (hop, wire), count, carried in zip(route.hops, segments, messages, strict=True):
+        for begin in range(0, numel, step):
+            layout: MessageLayout = layout_of(route.operation, wire, dtype, count, min(step, numel - begin))
+            backend.count(hop, Sent(route.operation, str(wire), carried * layout.numel), carried * layout.nbytes)
+
+
+def _queued(route: Route, tensor: Tensor, call: Callable[[Any, Any], int]) -> Steps:
+    """``call`` of the communicator, on the current stream of the device of ``tensor``; ``call(native, None)``: the room
+    that it needs while a graph is captured."""
+    device = tensor.device
+    with torch.cuda.device(device):
+        native = communicator_over(route, device)
+        flag = torch.ones(1, dtype=torch.int32, device=device)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        room = torch.empty(0, dtype=torch.uint8, device=device)
+        if torch.cuda.is_current_stream_capturing():
+            room = torch.empty(call(native, None), dtype=torch.uint8, device=device)  # of the graph's own memory
+        try:
+            call(native, (stream, flag.data_ptr(), room.data_ptr(), room.numel()))
+        except RuntimeError as error:
+            raise CommunicationError(f"{route.operation} over NCCL: {error}") from error
+        if any(codec_for(wire, tensor.dtype).is_block for _, wire in route.hops):
+            torch._assert_async(
+                flag,
+                f"a message of {route.operation} is not what this rank expects: sizes or formats differ between ranks",
+            )
+    yield None
