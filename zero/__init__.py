@@ -1,9 +1,13 @@
 """ZeRO for PyTorch: optimizer states, gradients and parameters sharded over the ranks, on quantized collectives."""
 
-from zero import checkpointing, utils, zero
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from zero import checkpointing, checkpoints, utils, zero
 from zero.access import GatheredParameters, register_external_parameter, unregister_external_parameter
 from zero.checkpointing import checkpoint
-from zero.checkpoints import CheckpointError, export_checkpoint, load_checkpoint, save_checkpoint
+from zero.checkpoints import CheckpointError
 from zero.config import NotAvailableError, precision_preset
 from zero.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from zero.distributed import init_distributed
@@ -20,6 +24,9 @@ from zero.optimizer import ZeroOptimizer
 from zero.settings import Effective, ZeroSettings
 from zero.stages import model_state_nbytes
 from zero.tiling import TiledLinear, TiledLinearReturnBias
+
+if TYPE_CHECKING:
+    from zero.checkpoints import export_checkpoint, load_checkpoint, save_checkpoint
 
 __all__ = [
     "CPUSGD",
@@ -62,3 +69,14 @@ __all__ = [
     "utils",
     "zero",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What :mod:`zero.checkpoints` imports when it is first used."""
+    if name in __all__ and name in checkpoints.MODULES:
+        return getattr(checkpoints, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from zero.checkpoints import Loaded, Saving, load_checkpoint, save_checkpoint, save_model_file
+from zero import checkpoints
 from zero.config import BatchSizes, Config
 from zero.config.plan import to_dtype
 from zero.offload import offload_states, reload_states
@@ -210,12 +210,12 @@ class Engine:
         exclude_frozen_parameters: bool = False,  # noqa: FBT001
         *,
         async_op: bool = False,
-    ) -> Saving:
+    ) -> checkpoints.Saving:
         """Save everything training goes on from, as ``global_stepN`` if no ``tag`` is given; collective.
 
         See :func:`zero.save_checkpoint`.
         """
-        return save_checkpoint(
+        return checkpoints.save_checkpoint(
             self.optimizer,
             save_dir,
             f"global_step{self.global_steps}" if tag is None else tag,
@@ -234,7 +234,7 @@ class Engine:
         load_optimizer_states: bool = True,  # noqa: FBT001
         load_lr_scheduler_states: bool = True,  # noqa: FBT001
         load_module_only: bool = False,  # noqa: FBT001
-    ) -> Loaded:
+    ) -> checkpoints.Loaded:
         """Go on from a checkpoint of any stage and world size: ``(path, client_state)``; collective.
 
         See :func:`zero.load_checkpoint`.
@@ -242,7 +242,7 @@ class Engine:
         stateful = self._stateful()
         if not load_lr_scheduler_states:
             stateful.pop("lr_scheduler", None)
-        return load_checkpoint(
+        return checkpoints.load_checkpoint(
             self.optimizer,
             load_dir,
             tag,
@@ -258,12 +258,14 @@ class Engine:
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,  # noqa: FBT001  (DeepSpeed's signature)
     ) -> bool:
-        """Write the model's weights, in their dtypes, at any stage; collective. See :func:`save_model_file`.
+        """Write the model's weights, in their dtypes, at any stage; collective.
+
+        See :func:`zero.checkpoints.save_model_file`.
 
         A ``save_filename`` that ends with ``.safetensors`` is written bucket by bucket.
         """
         path = Path(save_dir) / save_filename
-        save_model_file(self.optimizer, path, exclude_frozen_parameters=exclude_frozen_parameters)
+        checkpoints.save_model_file(self.optimizer, path, exclude_frozen_parameters=exclude_frozen_parameters)
         return True
 
     save_fp16_model = save_16bit_model

@@ -1,10 +1,21 @@
-"""Checkpoints: saved at any stage on any number of ranks, loaded at any other, without a pickle."""
+"""Checkpoints: saved at any stage on any number of ranks, loaded at any other, without a pickle.
+
+What is named here is imported when it is first used: ``torch.distributed.checkpoint``, and all that it imports, take
+some 40 MiB of every rank's memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from zero.checkpoints.errors import CheckpointError
-from zero.checkpoints.export import export_checkpoint
-from zero.checkpoints.load import Loaded, load_checkpoint
-from zero.checkpoints.model_file import save_model_file
-from zero.checkpoints.save import Saving, save_checkpoint
+
+if TYPE_CHECKING:
+    from zero.checkpoints.export import export_checkpoint
+    from zero.checkpoints.load import Loaded, load_checkpoint
+    from zero.checkpoints.model_file import save_model_file
+    from zero.checkpoints.save import Saving, save_checkpoint
 
 __all__ = [
     "CheckpointError",
@@ -15,3 +26,22 @@ __all__ = [
     "save_checkpoint",
     "save_model_file",
 ]
+
+MODULES = {
+    "Loaded": "load",
+    "Saving": "save",
+    "export_checkpoint": "export",
+    "load_checkpoint": "load",
+    "save_checkpoint": "save",
+    "save_model_file": "model_file",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *MODULES})
