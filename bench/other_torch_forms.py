@@ -37,7 +37,7 @@ def encode_other(values: Tensor, name: str, qmax: int) -> tuple[Tensor, Tensor]:
     scales = scale_up(torch.linalg.vector_norm(values, torch.inf, dim=1, keepdim=True) / qmax)
     scaled = values * (1 / scales)
     if name == "nf4":
-        return scales.bfloat16(), pack_nibbles(torch.bucketize(scaled, MIDPOINTS).to(torch.uint8))
+        return scales.bfloat16(), pack_nibbles(torch.bucketize(scaled, MIDPOINTS.to(scaled.device)).to(torch.uint8))
     codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
     return scales.bfloat16(), codes.masked_fill(codes == 0x80, 0)  # no negative zero
 
@@ -49,7 +49,7 @@ def decode_other(headers: Tensor, packed: Tensor, name: str) -> Tensor:
         return packed.view(torch.float8_e4m3fn).float() * scales
     codes = packed if name == "int8_asym" else torch.stack([packed & 0x0F, packed >> 4], dim=-1).flatten(-2)
     if name == "nf4":
-        return LEVELS[codes.int()] * scales
+        return LEVELS.to(codes.device)[codes.int()] * scales
     return headers[:, 1:] + codes * scales
 
 

@@ -158,6 +158,8 @@ def _measured_column(result: Result, topology: Topology, tokens_per_step: int) -
         "model states per rank, formula": memory.formula,
     }
     column |= {f"{name} per rank": nbytes for name, nbytes in memory.buffers.items() if nbytes}
+    if torch.cuda.is_available():
+        column["peak GPU memory"] = torch.cuda.max_memory_allocated()
     column["bytes per step within nodes"] = result.intra_nbytes
     column["bytes per step between nodes"] = result.inter_nbytes
     column["between nodes, in M"] = result.inter_units(topology.num_nodes)

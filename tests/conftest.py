@@ -23,7 +23,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """By file: its fixtures are made once, and its tests keep their order."""
+    """By file: its fixtures are made once, and its tests keep their order. ``--dist worksteal`` goes by test."""
+    if config.getoption("dist") == "worksteal":
+        return None
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):

@@ -36,6 +36,7 @@ def _syncs_counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")  # torch's own, when it is switched on
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("is_quantized", [False, True])
 def test_a_step_does_not_wait_for_the_device(

@@ -1,0 +1,157 @@
+"""What machine this is, for gpu_check.py: its GPU, versions, tools, and what is missing. It needs no package."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+try:
+    import torch
+except ImportError as error:
+    torch = None
+    TORCH_REASON = f"torch cannot be imported: {error}"
+else:
+    TORCH_REASON = "" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
+
+__all__ = ["GPU", "JOB_PACKAGES", "TEST_PACKAGES", "Machine", "look", "nvcc"]
+
+BUILD_PACKAGES = ("scikit-build-core", "nanobind")
+TEST_PACKAGES = {"pytest": "pytest", "pytest-timeout": "pytest_timeout", "pytest-xdist": "xdist"}
+"""Distribution -> module; of these only pytest must be there."""
+JOB_PACKAGES = {"tqdm": "tqdm", "matplotlib": "matplotlib"}
+VERSIONS = ("torch", "triton", "numpy", "nanobind", "scikit-build-core", "pytest", "deepspeed")
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class GPU:
+    """The first GPU, as torch sees it."""
+
+    name: str
+    capability: tuple[int, int]
+    nbytes: int
+    driver: str
+
+    @property
+    def architecture(self) -> str:
+        """As CMake writes it."""
+        return "".join(map(str, self.capability))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was found."""
+
+    gpu: GPU | None
+    reason: str
+    """Why no GPU can be used; empty if one can."""
+    facts: dict[str, str] = field(default_factory=dict)
+
+    def missing(self, packages: dict[str, str]) -> list[str]:
+        """Those of ``packages``, distribution -> module, that cannot be imported."""
+        return [name for name, module in packages.items() if importlib.util.find_spec(module) is None]
+
+    def build_problem(self) -> str:
+        """Why the package cannot be built for this GPU without a network; empty if it can."""
+        absent = [name for name in BUILD_PACKAGES if not _version(name)]
+        if absent:
+            return f"not installed: {', '.join(absent)}"
+        if shutil.which("cmake") is None:
+            return "cmake is not on the PATH: pip install cmake"
+        if shutil.which("ninja") is None and shutil.which("make") is None:
+            return "neither ninja nor make is on the PATH: pip install ninja"
+        return "" if nvcc() else "nvcc is not on the PATH, nor under CUDA_HOME or /usr/local/cuda"
+
+
+def nvcc() -> str:
+    """The path of the CUDA compiler, or nothing."""
+    homes = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
+    places = [os.environ.get("CUDACXX", ""), shutil.which("nvcc") or ""]
+    places += [f"{home}/bin/nvcc" for home in (*homes, "/usr/local/cuda") if home]
+    return next((path for path in places if path and os.access(path, os.X_OK)), "")
+
+
+def look(commit: str = "") -> Machine:
+    """Look at this machine; ``commit`` where the tree is not under git."""
+    gpu, reason = _gpu()
+    facts = {
+        "GPU": f"{gpu.name}, sm_{gpu.architecture}, {gpu.nbytes / 2**30:.0f} GiB" if gpu else f"none: {reason}",
+        "driver": gpu.driver if gpu else _driver() or "none",
+        "CPU": f"{_cpu()}, {len(os.sched_getaffinity(0))} cores, {_memory_gib():.0f} GiB",
+        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}, {sys.executable}",
+        "nvcc": _last_line([nvcc(), "--version"]) if nvcc() else "none",
+        "tools": ", ".join(
+            f"{name} {shutil.which(name) or 'missing'}" for name in ("cmake", "ninja", "compute-sanitizer")
+        ),
+        "packages": ", ".join(f"{name} {_version(name) or 'missing'}" for name in VERSIONS),
+        **_of_torch(),
+        "commit": commit or _commit(),
+    }
+    return Machine(gpu, reason, facts)
+
+
+def _gpu() -> tuple[GPU | None, str]:
+    if TORCH_REASON:
+        return None, TORCH_REASON
+    try:
+        torch.cuda.init()
+        of = torch.cuda.get_device_properties(0)
+    except (RuntimeError, AssertionError) as error:
+        return None, str(error).splitlines()[0]
+    return GPU(of.name, (of.major, of.minor), of.total_memory, _driver() or "unknown"), ""
+
+
+def _of_torch() -> dict[str, str]:
+    if torch is None:
+        return {}
+    facts = {"CUDA of torch": str(torch.version.cuda)}
+    if torch.cuda.is_available():
+        try:
+            facts["NCCL of torch"] = ".".join(map(str, torch.cuda.nccl.version()))
+        except (AttributeError, RuntimeError) as error:
+            facts["NCCL of torch"] = f"none: {error}"
+    return facts
+
+
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return _last_line(query) if shutil.which("nvidia-smi") else ""
+
+
+def _last_line(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    lines = done.stdout.strip().splitlines()
+    return lines[-1] if lines and not done.returncode else ""
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
+
+
+def _memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def _commit() -> str:
+    if shutil.which("git") is None:
+        return "unknown"
+    return _last_line(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]) or "unknown"

@@ -1,0 +1,227 @@
+"""Rates of the CUDA and the Triton kernels beside a device-to-device copy of the same bytes, on a GPU.
+
+    python bench/gpu_kernels.py                                        every format, 1 MiB to 4 GiB
+    python bench/gpu_kernels.py --formats int8 --dtypes bfloat16 float32 --sizes-mib 64 --compare eager compiled
+    python bench/gpu_kernels.py --device cpu --sizes-mib 1             the same with the native kernels, on the CPU
+
+All rates are GB/s of bytes read plus bytes written: medians of rounds in which the kernels, the copy and whatever they
+are compared with take turns, timed by CUDA events, each call with cold caches. The size is that of the float array; the
+messages are smaller. ``#wrong`` counts bytes or elements that are not the reference's, in the first and the last 65,536
+elements. ``eager`` and ``compiled`` are torch's own operations on whole arrays (torch_forms.py), up to
+``--compare-mib``; ``deepspeed`` its CUDA quantizer, int8 and int4 in groups of the same size, in fp16 and bf16.
+
+Before anything is timed, the Triton kernels are compiled in ``--jobs`` processes, which is most of the time it takes.
+With ``--budget-s`` sizes for which no time or memory is left are not measured, and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import torch
+from gpu_kernels_cases import NUM_SUMMED, Case, Data, device_nbytes, kernels_of, make_cases
+from gpu_kernels_timer import Timer
+
+from zcomm import _native
+from zcomm.bench.harness import Column, Report
+from zcomm.triton_kernels import unavailable_reason
+
+FORMATS = ("int8", "int4", "nf4", "fp8_e4m3")
+DTYPES = ("bfloat16", "float32", "float16")
+SIZES_MIB = (1.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)
+CONTENDERS = ("eager", "compiled", "deepspeed")
+PREPARED_MIB = 8.0  # enough elements for the Triton kernels to be tuned, which compiles all their forms
+COLUMNS = [
+    Column("operation", "          operation"),
+    Column("format", "  format"),
+    Column("dtype", "   dtype"),
+    Column("size", "     size(B)", "d"),
+    Column("kernels", "kernels"),
+    Column("p50_us", "   p50(us)", ".1f", is_measurement=True),
+    Column("gbps", "    GB/s", ".1f", is_measurement=True),
+    Column("copy_gbps", "    copy", ".1f", is_measurement=True),
+    Column("over_copy", "   /copy", ".3f", is_measurement=True),
+    *(Column(name, f"/{name}", ".2f", is_measurement=True) for name in CONTENDERS),
+]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--kernels", nargs="+", choices=("cuda", "triton"), help="default: whatever there is")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS, metavar="NAME")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES[:1], metavar="NAME")
+    parser.add_argument("--sizes-mib", nargs="+", type=float, default=SIZES_MIB, metavar="MIB")
+    parser.add_argument("--rounds", type=int, default=11, help="times that each is timed")
+    parser.add_argument("--compare", nargs="*", choices=CONTENDERS, default=(), help="what else to time")
+    parser.add_argument("--compare-mib", type=float, default=256.0, help="and up to which size")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="no other size is begun after so long")
+    parser.add_argument("--jobs", type=int, default=min(16, len(os.sched_getaffinity(0))), help="0: do not prepare")
+    parser.add_argument("--prepare", action="store_true", help="compile what is needed, and time nothing")
+    parser.add_argument("--json", action="store_true", help="rows as JSON lines")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1 or min(arguments.sizes_mib) <= 0:
+        parser.error("--rounds and --sizes-mib must be positive")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device: --device cpu runs the same code with the native kernels")
+    arguments.kernels = _kernels(arguments, parser)
+    return arguments
+
+
+def _kernels(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    if arguments.device == "cpu":
+        if arguments.kernels:
+            parser.error("--kernels chooses between those of a GPU")
+        return ["native"]
+    reasons = {
+        "cuda": "" if _native.build_info()["cuda"] else "the native module is built without CUDA",
+        "triton": unavailable_reason("cuda"),
+    }
+    for name in arguments.kernels or ():
+        if reasons[name]:
+            parser.error(f"--kernels {name}: {reasons[name]}")
+    found = arguments.kernels or [name for name, reason in reasons.items() if not reason]
+    if not found:
+        parser.error("; ".join(reasons.values()))
+    return list(found)
+
+
+def prepare(arguments: argparse.Namespace) -> str:
+    """Compile the Triton kernels of every format and dtype in processes of their own; returns what failed."""
+    command = [sys.executable, __file__, "--prepare", "--kernels", "triton", "--sizes-mib", str(PREPARED_MIB)]
+    waiting = [[*command, "--formats", f, "--dtypes", d] for f, d in product(arguments.formats, arguments.dtypes)]
+    running: list[subprocess.Popen[bytes]] = []
+    failed = 0
+    while waiting or running:
+        while waiting and len(running) < arguments.jobs:
+            running.append(subprocess.Popen(waiting.pop(), stdout=subprocess.DEVNULL))
+        failed += running.pop(0).wait() != 0
+    return f"{failed} of the processes that compile failed" if failed else ""
+
+
+def warm(arguments: argparse.Namespace) -> int:
+    """Call every operation once on a small array."""
+    numel = int(PREPARED_MIB * 2**20) // 4 // 1024 * 1024
+    for name, dtype in product(arguments.formats, arguments.dtypes):
+        data = Data(name, getattr(torch, dtype), numel, torch.device(arguments.device), max(NUM_SUMMED))
+        for kernels in map(kernels_of, arguments.kernels):
+            data.fill(kernels)
+            for case in make_cases(data):
+                case.call(kernels)
+    return 0
+
+
+def torch_calls(case: Case, names: list[str]) -> dict[str, Callable[[], object]]:
+    """Torch's own ways to do what ``case`` does; without those that fail, for want of memory or of a compiler."""
+    calls: dict[str, Callable[[], object]] = {}
+    for name in names:
+        call = case.torch_form
+        if name == "compiled":
+            torch._dynamo.reset()
+            call = torch.compile(call, dynamic=False)
+        try:
+            call()
+        except Exception as error:  # a contender that does not run here is no reason to measure nothing
+            print(f"# {name} of {case.operation}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
+        else:
+            calls[name] = call
+    return calls
+
+
+def deepspeed_call(case: Case, data: Data) -> dict[str, Callable[[], object]]:
+    """DeepSpeed's quantizer on the same array, where it has one."""
+    is_served = case.operation == "quantize" and data.x.dtype != torch.float32
+    if not is_served or data.spec.name not in ("int8", "int4") or importlib.util.find_spec("deepspeed") is None:
+        return {}
+    builders: Any = importlib.import_module("deepspeed.ops.op_builder")
+    module = builders.QuantizerBuilder().load()
+    groups, bits = data.x.numel() // data.layout.block, data.layout.codec.bits
+    return {"deepspeed": lambda: module.quantize(data.x, groups, bits, module.Symmetric)}
+
+
+def run_data(arguments: argparse.Namespace, data: Data, copied: torch.Tensor, timer: Timer, report: Report) -> None:
+    """All rows of one format, dtype and size."""
+    names = [name for name in arguments.compare if data.x.nbytes <= arguments.compare_mib * 2**20]
+    data.fill(kernels_of(arguments.kernels[0]))
+    for case in make_cases(data):
+        wrong = {}
+        for name in arguments.kernels:
+            data.out.zero_()
+            data.message.zero_()
+            case.call(kernels_of(name))
+            wrong[name] = case.count_wrong()
+        source, target = copied[0, : case.nbytes // 2], copied[1, : case.nbytes // 2]
+        others = torch_calls(case, [name for name in names if name != "deepspeed"])
+        if "deepspeed" in names:
+            others |= deepspeed_call(case, data)
+        calls = {name: _bound(case, name) for name in arguments.kernels}
+        times = timer.times({**calls, "copy": lambda s=source, t=target: t.copy_(s), **others}, rounds=arguments.rounds)
+        for name in arguments.kernels:
+            seconds = times[name].p50
+            values = {
+                "operation": case.operation,
+                "format": data.spec.name,
+                "dtype": str(data.x.dtype).removeprefix("torch."),
+                "size": data.x.nbytes,
+                "kernels": name,
+                "p50_us": seconds * 1e6,
+                "gbps": case.nbytes / seconds / 1e9,
+                "copy_gbps": case.nbytes / times["copy"].p50 / 1e9,
+                "over_copy": times["copy"].p50 / seconds,
+            }
+            report.row(values | {other: times[other].p50 / seconds for other in others}, num_wrong=wrong[name])
+
+
+def _bound(case: Case, name: str) -> Callable[[], object]:
+    module = kernels_of(name)
+    return lambda: case.call(module)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Everything, the smallest arrays first; 1 if a result is wrong."""
+    start, device = time.monotonic(), torch.device(arguments.device)
+    report = Report(COLUMNS, as_json=arguments.json)
+    report.start("gpu_kernels", device=arguments.device, rounds=arguments.rounds)
+    if "triton" in arguments.kernels and arguments.jobs:
+        if problem := prepare(arguments):
+            report.note(problem)
+        report.note(f"compiled after {time.monotonic() - start:.0f} s")
+    timer, left_out = Timer(device), []
+    for size_mib, name, dtype_name in product(sorted(arguments.sizes_mib), arguments.formats, arguments.dtypes):
+        dtype = getattr(torch, dtype_name)
+        numel = max(int(size_mib * 2**20) // dtype.itemsize // 1024, 1) * 1024
+        needed = device_nbytes(name, dtype, numel, max(NUM_SUMMED)) + 8 * numel * dtype.itemsize
+        is_late = time.monotonic() - start > arguments.budget_s
+        if is_late or (device.type == "cuda" and needed > torch.cuda.mem_get_info()[0]):
+            left_out.append(f"{name} {dtype_name} {size_mib:g} MiB ({'time' if is_late else 'memory'})")
+            continue
+        data = Data(name, dtype, numel, device, max(NUM_SUMMED))
+        largest = data.x.nbytes + max((*NUM_SUMMED, 1)) * data.layout.nbytes
+        copied = torch.zeros(2, largest // 2, dtype=torch.uint8, device=device)
+        run_data(arguments, data, copied, timer, report)
+        del data, copied
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if left_out:
+        report.note(f"not measured: {', '.join(left_out)}")
+    return report.finish()
+
+
+def main() -> int:
+    """Prepare or measure."""
+    arguments = parse_arguments()
+    return warm(arguments) if arguments.prepare else run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""Times of calls on a device, in turn: by CUDA events with cold caches, on the CPU by the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from zcomm.bench.harness import Timing, interleave
+
+__all__ = ["Timer"]
+
+HOST_LEAD_CYCLES = 400_000
+"""The GPU waits so long (about 0.2 ms) before a timed call: the host is ahead, and launches are not what is timed."""
+LEAST_FLUSH_NBYTES = 64 * 2**20
+
+
+class Timer:
+    """Times calls on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Room to fill the device's cache with something else."""
+        self._device = device
+        if device.type == "cuda":
+            cache_nbytes = torch.cuda.get_device_properties(device).L2_cache_size
+            self._other = torch.empty(max(2 * cache_nbytes, LEAST_FLUSH_NBYTES), dtype=torch.uint8, device=device)
+
+    def times(self, calls: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, Timing]:
+        """Each call once a round, in turn, after one round that is not counted."""
+        if self._device.type != "cuda":
+            return interleave(calls, rounds=rounds)
+        events = {name: [_two_events() for _ in range(rounds + 1)] for name in calls}
+        for index in range(rounds + 1):
+            for name, call in calls.items():
+                begin, end = events[name][index]
+                self._other.zero_()
+                torch.cuda._sleep(HOST_LEAD_CYCLES)
+                begin.record()
+                call()
+                end.record()
+            torch.cuda.synchronize()
+        return {
+            name: Timing(tuple(begin.elapsed_time(end) * 1e-3 for begin, end in pairs[1:]))
+            for name, pairs in events.items()
+        }
+
+
+def _two_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,0 +1,184 @@
+"""A model trained on one GPU with its masters and moments in host memory: rate, memory, and what overlaps.
+
+    python bench/gpu_offload.py --num-layers 24 --hidden-size 2048        1.2 G parameters
+    python bench/gpu_offload.py --largest                                 as many as the free memory holds
+    python bench/gpu_offload.py --device cpu --num-layers 2 --hidden-size 64 --seq-length 32      the same code, no GPU
+
+``zero.CPUAdam`` updates on the host; parameters and gradients in bfloat16 stay on the GPU. TFLOP/s counts 6 operations
+a parameter and token, and attention's, over the whole step. With a GPU one more step is traced: ``copies hidden`` is
+the share of the time of copies between host and GPU during which a kernel ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+from gpt_model import GPT, GPTConfig, choose_matmul_dtype
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+import zero
+from zero import ZeroOptimizer
+
+HOST_NBYTES, DEVICE_NBYTES = 18, 8
+"""A parameter, at the most: masters, moments, gradients and copies; parameters, gradients and the initial float32."""
+MEMORY_SHARE = 0.6
+HEAD_WIDTH = 128
+Interval = tuple[float, float]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--num-layers", type=int, default=24)
+    parser.add_argument("--hidden-size", type=int, default=2048, help=f"a multiple of {HEAD_WIDTH}, or less than it")
+    parser.add_argument("--largest", action="store_true", help="layers of width 4096 into the free memory")
+    parser.add_argument("--seq-length", type=int, default=1024)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=3, help="timed ones, after one that is not")
+    parser.add_argument("--trace", type=Path, help="where the trace goes, for chrome://tracing or Perfetto")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device: --device cpu runs the same code without")
+    if arguments.steps < 1:
+        parser.error(f"--steps must be at least 1: steps={arguments.steps}")
+    return arguments
+
+
+def layer_numel(width: int) -> int:
+    """Parameters of one block, about."""
+    return 12 * width * width
+
+
+def largest_num_layers(width: int, device: str) -> int:
+    """Blocks that ``MEMORY_SHARE`` of the free memory holds, on the host and on the GPU."""
+    free = MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    numel = free / HOST_NBYTES
+    if device == "cuda":
+        numel = min(numel, MEMORY_SHARE * torch.cuda.mem_get_info()[0] / DEVICE_NBYTES)
+    return max(1, int(numel / layer_numel(width)))
+
+
+def covered(interval: Interval, others: Sequence[Interval]) -> float:
+    """How much of ``interval`` the disjoint ``others`` cover."""
+    begin, end = interval
+    return sum(max(0.0, min(end, other_end) - max(begin, other_begin)) for other_begin, other_end in others)
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union of ``intervals``, disjoint and in order."""
+    union: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if union and begin <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
+        else:
+            union.append((begin, end))
+    return union
+
+
+def share_hidden(events: Iterable[tuple[str, float, float]]) -> tuple[float, float]:
+    """Seconds of copies between host and GPU, and the share of them in which a kernel ran.
+
+    ``events`` are what ran on the GPU: name, begin and end in microseconds.
+    """
+    copies, kernels = [], []
+    for name, begin, end in events:
+        if name.startswith("Memcpy"):
+            if "DtoD" not in name:
+                copies.append((begin, end))
+        elif not name.startswith("Memset"):
+            kernels.append((begin, end))
+    of_copies, of_kernels = merged(copies), merged(kernels)
+    total = sum(end - begin for begin, end in of_copies)
+    return total * 1e-6, sum(covered(copy, of_kernels) for copy in of_copies) / total if total else 0.0
+
+
+def traced(step: Callable[[], None], path: Path | None) -> str:
+    """Run ``step`` once more under the profiler."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    events = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events() or []
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    ]
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+    seconds, share = share_hidden(events)
+    return f"copies {1e3 * seconds:.1f} ms a step, copies hidden {share:.2f}"
+
+
+def build(arguments: argparse.Namespace, device: torch.device) -> tuple[GPT, ZeroOptimizer]:
+    """The model on the device, and the optimizer with its states in host memory."""
+    num_layers, width = arguments.num_layers, arguments.hidden_size
+    if arguments.largest:
+        width = 4096
+        num_layers = largest_num_layers(width, arguments.device)
+    start, heads = time.monotonic(), max(1, width // HEAD_WIDTH)
+    dtype = choose_matmul_dtype(torch.bfloat16, device)
+    torch.manual_seed(1)
+    with device:
+        model = GPT(GPTConfig(num_layers, width, heads, arguments.seq_length, dtype)).bfloat16()
+    optimizer = ZeroOptimizer(
+        model, zero.CPUAdam, stage=2, lr=1e-4, weight_decay=0.1, offload_optimizer={"device": "cpu", "pin_memory": True}
+    )
+    print(f"# {num_layers} layers of {width}, made in {time.monotonic() - start:.1f} s", flush=True)
+    return model, optimizer
+
+
+def measure(arguments: argparse.Namespace, device: torch.device, step: Callable[[], None], model: GPT) -> None:
+    """Time the steps, and print their rate."""
+    seconds = []
+    for index in range(arguments.steps + 1):
+        begin = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if index:
+            seconds.append(time.perf_counter() - begin)
+    median, num_tokens = statistics.median(seconds), arguments.batch_size * arguments.seq_length
+    numel, config = sum(p.numel() for p in model.parameters()), model.config
+    of_attention = 6 * config.num_layers * config.seq_length * config.hidden_size  # causal: half of 12
+    tflops = num_tokens * (6 * numel + of_attention) / median / 1e12
+    rate = f"{1e3 * median:.0f} ms a step, {num_tokens / median:,.0f} tokens/s, {tflops:.1f} TFLOP/s"
+    print(f"RESULT {numel / 1e9:.2f} G parameters, {rate}", flush=True)
+
+
+def main() -> int:
+    """Build, time, trace; 1 if the loss has not fallen."""
+    arguments = parse_arguments()
+    device = torch.device(arguments.device)
+    model, optimizer = build(arguments, device)
+    tokens = torch.randint(0, 256, (arguments.batch_size, arguments.seq_length + 1), device=device)
+    losses: list[Tensor] = []
+
+    def step() -> None:
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+
+    measure(arguments, device, step, model)
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+        print(f"RESULT peak GPU memory {peak / 2**30:.1f} GiB; {traced(step, arguments.trace)}")
+    first, last = losses[0].item(), losses[-1].item()
+    print(f"RESULT loss {first:.4f} to {last:.4f} on one batch")
+    optimizer.close()
+    return 0 if last < first else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
