@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import shutil
@@ -11,14 +12,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-
-try:
-    import torch
-except ImportError as error:
-    torch = None
-    TORCH_REASON = f"torch cannot be imported: {error}"
-else:
-    TORCH_REASON = "" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
+from typing import Any
 
 __all__ = ["GPU", "JOB_PACKAGES", "TEST_PACKAGES", "Machine", "look", "nvcc"]
 
@@ -28,6 +22,7 @@ TEST_PACKAGES = {"pytest": "pytest", "pytest-timeout": "pytest_timeout", "pytest
 JOB_PACKAGES = {"tqdm": "tqdm", "matplotlib": "matplotlib"}
 VERSIONS = ("torch", "triton", "numpy", "nanobind", "scikit-build-core", "pytest", "deepspeed")
 ROOT = Path(__file__).parents[1]
+PROBE_LIMIT_S = 60
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,11 @@ def nvcc() -> str:
 
 def look(commit: str = "") -> Machine:
     """Look at this machine; ``commit`` where the tree is not under git."""
-    gpu, reason = _gpu()
+    found = _probe()
+    reason, gpu = found.pop("reason"), None
+    if "gpu" in found:
+        name, (major, minor), nbytes = found.pop("gpu")
+        gpu = GPU(name, (major, minor), nbytes, _driver() or "unknown")
     facts = {
         "GPU": f"{gpu.name}, sm_{gpu.architecture}, {gpu.nbytes / 2**30:.0f} GiB" if gpu else f"none: {reason}",
         "driver": gpu.driver if gpu else _driver() or "none",
@@ -91,33 +90,48 @@ def look(commit: str = "") -> Machine:
             f"{name} {shutil.which(name) or 'missing'}" for name in ("cmake", "ninja", "compute-sanitizer")
         ),
         "packages": ", ".join(f"{name} {_version(name) or 'missing'}" for name in VERSIONS),
-        **_of_torch(),
+        **found,
         "commit": commit or _commit(),
     }
     return Machine(gpu, reason, facts)
 
 
-def _gpu() -> tuple[GPU | None, str]:
-    if TORCH_REASON:
-        return None, TORCH_REASON
+PROBE = """
+import json
+try:
+    import torch
+except ImportError as error:
+    print(json.dumps({"reason": f"torch cannot be imported: {error}"}))
+    raise SystemExit
+found = {"CUDA of torch": str(torch.version.cuda), "reason": ""}
+if torch.version.cuda is None:
+    found["reason"] = f"torch {torch.__version__} is built without CUDA"
+else:
     try:
-        torch.cuda.init()
+        found["NCCL of torch"] = ".".join(map(str, torch.cuda.nccl.version()))
+    except Exception as error:
+        found["NCCL of torch"] = f"none: {error}"
+    try:
         of = torch.cuda.get_device_properties(0)
-    except (RuntimeError, AssertionError) as error:
-        return None, str(error).splitlines()[0]
-    return GPU(of.name, (of.major, of.minor), of.total_memory, _driver() or "unknown"), ""
+        found["gpu"] = [of.name, [of.major, of.minor], of.total_memory]
+    except Exception as error:
+        found["reason"] = (str(error).splitlines() or [repr(error)])[0].rstrip(".")
+print(json.dumps(found))
+"""
+"""In a process of its own: this one must not hold the GPU, nor end with a library that crashes."""
 
 
-def _of_torch() -> dict[str, str]:
-    if torch is None:
-        return {}
-    facts = {"CUDA of torch": str(torch.version.cuda)}
-    if torch.cuda.is_available():
-        try:
-            facts["NCCL of torch"] = ".".join(map(str, torch.cuda.nccl.version()))
-        except (AttributeError, RuntimeError) as error:
-            facts["NCCL of torch"] = f"none: {error}"
-    return facts
+def _probe() -> dict[str, Any]:
+    try:
+        command = [sys.executable, "-c", PROBE]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return {"reason": f"torch did not say within {PROBE_LIMIT_S} s what GPU there is"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return {"reason": f"looking for it with torch ended with exit code {done.returncode}"}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
 
 
 def _driver() -> str:

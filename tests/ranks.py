@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import tempfile
 import traceback
 import warnings
@@ -24,7 +25,7 @@ import torch.multiprocessing as mp
 
 from zcomm import Topology
 
-TIMEOUT_S = 50
+TIMEOUT_S = int(os.environ.get("ZCOMM_TEST_TIMEOUT_S", "50"))
 PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "zcomm", "zero", "pytest", "hypothesis"]
 
 _POOLS: dict[int, Pool] = {}

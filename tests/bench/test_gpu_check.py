@@ -40,7 +40,7 @@ def _say(text: str, code: int = 0) -> list[str]:
 def test_each_step_ends_in_its_own_way_and_the_others_go_on(bench: Any, tmp_path: Path) -> None:
     step = bench.steps.Step
     marker = tmp_path / "survived"
-    late = f"trap '' TERM; (sleep 2; touch {marker}) & echo begun; sleep 20"
+    late = f"trap '' TERM; (sleep 1.2; touch {marker}) & echo begun; sleep 20"
     bench.steps.KILL_AFTER_S = 0.1
     begin = time.monotonic()
     said: list[str] = []
@@ -77,7 +77,7 @@ def test_each_step_ends_in_its_own_way_and_the_others_go_on(bench: Any, tmp_path
     lines = bench.steps.table(outcomes).splitlines()
     assert len(lines) == 10
     assert len({line.count("|") for line in lines}) == 1, "a | in a note would be a column"
-    remaining = 2.2 - (time.monotonic() - begin)
+    remaining = 1.5 - (time.monotonic() - begin)
     if remaining > 0:
         time.sleep(remaining)
     assert not marker.exists(), "what a late step has started is ended with it"
@@ -137,6 +137,9 @@ def test_the_steps_name_what_is_there(bench: Any, tmp_path: Path, monkeypatch: p
     assert bench.main.results_path(tmp_path, machine).name == "gpu_nvidia_made_up_1.md"
     outcome = bench.steps.Outcome("build", "FAIL", 1.0, "no")
     assert "a step failed" in bench.main.document(machine, [outcome], "bench/gpu_check.sh", 1.0)
+    for code, reason in (("raise ImportError('no')", "exit code 1"), ('print(\'{"reason": "asleep"}\')', "asleep")):
+        monkeypatch.setattr(bench.machine, "PROBE", code)
+        assert reason in bench.main.without_gpu(bench.machine.look())
     monkeypatch.setattr(bench.plan, "TEST_PACKAGES", {"pytest": "no_such_module"})
     tests = bench.plan.make_steps(bench.plan.Plan(machine))[1]
     done = subprocess.run(tests.command, capture_output=True, text=True, check=False)
