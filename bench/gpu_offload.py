@@ -12,7 +12,6 @@ the share of the time of copies between host and GPU during which a kernel ran.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -61,8 +60,9 @@ def layer_numel(width: int) -> int:
 
 def largest_num_layers(width: int, device: str) -> int:
     """Blocks that ``MEMORY_SHARE`` of the free memory holds, on the host and on the GPU."""
-    free = MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    numel = free / HOST_NBYTES
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    numel = MEMORY_SHARE * available / HOST_NBYTES
     if device == "cuda":
         numel = min(numel, MEMORY_SHARE * torch.cuda.mem_get_info()[0] / DEVICE_NBYTES)
     return max(1, int(numel / layer_numel(width)))
