@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -165,6 +167,42 @@ def test_a_message_of_another_kind_is_found(kernels: Any) -> None:
     assert flag.item() == 0
     on_cuda._decode(messages, layout, torch.empty(1000, device="cuda"), 1000, 1000, is_valid=flag.fill_(1), added=False)
     assert flag.item() == 1
+
+
+def test_ranks_as_threads_of_one_process(seed: int) -> None:
+    """Each on a stream of its own: a reduce-scatter whose exchange is a look at the other threads' messages."""
+    if not _native.build_info()["cuda"]:
+        pytest.skip("the native module is built without CUDA")
+    world_size, numel = 4, 30_000
+    layout = _layout("int8", torch.float32, 1, numel)
+    inputs = [_values(world_size * numel, seed + rank) for rank in range(world_size)]
+    sent: list[Tensor] = [torch.empty(0)] * world_size
+    barrier = Barrier(world_size, timeout=30)
+
+    def reduce_scatter(rank: int) -> Tensor:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            sent[rank] = layout.new(world_size, torch.device("cuda"))
+            on_cuda.quantize(inputs[rank].cuda(), layout, sent[rank], numel, 0, None)
+            torch.cuda.current_stream().synchronize()
+            barrier.wait()
+            received = torch.stack([messages[rank] for messages in sent])
+            out = torch.empty(numel, device="cuda")
+            on_cuda.decode_sum(received, layout, out, numel, world_size)
+            return out.cpu()
+
+    with ThreadPoolExecutor(world_size) as threads:
+        results = list(threads.map(reduce_scatter, range(world_size)))
+    expected = [_reference_messages(x, layout, world_size) for x in inputs]
+    for rank, result in enumerate(results):
+        total = torch.empty(numel)
+        quant.decode_sum(torch.stack([messages[rank] for messages in expected]), layout, total, numel, world_size)
+        assert same_values(total, result), f"rank {rank}"
+
+
+def _reference_messages(x: Tensor, layout: MessageLayout, count: int) -> Tensor:
+    messages = layout.new(count, x.device)
+    quant.quantize(x, layout, messages, layout.numel, 0)
+    return messages
 
 
 def test_a_graph_replays_the_kernels() -> None:
