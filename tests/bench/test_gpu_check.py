@@ -146,6 +146,31 @@ def test_the_steps_name_what_is_there(bench: Any, tmp_path: Path, monkeypatch: p
     assert (done.returncode, done.stderr) == (1, "pytest is not installed\n")
 
 
+def test_the_table_is_kept_and_the_exit_code_says_what_became_of_it(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = bench.machine.Machine(bench.machine.GPU("Fast-1", (9, 0), 1, "2"), "", {"driver": "580"})
+    row = json.dumps({"operation": "decode", "kernels": "cuda", "size": 1, "num_wrong": 0})
+    steps = [
+        bench.steps.Step("build", _say("built")),
+        bench.steps.Step("kernels beside a copy", _say(row), read=bench.plan.read_kernels),
+        bench.steps.Step("tests", _say("1 failed", 1)),
+    ]
+    monkeypatch.setattr(bench.main, "look", lambda _: machine)
+    monkeypatch.setattr(bench.main, "make_steps", lambda _: steps)
+    options = ["gpu_check.py", f"--results={tmp_path}", f"--output={tmp_path / 'logs'}"]
+    monkeypatch.setattr(sys, "argv", [*options, "--only", "build", "beside"])
+    assert bench.main.main() == 0
+    kept = (tmp_path / "gpu_fast_1.md").read_text()
+    assert "every step passed" in kept
+    assert "| driver | 580 |" in kept
+    assert "## kernels beside a copy\n\n| operation | kernels | size | num_wrong |\n" in kept
+    monkeypatch.setattr(sys, "argv", options)
+    assert bench.main.main() == 1
+    assert "| tests                 | FAIL   |" in (tmp_path / "gpu_fast_1.md").read_text()
+    assert "FAIL    0." in capsys.readouterr().out
+
+
 def test_copies_are_hidden_by_kernels_that_run_at_the_same_time(bench: Any) -> None:
     import gpu_offload
 
