@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,12 @@ ROOT = Path(__file__).parents[1]
 GOALS = {"quantize": 0.90, "decode": 0.90, "requantize": 0.85}
 """Of the rate of a copy, from ``GOAL_NBYTES`` up."""
 GOAL_NBYTES = 64 * 2**20
-NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "ZCOMM_KERNELS": "cuda", "ZCOMM_TEST_TIMEOUT_S": "110"}
-"""One machine; with the CUDA kernels, as the Triton kernels would be compiled on every rank. Processes that share a GPU
-take turns, so that each exchange takes milliseconds."""
+EVERYWHERE = {
+    "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "PYTHONUNBUFFERED": "1",
+}  # fmt: skip
+"""One machine, which may have no network; and what a step printed before it was stopped is wanted."""
+SHARED = {"ZCOMM_KERNELS": "cuda", "ZCOMM_TEST_TIMEOUT_S": "110"}
+"""The Triton kernels would be compiled on every rank; processes that share a GPU take turns, which takes time."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ def read_results(text: str) -> tuple[str, str]:
 def make_steps(plan: Plan) -> list[Step]:
     """Every step, in order; those that cannot be begun say why."""
     built = (BUILD,) if plan.builds else ()
-    return [_build(plan), *_tests(plan, built), *_sanitizers(plan, built), *_benchmarks(plan, built)]
+    steps = [_build(plan), *_tests(plan, built), *_sanitizers(plan, built), *_benchmarks(plan, built)]
+    return [replace(step, environment={**EVERYWHERE, **step.environment}) for step in steps]
 
 
 def _refusal(reason: str) -> list[str]:
@@ -114,7 +118,13 @@ def _build(plan: Plan) -> Step:
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }
     reason = "" if plan.builds else "--no-build"
-    return Step(BUILD, command, 80 if plan.is_quick else 140, environment, skip_reason=reason)
+    return Step(BUILD, command, 80 if plan.is_quick else 140, environment, skip_reason=reason, read=_read_build)
+
+
+def _read_build(text: str) -> tuple[str, str]:
+    """For which GPU, and the first error of a compiler."""
+    found = re.findall(r"zcomm: (CUDA .*)$", text, re.MULTILINE)[:1]
+    return PASS, "; ".join(found + re.findall(r"^.*\berror: .*$", text, re.MULTILINE | re.IGNORECASE)[:1])
 
 
 def _pytest(plan: Plan, *arguments: str, workers: int = 1) -> list[str]:
@@ -151,7 +161,7 @@ def _tests(plan: Plan, built: Sequence[str]) -> list[Step]:
 
     return [
         step(CUDA_TESTS, (25, 60), KERNELS, "-k", "not triton", workers=workers),
-        step("ranks that share the GPU, over NCCL", (25, 90), RANKS, environment=NCCL),
+        step("ranks that share the GPU, over NCCL", (25, 90), RANKS, environment=SHARED),
         step("streams and host synchronizations", (20, 40), *others),
         step(TRITON_TESTS, (35, 140), KERNELS, "-k", f"triton{some}", workers=workers),
     ]
@@ -166,10 +176,10 @@ def _sanitizers(plan: Plan, built: Sequence[str]) -> list[Step]:
     # Each tensor is an allocation of its own, whose ends the tool knows.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "2"}
     steps = []
-    for tool, budget_s in (("memcheck", 40), ("racecheck", 30), ("initcheck", 30)):
+    for tool, budget_s in (("memcheck", 60), ("racecheck", 45), ("initcheck", 45)):
         command = [str(program), "--tool", tool, "--error-exitcode", "9", *tests]
         skipped = reason or ("--quick" if plan.is_quick and tool != "memcheck" else "")
-        seconds = 25 if plan.is_quick else budget_s
+        seconds = 35 if plan.is_quick else budget_s
         needs = (*built, CUDA_TESTS)
         steps.append(Step(f"compute-sanitizer {tool}", command, seconds, environment, needs, skipped, read=_read_tool))
     return steps
