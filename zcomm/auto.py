@@ -5,7 +5,8 @@
                                from so many bytes of the full tensor: formats (inside+between), hops
 
 Without a probe of this shape of nodes, over a ProcessGroup, below the smallest probed size, and on another kind of
-device, ``auto`` is ``none``: nothing is known of the links there, and rounding without a gain would be a loss.
+device, ``auto`` is ``none``: nothing is known of the links there, and rounding without a gain would be a loss. Below
+the smallest probed size the hops are those of ``none`` there, if that was found fastest.
 
 Invariants:
     A1  The first rank reads the file, once for a Topology, at the first use; the others get its table. So all ranks
@@ -73,8 +74,11 @@ class Table:
     def choose(self, operation: str, nbytes: int, device: torch.device) -> Choice:
         """For a full tensor of ``nbytes`` bytes, uncompressed."""
         rows = self.choices.get(operation, [])
+        if not rows or device.type != self.device:
+            return NONE
         index = bisect_right([smallest for smallest, _ in rows], nbytes) - 1
-        return rows[index][1] if index >= 0 and device.type == self.device else NONE
+        found = rows[max(index, 0)][1]
+        return found if index >= 0 or (found.inside, found.between) == (NONE.inside, NONE.between) else NONE
 
     @classmethod
     def parse(cls, path: str, text: str, *, shape: str) -> Table:

@@ -156,6 +156,11 @@ def test_a_choice_holds_from_its_size_on() -> None:
     assert table.choose("all_reduce", 5000, CPU) == Choice.parse("none", 2)
     assert table.choose("all_gather", 5000, torch.device("cuda")) == Choice.parse("none", 2)
     assert table.has_one_hop
+    small = Table(
+        "cpu", {"all_gather": [(4096, Choice.parse("none", 1))], "all_reduce": [(4096, Choice.parse("int8", 1))]}
+    )
+    assert small.choose("all_gather", 1, CPU) == Choice.parse("none", 1)  # fewer bytes cost no more hops
+    assert small.choose("all_reduce", 1, CPU) == Choice.parse("none", 2)
     assert not Table().has_one_hop
 
 

@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every option of ``zcomm probe``."""
     add = parser.add_argument
-    _add_sizes(parser, smallest="64K", iters=11)
+    _add_sizes(parser, smallest="4K", iters=11)
     add("--formats", type=_wires, metavar="LIST",
         help="candidates; by default 8 bits, for sums also int4 and nf4, alone or between nodes")  # fmt: skip
     add("--output", metavar="FILE", help='default: where format="auto" looks, $ZCOMM_PROBE or in ~/.cache/zcomm')
