@@ -2,6 +2,9 @@
 # is created: a target takes its CUDA_ARCHITECTURES from CMAKE_CUDA_ARCHITECTURES at the moment it is added.
 # ZCOMM_CUDA_SOURCES lists the .cu files, relative to cpp/.
 #
+# AUTO compiles them where nvcc is and a GPU is in sight, or architectures are given: they take two minutes, which nobody
+# without a GPU should wait for.
+#
 # Architectures: those of CMAKE_CUDA_ARCHITECTURES or the environment's CUDAARCHS, if given (90 builds for an H100 alone);
 # else every major one from 80 on that the compiler knows (its code runs on the minor ones, too), and PTX of the last.
 set(ZCOMM_CUDA_SOURCES cuda/decode.cu cuda/quantize.cu cuda/requantize.cu)
@@ -32,7 +35,18 @@ function(zcomm_cuda_architectures result)
   set(${result} ${known} ${last}-virtual PARENT_SCOPE)
 endfunction()
 
-if(NOT ZCOMM_CUDA STREQUAL "OFF")
+set(ZCOMM_WANTS_CUDA FALSE)
+if(ZCOMM_CUDA STREQUAL "ON")
+  set(ZCOMM_WANTS_CUDA TRUE)
+elseif(ZCOMM_CUDA STREQUAL "AUTO")
+  if(EXISTS /dev/nvidiactl OR EXISTS /dev/dxg OR DEFINED CMAKE_CUDA_ARCHITECTURES OR DEFINED ENV{CUDAARCHS})
+    set(ZCOMM_WANTS_CUDA TRUE)
+  else()
+    message(STATUS "zcomm: no GPU in sight; ZCOMM_CUDA=ON compiles the CUDA kernels all the same")
+  endif()
+endif()
+
+if(ZCOMM_WANTS_CUDA)
   include(CheckLanguage)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)

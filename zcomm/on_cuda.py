@@ -34,7 +34,7 @@ def unavailable_reason() -> str:
     if calls.UNBUILT_REASON:
         return calls.UNBUILT_REASON
     if not calls.module.build_info()["cuda"]:
-        return "the native module is built without CUDA: nvcc was not found, or ZCOMM_CUDA=OFF"
+        return "the native module is built without CUDA: it found no GPU or no nvcc (ZCOMM_CUDA=ON needs nvcc alone)"
     if setting != "cuda" and not on_triton.unavailable_reason("cuda"):
         return "Triton's kernels are the default: set ZCOMM_KERNELS=cuda for these"
     return ""
