@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import zcomm
 from tests.ranks import run_ranks
 from zcomm import ConfigError, Topology, auto, env
 from zcomm.auto import Choice, Table
-from zcomm.bench.probe import fastest_of
+from zcomm.bench.probe import confirmed, fastest_of
 
 SHAPE = "2x2 on 1 host"
 CPU = torch.device("cpu")
@@ -169,6 +169,34 @@ def test_a_choice_must_be_worth_it() -> None:
     assert fastest_of({usual: 1.0, ("none", 1): 0.95, ("int8", 2): 0.85}, usual=usual) == usual
     assert fastest_of({usual: 1.0, ("none", 1): 0.85, ("int8", 2): 0.75}, usual=usual) == ("none", 1)
     assert fastest_of({usual: 1.0, ("none", 1): 0.95, ("int8", 2): 0.75}, usual=usual) == ("int8", 2)
+
+
+@pytest.mark.parametrize(
+    ("trials", "chosen", "num_trials"),
+    [
+        ([(1.0, 0.95, 0.5)] * 3, ("int8", 2), 3),
+        ([(1.0, 0.95, 0.5), (1.0, 0.95, 0.9)], ("none", 2), 2),  # int8 was lucky once
+        ([(1.0, 0.95, 0.5), (1.0, 0.5, 0.9), (1.0, 0.5, None)], ("none", 1), 3),
+        ([(1.0, 0.5, 0.9), (1.0, 0.5, None), (1.0, 0.95, None)], ("none", 2), 3),
+        ([(1.0, 0.95, 0.9)], ("none", 2), 1),
+    ],
+)
+def test_a_choice_is_made_every_time(trials: list[tuple[float, ...]], chosen: tuple[str, int], num_trials: int) -> None:
+    ways = [("none", 2), ("none", 1), ("int8", 2)]
+    times = iter(trials)
+    asked: list[int] = []
+
+    def trial(keys: Iterable[tuple[str, int]]) -> dict[tuple[str, int], float]:
+        found = dict(zip(ways, next(times), strict=True))
+        keys = list(keys)
+        asked.append(len(keys))
+        assert {key for key, seconds in found.items() if seconds is not None} == set(keys)
+        return {key: found[key] for key in keys}
+
+    best, p50 = confirmed(trial, ways, usual=("none", 2))
+    assert best == chosen
+    assert len(asked) == num_trials
+    assert p50.keys() == set(ways)
 
 
 def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
