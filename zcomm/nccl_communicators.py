@@ -73,7 +73,8 @@ def _make(hops: Sequence[Hop], device: torch.device) -> Communicator:
     timeout_s = min((t.total_seconds() for t in timeouts if t is not None), default=600.0)
     members = [(unique_id, hop.size, hop.rank) for unique_id, hop in zip(ids, hops, strict=True)]
     try:
-        native = kernels.native().NcclCommunicator(nccl_library(), device.index, members, timeout_s)
+        with torch.cuda.device(device):
+            native = kernels.native().NcclCommunicator(nccl_library(), device.index, members, timeout_s)
     except RuntimeError as error:
         raise CommunicationError(f"no communicator over NCCL: {error}") from error
     return Communicator(native, tuple(SideStreams() for _ in hops))

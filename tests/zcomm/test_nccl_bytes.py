@@ -18,13 +18,12 @@ from torch import Tensor
 
 import zcomm
 from tests.ranks import run_ranks
+from tests.zcomm.calls import WORLD_SIZE, assert_same_bits, collectives, kept, with_residual
 from zcomm import Topology, backend, carrier, chunks, nccl_bytes, nccl_communicators, nccl_steps, route, secondary
 from zcomm.backend import Hop
 from zcomm.nccl_communicators import Communicator as Over
 
-WORLD_SIZE = 4
 FORMATS = ("int8:stochastic", "int4:asym", "nf4/32:hadamard", "int4/96", "int8", "none")
-NUMELS = (1, 3000)
 STREAM = 11
 
 
@@ -83,60 +82,6 @@ def _over_stand_in() -> Iterator[None]:
         assert before < StandIn.calls, "nothing went over the stand-in"
 
 
-def _values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(rank * 7919 + numel)
-    return (torch.randn(numel, generator=generator) * (rank + 1)).to(dtype)
-
-
-def _collectives(rank: int, name: str, group: Any, wire: Any, dtype: torch.dtype, numel: int) -> list[Tensor]:
-    shard, full = _values(rank, numel, dtype), _values(rank, numel * WORLD_SIZE, dtype)
-    draws = "stochastic" in str(wire)
-    options: dict[str, Any] = {"backend": name, "random": zcomm.RandomKey(1, 2, 3) if draws else None}
-    back = wire[::-1] if isinstance(wire, tuple) else wire
-    made = [torch.full_like(full, 7), torch.full_like(shard, 7), torch.full_like(full, 7), full.clone()]
-    zcomm.all_gather_single(made[0], shard, group, format=back, **options)
-    zcomm.reduce_scatter_single(made[1], full, "avg", group=group, format=wire, **options)
-    zcomm.all_to_all_single(made[2], full, group, format=wire, **options)
-    work = zcomm.all_reduce(made[3], group=group, format=wire, async_op=True, **options)
-    assert work is not None
-    work.wait()
-    return made
-
-
-def _with_residual(rank: int, name: str, group: Any, numel: int) -> list[Tensor]:
-    residual = zcomm.Residual(group, [("p", 0, numel * WORLD_SIZE)], numel * WORLD_SIZE)
-    made = []
-    for step in range(3):
-        made.append(torch.empty(numel))
-        full = _values(rank + 10 * step, numel * WORLD_SIZE, torch.float32)
-        zcomm.reduce_scatter_single(made[-1], full, group=group, format="int4", residual=residual, backend=name)
-        residual.commit()
-    return [*made, residual.values()]
-
-
-def _kept(rank: int, topology: Topology, numel: int) -> list[Tensor]:
-    """What is chosen by use_backend() when it is made."""
-    shard, made = _values(rank, numel, torch.bfloat16), []
-    for over, size in (("world", WORLD_SIZE), ("nodes", 2)):
-        made.append(torch.zeros(size, numel, dtype=torch.bfloat16))
-        delta = zcomm.DeltaGather(made[-1], topology, over=over)  # type: ignore[arg-type]
-        delta.refresh(shard)
-        for step in range(2):
-            delta.update(shard + 0.01 * _values(rank + step, numel, torch.bfloat16))
-    made.append(torch.empty(WORLD_SIZE * numel, dtype=torch.bfloat16))
-    zcomm.EncodedShard(shard, topology).gather(made[-1], numbering="local")
-    part = zcomm.SecondaryPartition(topology, 2 * numel + 1, torch.bfloat16)
-    part.fill(_values(rank // 2, 2 * numel + 1, torch.bfloat16))
-    made.append(torch.empty(2 * numel + 1, dtype=torch.bfloat16))
-    part.gather(made[-1])
-    return made
-
-
-def _assert_same(case: str, got: list[Tensor], expected: list[Tensor]) -> None:
-    for index, (a, b) in enumerate(zip(got, expected, strict=True)):
-        assert torch.equal(a, b), f"{case}: result {index}"
-
-
 def _check_all(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "MIN_CHUNK_NUMEL", 1024)
@@ -146,25 +91,25 @@ def _check_all(rank: int) -> None:
 def _check_calls(rank: int) -> None:
     topology = Topology(ranks_per_node=2)
     wires = [*FORMATS, ("int8", "int4:asym"), ("none", "int4:stochastic")]
-    cases = [(wire, torch.float32, numel) for wire in wires for numel in NUMELS]
-    for wire, dtype, numel in [*cases, ("none", torch.float64, 33), ("none", torch.bfloat16, 7)]:
+    cases = [(wire, torch.float32, 3000) for wire in wires]
+    for wire, dtype, numel in [*cases, ("none", torch.float64, 33), ("int4/96", torch.bfloat16, 1)]:
         for group in (topology, None):
             if group is None and isinstance(wire, tuple):
                 continue
             with zcomm.traffic() as expected_traffic:
-                expected = _collectives(rank, "torch", group, wire, dtype, numel)
+                expected = collectives(rank, "torch", group, wire, dtype, numel)
             with _over_stand_in(), zcomm.traffic() as traffic:
-                got = _collectives(rank, "nccl", group, wire, dtype, numel)
-            _assert_same(f"{wire}, {dtype}, {numel}", got, expected)
+                got = collectives(rank, "nccl", group, wire, dtype, numel)
+            assert_same_bits(f"{wire}, {dtype}, {numel}", got, expected)
             assert traffic.as_dict() == expected_traffic.as_dict()
     for group in (topology, None):
-        expected = _with_residual(rank, "torch", group, 1000)
+        expected = with_residual(rank, "torch", group, 1000)
         with _over_stand_in():
-            _assert_same("residual", _with_residual(rank, "nccl", group, 1000), expected)
-    expected = _kept(rank, topology, 501)
+            assert_same_bits("residual", with_residual(rank, "nccl", group, 1000), expected)
+    expected = kept(rank, topology, 501)
     with _over_stand_in(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(carrier, "_CHOSEN", ["nccl"])
-        _assert_same("kept", _kept(rank, topology, 501), expected)
+        assert_same_bits("kept", kept(rank, topology, 501), expected)
     _check_closing(topology)
 
 
