@@ -21,7 +21,7 @@ from zcomm.chunks import chunks_of, pipelined
 from zcomm.encoder import Encoder, check_random
 from zcomm.formats import Format, codec_for, is_same_wire
 from zcomm.message import MessageLayout, layout_of
-from zcomm.nccl_steps import gather_over_nccl
+from zcomm.nccl_steps import gather_over_nccl, is_native
 from zcomm.philox import RandomKey
 from zcomm.route import Group, Route, WireFormat, check_numbering, check_own_row, check_shard, find_route, rows_of
 from zcomm.topology import Numbering
@@ -61,7 +61,7 @@ def all_gather_single(
 
     Raises:
         LayoutError, FormatError: Sizes, dtypes, formats or random do not fit. Raised before any communication.
-        BackendUnavailableError: The backend does not serve this call. Raised before any communication.
+        BackendUnavailableError: The backend does not serve the device. Raised before any communication.
         MessageError: Another rank sent something else, or bytes were damaged (with ZCOMM_CHECK=1).
 
     Cost for each rank: sends its message to every other rank; with two hops its message to one rank of every other
@@ -86,7 +86,7 @@ def gather_steps(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Enc
     if not shard.numel():
         return nothing()
     route = encoder.route
-    if route.backend == "nccl":
+    if is_native(encoder, rows, shard):
         return gather_over_nccl(rows, shard, numbering, encoder)
     if len(route.hops) == 1:
         return _one_hop(rows, shard, encoder)

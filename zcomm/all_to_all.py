@@ -17,7 +17,7 @@ from zcomm.encoder import Encoder, check_random
 from zcomm.errors import LayoutError
 from zcomm.formats import codec_for
 from zcomm.message import layout_of
-from zcomm.nccl_steps import exchange_over_nccl
+from zcomm.nccl_steps import exchange_over_nccl, is_native
 from zcomm.philox import RandomKey
 from zcomm.route import Group, WireFormat, check_apart, check_flat, find_route
 from zcomm.work import Steps, Work, nothing, run
@@ -80,7 +80,7 @@ def _steps(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
         return nothing()
     route = encoder.route
     parts, source_parts = output.view(route.world_size, -1), source.view(route.world_size, -1)
-    if route.backend == "nccl":
+    if is_native(encoder, parts, source_parts):
         return exchange_over_nccl(parts, source_parts, encoder)
     if len(route.hops) == 1:
         return _one_hop(parts, source_parts, encoder)

@@ -1,5 +1,7 @@
 """The only module that calls torch.distributed's collectives: absorbs their renames, counts what is sent.
 
+A hop with a carrier goes over that instead (:mod:`zcomm.nccl_bytes`).
+
 Tensors travel as bytes, so every dtype goes through every backend. A hop of one rank is a local copy.
 
 Over gloo an all-gather of large messages is W - 1 sends and receives, straight into place: gloo's own gathers into a
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -26,6 +28,7 @@ from zcomm.traffic import record
 
 __all__ = [
     "ALONE",
+    "Carrier",
     "Hop",
     "Pending",
     "Sent",
@@ -65,6 +68,16 @@ class Pending(Protocol):
         """Whether it is known to have ended."""
 
 
+class Carrier(Protocol):
+    """What exchanges the bytes of a hop instead of torch's process group."""
+
+    def all_gather(self, output: Tensor, message: Tensor) -> Pending:
+        """As :func:`all_gather` of a hop of several ranks."""
+
+    def all_to_all(self, output: Tensor, messages: Tensor) -> Pending:
+        """As :func:`all_to_all` of a hop of several ranks."""
+
+
 @dataclass(frozen=True)
 class Hop:
     """The ranks that one exchange runs over, as seen from this one."""
@@ -79,6 +92,12 @@ class Hop:
     """Of the group, as torch.distributed names it."""
     ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
     """What has been started over it."""
+    carrier: Carrier | None = field(default=None, compare=False, repr=False)
+    """None: the group itself."""
+
+    def with_carrier(self, carrier: Carrier) -> Hop:
+        """The same ranks and the same ledger, over ``carrier``."""
+        return replace(self, carrier=carrier)
 
 
 ALONE = Hop(None, 1, 0, 0, 0)
@@ -127,6 +146,8 @@ def all_gather(output: Tensor, message: Tensor, hop: Hop, sent: Sent) -> Pending
         if output.data_ptr() != message.data_ptr():
             _bytes(output).copy_(_bytes(message))
         return None
+    if hop.carrier is not None:
+        return named_wait(hop.carrier.all_gather(output, message), *_words(hop, sent))
     call = Call("all_gather", message.numel() * message.element_size(), message.device.type)
     if device_of(hop.backend, message.device) != message.device:
         return _through_copies(output, message, hop, _gather, call)
@@ -190,6 +211,8 @@ def all_to_all(output: Tensor, messages: Tensor, hop: Hop, sent: Sent) -> Pendin
     if hop.group is None:
         _bytes(output).copy_(_bytes(messages))
         return None
+    if hop.carrier is not None:
+        return named_wait(hop.carrier.all_to_all(output, messages), *_words(hop, sent))
     call = Call("all_to_all", messages.numel() * messages.element_size(), messages.device.type)
     if device_of(hop.backend, messages.device) != messages.device:
         return _through_copies(output, messages, hop, _exchange, call)

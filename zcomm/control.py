@@ -14,7 +14,7 @@ from zcomm.backend import Hop, Sent
 from zcomm.errors import TopologyError
 from zcomm.topology import Topology, hop_of_group
 
-__all__ = ["agree_max", "any_", "broadcast_", "gather_float64", "gather_texts", "texts_over"]
+__all__ = ["agree_max", "any_", "broadcast_", "gather_beside", "gather_float64", "gather_texts", "texts_over"]
 
 TEXT_NBYTES = 512
 
@@ -37,10 +37,15 @@ def any_(flag: Tensor, topology: Topology) -> Tensor:
 
 def gather_float64(values: Tensor, topology: Topology) -> Tensor:
     """Every rank's float64 ``values`` [n] as [world_size, n], in rank order, on the CPU."""
-    mine = values.to("cpu", torch.float64).contiguous()
+    return gather_beside(values.to("cpu", torch.float64), topology)
+
+
+def gather_beside(values: Tensor, topology: Topology) -> Tensor:
+    """Every rank's ``values`` [n] as [world_size, n], in rank order, on their device. CUDA: no host waits."""
+    mine = values.contiguous()
     _keep_order(topology)
     of_ranks = mine.new_empty((topology.world_size, mine.numel()))
-    work = backend.all_gather(of_ranks, mine, topology.on_host, Sent("control", "none", mine.numel()))
+    work = backend.all_gather(of_ranks, mine, _hop_for(mine, topology), Sent("control", "none", mine.numel()))
     if work is not None:
         work.wait()
     return of_ranks

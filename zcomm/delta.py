@@ -65,7 +65,7 @@ class DeltaGather:
         check_numbering(numbering)
         self._format, self._numbering = get_format(format), numbering
         self._route = find_route("delta_gather", group, self._format, first="inter")
-        self._route.need_torch("DeltaGather")
+        self._route.check_device(replica.device)
         self._rank = self._route.node_rank * self._route.ranks_per_node + self._route.local_rank
         if over == "nodes":
             self._route = _between_nodes(self._route, group)
@@ -202,4 +202,5 @@ def _between_nodes(route: Route, group: Group) -> Route:
     """One hop between the ranks of equal local rank, as ranks of nodes of one."""
     if not isinstance(group, Topology):
         raise TopologyError(f"over='nodes' needs a Topology as group: group={group!r}")
-    return replace(route, hops=((group.inter, route.hops[0][1]),), ranks_per_node=1, local_rank=0)
+    hop = next((hop for hop, _ in route.hops if hop.group is group.inter.group), group.inter)  # with what carries it
+    return replace(route, hops=((hop, route.hops[0][1]),), ranks_per_node=1, local_rank=0)

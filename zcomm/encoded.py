@@ -39,7 +39,6 @@ class EncodedShard:
         if get_format(format).is_random:
             raise FormatError(f"a shard at rest is rounded to nearest: format={format!r}")
         self._route = find_route("all_gather", group, format, first="inter")
-        self._route.need_torch("EncodedShard")
         self._layout = layout_of(self._route.operation, get_format(format), values.dtype, 1, values.numel())
         self.numel, self.dtype = values.numel(), values.dtype
         self._message = self._layout.new(1, device or values.device)
@@ -77,6 +76,7 @@ class EncodedShard:
         if numbering == "rank" and len(self._route.hops) == 2:
             raise FormatError('on two hops numbering must be "local": numbering="rank"')
         rows = rows_of("output", output, self._route.world_size)
+        self._route.check_device(rows.device)
         self._route.compare(numel=self.numel, dtype=self.dtype, numbering=numbering, rests="encoded")
         steps = self._steps(rows) if self.numel else nothing()
         queue, num_exchanges = self._route.queue, len(self._route.hops)

@@ -7,7 +7,8 @@ torch's, and no communicator of torch's, is needed.
 from __future__ import annotations
 
 import atexit
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,9 +20,9 @@ from zcomm.backend import Hop
 from zcomm.carrier import nccl_unavailable_reason
 from zcomm.errors import BackendUnavailableError, CommunicationError
 from zcomm.nccl_library import nccl_library
-from zcomm.route import Route
+from zcomm.streams import SideStreams
 
-__all__ = ["agree_on_nccl", "close_communicators", "communicator_over"]
+__all__ = ["Communicator", "agree_on_nccl", "close_communicators", "communicator_over", "inside_first"]
 
 PREFIX = "zcomm-nccl"
 ALONE = "alone"
@@ -29,20 +30,33 @@ SOUND = b"sound"
 
 Key = tuple[int, tuple[str, ...]]
 """Device, and the hops by the names of their groups."""
-_COMMUNICATORS: WeakKeyDictionary[dist.ProcessGroup, dict[Key, Any]] = WeakKeyDictionary()
-_ALONE: dict[Key, Any] = {}
 
 
-def communicator_over(route: Route, device: torch.device) -> Any:
-    """The native ``NcclCommunicator`` over the hops of ``route``, inside the node first; at the first use collective.
+class Communicator(NamedTuple):
+    """One communicator of this process."""
+
+    native: Any
+    """The ``NcclCommunicator``."""
+    sides: tuple[SideStreams, ...]
+    """For exchanges of bytes, a stream for each hop."""
+
+
+_COMMUNICATORS: WeakKeyDictionary[dist.ProcessGroup, dict[Key, Communicator]] = WeakKeyDictionary()
+_ALONE: dict[Key, Communicator] = {}
+
+
+def inside_first(hops: Sequence[Hop]) -> tuple[Hop, ...]:
+    """The hops of a route as a communicator has them: a gather begins between nodes."""
+    return tuple(sorted(hops, key=lambda hop: hop.num_inter_peers > 0))
+
+
+def communicator_over(hops: Sequence[Hop], device: torch.device) -> Communicator:
+    """The communicator over ``hops``, inside the node first; at the first use collective over them.
 
     Raises:
         BackendUnavailableError: A rank has no NCCL. The same on every rank.
         CommunicationError: The ranks did not find one another, with NCCL's text.
     """
-    hops = [hop for hop, _ in route.hops]
-    if len(hops) == 2 and hops[0].num_inter_peers:  # a gather begins between nodes
-        hops.reverse()
     groups = [hop.group for hop in hops if hop.group is not None]
     made = _COMMUNICATORS.setdefault(groups[0], {}) if groups else _ALONE
     key = device.index, tuple(ALONE if hop.group is None else hop.group.group_name for hop in hops)
@@ -51,7 +65,7 @@ def communicator_over(route: Route, device: torch.device) -> Any:
     return made[key]
 
 
-def _make(hops: list[Hop], device: torch.device) -> Any:
+def _make(hops: Sequence[Hop], device: torch.device) -> Communicator:
     for hop in hops:
         agree_on_nccl(hop)
     ids = [_unique_id(hop) for hop in hops]
@@ -59,9 +73,11 @@ def _make(hops: list[Hop], device: torch.device) -> Any:
     timeout_s = min((t.total_seconds() for t in timeouts if t is not None), default=600.0)
     members = [(unique_id, hop.size, hop.rank) for unique_id, hop in zip(ids, hops, strict=True)]
     try:
-        return kernels.native().NcclCommunicator(nccl_library(), device.index, members, timeout_s)
+        with torch.cuda.device(device):
+            native = kernels.native().NcclCommunicator(nccl_library(), device.index, members, timeout_s)
     except RuntimeError as error:
         raise CommunicationError(f"no communicator over NCCL: {error}") from error
+    return Communicator(native, tuple(SideStreams() for _ in hops))
 
 
 def _store(hop: Hop, round_: str) -> Any:

@@ -5,8 +5,8 @@
 
 Invariants:
     Q1  Sizes and formats alone decide on chunks: all ranks cut alike.
-    Q2  What cannot be served is refused on every rank before anything is sent: by what is equal on all ranks, or, where
-        a rank has no NCCL, after the ranks have told one another.
+    Q2  What the pipeline does not do goes hop by hop over the same communicator, with the same bits. Nothing is refused
+        but tensors that are not on a GPU, and, after the ranks have told one another, ranks without NCCL.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from torch import Tensor
 from zcomm import backend, env
 from zcomm.backend import Sent
 from zcomm.encoder import Encoder
-from zcomm.errors import BackendUnavailableError, CommunicationError
+from zcomm.errors import CommunicationError
 from zcomm.formats import Format, codec_for, is_same_wire
 from zcomm.message import MessageLayout, layout_of
 from zcomm.native_calls import DTYPE_NUMBERS
-from zcomm.nccl_communicators import communicator_over
+from zcomm.nccl_bytes import check_device
+from zcomm.nccl_communicators import communicator_over, inside_first
 from zcomm.route import Route
 from zcomm.topology import Numbering
 from zcomm.work import Steps
 
-__all__ = ["check_served", "chunk_numel", "exchange_over_nccl", "gather_over_nccl", "reduce_over_nccl"]
+__all__ = ["chunk_numel", "exchange_over_nccl", "gather_over_nccl", "is_native", "reduce_over_nccl"]
 
 MIN_CHUNK_NUMEL = 2**22
 """Elements of all ranks in a chunk: below, a transfer is too short to hide the launches."""
@@ -42,29 +43,23 @@ Rows = tuple[int, int, int, int]
 """dtype, address, elements from local rank to local rank, and from node to node."""
 
 
-def check_served(route: Route, encoder: Encoder, *tensors: Tensor) -> None:
-    """Raise BackendUnavailableError unless the communicator serves this call. Depends on what all ranks have alike."""
-    reason = _refusal(route, encoder, *tensors)
-    if reason:
-        raise BackendUnavailableError(
-            f"backend='nccl' does not serve this {route.operation}: {reason}; use backend='torch'"
-        )
+def is_native(encoder: Encoder, *tensors: Tensor) -> bool:
+    """Whether the pipeline in C++ runs this call; False: Python does, over the same route (:mod:`zcomm.nccl_bytes`).
 
+    What has no CUDA kernels, or what they do not do: options of formats, float64, residuals, checksums. It depends on
+    what all ranks have alike.
 
-def _refusal(route: Route, encoder: Encoder, *tensors: Tensor) -> str:
+    Raises:
+        BackendUnavailableError: The tensors are not on a GPU.
+    """
+    route = encoder.route
+    if route.backend != "nccl":
+        return False
     for tensor in tensors:
-        if tensor.device.type != "cuda":
-            return f"it takes CUDA tensors, got device={tensor.device}"
-        if tensor.dtype not in DTYPE_NUMBERS:
-            return f"it has no kernels for dtype={tensor.dtype}"
-    if encoder.residual is not None:
-        return "it keeps no residuals"
-    if env.is_set("ZCOMM_CHECK"):
-        return "its messages carry no checksums, and ZCOMM_CHECK=1 asks for them"
-    for _, wire in route.hops:
-        if not _has_kernels(wire):
-            return f"there are no CUDA kernels for format={wire}"
-    return ""
+        check_device(route.operation, tensor.device)
+    is_plain = encoder.residual is None and not env.is_set("ZCOMM_CHECK")
+    has_dtypes = all(tensor.dtype in DTYPE_NUMBERS for tensor in tensors)
+    return is_plain and has_dtypes and all(_has_kernels(wire) for _, wire in route.hops)
 
 
 def _has_kernels(wire: Format) -> bool:
@@ -83,7 +78,6 @@ def chunk_numel(numel: int, num_ranks: int, *formats: Format) -> int:
 def gather_over_nccl(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
     """As :func:`zcomm.all_gather.gather_steps`."""
     route = encoder.route
-    check_served(route, encoder, rows, shard)
     segments = (1,) * len(route.hops)
     wires = [wire for _, wire in route.hops]
     if len(wires) == 2 and not is_same_wire(wires[0], wires[1], shard.dtype):
@@ -98,7 +92,6 @@ def gather_over_nccl(rows: Tensor, shard: Tensor, numbering: Numbering, encoder:
 def reduce_over_nccl(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, encoder: Encoder) -> Steps:
     """As :func:`zcomm.reduce_scatter.reduce_steps`."""
     route = encoder.route
-    check_served(route, encoder, output, rows)
     segments = (route.num_nodes, 1) if len(route.hops) == 2 else (1,)
     sizes = _sizes(route, rows.dtype, output.numel(), segments)
     source = _rows(rows, route, numbering)
@@ -111,7 +104,6 @@ def reduce_over_nccl(output: Tensor, rows: Tensor, numbering: Numbering, divisor
 def exchange_over_nccl(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
     """The steps of :func:`zcomm.all_to_all_single`, of [world_size, n] both."""
     route = encoder.route
-    check_served(route, encoder, output, source)
     segments = (1,) * len(route.hops)
     sizes = _sizes(route, source.dtype, source.shape[1], segments)
     carried = [route.num_nodes, route.ranks_per_node] if len(segments) == 2 else [1]
@@ -162,7 +154,7 @@ def _queued(route: Route, tensor: Tensor, call: Callable[[Any, Any], int]) -> St
     that it needs while a graph is captured."""
     device = tensor.device
     with torch.cuda.device(device):
-        native = communicator_over(route, device)
+        native = communicator_over(inside_first([hop for hop, _ in route.hops]), device).native
         flag = torch.ones(1, dtype=torch.int32, device=device)
         stream = torch.cuda.current_stream(device).cuda_stream
         room = torch.empty(0, dtype=torch.uint8, device=device)

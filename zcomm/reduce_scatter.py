@@ -24,7 +24,7 @@ from zcomm.chunks import chunks_of, pipelined
 from zcomm.encoder import Encoder, check_random
 from zcomm.formats import codec_for
 from zcomm.message import MessageLayout, layout_of
-from zcomm.nccl_steps import reduce_over_nccl
+from zcomm.nccl_steps import is_native, reduce_over_nccl
 from zcomm.philox import RandomKey
 from zcomm.residual import Residual
 from zcomm.route import Group, WireFormat, check_numbering, check_shard, divisor_of, find_route, rows_of
@@ -101,7 +101,7 @@ def reduce_steps(output: Tensor, rows: Tensor, numbering: Numbering, divisor: in
     if not output.numel():
         return nothing()
     route = encoder.route
-    if route.backend == "nccl":
+    if is_native(encoder, output, rows):
         return reduce_over_nccl(output, rows, numbering, divisor, encoder)
     if len(route.hops) == 1:
         return _one_hop(output, rows, divisor, encoder)

@@ -12,8 +12,9 @@ from torch import Tensor
 from zcomm.backend import Hop
 from zcomm.carrier import BackendName, chosen_backend
 from zcomm.debug import compare_calls
-from zcomm.errors import BackendUnavailableError, FormatError, LayoutError, TopologyError
+from zcomm.errors import FormatError, LayoutError, TopologyError
 from zcomm.formats import Format, get_format
+from zcomm.nccl_bytes import check_device, over_nccl
 from zcomm.topology import Numbering, Topology, hop_of_group
 from zcomm.work import WorkQueue
 
@@ -28,6 +29,7 @@ __all__ = [
     "check_shard",
     "divisor_of",
     "find_route",
+    "hop_inside",
     "rows_of",
 ]
 
@@ -56,10 +58,10 @@ class Route:
         """With ZCOMM_DEBUG=1, raise on every rank unless all make this call with equal ``facts``."""
         compare_calls(self.operation, self.hops, self.whole, self.queue, **facts)
 
-    def need_torch(self, what: str) -> None:
-        """Raise BackendUnavailableError if this is to go over NCCL."""
+    def check_device(self, device: torch.device) -> None:
+        """Raise BackendUnavailableError if this goes over NCCL, and ``device`` is not a GPU."""
         if self.backend == "nccl":
-            raise BackendUnavailableError(f"{what} has no backend='nccl': call zcomm.use_backend('torch') before it")
+            check_device(self.operation, device)
 
     def own_row(self, numbering: Numbering) -> int:
         """The row that this rank owns."""
@@ -94,11 +96,11 @@ def find_route(
     if not isinstance(group, Topology):
         if not isinstance(format, (str, Format)):
             raise FormatError(f"a pair of formats needs a Topology as group: format={format!r}, group={group!r}")
-        hop = hop_of_group(group)
+        (hop,) = _carried(carrier, hop_of_group(group))
         return Route(operation, ((hop, pair[0]),), 1, hop.size, hop.rank, None, hop, 0, carrier)
     t = group
     if t.has_two_hops and num_hops == 2:
-        both = (t.intra, t.inter) if first == "intra" else (t.inter, t.intra)
+        both = _carried(carrier, *((t.intra, t.inter) if first == "intra" else (t.inter, t.intra)))
         return Route(
             operation,
             tuple(zip(both, pair, strict=True)),
@@ -112,8 +114,20 @@ def find_route(
         )
     is_intra = t.num_nodes == 1
     chosen = pair[0] if is_intra == (first == "intra") else pair[1]
-    hops = ((t.world, chosen),)
+    hops = ((_carried(carrier, t.world)[0], chosen),)
     return Route(operation, hops, t.num_nodes, t.ranks_per_node, t.local_rank, t.queue, t.world, t.node_rank, carrier)
+
+
+def hop_inside(topology: Topology, backend: BackendName | None = None) -> Hop:
+    """The ranks of this node, over ``backend`` (default: what :func:`zcomm.use_backend` has set)."""
+    carrier = chosen_backend(backend)
+    if topology.has_two_hops:
+        return _carried(carrier, topology.intra, topology.inter)[0]
+    return _carried(carrier, topology.intra)[0]
+
+
+def _carried(backend: BackendName, *hops: Hop) -> tuple[Hop, ...]:
+    return over_nccl(*hops) if backend == "nccl" else hops
 
 
 def _pair(formats: Any) -> tuple[Format, Format]:

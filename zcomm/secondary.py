@@ -15,7 +15,8 @@ from zcomm.backend import Sent
 from zcomm.debug import compare_calls
 from zcomm.errors import LayoutError, StateError
 from zcomm.formats import get_format
-from zcomm.route import check_flat
+from zcomm.nccl_bytes import check_device
+from zcomm.route import check_flat, hop_inside
 from zcomm.topology import Topology
 from zcomm.work import Steps, Work, run
 
@@ -47,7 +48,7 @@ class SecondaryPartition:
     ) -> None:
         if numel < 0:
             raise LayoutError(f"numel must not be negative: numel={numel}")
-        self._topology, self.numel = topology, numel
+        self._topology, self._hop, self.numel = topology, hop_inside(topology), numel
         shard_numel = -(-numel // topology.ranks_per_node)
         self._device, self.is_on_host = torch.empty(0, device=device).device, is_on_host
         place = "cpu" if is_on_host else self._device
@@ -79,6 +80,8 @@ class SecondaryPartition:
         Cost for each rank: sends its part to every other rank of the node, 0 bytes between nodes.
         """
         self._check("output", output)
+        if self._hop.carrier is not None:
+            check_device(OPERATION, self._device)
         if not self.is_valid:
             raise StateError("the secondary partition is not valid: call fill(full) after the values changed")
         hops = ((self._topology.intra, get_format("none")),)
@@ -94,7 +97,7 @@ class SecondaryPartition:
         if self.is_on_host:
             start = self._topology.local_rank * numel
             own = full[start : start + numel].copy_(own, non_blocking=True)
-        yield backend.all_gather(full, own, self._topology.intra, Sent(OPERATION, "none", numel))
+        yield backend.all_gather(full, own, self._hop, Sent(OPERATION, "none", numel))
         if not is_exact:
             output.copy_(full[: self.numel])
 

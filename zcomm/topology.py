@@ -23,6 +23,7 @@ from zcomm.backend import ALONE, Hop
 from zcomm.background import Background
 from zcomm.errors import ConfigError, StateError, TopologyError
 from zcomm.ledger import Ledger
+from zcomm.nccl_communicators import close_communicators
 from zcomm.watch import Watch, Watched
 from zcomm.work import WorkQueue
 
@@ -237,6 +238,7 @@ class Topology:
                 backend.destroy_group(background.group, is_local=self._is_local)
         self.queue.close()
         for group in self._groups:
+            close_communicators(group)
             backend.destroy_group(group, is_local=self._is_local)
         self._groups.clear()
 

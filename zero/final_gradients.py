@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zcomm import StateError, control
 from zero.agreement import on_every_rank
+from zero.grad_factor import GradFactor
 from zero.masters import MasterPiece
 from zero.nonfinite import nonfinite_flag
 from zero.released import ReducedGradient
@@ -26,7 +27,7 @@ class FinalGradients:
 
     def __init__(self, runtime: Runtime, pieces: list[MasterPiece]) -> None:
         self.runtime, self._pieces = runtime, pieces
-        self.factor = 1.0
+        self.factor = GradFactor()
         """What the gradients are yet to be multiplied by, to unscale and clip them."""
         self.flag = torch.zeros(1, device=runtime.buckets[0].device)
         """The overflow flag."""
@@ -63,14 +64,14 @@ class FinalGradients:
 
     def apply(self) -> None:
         """Multiply every gradient of this rank by the factor."""
-        if self.factor == 1:
+        if self.factor.is_one:
             return
-        reducer, files, factor = self.runtime.reducer, self.runtime.gradient_files, self.factor
+        reducer, files = self.runtime.reducer, self.runtime.gradient_files
         for grads in reducer.all:
-            reducer.change(grads, lambda result: result.mul_(factor))
+            reducer.change(grads, self.factor.multiply_)
         if files is not None:
             on_every_rank(files.raise_error, self.runtime.topology)
-        self.factor = 1.0
+        self.factor = GradFactor()
 
     def hand_over(self, *, widens: bool) -> None:
         """Give the inner optimizer what it updates with, and no gradient for the flag.

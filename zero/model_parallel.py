@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcomm import ConfigError, Topology, control
@@ -101,6 +101,11 @@ class ModelParallel:
         mine = torch.tensor([value], dtype=torch.float64)
         of_ranks: list[float] = control.gather_float64(mine, self._topology).flatten().tolist()
         return of_ranks
+
+    def gather_beside(self, value: Tensor) -> Tensor:
+        """The scalar ``value`` of every rank, [world_size], in their order, on its device. Collective over them."""
+        mine = value.view(1)
+        return mine if self._topology is None else control.gather_beside(mine, self._topology).view(-1)
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001  (one flag)
         """Whether it is true on any of them. Collective over them."""

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,13 @@ from zero.config.read import Configuration, Source
 from zero.cpu_optimizer import set_moment_format
 from zero.distributed import DataParallel, data_parallel
 from zero.final_gradients import FinalGradients
+from zero.grad_factor import GradFactor
 from zero.inputs import announce, check_inputs, choose_topology
+from zero.inside import Inside
 from zero.large_linears import tile_configured
 from zero.leaf_modules import set_configured
 from zero.loss_scale import LossScale
-from zero.masters import MasterPiece, OptimizerStates, as_groups, build_inner, build_pieces
+from zero.masters import OptimizerStates, as_groups, build_inner, build_pieces
 from zero.memory import MemoryReport, measure
 from zero.model_parallel import ModelParallel
 from zero.on_model import install_on_model
@@ -45,18 +47,6 @@ from zero.timing import time_exchanges
 from zero.update import Update
 
 __all__ = ["ZeroOptimizer"]
-
-
-class Inside(NamedTuple):
-    """What a ZeroOptimizer is made of, for checkpoints."""
-
-    runtime: Runtime
-    inner: Optimizer
-    pieces: list[MasterPiece]
-    group_of: dict[nn.Parameter, int]
-    """The parameter group of every trainable parameter, by its number."""
-    model_parallel: ModelParallel
-    fail: Callable[[Exception], None]
 
 
 class ZeroOptimizer(Optimizer):
@@ -155,8 +145,7 @@ class ZeroOptimizer(Optimizer):
         """The loss scale of fp16, or of bf16 with overflow checks; None if the configuration has neither."""
         self.was_step_applied = False
         """Whether the last step() updated the parameters; False if gradients overflowed."""
-        self.last_grad_norm: float | None = None
-        """The global gradient norm of the last step, before clipping; None if it was not computed."""
+        self._last_norm: Tensor | None = None
         self.computes_grad_norm = False
         """Whether step() computes it even where gradients are not clipped. Cost: one pass and one small exchange."""
         self._max_norm = config.gradient_clipping
@@ -176,6 +165,11 @@ class ZeroOptimizer(Optimizer):
     def topology(self) -> Topology:
         """The ranks and nodes the model is sharded over."""
         return self._runtime.topology
+
+    @property
+    def last_grad_norm(self) -> float | None:
+        """The global gradient norm of the last step, before clipping; None if it was not computed. GPU: a host sync."""
+        return None if self._last_norm is None else self._last_norm.item()
 
     @property
     def is_boundary(self) -> bool:
@@ -210,9 +204,10 @@ class ZeroOptimizer(Optimizer):
             error_if_nonfinite: Raise StateError, on every rank, if the norm is NaN or infinite.
 
         Returns:
-            The norm before clipping, a float32 CPU scalar; the same bits on every rank and at stages 1, 2 and 3.
+            The norm before clipping, a float32 scalar; the same bits on every rank and at stages 1, 2 and 3.
 
-        Cost for each rank: one pass over its shards, 8 bytes to every other rank, one host sync.
+        Cost for each rank: two passes over its shards, 8 bytes to every other rank. On a GPU the host does not wait,
+        except with ``error_if_nonfinite`` and where gradients are offloaded.
         """
         self.unscale_()
         return clip_grad_norm_(
@@ -257,7 +252,7 @@ class ZeroOptimizer(Optimizer):
                 "engine.backward(loss), or optimizer.scale(loss).backward()"
             )
         self._is_unscaled = True
-        self._gradients.factor *= 1 / self.loss_scale.scale
+        self._gradients.factor = self._gradients.factor.times(1 / self.loss_scale.scale)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -303,7 +298,7 @@ class ZeroOptimizer(Optimizer):
 
     def _prepare_gradients(self) -> bool:
         """Check, unscale and clip, or leave that to the update; False if the step is to be skipped, on every rank."""
-        self.last_grad_norm = None
+        self._last_norm = None
         if self.loss_scale is not None:
             overflowed = self._model_parallel.any(self._gradients.has_overflow())
             self._fold_unscaling()
@@ -314,7 +309,7 @@ class ZeroOptimizer(Optimizer):
             self._gradients.apply()
         if self._max_norm > 0 or self.computes_grad_norm:
             limit = self._max_norm if self._max_norm > 0 else math.inf
-            self.last_grad_norm = fold_clipping(self._gradients, self._model_parallel, limit)
+            self._last_norm = fold_clipping(self._gradients, self._model_parallel, limit)
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001  (torch's signature)
@@ -322,7 +317,7 @@ class ZeroOptimizer(Optimizer):
         self._runtime.hooks.recover()
         self._runtime.reducer.zero()
         self._gradients.clear()
-        self._gradients.factor = 1.0
+        self._gradients.factor = GradFactor()
         self._is_scaled = self._is_unscaled = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

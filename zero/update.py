@@ -4,6 +4,8 @@
     torch              cast, unscaled, clipped first: a pass each              written by publishing
     zero.CPU*          read as they rest, times one factor, in one pass        written in the same pass
 
+A GPU keeps the factor of clipping to itself, and the host does not wait; but the host's optimizers need to know it.
+
 With ``delayed_update`` what rests in host memory or files is updated during the next step: see :mod:`zero.delayed`.
 What rests in files is updated first: nothing of it counts until every rank has written everything.
 """
@@ -81,7 +83,7 @@ class Update:
 
     def _run_late(self, delayed: DelayedUpdate) -> None:
         """What rests on the device, if anything, is updated at once."""
-        runtime, factor = self._runtime, self._gradients.factor
+        runtime, factor = self._runtime, self._gradients.factor.item()
         delayed.finish()
         self._gradients.hand_over(widens=False)
         files = None if runtime.file_update is None else runtime.state_files
@@ -132,7 +134,7 @@ class Update:
         runtime = self._runtime
 
         def run() -> None:
-            files.run(self._gradients.factor, all_buckets=runtime.is_inexact)
+            files.run(self._gradients.factor.item(), all_buckets=runtime.is_inexact)
             runtime.rests.settle()
 
         try:
@@ -154,4 +156,4 @@ class Update:
         if self._runtime.file_update is None and not self.folds:
             self._inner.step()
         else:
-            step_pieces(self._inner, self._pieces, self._gradients.factor)
+            step_pieces(self._inner, self._pieces, self._gradients.factor.item())

@@ -146,6 +146,14 @@ void DefineCommunicator(nb::module_& m) {
             return RunOrMeasure(&self, MakeExchange(sizes, input, output), place);
           },
           release, "sizes"_a, "input"_a, "output"_a, "place"_a.none())
+      .def(
+          "exchange_bytes",
+          [](Communicator& self, std::size_t hop, bool is_gather, std::uintptr_t input, std::uintptr_t output,
+             std::size_t stride_nbytes, std::size_t nbytes, std::uintptr_t stream) {
+            const zcomm::nccl::BytesCall call{hop, is_gather, Address(input), Address(output), stride_nbytes, nbytes};
+            self.Run(call, {Address(stream), nullptr, nullptr, 0});
+          },
+          release, "hop"_a, "is_gather"_a, "input"_a, "output"_a, "stride_nbytes"_a, "nbytes"_a, "stream"_a)
       .def("check", &Communicator::Check, release)
       .def("abort", &Communicator::Abort, release, "reason"_a);
 }

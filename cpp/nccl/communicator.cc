@@ -67,6 +67,10 @@ void Communicator::Run(const ExchangeCall& call, const Place& place) {
   RunPlan("all_to_all", MakePlan(call, parts_, place.is_valid), place);
 }
 
+void Communicator::Run(const BytesCall& call, const Place& place) {
+  RunPlan("an exchange of bytes", MakePlan(call, parts_), place);
+}
+
 void Communicator::RunPlan(const char* name, const Plan& plan, const Place& place) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Look();

@@ -41,6 +41,7 @@ class Communicator {
   void Run(const GatherCall& call, const Place& place);
   void Run(const ReduceCall& call, const Place& place);
   void Run(const ExchangeCall& call, const Place& place);
+  void Run(const BytesCall& call, const Place& place);
 
   // Bytes of workspace of a call that is captured.
   template <class Call>

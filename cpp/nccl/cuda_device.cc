@@ -136,6 +136,10 @@ class CudaKernels final : public Kernels {
                            const MutableMessages& output, std::int32_t* is_valid, Stream stream) override {
     cuda::DecodeSumRequantize(layout, cuda::WholeOf(layout), input, out_layout, output, nullptr, is_valid, stream);
   }
+  void ClearTrailers(const MessageLayout& layout, std::uint8_t* messages, std::size_t count, Stream stream) override {
+    Check(cudaMemset2DAsync(messages + layout.trailer_offset(), layout.nbytes, 0, kTrailerNbytes, count, Of(stream)),
+          "cudaMemset2DAsync");
+  }
 };
 
 }  // namespace

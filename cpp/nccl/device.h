@@ -57,6 +57,10 @@ class Kernels {
   virtual void DecodeSumRequantize(const MessageLayout& layout, const ConstMessages& input,
                                    const MessageLayout& out_layout, const MutableMessages& output,
                                    std::int32_t* is_valid, Stream stream) = 0;
+
+  // `count` messages in a row lose their trailers, whatever they were: what is not received from here on is refused by
+  // the decoder, and never taken for an earlier message in the same place.
+  virtual void ClearTrailers(const MessageLayout& layout, std::uint8_t* messages, std::size_t count, Stream stream) = 0;
 };
 
 // Equal parts for and from every rank of a hop. Part i of a repeat lies i strides from its first byte, repeat r begins

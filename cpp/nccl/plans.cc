@@ -52,6 +52,11 @@ struct Draft {
   std::uint32_t Hash(std::size_t hop, const Chunk& chunk) const {
     return sizes.wires[hop].hashes[chunk.begin + chunk.numel == sizes.numel ? 1 : 0];
   }
+  // `count` messages of `layout`, which hop number `hop` brings, are yet to come.
+  void Expect(const MessageLayout& layout, std::size_t hop, std::uint8_t* data, std::size_t count,
+              Stream stream) const {
+    if (IsBlockCodec(sizes.wires[hop].codec)) kernels->ClearTrailers(layout, data, count, stream);
+  }
   // `count` messages of `layout` in a row.
   MutableMessages Out(const MessageLayout& layout, std::size_t hop, const Chunk& chunk, std::uint8_t* data,
                       std::size_t count) const {
@@ -136,6 +141,7 @@ Plan ForwardedGather(const Draft& draft, const GatherCall& call) {
   stages.push_back({false, [=](const Chunk& chunk, Stream stream) {
                       const MessageLayout layout = draft.Layout(0, 1, chunk.numel);
                       std::uint8_t* own = chunk.slot + messages + (own_locals + first->rank()) * layout.nbytes;
+                      draft.Expect(layout, 0, chunk.slot + messages, draft.num_ranks(), stream);
                       draft.kernels->Quantize(layout,
                                               {call.input_dtype, At(call.input, call.input_dtype, chunk.begin), 0, 0},
                                               draft.Out(layout, 0, chunk, own, 1), stream);
@@ -174,6 +180,8 @@ Plan RecodedGather(const Draft& draft, const GatherCall& call) {
   const std::size_t messages = slot.Add(intra->size() * draft.ChunkLayout(1, nodes).nbytes);
   const auto quantize = [=](const Chunk& chunk, Stream stream) {
     const MessageLayout layout = draft.Layout(0, 1, chunk.numel);
+    draft.Expect(layout, 0, chunk.slot + of_nodes, nodes, stream);
+    draft.Expect(draft.Layout(1, nodes, chunk.numel), 1, chunk.slot + messages, intra->size(), stream);
     draft.kernels->Quantize(layout, {call.input_dtype, At(call.input, call.input_dtype, chunk.begin), 0, 0},
                             draft.Out(layout, 0, chunk, chunk.slot + of_nodes + inter->rank() * layout.nbytes, 1),
                             stream);
@@ -219,6 +227,7 @@ Plan OneHopReduce(const Draft& draft, const ReduceCall& call) {
   const CallRows& rows = call.input;
   const auto quantize = [=](const Chunk& chunk, Stream stream) {
     const MessageLayout layout = draft.Layout(0, 1, chunk.numel);
+    draft.Expect(layout, 0, chunk.slot + received, hop->size(), stream);
     draft.kernels->Quantize(layout, {rows.dtype, At(rows.data, rows.dtype, chunk.begin), rows.local_stride, 0},
                             draft.Out(layout, 0, chunk, chunk.slot + sending, hop->size()), stream);
   };
@@ -255,6 +264,8 @@ Plan TwoHopReduce(const Draft& draft, const ReduceCall& call) {
   const std::size_t received_between = slot.Add(room_between);
   const auto quantize = [=](const Chunk& chunk, Stream stream) {
     const MessageLayout layout = draft.Layout(0, nodes, chunk.numel);
+    draft.Expect(layout, 0, chunk.slot + received, intra->size(), stream);
+    draft.Expect(draft.Layout(1, 1, chunk.numel), 1, chunk.slot + received_between, nodes, stream);
     draft.kernels->Quantize(layout,
                             {rows.dtype, At(rows.data, rows.dtype, chunk.begin), rows.local_stride, rows.node_stride},
                             draft.Out(layout, 0, chunk, chunk.slot + sending, intra->size()), stream);
@@ -292,6 +303,7 @@ Plan OneHopExchange(const Draft& draft, const ExchangeCall& call) {
   const std::size_t received = slot.Add(room);
   const auto quantize = [=](const Chunk& chunk, Stream stream) {
     const MessageLayout layout = draft.Layout(0, 1, chunk.numel);
+    draft.Expect(layout, 0, chunk.slot + received, hop->size(), stream);
     draft.kernels->Quantize(layout, {rows.dtype, At(rows.data, rows.dtype, chunk.begin), rows.local_stride, 0},
                             draft.Out(layout, 0, chunk, chunk.slot + sending, hop->size()), stream);
   };
@@ -336,7 +348,10 @@ Plan TwoHopExchange(const Draft& draft, const ExchangeCall& call) {
   const std::size_t recoded = slot.Add(is_forwarded ? 0 : count * draft.ChunkLayout(1, 1).nbytes);
   const std::size_t arrived = slot.Add(count * draft.ChunkLayout(1, 1).nbytes);
   const auto quantize = [=](const Chunk& chunk, Stream stream) {
-    QuantizeByLocal(draft, draft.Layout(0, 1, chunk.numel), chunk, call.input, chunk.slot + sending, stream);
+    const MessageLayout layout = draft.Layout(0, 1, chunk.numel);
+    draft.Expect(layout, 0, chunk.slot + received, count, stream);
+    draft.Expect(draft.Layout(1, 1, chunk.numel), 1, chunk.slot + arrived, count, stream);
+    QuantizeByLocal(draft, layout, chunk, call.input, chunk.slot + sending, stream);
   };
   const auto inside = [=](const Chunk& chunk, Stream stream) {
     const std::size_t nbytes = nodes * draft.Layout(0, 1, chunk.numel).nbytes;
@@ -374,7 +389,21 @@ Plan TwoHopExchange(const Draft& draft, const ExchangeCall& call) {
   return Finish(draft, {{false, quantize}, {true, inside}, {false, recode}, {true, across}, {false, decode}}, slot);
 }
 
+Plan Bytes(Transport* hop, const BytesCall& call) {
+  const auto transfer = [=](const Chunk& chunk, Stream stream) {
+    if (call.is_gather) return hop->Gather(call.input, call.output, call.stride_nbytes, chunk.numel, stream);
+    hop->Exchange({call.input, call.nbytes, 0}, {call.output, call.stride_nbytes, 0}, chunk.numel, 1, stream);
+  };
+  return {{{false, transfer}}, call.nbytes, call.nbytes, 0};
+}
+
 }  // namespace
+
+Plan MakePlan(const BytesCall& call, const PlanParts& parts, std::int32_t* /*is_valid*/) {
+  ZCOMM_CHECK(call.hop < parts.hops.size(), "no such hop: hop=", call.hop, ", hops=", parts.hops.size());
+  ZCOMM_CHECK(call.nbytes > 0, "nothing to send: nbytes=0");
+  return Bytes(parts.hops[call.hop], call);
+}
 
 Plan MakePlan(const GatherCall& call, const PlanParts& parts, std::int32_t* is_valid) {
   Draft draft = MakeDraft(call.sizes, parts, is_valid);

@@ -58,6 +58,17 @@ struct ExchangeCall {
   CallRows output;
 };
 
+// Bytes as they are, over hop number `hop` alone: `input` [nbytes] of rank i to output + i * stride_nbytes of every
+// rank, or, unless `is_gather`, part i of `input` [size, nbytes] to rank i. On the caller's stream itself.
+struct BytesCall {
+  std::size_t hop;
+  bool is_gather;
+  std::uint8_t* input;
+  std::uint8_t* output;
+  std::size_t stride_nbytes;
+  std::size_t nbytes;
+};
+
 // On which stream a call is queued, and where it finds room.
 struct Place {
   Stream stream;
@@ -76,5 +87,6 @@ struct PlanParts {
 Plan MakePlan(const GatherCall& call, const PlanParts& parts, std::int32_t* is_valid = nullptr);
 Plan MakePlan(const ReduceCall& call, const PlanParts& parts, std::int32_t* is_valid = nullptr);
 Plan MakePlan(const ExchangeCall& call, const PlanParts& parts, std::int32_t* is_valid = nullptr);
+Plan MakePlan(const BytesCall& call, const PlanParts& parts, std::int32_t* is_valid = nullptr);
 
 }  // namespace zcomm::nccl

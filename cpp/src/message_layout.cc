@@ -8,7 +8,6 @@ namespace zcomm {
 namespace {
 
 constexpr std::size_t kAlign = 16;
-constexpr std::size_t kTrailerNbytes = 8;
 constexpr std::size_t kMaxNbytes = std::size_t{1} << 62;
 
 std::size_t RoundUp(std::size_t value, std::size_t multiple) { return (value + multiple - 1) / multiple * multiple; }

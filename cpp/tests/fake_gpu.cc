@@ -60,6 +60,12 @@ void FakeWorld::FailAt(std::size_t rank, std::size_t number) {
   ranks_[rank].fail_at = number;
 }
 
+void FakeWorld::Shorten(std::size_t rank, std::size_t number) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ranks_[rank].num_transfers = 0;
+  ranks_[rank].shorten_at = number;
+}
+
 void FakeWorld::ForgetWait(std::size_t rank, std::size_t number) {
   const std::lock_guard<std::mutex> lock(mutex_);
   ranks_[rank].num_waits = 0;
@@ -280,6 +286,13 @@ class FakeKernels final : public Kernels {
       Checked(is_valid, [&] { zcomm::DecodeSumRequantize(layout, input, out_layout, output, nullptr, 1); });
     });
   }
+  void ClearTrailers(const MessageLayout& layout, std::uint8_t* messages, std::size_t count, Stream stream) override {
+    Launch("ClearTrailers", stream, [=] {
+      for (std::size_t i = 0; i < count; ++i) {
+        std::memset(messages + i * layout.nbytes + layout.trailer_offset(), 0, kTrailerNbytes);
+      }
+    });
+  }
 
  private:
   void Launch(const char* name, Stream stream, const std::function<void()>& kernel) {
@@ -321,9 +334,9 @@ class FakeTransport final : public Transport {
             if (rows + i * stride_nbytes != own) std::memset(rows + i * stride_nbytes, kGarbage, nbytes);
           }
         },
-        [=](std::size_t i, const std::vector<std::uint8_t>& sent) {
+        [=](std::size_t i, const std::vector<std::uint8_t>& sent, std::size_t num_missing) {
           EXPECT(sent.size() == nbytes, "rank %zu sent %zu bytes for %zu", i, sent.size(), nbytes);
-          std::memmove(rows + i * stride_nbytes, sent.data(), nbytes);
+          std::memmove(rows + i * stride_nbytes, sent.data(), nbytes - (i == index_ ? 0 : num_missing));
         });
   }
 
@@ -347,11 +360,11 @@ class FakeTransport final : public Transport {
                         kGarbage, nbytes);
           }
         },
-        [=](std::size_t i, const std::vector<std::uint8_t>& sent) {
+        [=](std::size_t i, const std::vector<std::uint8_t>& sent, std::size_t num_missing) {
           EXPECT(sent.size() == size() * repeats * nbytes, "rank %zu sent %zu bytes", i, sent.size());
           for (std::size_t r = 0; r < repeats; ++r) {
             std::memcpy(receive.data + i * receive.stride_nbytes + r * receive.step_nbytes,
-                        sent.data() + (index_ * repeats + r) * nbytes, nbytes);
+                        sent.data() + (index_ * repeats + r) * nbytes, nbytes - num_missing);
           }
         });
   }
@@ -386,10 +399,12 @@ class FakeTransport final : public Transport {
   // ranks have begun, the end, when it is written.
   void Transfer(const char* name, Stream stream, const std::function<std::vector<std::uint8_t>()>& read,
                 const std::function<void()>& spoil,
-                const std::function<void(std::size_t, const std::vector<std::uint8_t>&)>& write) {
+                const std::function<void(std::size_t, const std::vector<std::uint8_t>&, std::size_t)>& write) {
     const std::lock_guard<std::mutex> lock(world_->mutex_);
     const std::size_t own = ranks_[index_];
     world_->MayFail(own, name);
+    FakeWorld::OfRank& counts = world_->ranks_[own];
+    const std::size_t num_missing = counts.num_transfers++ == counts.shorten_at ? kTrailerNbytes : 0;
     const auto number = std::make_shared<std::size_t>(0);
     FakeWorld* world = world_;
     world_->Enqueue(stream, [=, link = link_, started = &num_started_, aborted = is_aborted_] {
@@ -399,7 +414,7 @@ class FakeTransport final : public Transport {
                                     ++world->ranks_[own].num_transfers_under_way;
                                     if (*aborted) return;
                                     world->transfers_[{link, at}].sent[own] = read();
-                                    spoil();
+                                    if (num_missing == 0) spoil();
                                   }};
     });
     world_->Enqueue(stream, [=, link = link_, ranks = ranks_, aborted = is_aborted_] {
@@ -409,7 +424,7 @@ class FakeTransport final : public Transport {
                                     --world->ranks_[own].num_transfers_under_way;
                                     if (*aborted) return;
                                     for (std::size_t i = 0; i < ranks.size(); ++i)
-                                      write(i, world->transfers_[{link, at}].sent[ranks[i]]);
+                                      write(i, world->transfers_[{link, at}].sent[ranks[i]], num_missing);
                                   }};
     });
   }

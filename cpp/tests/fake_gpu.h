@@ -36,6 +36,8 @@ class FakeWorld {
   void FailAt(std::size_t rank, std::size_t number);
   // The `number`-th wait for an event of rank `rank` is forgotten.
   void ForgetWait(std::size_t rank, std::size_t number);
+  // The `number`-th transfer of rank `rank` leaves the end of everything it receives as it was.
+  void Shorten(std::size_t rank, std::size_t number);
   // Calls that may fail, and waits, of a rank since it was last asked.
   std::size_t TakeNumCalls(std::size_t rank);
   std::size_t TakeNumWaits(std::size_t rank);
@@ -89,6 +91,8 @@ class FakeWorld {
     std::size_t num_waits = 0;
     std::size_t fail_at = SIZE_MAX;
     std::size_t forget_at = SIZE_MAX;
+    std::size_t num_transfers = 0;
+    std::size_t shorten_at = SIZE_MAX;
     std::size_t num_transfers_under_way = 0;
     std::string async_error;
   };

@@ -1,6 +1,7 @@
 // The communicator on fake GPUs: the bits of the reference in whatever order streams run, every wait needed, transfers
 // overlapped, and every failure an error on every rank.
 
+#include <algorithm>
 #include <functional>
 
 #include "communicator.h"
@@ -241,6 +242,83 @@ void CheckCapture() {
   }
 }
 
+// The end of a message does not come, and where it should be is that of an equal message of the call before.
+void CheckShortMessages() {
+  std::size_t num_cases = 0;
+  for (const auto collective : {Collective::kGather, Collective::kReduce, Collective::kExchange}) {
+    const std::vector<Case> cases = {
+        OneHop(collective, 2, kInt8, 600),
+        OneHop(collective, 3, kNf4, 256),
+        TwoHops(collective, kInt8, kInt8, 600),
+        TwoHops(collective, kInt8, kNf4, 256),
+    };
+    for (Case c : cases) {
+      if (collective == Collective::kExchange) c.is_numbered_local = false;
+      const std::size_t num_transfers = c.wires.size() * ((c.numel + c.chunk_numel - 1) / c.chunk_numel);
+      for (std::size_t number = 0; number < num_transfers; ++number, ++num_cases) {
+        FakeWorld world(static_cast<std::uint32_t>(number + 1));
+        FakeRanks ranks(&world, c);
+        for (int call = 0; call < 2; ++call) {  // fills every slot with messages of the same layouts
+          ranks.CallAll();
+          ranks.Renew();
+        }
+        world.Settle();
+        world.Shorten(0, number);
+        ranks.CallAll();
+        world.Settle();
+        EXPECT(Contains(ranks.Difference(), "got another message"), "%s, transfer %zu", c.Name().c_str(), number);
+      }
+    }
+  }
+  EXPECT(num_cases > 30, "only %zu cases", num_cases);
+}
+
+// Over each hop of two, beside a call that goes over both.
+void CheckBytes() {
+  constexpr std::size_t kNbytes = 100;
+  constexpr std::size_t kStride = 112;
+  const Case c = TwoHops(Collective::kReduce, kInt8, kNf4);
+  for (const std::size_t hop : {0, 1}) {
+    for (const bool is_gather : {false, true}) {
+      FakeWorld world(7);
+      FakeRanks ranks(&world, c);
+      std::vector<Bytes> inputs;
+      std::vector<Bytes> outputs(4, Bytes(2 * kStride, 0));
+      for (std::size_t rank = 0; rank < 4; ++rank) {
+        inputs.emplace_back(2 * kNbytes);
+        for (std::size_t i = 0; i < 2 * kNbytes; ++i) inputs[rank][i] = static_cast<std::uint8_t>(rank * 53 + i);
+      }
+      world.Hold();
+      for (std::size_t rank = 0; rank < 4; ++rank) {
+        ranks.Call(rank);
+        ranks.communicator(rank)->Run(
+            BytesCall{hop, is_gather, inputs[rank].data(), outputs[rank].data(), kStride, kNbytes},
+            {ranks.stream(rank), nullptr, nullptr, 0});
+      }
+      world.Release();
+      world.Settle();
+      Expect(ranks, 7);
+      for (std::size_t rank = 0; rank < 4; ++rank) {
+        const std::size_t own = hop == 0 ? rank % 2 : rank / 2;
+        for (std::size_t part = 0; part < 2; ++part) {
+          const std::size_t peer = hop == 0 ? rank / 2 * 2 + part : part * 2 + rank % 2;
+          const auto* sent = inputs[peer].data() + (is_gather ? 0 : own * kNbytes);
+          const auto* got = outputs[rank].data() + part * kStride;
+          EXPECT(std::equal(sent, sent + kNbytes, got), "hop %zu, gather %d, rank %zu, part %zu", hop, is_gather, rank,
+                 part);
+        }
+        EXPECT(outputs[rank][kNbytes] == 0, "between parts");
+      }
+    }
+  }
+  FakeWorld world(8);
+  FakeRanks ranks(&world, c);
+  const std::string error = MessageOfThrow([&] {
+    ranks.communicator(0)->Run(BytesCall{2, true, nullptr, nullptr, 1, 1}, {ranks.stream(0), nullptr, nullptr, 0});
+  });
+  EXPECT(Contains(error, "no such hop: hop=2, hops=2"), "%s", error.c_str());
+}
+
 void CheckArguments() {
   FakeWorld world(1);
   Case c = OneHop(Collective::kReduce, 2, kInt8);
@@ -259,6 +337,8 @@ void CheckArguments() {
 
 int main() {
   zcomm::nccl::CheckBits();
+  zcomm::nccl::CheckShortMessages();
+  zcomm::nccl::CheckBytes();
   zcomm::nccl::CheckOverlap();
   zcomm::nccl::CheckArguments();
   zcomm::nccl::CheckCapture();

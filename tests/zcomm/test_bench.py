@@ -45,7 +45,10 @@ def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["-b", "2M", "-e", "1M"], "--minbytes must not be more than --maxbytes: 2097152, 1048576"),
         (["--formats", "int5"], "did you mean 'int"),
         (["--collectives", "broadcast"], "must be of all_gather, reduce_scatter"),
-        (["--backend", "nccl"], "NCCL communicator, which this version does not have; --backend torch"),
+        (
+            ["--backend", "nccl", "--device", "cpu"],
+            "it takes tensors on GPUs, got --device cpu; --backend torch runs on",
+        ),
         (["--rate", "1mbit"], "--rate needs --emulate-nodes"),
         (["--plot", "/nowhere/at/all.png"], "must name a file in a folder that exists"),
         (["--interface", "nothing0"], "must name a network interface of this machine: 'nothing0'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,8 +55,16 @@ def _check_refused_on_every_rank(rank: int) -> None:
     try:
         with pytest.raises(BackendUnavailableError, match="does not serve this all_reduce"):
             zcomm.all_reduce(full)
-        with pytest.raises(BackendUnavailableError, match=r"EncodedShard has no backend='nccl': .*use_backend"):
-            zcomm.EncodedShard(shard)
+        encoded, part = zcomm.EncodedShard(shard), zcomm.SecondaryPartition(topology, 8, F32)
+        part.fill(shard)
+        kept: list[Any] = [
+            lambda: encoded.gather(full),
+            lambda: part.gather(torch.empty(8)),
+            lambda: zcomm.DeltaGather(full, topology),
+        ]
+        for call in kept:
+            with pytest.raises(BackendUnavailableError, match="takes CUDA tensors, got device=cpu"):
+                call()
         zcomm.all_reduce(full, backend="torch")
     finally:
         carrier._CHOSEN[0] = "torch"
@@ -96,14 +105,20 @@ def _route(operation: str, wires: tuple[str, ...], shape: tuple[int, int], *, is
 
 
 @pytest.mark.parametrize(
-    ("wire", "reason"),
-    [("int8:stochastic", "format=int8:stochastic"), ("int8:asym", "int8:asym"), ("int4/96", "int4/96"),
-     ("int8/2048", "int8/2048"), ("nf4:hadamard", "nf4:hadamard"), ("int8", "")],
+    ("wire", "dtype", "is_native"),
+    [("int8:stochastic", F32, False), ("int8:asym", F32, False), ("int4/96", F32, False), ("int8/2048", F32, False),
+     ("nf4:hadamard", F32, False), ("int8", F32, True), ("none", torch.bfloat16, True), ("none", torch.float64, False)],
 )  # fmt: skip
-def test_formats_without_kernels_are_refused(wire: str, reason: str) -> None:
+def test_what_has_no_kernels_is_left_to_python(
+    monkeypatch: pytest.MonkeyPatch, wire: str, dtype: torch.dtype, *, is_native: bool
+) -> None:
     route = _route("all_gather", (wire,), (1, 2))
-    found = nccl_steps._refusal(route, Encoder(route, 8))
-    assert (reason in found) if reason else not found
+    monkeypatch.setattr(nccl_steps, "check_device", lambda *_: None)
+    encoder, values = Encoder(route, 8), torch.empty(8, dtype=dtype)
+    assert nccl_steps.is_native(encoder, values) == is_native
+    with_residual = replace(encoder, residual=object())  # type: ignore[arg-type]
+    assert not nccl_steps.is_native(with_residual, values)
+    assert not nccl_steps.is_native(replace(encoder, route=replace(route, backend="torch")), values)
 
 
 @pytest.mark.parametrize("numel", [1, 1000, 2**20, 2**26 + 77])

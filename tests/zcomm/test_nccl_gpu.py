@@ -17,7 +17,8 @@ from torch import Tensor
 
 import zcomm
 from tests.ranks import run_ranks
-from zcomm import Topology, nccl_steps
+from tests.zcomm.calls import WORLD_SIZE, assert_same_bits, collectives, kept, with_residual
+from zcomm import Topology, chunks, nccl_steps
 from zcomm.carrier import nccl_unavailable_reason
 from zcomm.nccl_communicators import close_communicators
 from zcomm.nccl_library import nccl_library
@@ -102,6 +103,29 @@ def _check_two_hops(rank: int, world_size: int) -> None:
     topology.close()
 
 
+def _check_bytes(rank: int) -> None:
+    """Hop by hop, in chunks: what the pipeline in C++ leaves to Python."""
+    topology = Topology(ranks_per_node=2)
+    with _one_gpu(rank), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "MIN_CHUNK_NUMEL", 1024)
+        for wire, dtype in (("int4:asym", torch.float32), ("none", torch.float64)):
+            for group in (topology, None):
+                case = rank, "torch", group, wire, dtype, 3000
+                expected = collectives(*case, device="cuda")
+                got = collectives(rank, "nccl", *case[2:], device="cuda")
+                assert_same_bits(f"{wire}, {dtype}", got, expected)
+        for group in (topology, None):
+            expected = with_residual(rank, "torch", group, 3000, device="cuda")
+            assert_same_bits("residual", with_residual(rank, "nccl", group, 3000, device="cuda"), expected)
+        expected = kept(rank, topology, 501, device="cuda")
+        zcomm.use_backend("nccl")
+        try:
+            assert_same_bits("kept", kept(rank, topology, 501, device="cuda"), expected)
+        finally:
+            zcomm.use_backend("torch")
+    topology.close()
+
+
 def _check_graph(rank: int, world_size: int) -> None:
     """A captured reduction runs again on what its input holds then."""
     with _one_gpu(rank):
@@ -128,6 +152,10 @@ def test_one_hop_has_the_bits_of_torch(world_size: int) -> None:
 
 def test_two_hops_have_the_bits_of_torch() -> None:
     run_ranks(4, _check_two_hops, 4)
+
+
+def test_what_has_no_kernels_has_the_bits_of_torch() -> None:
+    run_ranks(WORLD_SIZE, _check_bytes)
 
 
 def test_a_graph_replays() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -16,8 +17,8 @@ NUM_STEPS, WARM_UP = 6, 3
 
 
 @contextmanager
-def _syncs_counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Who waited: what torch knows to be a wait is an error, the explicit ones are written down."""
+def _syncs_counted(monkeypatch: pytest.MonkeyPatch, mode: str = "error") -> Iterator[list[str]]:
+    """Who waited: what torch knows to be a wait is an error or a warning, the explicit ones are written down."""
     seen: list[str] = []
     for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
         before = owner.synchronize
@@ -27,7 +28,7 @@ def _syncs_counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             _before(*args)  # type: ignore[operator]
 
         monkeypatch.setattr(owner, "synchronize", synchronize)
-    torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode(mode)
     try:
         yield seen
     finally:
@@ -35,28 +36,62 @@ def _syncs_counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         monkeypatch.undo()
 
 
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")  # torch's own, when it is switched on
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("is_quantized", [False, True])
-def test_a_step_does_not_wait_for_the_device(
-    monkeypatch: pytest.MonkeyPatch, stage: int, *, is_quantized: bool
-) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).to(DEVICE, torch.bfloat16)
-    options = {"zero_quantized_weights": True, "zero_quantized_gradients": True} if is_quantized else {}
-    optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-3, fused=True, stage=stage, **options)
-    x = torch.randn(8, 256, device=DEVICE, dtype=torch.bfloat16)
+def _steps_of(optimizer: ZeroOptimizer, model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    """One step; called as often as it takes until steps are alike."""
+    x = torch.randn(8, 256, device=DEVICE, dtype=dtype)
 
     def step() -> None:
-        model(x).square().mean().backward()
+        optimizer.scale(model(x).square().mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     for _ in range(WARM_UP):
         step()
+    return step
+
+
+def _model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).to(DEVICE, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")  # torch's own, when it is switched on
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_step_does_not_wait_for_the_device(
+    monkeypatch: pytest.MonkeyPatch, stage: int, *, is_quantized: bool, clips: bool
+) -> None:
+    model = _model(torch.bfloat16)
+    options = {"zero_quantized_weights": is_quantized, "zero_quantized_gradients": is_quantized}
+    optimizer = ZeroOptimizer(
+        model, torch.optim.AdamW, lr=1e-3, fused=True, stage=stage, gradient_clipping=1e-3 * clips, **options
+    )
+    step = _steps_of(optimizer, model, torch.bfloat16)
     with _syncs_counted(monkeypatch) as seen:
         for _ in range(NUM_STEPS):
             step()
+    assert not seen
+    assert (optimizer.last_grad_norm is not None) == clips
+    optimizer.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_in_fp16_waits_for_the_overflow_alone(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    model = _model(torch.float16)
+    optimizer = ZeroOptimizer(
+        model, torch.optim.AdamW, lr=1e-3, fused=True, stage=stage, gradient_clipping=1e-3,
+        fp16={"enabled": True, "initial_scale_power": 8},
+    )  # fmt: skip
+    step = _steps_of(optimizer, model, torch.float16)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with _syncs_counted(monkeypatch, "warn") as seen:
+            for _ in range(NUM_STEPS):
+                step()
+    waits = [str(w.message) for w in warned if "synchronizing CUDA operation" in str(w.message)]
+    assert len(waits) == NUM_STEPS, waits
     assert not seen
     optimizer.close()

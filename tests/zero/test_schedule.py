@@ -186,7 +186,7 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
         options = ZeroSettings(stage=3, stage3_prefetch_bucket_size=10**6 * prefetch, stage3_max_reuse_distance=reuse)
         effective = resolve(options, topology)
         self.pool = BufferPool(torch.device("cpu"))
-        self.pool.poisons = True
+        self.pool._poisons = True
         self.rests = ParameterRests(ON_DEVICE, torch.device("cpu"), topology, {})
         self.buckets = [self._bucket(i, effective, topology) for i in range(4)]
         self.gatherer = Gatherer(

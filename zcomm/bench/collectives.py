@@ -104,7 +104,8 @@ class Case:
 
 
 def run(options: Options, topology: Topology, device: torch.device) -> int:
-    """Run everything; the exit status. Collective; the first rank prints."""
+    """Run everything; the exit status. Collective; the first rank prints. Chooses the backend of this process."""
+    zcomm.use_backend(options.backend)
     report = Report(COLUMNS, as_json=options.json) if topology.rank == 0 else None
     if report is not None:
         report.start(

@@ -13,6 +13,7 @@ import torch
 
 from zcomm.auto import AUTO
 from zcomm.bench.emulated_nodes import unavailable_reason
+from zcomm.carrier import BackendName, nccl_unavailable_reason
 from zcomm.errors import BackendUnavailableError, ConfigError
 from zcomm.formats import get_format
 from zcomm.route import WireFormat
@@ -47,7 +48,7 @@ class Options:
     iters: int
     warmup: int
     check: bool
-    backend: str
+    backend: BackendName
     ranks_per_node: int | None
     interface: str | None
     """Whose bytes are counted, too."""
@@ -167,10 +168,14 @@ def check_launch(arguments: argparse.Namespace) -> None:
 def options_of(arguments: argparse.Namespace) -> Options:
     """The checked options; raises ConfigError or BackendUnavailableError."""
     if arguments.backend == "nccl":
-        raise BackendUnavailableError(
-            "--backend nccl needs zcomm's own NCCL communicator, which this version does not have; --backend torch "
-            "runs on torch.distributed's process groups, with NCCL where there are GPUs"
-        )
+        no_gpu = "its tensors are on GPUs, and here torch.cuda.is_available() is False"
+        reason = nccl_unavailable_reason() if torch.cuda.is_available() else no_gpu
+        reason = "it takes tensors on GPUs, got --device cpu" if arguments.device == "cpu" else reason
+        if reason:
+            raise BackendUnavailableError(
+                f"--backend nccl, zcomm's own communicator, cannot be used: {reason}; --backend torch runs on "
+                "torch.distributed's process groups, with NCCL where there are GPUs"
+            )
     if arguments.plot is not None:
         if importlib.util.find_spec("matplotlib") is None:
             raise ConfigError("--plot needs matplotlib: pip install matplotlib")

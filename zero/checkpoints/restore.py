@@ -17,7 +17,8 @@ from zero.checkpoints.random_state import restore_random_state
 from zero.checkpoints.request import Request, Wanted, keys_by_parameter
 from zero.checkpoints.snapshot import group_options
 from zero.checkpoints.streamed import StreamedStates
-from zero.optimizer import Inside, ZeroOptimizer
+from zero.inside import Inside
+from zero.optimizer import ZeroOptimizer
 
 __all__ = ["restore"]
 

@@ -17,9 +17,10 @@ from zero.checkpoints.planners import Part
 from zero.checkpoints.random_state import capture_random_state
 from zero.checkpoints.tensor_file import CODES
 from zero.checkpoints.tree import Tree
+from zero.inside import Inside
 from zero.large_linears import rows_by_key
 from zero.moments import Decoded
-from zero.optimizer import Inside, ZeroOptimizer
+from zero.optimizer import ZeroOptimizer
 from zero.runtime import Runtime
 
 __all__ = ["Snapshot", "group_options", "names_of_groups", "take_snapshot"]

@@ -22,6 +22,7 @@ enum class Codec : int {
 };
 
 inline constexpr std::size_t kNumCodecs = 10;
+inline constexpr std::size_t kTrailerNbytes = 8;
 inline constexpr std::size_t kMinBlock = 2;
 inline constexpr std::size_t kMaxBlock = 65536;
 
@@ -70,7 +71,7 @@ struct MessageLayout {
   std::size_t nbytes;                // of the whole message; a multiple of 16 for block codecs
 
   std::size_t numel() const { return num_segments * segment_numel; }
-  std::size_t trailer_offset() const { return nbytes - 8; }
+  std::size_t trailer_offset() const { return nbytes - kTrailerNbytes; }
 };
 
 // Throws std::invalid_argument when the block of a block codec is odd or outside kMinBlock..kMaxBlock, when a rotated
