@@ -137,7 +137,7 @@ class NodeSums:
         return work if self.residual is None else self.residual.watch(work)
 
     def forget(self, start: int, stop: int) -> None:
-        """Set elements ``start`` to ``stop`` of the buffer to zero, where this rank has added them. No communication."""
+        """Set elements ``start`` to ``stop`` of the buffer to zero in the rows of this rank. No communication."""
         if self._rows is None or self.is_empty:
             return
         first = self._topology.local_rank * self._rows.numel()
