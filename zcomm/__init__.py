@@ -23,6 +23,8 @@ from zcomm.errors import (
 )
 from zcomm.formats import FORMATS, Format, get_format
 from zcomm.install import Installation, install_ddp, install_fsdp2
+from zcomm.node_replica import NodeReplica
+from zcomm.node_sums import NodeSums
 from zcomm.philox import RandomKey
 from zcomm.recipes import RECIPES, Recipe
 from zcomm.reduce_scatter import reduce_scatter_single
@@ -49,6 +51,8 @@ __all__ = [
     "IntegrityError",
     "LayoutError",
     "MessageError",
+    "NodeReplica",
+    "NodeSums",
     "RandomKey",
     "Recipe",
     "Residual",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zcomm import Work
+from zcomm import NodeSums, Work
 from zero.bucket import Bucket
 from zero.released import ReducedGradient
 from zero.tiers.gradient_files import FileGradient
@@ -28,6 +28,8 @@ class BucketGrads:
     """The sum, if it rests in host memory or in a file."""
     spare: HostGradient | None = None
     """Another such sum, which an update that is under way may still read."""
+    in_node: NodeSums | None = None
+    """``mode="delta_hpz"``: sums of the node that are not reduced between the nodes yet."""
     full: Tensor | None = None
     """Local gradients that are not reduced yet; permanent at stages 0 and 1."""
     carry: Tensor | None = None
@@ -45,6 +47,11 @@ class BucketGrads:
     """Stage 0: the other ranks' shards are in ``full`` too."""
 
     @property
+    def has_sums(self) -> bool:
+        """Whether gradients are summed up inside the node only."""
+        return self.in_node is not None and not self.in_node.is_empty
+
+    @property
     def is_in_file(self) -> bool:
         """Whether the sum rests in a file."""
         return isinstance(self.host, FileGradient)
@@ -57,4 +64,5 @@ class InFlight:
     grads: BucketGrads
     works: list[Work]
     source: Tensor
-    output: Tensor
+    output: Tensor | None
+    """None: the sums of the node."""

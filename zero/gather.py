@@ -23,7 +23,7 @@ from zero.order_check import OrderCheck
 from zero.pool import BufferPool
 from zero.schedule import END_OF_BACKWARD, Limits, Schedule, Start
 from zero.settings import Effective, ZeroSettings
-from zero.sources import GatherOptions, Primary, Secondary
+from zero.sources import GatherOptions, Primary, Replica, Secondary
 from zero.tiers.parameter_rests import ParameterRests
 from zero.tiers.shard_rest import ShardRest
 
@@ -58,11 +58,15 @@ class Gatherer:
         self.options = options
         self._primary = [Primary(bucket, self.options) for bucket in buckets]
         exchanges = [source.exchanges for source in self._primary]
-        self._secondary: dict[int, Secondary] = {}
-        if effective.has_secondary:
-            for b in buckets:
-                if not b.is_resident:
-                    self._secondary[b.index] = Secondary(b, self.options, exchanges[b.index])
+        self._secondary: dict[int, Secondary | Replica] = {}
+        self.replicas: dict[int, Replica] = {}
+        """By bucket, in ``mode="delta_hpz"``."""
+        for b in (b for b in buckets if not b.is_resident):
+            if effective.change_format is not None:
+                self.replicas[b.index] = Replica(b, self.options, effective.change_format, exchanges[b.index])
+            elif effective.has_secondary:
+                self._secondary[b.index] = Secondary(b, self.options, exchanges[b.index])
+        self._secondary |= self.replicas
         limits = _within_layers(effective.limits, [sum(e) for e in exchanges])
         self._schedules = {mode: Schedule(exchanges, limits) for mode in Mode}
         self._check = OrderCheck(topology) if self._is_active else None
@@ -196,7 +200,7 @@ class Gatherer:
             self._check.note(lambda: detail or call)
             self._check.compare(call, detail)
 
-    def _source(self, bucket: Bucket) -> Primary | Secondary:
+    def _source(self, bucket: Bucket) -> Primary | Secondary | Replica:
         secondary = self._secondary.get(bucket.index)
         return secondary if secondary is not None and secondary.is_valid else self._primary[bucket.index]
 
@@ -218,7 +222,7 @@ class Gatherer:
         self._wait(bucket)
         assert bucket.full is not None, f"bucket {bucket.name!r} is being gathered without a buffer"
         secondary = self._secondary.get(bucket.index)
-        if secondary is not None and not secondary.is_valid:
+        if isinstance(secondary, Secondary) and not secondary.is_valid:
             secondary.fill(bucket.full)
         bucket.expose()
         self.by_storage[bucket.full.untyped_storage().data_ptr()] = bucket
@@ -319,8 +323,9 @@ class Gatherer:
         if self._is_active:
             self._drop_idle(buckets)
         for bucket in buckets:
-            if bucket.index in self._secondary:
-                self._secondary[bucket.index].invalidate()
+            secondary = self._secondary.get(bucket.index)
+            if isinstance(secondary, Secondary):
+                secondary.invalidate()
         self._read_ahead(Mode.TRAINING)
 
     @property

@@ -20,20 +20,12 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from zcomm import (
-    DivergedError,
-    LayoutError,
-    StateError,
-    Topology,
-    Work,
-    all_gather_single,
-    control,
-    reduce_scatter_single,
-)  # fmt: skip
+from zcomm import DivergedError, LayoutError, StateError, Topology, all_gather_single, control
 from zero.bucket import Bucket, master_dtype
 from zero.bucket_grads import BucketGrads, InFlight
 from zero.patience import Patience
 from zero.pool import BufferPool
+from zero.reduction import Reduction, commit, forget_slot, roll_back
 from zero.released import ReducedGradient
 from zero.settings import Effective, ZeroSettings
 from zero.tiers.gradient_files import FileGradient, GradientFiles
@@ -42,7 +34,6 @@ from zero.tiers.host_gradient import HostGradient
 __all__ = ["Reducer"]
 
 MAX_IN_FLIGHT = 2  # reductions under way at once; each holds a full gradient buffer
-WIRE_NAMES = {torch.float32: "none", torch.float64: "none", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Reducer:
@@ -63,14 +54,16 @@ class Reducer:
         self._settings, self._effective, self._pool = settings, effective, pool
         self._gathers, self._files = gathers, files
         """The checksum of the gathers so far."""
-        self._stage = effective.stage
+        self._stage, self.reduction = effective.stage, Reduction(topologies[0], settings, effective)
         self.all = [self._new(bucket) for bucket in buckets if bucket.is_trainable]
         self.by_bucket = {grads.bucket.index: grads for grads in self.all}
         self._order = list(reversed(self.all))  # G1: about the order of backward
         self._cursor = 0
         self._in_flight: list[InFlight] = []
         self._patience = Patience()
-        self.reduces_now = True
+        self.reduces_now = self._completes = True
+        self.is_last: Callable[[], bool] = lambda: True
+        """Whether the running backward is the last of a step."""
         self.rounds_means = False
         """Whether each mean is rounded to the parameters' dtype, as it is on its way to host memory."""
         self.on_reduced: Callable[[], None] = lambda: None
@@ -95,6 +88,7 @@ class Reducer:
         else:
             grads.full = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.device)
             grads.result = self._own_rows(grads, grads.full)
+        self.reduction.prepare(grads)
         return grads
 
     def _mean_dtype(self, grads: BucketGrads) -> torch.dtype:
@@ -111,6 +105,7 @@ class Reducer:
         """A backward starts; ``reduces_now`` is False within ``no_sync`` and accumulation windows."""
         self._drop_what_users_cleared()
         self._cursor, self.reduces_now = 0, reduces_now
+        self._completes = not self.reduction.stays_in_node or self.is_last()
         with torch._C.DisableTorchFunctionSubclass():
             for grads in self.all:
                 grads.num_arrived = 0
@@ -166,14 +161,14 @@ class Reducer:
         self._finish(list(self._in_flight))
         self._gather_results()
         self.show_grads()
-        if self.reduces_now:
+        if self.reduces_now and self._completes:
             self.on_reduced()
 
     def _agree_and_issue_rest(self) -> None:
         """Bring all ranks to the same exchanges (G1), by one agreement on what each has used, issued and not issued."""
         issued = set(map(id, self._order[: self._cursor]))
         used = [int(bit) for grads in self.all for bit in grads.used]
-        pending = [int(any(grads.written)) for grads in self._order]
+        pending = [int(any(grads.written) or (self._completes and grads.has_sums)) for grads in self._order]
         late = [bit if id(grads) in issued else 0 for grads, bit in zip(self._order, pending, strict=True)]
         checksum = self._gathers()
         agreed = [checksum, -checksum, *used, *pending, *late, self._cursor]
@@ -201,10 +196,10 @@ class Reducer:
             )
 
     def flush(self) -> None:
-        """Reduce local gradients that ``no_sync`` or an unfinished accumulation window left. Same on every rank."""
+        """Reduce gradients that ``no_sync`` or an unfinished accumulation window left. Same on every rank."""
         self._drop_what_users_cleared()
-        if not self.reduces_now:
-            self._cursor, self.reduces_now = 0, True
+        if not self.reduces_now or any(grads.has_sums for grads in self.all):
+            self._cursor, self.reduces_now, self._completes = 0, True, True
             self.end_backward()
 
     def _issue(self, grads: BucketGrads) -> None:
@@ -215,11 +210,10 @@ class Reducer:
                 full[slot.offset : slot.offset + slot.numel].zero_()
         for start, stop in layout.gaps:
             full[start:stop].zero_()
-        output = grads.result
-        if output is None or (grads.has_result and grads.host is None):  # added to a sum, or sent on, when it has come
-            output = self._pool.take(layout.shard_numel, grads.dtype)
-        assert output is not None, "a reduction without a place for its result"
-        works = self._reduce_scatter(grads, full, output)
+        output = grads.result if self._completes else None
+        if self._completes and (output is None or (grads.has_result and grads.host is None)):
+            output = self._pool.take(layout.shard_numel, grads.dtype)  # added to a sum, or sent on, when it has come
+        works = self.reduction.start(grads, full, output)
         grads.written = [False] * len(grads.written)
         if self._stage.shards_gradients:
             grads.full = None
@@ -235,27 +229,6 @@ class Reducer:
                 return
             self._finish(self._in_flight[:1])
 
-    def _reduce_scatter(self, grads: BucketGrads, full: Tensor, output: Tensor) -> list[Work]:
-        wire = self._effective.gradient_formats
-        if wire is None:
-            narrow = "none" if grads.dtype == grads.bucket.dtype else WIRE_NAMES[grads.bucket.dtype]
-            wire = (narrow, narrow)
-        rows, works = full.view(self._topology.world_size, -1), []
-        chunks = grads.bucket.layout.chunks(self._settings.reduce_bucket_size)
-        for start, stop in chunks:
-            work = reduce_scatter_single(
-                output[start:stop],
-                full if len(chunks) == 1 else rows[:, start:stop],
-                "avg",
-                group=self._topology,
-                format=wire,
-                numbering="local",
-                async_op=self._settings.overlap_comm or self._stage.shards_parameters,
-            )
-            if work is not None:
-                works.append(work)
-        return works
-
     def _finish(self, flights: list[InFlight]) -> None:
         for flight in flights:
             self._in_flight.remove(flight)
@@ -264,6 +237,8 @@ class Reducer:
             grads = flight.grads
             if self._stage.shards_gradients:
                 self._pool.give(flight.source)
+            if flight.output is None:
+                continue
             self._take_mean(grads, flight.output)
             if flight.output is not grads.result:
                 self._pool.give(flight.output)
@@ -323,6 +298,7 @@ class Reducer:
                 grads.host.change(forget)
         elif grads.result is not None:
             forget(grads.result)
+        forget_slot(grads, at)
         if grads.full is not None:
             grads.full[at.offset : at.end].zero_()
             if self._stage.shards_gradients and not any(grads.written):
@@ -348,6 +324,7 @@ class Reducer:
         with torch._C.DisableTorchFunctionSubclass():
             for grads in self.all:
                 grads.has_result, grads.carry, grads.num_arrived = False, None, 0
+                roll_back(grads)
                 if grads.host is not None:
                     grads.host.clear()
                 grads.written, grads.used = [False] * len(grads.written), [False] * len(grads.used)
@@ -357,6 +334,10 @@ class Reducer:
                 for param in grads.bucket.params:
                     param.grad = None
         self.reduces_now = True
+
+    def commit(self) -> None:
+        """The step is applied: what exchanges have lost counts in the next ones."""
+        commit(self.all)
 
     def hand_off(self) -> list[HostGradient]:
         """Forget every gradient, but leave what rests in host memory to whoever has it: the next have other memory.

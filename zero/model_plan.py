@@ -13,8 +13,9 @@ from zcomm import LayoutError, StateError, Topology, control
 from zero.bucket import Bucket
 from zero.init_shards import is_built
 from zero.layout import BucketLayout
+from zero.node_mode import resolve_mode
 from zero.residents import choose_residents, set_apart
-from zero.settings import Effective, ZeroSettings, resolve
+from zero.settings import Effective, ZeroSettings
 from zero.units import Unit, find_units
 
 __all__ = ["ModelPlan", "check_model", "check_ranks_agree", "plan_model"]
@@ -39,7 +40,7 @@ def plan_model(model: nn.Module, settings: ZeroSettings, topology: Topology) -> 
     Raises:
         ZcommError: A model or settings that cannot be sharded.
     """
-    effective = resolve(settings, topology)
+    effective = resolve_mode(settings, topology)
     check_model(model)
     if effective.stage.shards_parameters:
         _check_is_gatherable(model)

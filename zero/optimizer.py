@@ -140,7 +140,6 @@ class ZeroOptimizer(Optimizer):
 
     def _adopt(self, plan: Plan) -> None:
         """What step() does beside the update."""
-        config = plan.configuration.values
         self.loss_scale: LossScale | None = plan.new_loss_scale()
         """The loss scale of fp16, or of bf16 with overflow checks; None if the configuration has neither."""
         self.was_step_applied = False
@@ -148,8 +147,9 @@ class ZeroOptimizer(Optimizer):
         self._last_norm: Tensor | None = None
         self.computes_grad_norm = False
         """Whether step() computes it even where gradients are not clipped. Cost: one pass and one small exchange."""
-        self._max_norm = config.gradient_clipping
+        self._max_norm = plan.configuration.values.gradient_clipping
         self._is_scaled = self._is_unscaled = False
+        self._runtime.reducer.reduction.loss_scale = self.loss_scale
 
     def _share_state(self) -> None:
         """One list of groups and one state, seen by both optimizers."""

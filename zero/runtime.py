@@ -21,13 +21,14 @@ from zero.agreement import on_every_rank
 from zero.away import Away
 from zero.bucket import Bucket, BucketState, ShardInfo, master_dtype
 from zero.delayed import DelayedUpdate
-from zero.edits import Published, check_model_unchanged
+from zero.edits import check_model_unchanged
 from zero.gather import Gatherer, Mode
 from zero.grads import Reducer
 from zero.hooks import Hooks
 from zero.masters import MasterPiece, OptimizerStates
 from zero.model_plan import ModelPlan, check_ranks_agree, plan_model
 from zero.pool import BufferPool
+from zero.publish import Publisher
 from zero.settings import ZeroSettings
 from zero.settle import make_whole, settle
 from zero.sources import GatherOptions, gather_options, start_gather
@@ -64,7 +65,6 @@ class Runtime:
         """Updates that run during the next step."""
         self.states: OptimizerStates | None = None
         """What the optimizer keeps, once there is one."""
-        self._published = Published(topology, is_always_full=not self.stage.shards_parameters)
         options = gather_options(settings, self.effective, topology)
         tiers = settings.tiers
         self.rests = ParameterRests(tiers, self.buckets[0].device, topology, self._plans_of_shards(options))
@@ -72,6 +72,7 @@ class Runtime:
         self.effective = self.effective.and_more(details=self.rests.described(own_numel))
         self.gatherer = Gatherer(self.buckets, options, settings, self.effective, self.pool, self.rests)
         self.compare, self.is_closed = self.gatherer.compare, False
+        self._publisher = Publisher(topology, self.stage, self.gatherer, self.rests, self.state_files)
         try:
             self._build(plan)
         except Exception:
@@ -96,8 +97,9 @@ class Runtime:
         rests = (self.rests, self.state_files)
         settle(self.model, self.buckets, self.stage, self.topology, rests, keeps_exact_masters=exact)
         if self.is_inexact:
-            self.publish([b for b in self.buckets if (exact or b.is_resident) and b.dtype.is_floating_point])
-        self._published.remember(self.buckets)
+            read = (b for b in self.buckets if exact or b.is_resident or b.index in self.gatherer.replicas)
+            self.publish([b for b in read if b.dtype.is_floating_point])
+        self._publisher.published.remember(self.buckets)
         topology, settings = self.topology, self.settings
         topologies = (topology.companion, topology)
         files = self.gradient_files = self._open_gradients()
@@ -107,6 +109,7 @@ class Runtime:
             ),
             topology,
         )
+        self.reducer.is_last = lambda: self.is_boundary
         self.hooks = Hooks(
             self.gatherer, self.reducer, self._should_reduce, shards_parameters=self.stage.shards_parameters
         )
@@ -182,37 +185,9 @@ class Runtime:
         self.gatherer.end_iteration(Mode.TRAINING)
         self.pool.drop_unused()
 
-    def publish(self, buckets: list[Bucket], *, are_written: bool = False) -> None:
-        """Bring what the forward reads in line with the masters. ``are_written``: the shards are already."""
-        if not are_written:
-            self._update_shards(buckets)
-        works = []
-        for bucket in buckets:
-            if self.stage.shards_states and (bucket.is_resident or not self.stage.shards_parameters):
-                assert bucket.full is not None, "residents, and below stage 3 all parameters, are always full"
-                works += start_gather(bucket.layout, bucket.full, bucket.shard, self.gatherer.options)
-        for work in works:
-            work.wait()
-        self.rests.agree(even_unread=True)
-        self._published.remember(buckets)
-        self.gatherer.parameters_changed(buckets)
-
-    def _update_shards(self, buckets: list[Bucket]) -> None:
-        """Bring shards in line with their masters."""
-
-        def update() -> None:
-            for bucket in buckets:
-                if self.state_files is None or not self.is_in_files(bucket):
-                    bucket.update_shard()
-                    continue
-                for group, master in self.state_files.masters_of(bucket):
-                    bucket.begin_update(group.start, group.stop).copy_(master)
-                    bucket.end_update(group.start, group.stop)
-
-        if self.state_files is None:
-            update()
-        else:
-            on_every_rank(update, self.topology)
+    def publish(self, buckets: list[Bucket], *, are_written: bool = False, changed: set[int] | None = None) -> None:
+        """Bring what the forward reads in line with the masters: see :meth:`zero.publish.Publisher.publish`."""
+        self._publisher.publish(buckets, are_written=are_written, changed=changed)
 
     def open_states(self, inner: Optimizer, pieces: list[MasterPiece]) -> None:
         """Make room for the moments of ``inner`` in the files, if there are any. Collective.
@@ -308,8 +283,8 @@ class Runtime:
 
     @property
     def is_inexact(self) -> bool:
-        """Whether forward reads quantized weights, which are not what is to be saved."""
-        return self.effective.weight_format != "none"
+        """Whether forward reads quantized weights or replicas, which are not what is to be saved."""
+        return self.effective.weight_format != "none" or self.effective.change_format is not None
 
     @contextmanager
     def exact(self, bucket: Bucket) -> Iterator[list[Tensor]]:
@@ -371,7 +346,7 @@ class Runtime:
         """Raise if a parameter was added, replaced, moved or unfrozen after construction, or changed in vain."""
         self.check_present()
         check_model_unchanged(self.model, self.buckets)
-        self._published.check()
+        self._publisher.published.check()
 
     def _close_files(self) -> None:
         for files in (self.state_files, self.gradient_files):
@@ -383,6 +358,7 @@ class Runtime:
         if self.is_closed:
             return
         self.hooks.remove()
+        self._publisher.close()
         self.is_closed = True
         if self.delayed is not None:
             self.delayed.close()

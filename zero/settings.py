@@ -46,6 +46,9 @@ class ZeroSettings:
     gradient_format: str | tuple[str, str] | None = None
     """Wire format of gradients, or one for the intra-node and one for the inter-node hop; overrides
     ``quantized_gradients``. Default: the parameters' dtype."""
+    mode: str | None = None
+    """"delta_hpz" at stage 3: parameters are gathered inside the node, from replicas that get the changes of each
+    step: see :mod:`zero.node_mode`."""
     gradient_dtype: torch.dtype | None = None
     """dtype gradients accumulate in; default float32 (float64 for float64 parameters)."""
     reduce_bucket_size: int = 500_000_000
@@ -132,6 +135,8 @@ class Effective:
     """Gathers after a step's first stay inside the node (hpZ)."""
     secondary_place: str
     """Where that rests, if there is one."""
+    change_format: str | None = None
+    """What changes of parameters travel in between nodes (``mode="delta_hpz"``); None: there are no replicas."""
     align: int
     """Elements that parameters and shards are aligned to."""
     topology: str
@@ -161,6 +166,8 @@ class Effective:
             f"ZeRO stage {self.stage.number} on {self.topology}: weights as {self.weight_format}, gradients as "
             f"{grads}, secondary partition (hpZ) {f'on, {self.secondary_place}' if self.has_secondary else 'off'}"
         )
+        if self.change_format is not None:
+            text += f", replicas in every node (delta-hpZ), their changes as {self.change_format}"
         notes = [*self.details, *self.adjusted, *(f"inactive: {reason}" for reason in self.inactive)]
         return "; ".join([text, *notes])
 

@@ -2,6 +2,7 @@
 
     Primary     the shards of all ranks               columns of the shards:  | first | ..., each of at most max_numel
     Secondary   the node's own copy (hpZ)             as many, contiguous:    |   0   |   1   |   2   | ...
+    Replica     the same, kept up to date             as many, columns of the ranks' replicas
 
 The first exchange carries no more than may be prefetched: a bucket that is larger is prefetched in part.
 """
@@ -14,7 +15,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from zcomm import SecondaryPartition, Topology, Work, all_gather_single
+from zcomm import NodeReplica, SecondaryPartition, Topology, Work, all_gather_single
 from zero.bucket import Bucket
 from zero.layout import BucketLayout
 from zero.settings import Effective, ZeroSettings
@@ -23,7 +24,7 @@ from zero.tiers.moved import record
 from zero.tiers.settings import Tier
 from zero.tiers.shard_rest import KIND
 
-__all__ = ["GatherOptions", "Primary", "Secondary", "gather_options", "start_gather"]
+__all__ = ["GatherOptions", "Primary", "Replica", "Secondary", "gather_options", "start_gather"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +144,40 @@ class Secondary:
         if part.is_on_host:
             record(KIND, "to_device", part.nbytes)
         return part.gather(full[end - part.numel : end], async_op=self._is_async)
+
+
+class Replica:
+    """The node's copy in ``mode="delta_hpz"`` (:mod:`zero.node_mode`), cut like the exchanges of the primary partition.
+
+    It is up to date whenever parameters are published, so it is valid as long as it is there.
+    """
+
+    def __init__(self, bucket: Bucket, options: GatherOptions, format: str, exchanges: Sequence[int]) -> None:
+        self._bucket, self._is_async = bucket, options.is_async
+        self.node = NodeReplica(
+            options.topology, bucket.layout.shard_numel, bucket.dtype, format=format, device=bucket.device
+        )
+        self._ends = [end // options.topology.ranks_per_node for end in accumulate(exchanges)]
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether it holds the parameters' present values."""
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on this rank."""
+        return self.node.nbytes
+
+    def start(self, index: int, full: Tensor) -> Work | None:
+        """Start exchange number ``index``."""
+        start = self._ends[index - 1] if index else 0
+        return self.node.gather(full, start, self._ends[index], async_op=self._is_async)
+
+    def send_change(self) -> None:
+        """Bring all nodes closer to the shard, which a step has changed."""
+        self.node.update(self._bucket.shard, async_op=self._is_async)
+
+    def refresh(self) -> None:
+        """Give all nodes the shard as it is."""
+        self.node.refresh(self._bucket.shard, async_op=self._is_async)

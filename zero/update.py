@@ -22,6 +22,7 @@ from zero.delayed import DelayedUpdate
 from zero.final_gradients import FinalGradients
 from zero.late_step import LateStep
 from zero.masters import MasterPiece
+from zero.publish import used_buckets
 from zero.runtime import Runtime
 from zero.steps import step_pieces
 from zero.tiers.file_update import FileUpdate
@@ -124,7 +125,8 @@ class Update:
     def _publish(self, buckets: list[Bucket]) -> None:
         """What was updated is not taken back if that fails."""
         try:
-            self._runtime.publish(buckets, are_written=True)
+            self._runtime.publish(buckets, are_written=True, changed=used_buckets(self._runtime.reducer.all))
+            self._runtime.reducer.commit()
         except Exception as error:
             self.fail(error)
             raise

@@ -153,6 +153,13 @@ class Zcomm:
         setting="gradient_format",
         active_if="stage 1+",
     )
+    mode: str | None = key(
+        None,
+        "stage 3 over several nodes: delta_hpz keeps a copy of the parameters in every node; per step, not per "
+        "micro-batch, their changes and the gradients cross the network in 4 bits",
+        choices=("delta_hpz",),
+        setting="mode",
+    )
     activations: str | None = key(
         None,
         "where inputs of checkpointed functions rest; overrides cpu_checkpointing",

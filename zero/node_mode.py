@@ -1,0 +1,98 @@
+"""``mode="delta_hpz"``, stage 3 on several nodes: per step, not per micro-batch, 4-bit messages cross the network.
+
+    forward, backward   parameters are gathered inside the node, from its ranks' replicas      zero.sources.Replica
+    each micro-batch    gradients are summed inside the node, and kept there in float32        zero.reduction.Reduction
+    the last one        these sums are reduced between the nodes, bucket by bucket             the same
+    step()              norm and clipping, the sharded update, and the change of every shard
+                        goes to the ranks of equal local rank of the other nodes, one exchange
+                        a bucket, waited for when the bucket is used next                       zero.runtime.Runtime
+
+A replica is this rank's 1 / L of its node's copy of the parameters, in their dtype. Receivers' state is known to the
+sender, so errors do not add up, and all nodes hold the same bits. Writes that are not a step's (loading,
+GatheredParameters, safe_set_*) bring replicas up to date exactly. What the last hop of the reduction loses is kept as a
+residual, in units without the loss scale, and counts once the step is applied. Frozen parameters are never sent, nor
+are buckets that no rank used in the step.
+
+Bytes for each parameter and rank beyond stage 3: 2 / L replica, 1 / L residual, and with accumulation 4 / L sums.
+
+Here is what the mode means for the other settings; called while these are resolved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zcomm import ConfigError, Topology, get_format
+from zero.settings import Effective, ZeroSettings, resolve
+from zero.tiers.settings import Tier
+
+__all__ = ["CHANGE_FORMAT", "GRADIENT_FORMAT", "MODES", "resolve_mode"]
+
+MODES = ("delta_hpz",)
+CHANGE_FORMAT = "int4"
+"""Of changes of parameters, unless ``weight_format`` says another."""
+GRADIENT_FORMAT = ("int8", "nf4")
+"""Of gradients, inside the node and between nodes, unless ``gradient_format`` says others."""
+
+
+def resolve_mode(settings: ZeroSettings, topology: Topology) -> Effective:
+    """Decide what of ``settings``, the mode included, takes effect. The same on every rank.
+
+    Raises:
+        ConfigError: The mode is unknown, or something is asked for that it is not combined with; see also
+            :func:`zero.settings.resolve`.
+    """
+    if settings.mode is None:
+        return resolve(settings, topology)
+    _check(settings)
+    if topology.num_nodes == 1:
+        effective = resolve(replace(settings, mode=None, weight_format=None), topology)
+        return effective.and_more(inactive=(f"mode={settings.mode!r} (one node: nothing leaves it as it is)",))
+    kept, changes, inactive = _beside_mode(settings)
+    return replace(resolve(kept, topology), change_format=changes).and_more(inactive=tuple(inactive))
+
+
+def _beside_mode(settings: ZeroSettings) -> tuple[ZeroSettings, str, list[str]]:
+    """The settings that hold beside the mode, the format of changes, and what has no effect."""
+    inactive = []
+    changes = settings.weight_format or CHANGE_FORMAT
+    gradients = settings.gradient_format or GRADIENT_FORMAT
+    for name in (changes, *((gradients,) if isinstance(gradients, str) else gradients)):
+        if get_format(name).is_random:
+            raise ConfigError(f"mode={settings.mode!r} rounds to nearest: format={name!r} rounds stochastically")
+    for name, instead in (
+        ("quantized_weights", f"changes of parameters travel, as {changes}"),
+        ("quantized_gradients", f"gradients travel as {gradients}; gradient_format= says others"),
+    ):
+        if getattr(settings, name):
+            inactive.append(f"{name} (mode={settings.mode!r}: {instead})")
+    if settings.hpz_partition_size > 1:
+        inactive.append(f"hpz_partition_size (mode={settings.mode!r}: every node has a copy already)")
+    kept = replace(
+        settings,
+        weight_format="none",
+        gradient_format=gradients,
+        quantized_weights=False,
+        quantized_gradients=False,
+        hpz_partition_size=1,
+    )
+    return kept, changes, inactive
+
+
+def _check(settings: ZeroSettings) -> None:
+    mode, tiers = settings.mode, settings.tiers
+    if mode not in MODES:
+        raise ConfigError(f"mode must be one of {', '.join(MODES)}, or absent: mode={mode!r}")
+    if settings.stage != 3:
+        raise ConfigError(f"mode={mode!r} is of stage 3, where parameters are gathered: stage={settings.stage}")
+    refused = {
+        "offload_param (replicas are on the device)": tiers.parameters.tier is not Tier.DEVICE,
+        "delayed_update (receivers would be two updates behind)": tiers.states.delays_update,
+        "zero_quantized_nontrainable_weights (replicas have the parameters' dtype)": (
+            settings.quantized_nontrainable_weights
+        ),
+        "hpz_secondary_device='cpu' (replicas are on the device)": settings.hpz_secondary_device == "cpu",
+    }
+    asked = [what for what, is_asked in refused.items() if is_asked]
+    if asked:
+        raise ConfigError(f"mode={mode!r} is not combined with {'; '.join(asked)}: leave out one of them")

@@ -1,0 +1,98 @@
+"""After masters have changed: shards get their values, and what the forward reads gets the shards'.
+
+full buffers, below stage 3 and of residents     gathered from the shards
+replicas, with ``mode="delta_hpz"``              after a step the changes of the buckets it used, else exactly
+everything gathered or kept for later            forgotten
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zcomm import Topology
+from zero.agreement import on_every_rank
+from zero.bucket import Bucket
+from zero.bucket_grads import BucketGrads
+from zero.edits import Published
+from zero.gather import Gatherer
+from zero.sources import start_gather
+from zero.stages import Stage
+from zero.tiers.parameter_rests import ParameterRests
+from zero.tiers.state_files import StateFiles
+
+__all__ = ["Publisher", "used_buckets"]
+
+
+class Publisher:
+    """Publishes the parameters of one model."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        stage: Stage,
+        gatherer: Gatherer,
+        rests: ParameterRests,
+        state_files: StateFiles | None,
+    ) -> None:
+        self._topology, self._stage, self._gatherer = topology, stage, gatherer
+        self._rests, self._state_files = rests, state_files
+        self.published = Published(topology, is_always_full=not stage.shards_parameters)
+
+    def publish(self, buckets: Sequence[Bucket], *, are_written: bool, changed: set[int] | None) -> None:
+        """Bring what the forward reads in line with the masters. Collective.
+
+        Args:
+            buckets: Whose masters may be new.
+            are_written: The shards are in line already.
+            changed: Numbers of the buckets that a step has changed; None: it was no step.
+        """
+        if not are_written:
+            self._update_shards(buckets)
+        self._send_to_replicas(buckets, changed)
+        works = []
+        for bucket in buckets:
+            if self._stage.shards_states and (bucket.is_resident or not self._stage.shards_parameters):
+                assert bucket.full is not None, "residents, and below stage 3 all parameters, are always full"
+                works += start_gather(bucket.layout, bucket.full, bucket.shard, self._gatherer.options)
+        for work in works:
+            work.wait()
+        self._rests.agree(even_unread=True)
+        self.published.remember(buckets)
+        self._gatherer.parameters_changed(buckets)
+
+    def _send_to_replicas(self, buckets: Sequence[Bucket], changed: set[int] | None) -> None:
+        """Asynchronously: a replica waits before it is read."""
+        for bucket in buckets:
+            replica = self._gatherer.replicas.get(bucket.index)
+            if replica is not None and changed is None:
+                replica.refresh()
+            elif replica is not None and bucket.index in (changed or ()):
+                replica.send_change()
+
+    def _update_shards(self, buckets: Sequence[Bucket]) -> None:
+        """Bring shards in line with their masters."""
+        files = self._state_files
+
+        def update() -> None:
+            for bucket in buckets:
+                if files is None or bucket not in files.groups_of:
+                    bucket.update_shard()
+                    continue
+                for group, master in files.masters_of(bucket):
+                    bucket.begin_update(group.start, group.stop).copy_(master)
+                    bucket.end_update(group.start, group.stop)
+
+        if files is None:
+            update()
+        else:
+            on_every_rank(update, self._topology)
+
+    def close(self) -> None:
+        """Wait for what is under way to replicas."""
+        for replica in self._gatherer.replicas.values():
+            replica.node.wait()
+
+
+def used_buckets(all_grads: Sequence[BucketGrads]) -> set[int]:
+    """The buckets that have a gradient, by number: what a step changes."""
+    return {grads.bucket.index for grads in all_grads if any(grads.used)}
