@@ -20,16 +20,9 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from zcomm import (
-    DivergedError,
-    LayoutError,
-    StateError,
-    Topology,
-    Work,
-    all_gather_single,
-    control,
-    reduce_scatter_single,
-)  # fmt: skip
+from zcomm import DivergedError, LayoutError, StateError, Topology, Work, control
+
+from zcomm import all_gather_single, reduce_scatter_single  # isort: skip
 from zero.bucket import Bucket, master_dtype
 from zero.bucket_grads import BucketGrads, InFlight
 from zero.patience import Patience
@@ -75,6 +68,8 @@ class Reducer:
         """Whether each mean is rounded to the parameters' dtype, as it is on its way to host memory."""
         self.on_reduced: Callable[[], None] = lambda: None
         """Called when a backward has reduced."""
+        self.on_issue: Callable[[Bucket, Tensor], None] = lambda _bucket, _full: None
+        """Called with this rank's own gradient of a bucket, just before it is reduced."""
 
     def _new(self, bucket: Bucket) -> BucketGrads:
         dtype = self._settings.gradient_dtype or master_dtype(bucket.dtype)
@@ -219,6 +214,7 @@ class Reducer:
         if output is None or (grads.has_result and grads.host is None):  # added to a sum, or sent on, when it has come
             output = self._pool.take(layout.shard_numel, grads.dtype)
         assert output is not None, "a reduction without a place for its result"
+        self.on_issue(grads.bucket, full)
         works = self._reduce_scatter(grads, full, output)
         grads.written = [False] * len(grads.written)
         if self._stage.shards_gradients:
@@ -236,7 +232,7 @@ class Reducer:
             self._finish(self._in_flight[:1])
 
     def _reduce_scatter(self, grads: BucketGrads, full: Tensor, output: Tensor) -> list[Work]:
-        wire = self._effective.gradient_formats
+        wire = grads.bucket.gradient_formats
         if wire is None:
             narrow = "none" if grads.dtype == grads.bucket.dtype else WIRE_NAMES[grads.bucket.dtype]
             wire = (narrow, narrow)

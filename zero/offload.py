@@ -13,7 +13,8 @@ from torch import Tensor
 
 from zcomm import ConfigError, StateError
 from zero.away import Away
-from zero.optimizer import Inside, ZeroOptimizer
+from zero.inside import Inside
+from zero.optimizer import ZeroOptimizer
 from zero.runtime import Runtime
 
 __all__ = ["KINDS", "offload_states", "reload_states"]

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zcomm import StateError, Topology
+from zero.adaptive import Adaptive
 from zero.agreement import on_every_rank
 from zero.clip import clip_grad_norm_, fold_clipping
 from zero.config.plan import Plan
@@ -30,10 +31,11 @@ from zero.cpu_optimizer import set_moment_format
 from zero.distributed import DataParallel, data_parallel
 from zero.final_gradients import FinalGradients
 from zero.inputs import announce, check_inputs, choose_topology
+from zero.inside import Inside, values_of
 from zero.large_linears import tile_configured
 from zero.leaf_modules import set_configured
 from zero.loss_scale import LossScale
-from zero.masters import MasterPiece, OptimizerStates, as_groups, build_inner, build_pieces
+from zero.masters import OptimizerStates, as_groups, build_inner, build_pieces
 from zero.memory import MemoryReport, measure
 from zero.model_parallel import ModelParallel
 from zero.on_model import install_on_model
@@ -45,18 +47,6 @@ from zero.timing import time_exchanges
 from zero.update import Update
 
 __all__ = ["ZeroOptimizer"]
-
-
-class Inside(NamedTuple):
-    """What a ZeroOptimizer is made of, for checkpoints."""
-
-    runtime: Runtime
-    inner: Optimizer
-    pieces: list[MasterPiece]
-    group_of: dict[nn.Parameter, int]
-    """The parameter group of every trainable parameter, by its number."""
-    model_parallel: ModelParallel
-    fail: Callable[[Exception], None]
 
 
 class ZeroOptimizer(Optimizer):
@@ -141,6 +131,7 @@ class ZeroOptimizer(Optimizer):
         self._runtime.states = OptimizerStates(self._inner, self._pieces)
         self._gradients = FinalGradients(self._runtime, self._pieces)
         self._update = Update(self._runtime, self._inner, self._pieces, self._gradients)
+        self._adaptive = Adaptive(self._runtime)
         self._inner.param_groups[0]["params"].append(self._gradients.flag)
         self._adopt(plan)
         self._is_built = False
@@ -215,9 +206,15 @@ class ZeroOptimizer(Optimizer):
         Cost for each rank: one pass over its shards, 8 bytes to every other rank, one host sync.
         """
         self.unscale_()
-        return clip_grad_norm_(
+        norm = clip_grad_norm_(
             self._gradients, self._model_parallel, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
+        self._adaptive.report_norm(norm.item(), norm_type)
+        return norm
+
+    def report_loss(self, loss: Tensor | float) -> None:
+        """Let adaptive precision, if it is on, watch the loss of a micro-batch; ``engine.backward()`` does it, too."""
+        self._adaptive.report_loss(loss)
 
     def scale(self, loss: Tensor) -> Tensor:
         """``loss``, in at least float32, times the loss scale: call ``backward()`` of what is returned.
@@ -275,7 +272,7 @@ class ZeroOptimizer(Optimizer):
         runtime.hooks.recover()
         runtime.check_model_unchanged()
         runtime.reducer.flush()
-        before = self._gradients.factor, self._is_unscaled
+        before, adaptive = (self._gradients.factor, self._is_unscaled), self._adaptive.state_dict()
         scale = None if self.loss_scale is None else self.loss_scale.state_dict()
         try:
             self.was_step_applied = self._prepare_gradients()
@@ -290,8 +287,10 @@ class ZeroOptimizer(Optimizer):
                 self._gradients.factor, self._is_unscaled = before
             if self.loss_scale is not None and scale is not None:
                 self.loss_scale.load_state_dict(scale)
+            self._adaptive.load_state_dict(adaptive)
             raise
         self._gradients.clear()
+        self._adaptive.clear()
         return loss
 
     def finish_update(self) -> None:
@@ -309,19 +308,24 @@ class ZeroOptimizer(Optimizer):
             self._fold_unscaling()
             self.loss_scale.update(overflowed=overflowed)
             if overflowed:
+                self._adaptive.overflowed(self.loss_scale)
                 return False
         if not self._update.folds:
             self._gradients.apply()
-        if self._max_norm > 0 or self.computes_grad_norm:
-            limit = self._max_norm if self._max_norm > 0 else math.inf
-            self.last_grad_norm = fold_clipping(self._gradients, self._model_parallel, limit)
-        return True
+        limit = self._max_norm if self._max_norm > 0 else math.inf
+        if limit == math.inf and not (self.computes_grad_norm or self._adaptive.is_on):
+            return True
+        norm = self.last_grad_norm = fold_clipping(self._gradients, self._model_parallel, limit)
+        is_taken, factor = self._adaptive.end_step(norm, limit)
+        self._gradients.factor *= factor
+        return is_taken
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001  (torch's signature)
         """Forget all gradients; ``param.grad`` becomes None, whatever ``set_to_none`` says."""
         self._runtime.hooks.recover()
         self._runtime.reducer.zero()
         self._gradients.clear()
+        self._adaptive.clear()
         self._gradients.factor = 1.0
         self._is_scaled = self._is_unscaled = False
 
@@ -337,7 +341,7 @@ class ZeroOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: masters, optimizer states, and the layout they belong to."""
         self._runtime.check_present()
-        return shard_state(self._runtime, self._inner, self._pieces, self.loss_scale)
+        return shard_state(self._runtime, self._inner, self._pieces, self.loss_scale, self._adaptive.state_dict())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -359,6 +363,7 @@ class ZeroOptimizer(Optimizer):
         self.load_inner_state(state_dict["optimizer"])
         if self.loss_scale is not None and state_dict.get("loss_scale") is not None:
             self.loss_scale.load_state_dict(state_dict["loss_scale"])
+        self._adaptive.load_state_dict(state_dict.get("adaptive"))
         self._runtime.publish(buckets)
         restore_delayed(self._runtime, state_dict.get("delayed"))
 
@@ -372,17 +377,12 @@ class ZeroOptimizer(Optimizer):
     @property
     def inside(self) -> Inside:
         """The parts of this optimizer, for :mod:`zero.checkpoints`."""
-        return Inside(self._runtime, self._inner, self._pieces, self._group_of, self._model_parallel, self._update.fail)
+        parts = self._runtime, self._inner, self._pieces, self._group_of, self._model_parallel, self._adaptive
+        return Inside(*parts, self._update.fail)
 
     def master_pieces(self) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
         """``(parameter, first element, master values)`` for what this rank updates; copies of what is in files."""
-        for piece in self._pieces:
-            base = self._runtime.topology.shard_index("local") * piece.bucket.layout.shard_numel
-            slot = piece.bucket.layout.slots[piece.slot]
-            first = piece.start + (base if self._runtime.stage.shards_states else 0) - slot.offset
-            with self._runtime.states_in_memory(piece.bucket):
-                is_resting = self._runtime.is_in_files(piece.bucket)
-                yield piece.param, first, piece.master.clone() if is_resting else piece.master
+        return values_of(self._pieces, self._runtime)
 
     def close(self) -> None:
         """Take the hooks off the model, drop the gradients, and free the process groups that were made for it.

@@ -27,9 +27,9 @@ from zero.checkpoints.errors import CheckpointError
 from zero.checkpoints.planners import Part
 from zero.checkpoints.tensor_file import CODES, as_bytes
 from zero.cpu_optimizer import layout_of
+from zero.inside import Inside
 from zero.masters import MasterPiece, is_elementwise
 from zero.moments import Blocks, Decoded
-from zero.optimizer import Inside
 from zero.runtime import Runtime
 from zero.tiers.at_rest import at_rest
 from zero.tiers.state_files import StateFiles

@@ -17,7 +17,7 @@ from zero.checkpoints.planners import Part
 from zero.checkpoints.snapshot import names_of_groups
 from zero.checkpoints.tensor_file import CODES
 from zero.checkpoints.tree import decode
-from zero.optimizer import Inside
+from zero.inside import Inside
 
 __all__ = ["Request", "Wanted", "keys_by_parameter", "make_request"]
 

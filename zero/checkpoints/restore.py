@@ -17,7 +17,8 @@ from zero.checkpoints.random_state import restore_random_state
 from zero.checkpoints.request import Request, Wanted, keys_by_parameter
 from zero.checkpoints.snapshot import group_options
 from zero.checkpoints.streamed import StreamedStates
-from zero.optimizer import Inside, ZeroOptimizer
+from zero.inside import Inside
+from zero.optimizer import ZeroOptimizer
 
 __all__ = ["restore"]
 
@@ -39,6 +40,7 @@ def restore(optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, A
         if not wanted.module_only:
             names = ("client_state", "loss_scale", "extra_state")
             decoded = {name: request.decoded(content[name]) for name in names}
+            decoded["adaptive"] = request.decoded(content.get("adaptive"))
             decoded["stateful"] = {name: request.decoded(content["stateful"][name]) for name in stateful}
             decoded["random"] = request.random_state()
             if wanted.optimizer_states:
@@ -57,6 +59,7 @@ def restore(optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, A
         optimizer.load_inner_state(decoded["inner"])
         streamed.stand_ins()
         _restore_loss_scale(optimizer, decoded["loss_scale"])
+        inside.adaptive.load_state_dict(decoded["adaptive"])
         _restore_published(inside, request)
     for name, module in inside.runtime.model.named_modules():
         if type(module).set_extra_state is not nn.Module.set_extra_state and name in decoded["extra_state"]:

@@ -17,9 +17,10 @@ from zero.checkpoints.planners import Part
 from zero.checkpoints.random_state import capture_random_state
 from zero.checkpoints.tensor_file import CODES
 from zero.checkpoints.tree import Tree
+from zero.inside import Inside
 from zero.large_linears import rows_by_key
 from zero.moments import Decoded
-from zero.optimizer import Inside, ZeroOptimizer
+from zero.optimizer import ZeroOptimizer
 from zero.runtime import Runtime
 
 __all__ = ["Snapshot", "group_options", "names_of_groups", "take_snapshot"]
@@ -107,6 +108,7 @@ def _content(
             ],
         },
         "loss_scale": None if loss_scale is None else tree.encode(loss_scale.state_dict(), "loss_scale"),
+        "adaptive": tree.encode(inside.adaptive.state_dict(), "adaptive precision"),
         "num_updates": None if runtime.delayed is None else runtime.delayed.num_updates,
         "extra_state": {
             name: tree.encode(module.get_extra_state(), f"extra state of {name!r}")

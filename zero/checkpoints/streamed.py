@@ -14,8 +14,8 @@ from zero.agreement import on_every_rank
 from zero.checkpoints.index import Index, StoredChunk
 from zero.checkpoints.parts import Held, held_pieces
 from zero.checkpoints.storage import read_chunk
+from zero.inside import Inside
 from zero.masters import MasterPiece
-from zero.optimizer import Inside
 from zero.tiers.at_rest import at_rest
 from zero.tiers.state_files import InMemory, StateFiles, SubGroup
 

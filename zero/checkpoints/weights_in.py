@@ -15,8 +15,8 @@ from zero.checkpoints.errors import CheckpointError
 from zero.checkpoints.index import CHUNK_NUMEL, Index, StoredChunk, StoredTensor
 from zero.checkpoints.parts import named_buffers
 from zero.checkpoints.tensor_file import CODES, Entry, read_header
+from zero.inside import Inside
 from zero.large_linears import rows_by_key
-from zero.optimizer import Inside
 
 __all__ = ["find_weights", "index_of_weights"]
 
