@@ -1,6 +1,7 @@
 """Quantized, hierarchical collectives for PyTorch: torch.distributed's names with a ``format=``."""
 
 from zcomm import control, functional, volume
+from zcomm.adaptive import AdaptivePrecision
 from zcomm.all_gather import all_gather_single
 from zcomm.all_reduce import all_reduce
 from zcomm.all_to_all import all_to_all_single
@@ -39,6 +40,7 @@ from zcomm.work import Work
 __all__ = [
     "FORMATS",
     "RECIPES",
+    "AdaptivePrecision",
     "BackendUnavailableError",
     "CommunicationError",
     "ConfigError",

@@ -23,7 +23,7 @@ from zcomm.debug import compare_calls
 from zcomm.delta import DeltaGather
 from zcomm.errors import LayoutError
 from zcomm.formats import Format, get_format
-from zcomm.route import rows_of
+from zcomm.route import hop_inside, rows_of
 from zcomm.topology import Topology
 from zcomm.work import Steps, Work, run
 
@@ -129,4 +129,4 @@ class NodeReplica:
         return run(steps, output, self._replica, async_op=async_op, queue=self._topology.queue)
 
     def _gathering(self, rows: Tensor, own: Tensor) -> Steps:
-        yield backend.all_gather(rows, own, self._topology.intra, Sent(OPERATION, "none", own.numel()))
+        yield backend.all_gather(rows, own, hop_inside(self._topology), Sent(OPERATION, "none", own.numel()))

@@ -66,8 +66,8 @@ class NodeSums:
         self._topology, self.shard_numel = topology, shard_numel
         self._inside, self._between = get_format(formats[0]), get_format(formats[1])
         self._route = find_route(OPERATION, topology, formats, first="intra")
-        self._route.need_torch("NodeSums")
         self._device, self.residual = torch.empty(0, device=device).device, residual
+        self._route.check_device(self._device)
         self._rows: Tensor | None = None
         self.is_empty = True
         """Whether nothing was added since the last reduction."""

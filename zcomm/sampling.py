@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from zcomm.formats import Format, get_format
 from zcomm.message import layout_of
 from zcomm.philox import Draw
 
-__all__ = ["relative_error", "relative_errors"]
+__all__ = ["relative_error", "relative_errors", "squares_of"]
 
 
 @torch.no_grad()
@@ -29,14 +29,27 @@ def relative_error(tensor: Tensor, format: str | Format) -> float:
     if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.is_meta:
         facts = f"dtype={tensor.dtype}, layout={tensor.layout}, device={tensor.device}"
         raise LayoutError(f"tensor must be dense floating point, on a device with memory: {facts}")
-    format = get_format(format)
     x = tensor.detach().reshape(-1).contiguous()
+    norm, error = x.double().norm(), _lost(x, get_format(format)).norm()
+    return float(error / norm) if norm != 0 else float(error)
+
+
+def _lost(x: Tensor, format: Format) -> Tensor:
+    """What one encoding makes of ``x`` [n], less ``x``: float64 [n]."""
     layout = layout_of("sample", format, x.dtype, 1, x.numel())
     message, decoded = layout.new(1, x.device), torch.empty(x.numel(), dtype=torch.float32, device=x.device)
     kernels.quantize(x, layout, message, 0, 0, Draw(seed=0) if format.is_random else None)
     kernels.decode(message, layout, decoded, 0, 0)
-    norm, error = x.double().norm(), (decoded.double() - x.double()).norm()
-    return float(error / norm) if norm != 0 else float(error)
+    return decoded.double() - x.double()
+
+
+@torch.no_grad()
+def squares_of(x: Tensor, formats: Sequence[str]) -> Tensor:
+    """Sums over ``x`` [n], float64 [2 + len(formats)] on its device: of squares, of fourth powers, and of the squared
+    errors of each format. The sums of parts add up to those of the whole. The host waits for nothing."""
+    square = x.double().square()
+    errors = [_lost(x, get_format(name)).square().sum() for name in formats]
+    return torch.stack([square.sum(), square.square().sum(), *errors])
 
 
 def relative_errors(tensors: Mapping[str, Tensor | None], format: str | Format) -> dict[str, float]:

@@ -116,6 +116,7 @@ class Engine:
         Returns:
             ``loss``, divided by the accumulation steps in the same way.
         """
+        self.optimizer.report_loss(loss)
         with self._timed("backward"):
             if scale_wrt_gas and self._config.managed_gradient_accumulation:
                 loss = loss / self.gradient_accumulation_steps()
@@ -169,7 +170,7 @@ class Engine:
         self.optimizer.is_boundary = self.is_gradient_accumulation_boundary()
 
     def get_global_grad_norm(self) -> float | None:
-        """The gradient norm of the last step over all ranks, before clipping; None after a skipped step, or if off."""
+        """The gradient norm of the last step over all ranks, before clipping; None after an overflow, or if off."""
         return self.optimizer.last_grad_norm
 
     def get_lr(self) -> list[float]:

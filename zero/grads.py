@@ -68,6 +68,8 @@ class Reducer:
         """Whether each mean is rounded to the parameters' dtype, as it is on its way to host memory."""
         self.on_reduced: Callable[[], None] = lambda: None
         """Called when a backward has reduced."""
+        self.on_issue: Callable[[Bucket, Tensor], None] = lambda _bucket, _full: None
+        """Called with this rank's own gradient of a bucket, just before it is reduced."""
 
     def _new(self, bucket: Bucket) -> BucketGrads:
         dtype = self._settings.gradient_dtype or master_dtype(bucket.dtype)
@@ -213,6 +215,7 @@ class Reducer:
         output = grads.result if self._completes else None
         if self._completes and (output is None or (grads.has_result and grads.host is None)):
             output = self._pool.take(layout.shard_numel, grads.dtype)  # added to a sum, or sent on, when it has come
+        self.on_issue(grads.bucket, full)
         works = self.reduction.start(grads, full, output)
         grads.written = [False] * len(grads.written)
         if self._stage.shards_gradients:

@@ -1,22 +1,23 @@
-"""The parts of a ZeroOptimizer, for checkpoints."""
+"""The parts of a ZeroOptimizer, for :mod:`zero.checkpoints`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero.adaptive import Adaptive
 from zero.masters import MasterPiece
 from zero.model_parallel import ModelParallel
 from zero.runtime import Runtime
 
-__all__ = ["Inside"]
+__all__ = ["Inside", "values_of"]
 
 
 class Inside(NamedTuple):
-    """What a ZeroOptimizer is made of, for checkpoints."""
+    """What a ZeroOptimizer is made of."""
 
     runtime: Runtime
     inner: Optimizer
@@ -24,4 +25,16 @@ class Inside(NamedTuple):
     group_of: dict[nn.Parameter, int]
     """The parameter group of every trainable parameter, by its number."""
     model_parallel: ModelParallel
+    adaptive: Adaptive
     fail: Callable[[Exception], None]
+
+
+def values_of(pieces: list[MasterPiece], runtime: Runtime) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
+    """See :meth:`zero.ZeroOptimizer.master_pieces`."""
+    for piece in pieces:
+        base = runtime.topology.shard_index("local") * piece.bucket.layout.shard_numel
+        slot = piece.bucket.layout.slots[piece.slot]
+        first = piece.start + (base if runtime.stage.shards_states else 0) - slot.offset
+        with runtime.states_in_memory(piece.bucket):
+            is_resting = runtime.is_in_files(piece.bucket)
+            yield piece.param, first, piece.master.clone() if is_resting else piece.master

@@ -17,7 +17,15 @@ from typing import Any
 
 from zcomm import ConfigError, StateError
 
-__all__ = ["DynamicLossScale", "LossScale", "StaticLossScale"]
+__all__ = ["DynamicLossScale", "LossScale", "StaticLossScale", "not_scaled"]
+
+
+def not_scaled(scale: float) -> StateError:
+    """The error that gradients are those of a loss that ``scale`` was forgotten for."""
+    return StateError(
+        f"gradients must be of the scaled loss, loss_scale={scale:g}: call engine.backward(loss), or "
+        "optimizer.scale(loss).backward()"
+    )
 
 
 class StaticLossScale:

@@ -91,6 +91,7 @@ def _check(settings: ZeroSettings) -> None:
         "zero_quantized_nontrainable_weights (replicas have the parameters' dtype)": (
             settings.quantized_nontrainable_weights
         ),
+        "adaptive precision (replicas and residuals keep their formats)": settings.adaptive is not None,
         "hpz_secondary_device='cpu' (replicas are on the device)": settings.hpz_secondary_device == "cpu",
     }
     asked = [what for what, is_asked in refused.items() if is_asked]

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zcomm import StateError, Topology
+from zero.adaptive import Adaptive
 from zero.agreement import on_every_rank
 from zero.clip import clip_grad_norm_, fold_clipping
 from zero.config.plan import Plan
@@ -31,10 +32,10 @@ from zero.distributed import DataParallel, data_parallel
 from zero.final_gradients import FinalGradients
 from zero.grad_factor import GradFactor
 from zero.inputs import announce, check_inputs, choose_topology
-from zero.inside import Inside
+from zero.inside import Inside, values_of
 from zero.large_linears import tile_configured
 from zero.leaf_modules import set_configured
-from zero.loss_scale import LossScale
+from zero.loss_scale import LossScale, not_scaled
 from zero.masters import OptimizerStates, as_groups, build_inner, build_pieces
 from zero.memory import MemoryReport, measure
 from zero.model_parallel import ModelParallel
@@ -131,6 +132,7 @@ class ZeroOptimizer(Optimizer):
         self._runtime.states = OptimizerStates(self._inner, self._pieces)
         self._gradients = FinalGradients(self._runtime, self._pieces)
         self._update = Update(self._runtime, self._inner, self._pieces, self._gradients)
+        self._adaptive = Adaptive(self._runtime)
         self._inner.param_groups[0]["params"].append(self._gradients.flag)
         self._adopt(plan)
         self._is_built = False
@@ -210,9 +212,15 @@ class ZeroOptimizer(Optimizer):
         except with ``error_if_nonfinite`` and where gradients are offloaded.
         """
         self.unscale_()
-        return clip_grad_norm_(
+        norm = clip_grad_norm_(
             self._gradients, self._model_parallel, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
+        self._adaptive.report_norm(norm, norm_type)
+        return norm
+
+    def report_loss(self, loss: Tensor | float) -> None:
+        """Let adaptive precision, if it is on, watch the loss of a micro-batch; ``engine.backward()`` does it, too."""
+        self._adaptive.report_loss(loss)
 
     def scale(self, loss: Tensor) -> Tensor:
         """``loss``, in at least float32, times the loss scale: call ``backward()`` of what is returned.
@@ -247,10 +255,7 @@ class ZeroOptimizer(Optimizer):
         if self.loss_scale is None or self.loss_scale.scale == 1 or self._is_unscaled:
             return
         if not self._is_scaled and any(any(grads.used) for grads in self._runtime.reducer.all):
-            raise StateError(
-                f"gradients must be of the scaled loss, loss_scale={self.loss_scale.scale:g}: call "
-                "engine.backward(loss), or optimizer.scale(loss).backward()"
-            )
+            raise not_scaled(self.loss_scale.scale)
         self._is_unscaled = True
         self._gradients.factor = self._gradients.factor.times(1 / self.loss_scale.scale)
 
@@ -270,7 +275,7 @@ class ZeroOptimizer(Optimizer):
         runtime.hooks.recover()
         runtime.check_model_unchanged()
         runtime.reducer.flush()
-        before = self._gradients.factor, self._is_unscaled
+        before, adaptive = (self._gradients.factor, self._is_unscaled), self._adaptive.state_dict()
         scale = None if self.loss_scale is None else self.loss_scale.state_dict()
         try:
             self.was_step_applied = self._prepare_gradients()
@@ -285,8 +290,10 @@ class ZeroOptimizer(Optimizer):
                 self._gradients.factor, self._is_unscaled = before
             if self.loss_scale is not None and scale is not None:
                 self.loss_scale.load_state_dict(scale)
+            self._adaptive.load_state_dict(adaptive)
             raise
         self._gradients.clear()
+        self._adaptive.clear()
         return loss
 
     def finish_update(self) -> None:
@@ -304,35 +311,37 @@ class ZeroOptimizer(Optimizer):
             self._fold_unscaling()
             self.loss_scale.update(overflowed=overflowed)
             if overflowed:
+                self._adaptive.overflowed(self.loss_scale)
                 return False
         if not self._update.folds:
             self._gradients.apply()
-        if self._max_norm > 0 or self.computes_grad_norm:
-            limit = self._max_norm if self._max_norm > 0 else math.inf
-            self._last_norm = fold_clipping(self._gradients, self._model_parallel, limit)
-        return True
+        limit = self._max_norm if self._max_norm > 0 else math.inf
+        if limit == math.inf and not (self.computes_grad_norm or self._adaptive.is_on):
+            return True
+        norm = self._last_norm = fold_clipping(self._gradients, self._model_parallel, limit)
+        is_taken, factor = self._adaptive.end_step(norm, limit)
+        self._gradients.factor = self._gradients.factor.times(factor)
+        return is_taken
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001  (torch's signature)
         """Forget all gradients; ``param.grad`` becomes None, whatever ``set_to_none`` says."""
         self._runtime.hooks.recover()
         self._runtime.reducer.zero()
         self._gradients.clear()
+        self._adaptive.clear()
         self._gradients.factor = GradFactor()
         self._is_scaled = self._is_unscaled = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not after construction: the layout of shards is fixed then."""
         if getattr(self, "_is_built", False):
-            raise StateError(
-                "parameters cannot be added after construction: build the optimizer with all its parameter groups and "
-                "pass that instance to ZeroOptimizer"
-            )
+            raise StateError("parameters cannot be added later: build the optimizer with all of them and pass it")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: masters, optimizer states, and the layout they belong to."""
         self._runtime.check_present()
-        return shard_state(self._runtime, self._inner, self._pieces, self.loss_scale)
+        return shard_state(self._runtime, self._inner, self._pieces, self.loss_scale, self._adaptive.state_dict())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -354,6 +363,7 @@ class ZeroOptimizer(Optimizer):
         self.load_inner_state(state_dict["optimizer"])
         if self.loss_scale is not None and state_dict.get("loss_scale") is not None:
             self.loss_scale.load_state_dict(state_dict["loss_scale"])
+        self._adaptive.load_state_dict(state_dict.get("adaptive"))
         self._runtime.publish(buckets)
         restore_delayed(self._runtime, state_dict.get("delayed"))
 
@@ -367,17 +377,12 @@ class ZeroOptimizer(Optimizer):
     @property
     def inside(self) -> Inside:
         """The parts of this optimizer, for :mod:`zero.checkpoints`."""
-        return Inside(self._runtime, self._inner, self._pieces, self._group_of, self._model_parallel, self._update.fail)
+        parts = self._runtime, self._inner, self._pieces, self._group_of, self._model_parallel, self._adaptive
+        return Inside(*parts, self._update.fail)
 
     def master_pieces(self) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
         """``(parameter, first element, master values)`` for what this rank updates; copies of what is in files."""
-        for piece in self._pieces:
-            base = self._runtime.topology.shard_index("local") * piece.bucket.layout.shard_numel
-            slot = piece.bucket.layout.slots[piece.slot]
-            first = piece.start + (base if self._runtime.stage.shards_states else 0) - slot.offset
-            with self._runtime.states_in_memory(piece.bucket):
-                is_resting = self._runtime.is_in_files(piece.bucket)
-                yield piece.param, first, piece.master.clone() if is_resting else piece.master
+        return values_of(self._pieces, self._runtime)
 
     def close(self) -> None:
         """Take the hooks off the model, drop the gradients, and free the process groups that were made for it.

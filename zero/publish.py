@@ -53,7 +53,7 @@ class Publisher:
         for bucket in buckets:
             if self._stage.shards_states and (bucket.is_resident or not self._stage.shards_parameters):
                 assert bucket.full is not None, "residents, and below stage 3 all parameters, are always full"
-                works += start_gather(bucket.layout, bucket.full, bucket.shard, self._gatherer.options)
+                works += start_gather(bucket, bucket.full, bucket.shard, self._gatherer.options)
         for work in works:
             work.wait()
         self._rests.agree(even_unread=True)

@@ -76,7 +76,7 @@ class Reduction:
         return [] if work is None else [work]
 
     def _reduce_scatter(self, grads: BucketGrads, full: Tensor, output: Tensor) -> list[Work]:
-        wire = self._effective.gradient_formats
+        wire = grads.bucket.gradient_formats
         if wire is None:
             narrow = "none" if grads.dtype == grads.bucket.dtype else WIRE_NAMES[grads.bucket.dtype]
             wire = (narrow, narrow)

@@ -226,7 +226,7 @@ class Runtime:
             if self.stage.shards_parameters and not bucket.is_resident and bucket.state is BucketState.FULL:
                 own = on_every_rank(bucket.rest.read, self.topology).to(bucket.device)
                 assert bucket.full is not None, f"bucket {bucket.name!r} is full without a buffer"
-                for work in start_gather(bucket.layout, bucket.full, own, self.gatherer.options):
+                for work in start_gather(bucket, bucket.full, own, self.gatherer.options):
                     work.wait()
 
     def is_in_files(self, bucket: Bucket) -> bool:
@@ -298,7 +298,7 @@ class Runtime:
         try:
             with self.in_memory([bucket]):
                 shard = bucket.master.detach().to(bucket.device, bucket.dtype)
-            for work in start_gather(bucket.layout, full, shard, replace(self.gatherer.options, format="none")):
+            for work in start_gather(bucket, full, shard, replace(self.gatherer.options, is_exact=True)):
                 work.wait()
             yield bucket.views(full)
         finally:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from zcomm import ConfigError, Topology, TopologyError, get_format
+from zcomm import AdaptivePrecision, ConfigError, Topology, TopologyError, get_format
+from zcomm.adaptive import Ladder, gradient_ladder, weight_ladder
 from zero.layout import ALIGN
 from zero.schedule import Limits
 from zero.stages import Stage, get_stage
@@ -49,6 +50,8 @@ class ZeroSettings:
     mode: str | None = None
     """"delta_hpz" at stage 3: parameters are gathered inside the node, from replicas that get the changes of each
     step: see :mod:`zero.node_mode`."""
+    adaptive: AdaptivePrecision | None = None
+    """How the formats of weights and gradients follow the training; None: they stay. Stages 1, 2, 3."""
     gradient_dtype: torch.dtype | None = None
     """dtype gradients accumulate in; default float32 (float64 for float64 parameters)."""
     reduce_bucket_size: int = 500_000_000
@@ -142,12 +145,19 @@ class Effective:
     topology: str
     limits: Limits
     """What stage 3 gathers ahead, holds and keeps."""
+    ladders: tuple[Ladder | None, Ladder | None] = (None, None)
+    """What formats of gradients and of weights are chosen from, as training goes on; None: they stay."""
     details: tuple[str, ...] = ()
     """Where parameters, states and inputs of checkpointed functions rest, if that is not on the device."""
     adjusted: tuple[str, ...] = ()
     """What was asked for and is done differently."""
     inactive: tuple[str, ...] = ()
     """What was asked for and has no effect, with the reason."""
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether formats follow the training."""
+        return self.ladders != (None, None)
 
     def and_more(
         self, *, details: tuple[str, ...] = (), adjusted: tuple[str, ...] = (), inactive: tuple[str, ...] = ()
@@ -182,6 +192,7 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
         inactive.append("quantized weights and gradients (stage 0 has no sharded exchange; use stage 1, 2 or 3)")
         weights, gradients = "none", None if is_quantized else gradients
     has_secondary = _secondary(settings, topology, stage, inactive)
+    ladders = _ladders(settings, stage, weights, gradients, inactive)
     align = ALIGN
     for name in (weights, *(gradients or ())):
         block = get_format(name).block
@@ -198,6 +209,8 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
         align=align,
         topology=f"{topology.num_nodes} x {topology.ranks_per_node} ranks",
         limits=limits,
+        ladders=ladders,
+        details=_described(ladders),
         adjusted=tuple(adjusted),
         inactive=tuple(inactive),
     )
@@ -222,6 +235,31 @@ def _limits(settings: ZeroSettings, topology: Topology, stage: Stage) -> tuple[L
         reuse_numel=settings.stage3_max_reuse_distance,
     )
     return limits, adjusted
+
+
+def _ladders(
+    settings: ZeroSettings, stage: Stage, weights: str, gradients: tuple[str, str] | None, inactive: list[str]
+) -> tuple[Ladder | None, Ladder | None]:
+    """What the formats of gradients and of weights are chosen from."""
+    if settings.adaptive is None:
+        return None, None
+    if not stage.shards_states:
+        inactive.append("adaptive precision (stage 0 has no sharded exchange; use stage 1, 2 or 3)")
+        return None, None
+    has_budget = settings.adaptive.max_relative_error is not None
+    ladders = gradient_ladder(gradients, has_budget=has_budget), weight_ladder(weights)
+    if ladders == (None, None):
+        inactive.append("adaptive precision (nothing is quantized: ask for a format, or for max_relative_error)")
+    return ladders
+
+
+def _described(ladders: tuple[Ladder | None, Ladder | None]) -> tuple[str, ...]:
+    named = [
+        f"{kind} {' | '.join(','.join(hops) for hops in ladder.levels)}"
+        for kind, ladder in zip(("gradients", "weights"), ladders, strict=True)
+        if ladder is not None
+    ]
+    return (f"adaptive precision: {', '.join(named)}",) if named else ()
 
 
 def _gradient_formats(settings: ZeroSettings) -> tuple[str, str] | None:

@@ -17,9 +17,13 @@ __all__ = ["check_fits", "restore_delayed", "shard_state"]
 
 
 def shard_state(
-    runtime: Runtime, inner: Optimizer, pieces: list[MasterPiece], loss_scale: LossScale | None
+    runtime: Runtime,
+    inner: Optimizer,
+    pieces: list[MasterPiece],
+    loss_scale: LossScale | None,
+    adaptive: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Masters, optimizer states, and the layout they belong to; copies of what rests in files.
+    """Masters, states, what adaptive precision has come to, and the layout they belong to; copies of what is in files.
 
     Collective if an update is under way, or parameters in files lack one.
     """
@@ -45,6 +49,7 @@ def shard_state(
         "masters": masters,
         "optimizer": packed,
         "loss_scale": None if loss_scale is None else loss_scale.state_dict(),
+        "adaptive": adaptive,
         "delayed": _delayed(runtime),
     }
 

@@ -32,8 +32,8 @@ class GatherOptions:
     """How the exchanges of gathers are made."""
 
     topology: Topology
-    format: str
-    """Wire format of weights."""
+    is_exact: bool
+    """Weights travel as they are, whatever the format of their bucket."""
     is_async: bool
     first_numel: int
     """Elements that the first exchange of a gather carries at most."""
@@ -54,7 +54,7 @@ def gather_options(settings: ZeroSettings, effective: Effective, topology: Topol
         max_numel = min(max_numel, tier.buffer_numel * topology.world_size)
     return GatherOptions(
         topology,
-        effective.weight_format,
+        False,
         settings.overlap_comm,
         min(effective.limits.prefetch_numel or max_numel, max_numel),
         max_numel,
@@ -62,22 +62,25 @@ def gather_options(settings: ZeroSettings, effective: Effective, topology: Topol
     )
 
 
-def start_gather(layout: BucketLayout, full: Tensor, shard: Tensor, options: GatherOptions) -> list[Work]:
-    """Start filling ``full`` from every rank's ``shard``."""
-    columns = layout.chunks(options.max_numel)
-    works = [_gather_columns(full, shard[start:stop], start, stop, options) for start, stop in columns]
+def start_gather(bucket: Bucket, full: Tensor, shard: Tensor, options: GatherOptions) -> list[Work]:
+    """Start filling ``full`` from every rank's ``shard`` of ``bucket``."""
+    wire, columns = "none" if options.is_exact else bucket.weight_format, bucket.layout.chunks(options.max_numel)
+    works = [_gather_columns(full, shard[start:stop], (start, stop), options, wire) for start, stop in columns]
     return [work for work in works if work is not None]
 
 
-def _gather_columns(full: Tensor, own: Tensor, start: int, stop: int, options: GatherOptions) -> Work | None:
+def _gather_columns(
+    full: Tensor, own: Tensor, columns: tuple[int, int], options: GatherOptions, wire: str
+) -> Work | None:
     """Fill columns ``[start, stop)`` of the shards in ``full``; ``own`` are this rank's."""
+    start, stop = columns
     world_size = options.topology.world_size
     is_all = (stop - start) * world_size == full.numel()
     return all_gather_single(
         full if is_all else full.view(world_size, -1)[:, start:stop],
         own,
         options.topology,
-        format=options.format,
+        format=wire,
         numbering="local",
         async_op=options.is_async,
     )
@@ -101,7 +104,8 @@ class Primary:
         if isinstance(rest, Encoded):
             return rest.gather((start, stop), rows, async_op=self._options.is_async)
         with rest.on_stream():
-            return _gather_columns(full, rest.fetch(start, stop, row), start, stop, self._options)
+            own = rest.fetch(start, stop, row)
+            return _gather_columns(full, own, (start, stop), self._options, self._bucket.weight_format)
 
 
 class Secondary:

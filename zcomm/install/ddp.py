@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zcomm import backend, volume
+from zcomm.adaptive import AdaptivePrecision
 from zcomm.all_reduce import FIRST_GATHER_HOP, all_reduce_steps
 from zcomm.encoder import Encoder
 from zcomm.errors import ConfigError, LayoutError, StateError, TopologyError
 from zcomm.formats import codec_for
+from zcomm.install.adapting import Adapting
 from zcomm.install.choices import Choice, Named, Override, choose, clean_name
 from zcomm.install.ddp_hook import GradBucket, exchange_gradients
 from zcomm.install.pieces import Piece, cut
@@ -51,6 +53,7 @@ def install_ddp(
     overrides: Mapping[str, Override] | None = None,
     topology: Topology | None = None,
     shadow: bool = False,
+    adaptive: AdaptivePrecision | Mapping[str, Any] | bool | None = None,
 ) -> Installation:
     """Let a DistributedDataParallel model exchange its gradients in ``recipe``'s formats, over two hops.
 
@@ -66,9 +69,11 @@ def install_ddp(
         topology: nodes and ranks of DDP's process group; default: as torchrun started them.
         shadow: train as if nothing were installed, bit for bit, but carry out the compressed exchange beside it and
             report its bytes and its error. Costs time.
+        adaptive: True, a :class:`zcomm.AdaptivePrecision` or its fields as a dict: formats follow the training, up to
+            the recipe's. Then call ``end_step()`` of the installation before every step of the optimizer.
 
     Returns:
-        An Installation, with ``report()`` and ``uninstall()``.
+        An Installation, with ``report()``, ``end_step()`` and ``uninstall()``.
 
     Raises:
         ConfigError, FormatError: A recipe, format or module name does not exist; the nearest is given.
@@ -81,7 +86,7 @@ def install_ddp(
     """
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"model must be a DistributedDataParallel: got {type(model).__name__}; wrap it first")
-    recipe = get_recipe(recipe)
+    recipe, settings = get_recipe(recipe), AdaptivePrecision.of(adaptive)
     choices = _choices(model, recipe, overrides or {})
     state = _state_of(model)
     group, owned = model.process_group, topology is None
@@ -93,6 +98,8 @@ def install_ddp(
             f"group of {dist.get_world_size(group)}, rank {dist.get_rank(group)}"
         )
     account = Account((choice.name for choice in choices.values()), recipe.seed)
+    if settings is not None:
+        account.adapting = Adapting(settings, model.module, recipe, topology)
     compressed = _Compressed(topology, choices, account, has_residual=recipe.residual, is_shadow=shadow)
     state.compressed = compressed
     title = f"install_ddp, recipe {recipe.name}, {topology.num_nodes} nodes x {topology.ranks_per_node} ranks"
@@ -186,11 +193,21 @@ class _Compressed:
         has_residual: bool,
         is_shadow: bool,
     ) -> None:
-        self._topology, self._choices, self._account = topology, choices, account
+        self._topology, self._asked, self._account = topology, choices, account
+        self._choices = choices
         self._has_residual, self.is_shadow = has_residual, is_shadow
         self._planned: dict[tuple[int, ...], list[Planned]] = {}
         """By the parameters of a bucket: DDP rebuilds buckets after the first step."""
         self._side = SideStreams()
+        if account.adapting is not None:
+            account.adapting.adapts([self])
+
+    def adapt(self) -> None:
+        """Between steps: take the formats of now; buckets are cut anew when they come."""
+        assert self._account.adapting is not None, "formats change with adaptive precision only"
+        self._forget(tuple(self._asked))
+        chosen = self._account.adapting.adapt(self._asked.values())
+        self._choices = dict(zip(self._asked, chosen, strict=True))
 
     def start(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Begin to average ``bucket`` in place."""
@@ -204,6 +221,7 @@ class _Compressed:
         ended = _future(buffer.device)
         for one in planned:
             one.begin()
+            self._account.measure(one.piece, buffer.view(1, -1))
         keys = [self._account.carried.key_for(*one.wires.gradients, one.wires.reduced) for one in planned]
 
         def end(error: BaseException | None) -> None:

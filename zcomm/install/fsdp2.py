@@ -16,8 +16,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from zcomm.adaptive import AdaptivePrecision
 from zcomm.errors import ConfigError, FormatError, LayoutError, StateError, TopologyError
 from zcomm.formats import codec_for
+from zcomm.install.adapting import Adapting
 from zcomm.install.choices import Choice, Override, choose
 from zcomm.install.fsdp2_comms import Gather, Plans, Reduce, ReplicaMean, ShadowGather, ShadowReduce
 from zcomm.install.fsdp2_units import Unit, units_of
@@ -36,6 +38,7 @@ def install_fsdp2(
     topology: Topology | None = None,
     replicate_group: dist.ProcessGroup | None = None,
     shadow: bool = False,
+    adaptive: AdaptivePrecision | Mapping[str, Any] | bool | None = None,
 ) -> Installation:
     """Let a model under ``fully_shard`` communicate in ``recipe``'s formats, over two hops.
 
@@ -56,9 +59,10 @@ def install_fsdp2(
             it, as in HSDP.
         shadow: train as if nothing were installed, bit for bit, but carry out the compressed exchanges beside it and
             report their bytes and errors. Costs time.
+        adaptive: as in :func:`zcomm.install_ddp`, for gradients; not with ``replicate_group``.
 
     Returns:
-        An Installation, with ``report()`` and ``uninstall()``; the latter ends the mean over replicas, too.
+        An Installation, with ``report()``, ``end_step()`` and ``uninstall()``, which ends the mean over replicas, too.
 
     Raises:
         ConfigError, FormatError: A recipe, format or module name does not exist (the nearest is given); weights would
@@ -70,7 +74,7 @@ def install_fsdp2(
     Collective if ``topology`` is not given. Cost: one collective for each kind of format in a module instead of one;
     where small or overridden parameters lie between others, one copy each way.
     """
-    recipe, units = get_recipe(recipe), units_of(model)
+    recipe, units, settings = get_recipe(recipe), units_of(model), AdaptivePrecision.of(adaptive)
     of_units = _by_unit(units, choose((named for unit in units for named in unit.parameters), recipe, overrides or {}))
     for unit, chosen in zip(units, of_units, strict=True):
         _check_dtypes(unit, chosen)
@@ -79,13 +83,28 @@ def install_fsdp2(
     topology = topology or owned
     _check_topology(units, topology)
     account = Account((choice.name for chosen in of_units for choice in chosen), recipe.seed)
+    account.adapting = _adapting(settings, model, recipe, topology)
     before = [_Before(unit, replaces_hook=replicate_group is not None) for unit in units]
     last_hop = (Reduce if replicate_group is None else ReplicaMean) if recipe.residual else None
+    reduces = []
     for unit, chosen in zip(units, of_units, strict=True):
         plans = Plans(unit, chosen, _topology_of(unit, topology), account, residual_of=last_hop)
-        _install(unit, plans, replicate_group, shadow=shadow)
+        reduces.append(_install(unit, plans, replicate_group, shadow=shadow))
+    if account.adapting is not None:
+        account.adapting.adapts(reduces)
     title = _title(recipe, topology) + (", shadow: nothing is changed" if shadow else "")
     return Installation(title, account, partial(_uninstall, before, owned))
+
+
+def _adapting(
+    settings: AdaptivePrecision | None, model: nn.Module, recipe: Recipe, topology: Topology | None
+) -> Adapting | None:
+    if settings is not None and topology is None:
+        raise ConfigError(
+            "adaptive precision needs parameters that are sharded over all ranks, or over those of topology=, which "
+            "decide together. It cannot go with replicate_group="
+        )
+    return None if settings is None or topology is None else Adapting(settings, model, recipe, topology)
 
 
 def _title(recipe: Recipe, topology: Topology | None) -> str:
@@ -120,18 +139,20 @@ class _Before:
             module.set_all_reduce_hook(self._hook)
 
 
-def _install(unit: Unit, plans: Plans, replicate_group: dist.ProcessGroup | None, *, shadow: bool) -> None:
+def _install(unit: Unit, plans: Plans, replicate_group: dist.ProcessGroup | None, *, shadow: bool) -> Reduce:
+    reduce = Reduce(plans)
     if shadow:
         group = unit.group
         unit.module.set_custom_all_gather(ShadowGather(group._all_gather_comm, Gather(plans)))
-        unit.module.set_custom_reduce_scatter(ShadowReduce(group._reduce_scatter_comm, Reduce(plans), unit))
-        return
+        unit.module.set_custom_reduce_scatter(ShadowReduce(group._reduce_scatter_comm, reduce, unit))
+        return reduce
     unit.module.reshard()
     unit.module.set_custom_all_gather(Gather(plans))
-    unit.module.set_custom_reduce_scatter(Reduce(plans))
+    unit.module.set_custom_reduce_scatter(reduce)
     unit.module.set_force_sum_reduction_for_comms(True)
     if replicate_group is not None:
         unit.module.set_all_reduce_hook(ReplicaMean(plans, replicate_group))
+    return reduce
 
 
 def _by_unit(units: Sequence[Unit], choices: Sequence[Choice]) -> list[Sequence[Choice]]:

@@ -40,6 +40,7 @@ def restore(optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, A
         if not wanted.module_only:
             names = ("client_state", "loss_scale", "extra_state")
             decoded = {name: request.decoded(content[name]) for name in names}
+            decoded["adaptive"] = request.decoded(content.get("adaptive"))
             decoded["stateful"] = {name: request.decoded(content["stateful"][name]) for name in stateful}
             decoded["random"] = request.random_state()
             if wanted.optimizer_states:
@@ -58,6 +59,7 @@ def restore(optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, A
         optimizer.load_inner_state(decoded["inner"])
         streamed.stand_ins()
         _restore_loss_scale(optimizer, decoded["loss_scale"])
+        inside.adaptive.load_state_dict(decoded["adaptive"])
         _restore_published(inside, request)
     for name, module in inside.runtime.model.named_modules():
         if type(module).set_extra_state is not nn.Module.set_extra_state and name in decoded["extra_state"]:

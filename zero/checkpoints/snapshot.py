@@ -108,6 +108,7 @@ def _content(
             ],
         },
         "loss_scale": None if loss_scale is None else tree.encode(loss_scale.state_dict(), "loss_scale"),
+        "adaptive": tree.encode(inside.adaptive.state_dict(), "adaptive precision"),
         "num_updates": None if runtime.delayed is None else runtime.delayed.num_updates,
         "extra_state": {
             name: tree.encode(module.get_extra_state(), f"extra state of {name!r}")

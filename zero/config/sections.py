@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from zero.config.adaptive import Adaptive
 from zero.config.keys import key, section
 from zero.config.zero_section import ZeroOptimization
 
@@ -206,6 +207,7 @@ class Zcomm:
         minimum=0,
         active_if="delayed update",
     )
+    adaptive: Adaptive = section(Adaptive, "wire formats that follow the training")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
