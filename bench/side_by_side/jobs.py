@@ -12,14 +12,19 @@ from gpt_model import GPT, VOCABULARY, GPTConfig, choose_matmul_dtype
 from text_data import Text, held_out_windows, load_text, training_batch
 from torch import Tensor, nn
 
+from side_by_side.halves import HalvedGPT
+
 __all__ = ["JOBS", "Job", "unigram_entropy"]
+
+
+Build = Callable[[torch.dtype, torch.device], nn.Module]
 
 
 @dataclass(frozen=True)
 class Job:
     """One model and how it is trained. ``model(tokens, targets)`` is the loss in nats per byte."""
 
-    build: Callable[[torch.dtype, torch.device], nn.Module]
+    build: Build
     """Parameters in that dtype; the values are the same for every dtype but for its rounding."""
     seq_length: int
     lr: float
@@ -48,13 +53,13 @@ class Job:
         return held_out_windows(text, num_windows=self.num_held_out, seq_length=self.seq_length)
 
 
-def _gpt(num_layers: int, hidden_size: int, seq_length: int) -> Callable[[torch.dtype, torch.device], nn.Module]:
+def _gpt(kind: type[nn.Module], num_layers: int, hidden_size: int, seq_length: int) -> Build:
     def build(dtype: torch.dtype, device: torch.device) -> nn.Module:
         config = GPTConfig(
             num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=4, seq_length=seq_length,
             matmul_dtype=choose_matmul_dtype(dtype, device),
         )  # fmt: skip
-        return GPT(config).to(device, dtype)
+        return kind(config).to(device, dtype)
 
     return build
 
@@ -65,10 +70,10 @@ def _gpt2(dtype: torch.dtype, device: torch.device) -> nn.Module:
 
 
 JOBS = {
-    "tiny": Job(_gpt(2, 192, 64), seq_length=64, lr=2e-3),
-    "main": Job(_gpt(4, 256, 128), seq_length=128, lr=2e-3, num_held_out=256),
+    "tiny": Job(_gpt(HalvedGPT, 2, 192, 64), seq_length=64, lr=2e-3),
+    "main": Job(_gpt(GPT, 4, 256, 128), seq_length=128, lr=2e-3, num_held_out=256),
     "gpt2": Job(_gpt2, seq_length=64, lr=1e-3),
-    "test": Job(_gpt(1, 64, 16), seq_length=16, lr=4e-3, num_held_out=32, max_nbytes=200_000),
+    "test": Job(_gpt(HalvedGPT, 2, 64, 16), seq_length=16, lr=4e-3, num_held_out=32, max_nbytes=200_000),
 }
 """By name: 1.0, 3.3 and 1.0 million parameters, and one for tests."""
 
