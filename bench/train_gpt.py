@@ -11,13 +11,13 @@ Ends with a table, and writes metrics.jsonl and loss.png into ``--output``.
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpt_model import GPT, GPTConfig, choose_matmul_dtype
+from learning_rate import warmup_cosine
 from text_data import Text, held_out_windows, load_text, training_batch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -96,7 +96,7 @@ class Run:
             self.model, kind, topology=topology, stage=stage, lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1,
             **own, **precision, **switches,
         )  # fmt: skip
-        self.scheduler = LambdaLR(self.optimizer, lambda step: _lr_factor(step, arguments.train_iters))
+        self.scheduler = LambdaLR(self.optimizer, lambda step: warmup_cosine(step, arguments.train_iters))
         self.result = Result(_name_of(self.optimizer, dtype), numel, dtype, stage)
 
     def train_step(self, tokens: Tensor, targets: Tensor) -> float:
@@ -168,13 +168,6 @@ def _name_of(optimizer: ZeroOptimizer, dtype: torch.dtype) -> str:
     if isinstance(inner, CPUAdam) and inner.moment_format.value != "float32":
         name += f" {inner.moment_format.value} moments"
     return name if dtype == torch.bfloat16 else f"{name} {str(dtype).removeprefix('torch.')}"
-
-
-def _lr_factor(step: int, train_iters: int) -> float:
-    """Linear warm-up over a tenth of the steps, then a cosine down to a tenth of the rate."""
-    warmup = max(1, train_iters // 10)
-    progress = min(1.0, max(0.0, (step - warmup) / max(1, train_iters - warmup)))
-    return min(1.0, (step + 1) / warmup) * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
 def build_runs(arguments: argparse.Namespace, topology: Topology, device: torch.device) -> list[Run]:

@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders.catalogue import ENTRIES, available, build
+from contenders.catalogue import ENTRIES, ONE_MACHINE, available, build
 from contenders.contender import Contender
-from contenders.job import SHAPE, add_shape, batch, new_setup
+from contenders.job import SHAPE, add_shape, new_setup
+from contenders.turn import take_steps
 
-import zcomm
 from zcomm import Topology
 from zcomm.bench.harness import Column, Report, Timing, interleave
 from zcomm.bench.ranks_setup import process_group
@@ -58,7 +58,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-ranks", "--nproc", type=int, nargs="+", default=[2], help="without torchrun")
     parser.add_argument("--dtype", choices=LOSS_TOLERANCE, nargs="+", default=["float32"])
-    parser.add_argument("--contenders", nargs="+", choices=ENTRIES, help=f"beside {RIGHT!r}; default: all there are")
+    parser.add_argument(
+        "--contenders", nargs="+", choices=ONE_MACHINE, help=f"beside {RIGHT!r}; default: all there are"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="0: memory only")
     parser.add_argument("--warmup-rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4, help="of each contender in a round")
@@ -77,16 +79,7 @@ def time_rounds(
     arguments: argparse.Namespace, contenders: dict[str, Contender], device: torch.device, topology: Topology
 ) -> dict[str, Timing]:
     """Let the contenders take turns; each keeps its last loss, averaged over the ranks."""
-
-    def one_round(contender: Contender) -> None:
-        for _ in range(arguments.steps):
-            loss = contender.step(*batch(arguments, contender.num_steps, topology.rank, device))
-            contender.num_steps += 1
-        mean = loss.float().reshape(1)
-        zcomm.all_reduce(mean, "avg", group=topology)  # so the time is that of the slowest rank
-        contender.loss = mean.item()
-
-    calls = {name: partial(one_round, contender) for name, contender in contenders.items()}
+    calls = {name: partial(take_steps, arguments, one, topology, device) for name, one in contenders.items()}
     return interleave(calls, rounds=arguments.rounds, warmup=arguments.warmup_rounds)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from contenders.contender import Contender, Setup
 
-__all__ = ["ENTRIES", "Entry", "available", "build"]
+__all__ = ["ENTRIES", "ONE_MACHINE", "SLOW_NETWORK", "Entry", "available", "build"]
 
 
 class Entry(NamedTuple):
@@ -30,11 +30,29 @@ ENTRIES = {
     "ddp bucket views": Entry(0, "ddp", {"gradient_as_bucket_view": True}),
     **{f"deepspeed stage {n}": Entry(n, "deepspeed_engine", {"stage": n}, "deepspeed") for n in (1, 2, 3)},
 }
+ONE_MACHINE = tuple(ENTRIES)
+"""Those of zero_step.py's tables."""
+ZEROPP = {"stage": 3, "quantized_weights": True, "quantized_gradients": True, "stays_in_node": True}
+DELTA = {"stage": 3, "mode": "delta_hpz"}
+ENTRIES |= {
+    "alone": Entry(0, "alone", {}),
+    "alone x4": Entry(0, "alone", {"accumulation": 4}),
+    "ddp bf16 gradients": Entry(0, "ddp", {"gradient_as_bucket_view": True, "sends_bf16": True}),
+    "zero++": Entry(3, "zero_optimizer", ZEROPP),
+    "zero++ x4": Entry(3, "zero_optimizer", ZEROPP | {"accumulation": 4}),
+    "delta-hpz": Entry(3, "zero_optimizer", DELTA),
+    "delta-hpz x4": Entry(3, "zero_optimizer", DELTA | {"accumulation": 4}),
+}
+SLOW_NETWORK = (
+    "alone", "alone x4", "fsdp2 reshard=True", "ddp", "ddp bf16 gradients", "deepspeed stage 3", "zero stage 3",
+    "zero++", "zero++ x4", "delta-hpz", "delta-hpz x4",
+)  # fmt: skip
+"""Those of slow_network.py's."""
 
 
-def available() -> list[str]:
-    """The names of those that can be built here, in the order of :data:`ENTRIES`."""
-    return [name for name, entry in ENTRIES.items() if find_spec(entry.needs) is not None]
+def available(names: tuple[str, ...] = ONE_MACHINE) -> list[str]:
+    """Those of ``names`` whose package is installed here."""
+    return [name for name in names if find_spec(ENTRIES[name].needs) is not None]
 
 
 def build(name: str, setup: Setup) -> Contender:

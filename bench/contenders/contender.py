@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+if TYPE_CHECKING:  # a process that measures a peer's memory has nothing of this library
+    from zcomm import Topology
 
 __all__ = ["Contender", "Setup", "torch_step"]
 
@@ -24,6 +28,8 @@ class Setup:
     learning_rate: float
     num_sequences: int
     """In a rank's batch."""
+    topology: Topology | None = None
+    """Which ranks share a node; None: as torchrun has it."""
 
 
 @dataclass
@@ -31,24 +37,35 @@ class Contender:
     """A model in training."""
 
     step: Callable[[Tensor, Tensor], Tensor]
-    """One optimizer step on tokens and targets [sequences, tokens]; returns this rank's loss."""
+    """One optimizer step on tokens and targets [accumulation x sequences, tokens]; returns this rank's loss."""
+    accumulation: int = 1
+    """Batches in a step."""
     close: Callable[[], object] = lambda: None
     num_steps: int = 0
     loss: float = float("nan")
 
 
 def torch_step(
-    model: nn.Module, optimizer: Optimizer, within: AbstractContextManager[object] | None = None
+    model: nn.Module,
+    optimizer: Optimizer,
+    within: AbstractContextManager[object] | None = None,
+    *,
+    accumulation: int = 1,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A step as torch's own loops have it; the forward runs ``within`` that, each time."""
+    """A step as torch's own loops have it; the forward runs ``within`` that, each time, on each of the batches."""
     context = within or nullcontext()
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        with context:
-            loss: Tensor = model(tokens, targets)
-        loss.backward()
+        total = torch.zeros((), device=tokens.device)
+        for batch in zip(tokens.chunk(accumulation), targets.chunk(accumulation), strict=True):
+            with context:
+                loss: Tensor = model(*batch)
+            if accumulation > 1:
+                loss = loss / accumulation
+            loss.backward()
+            total += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return total
 
     return step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import deepspeed
@@ -12,6 +13,10 @@ from torch.optim import AdamW
 from contenders.contender import Contender, Setup
 
 __all__ = ["build"]
+
+warnings.filterwarnings(
+    "ignore", "`torch.distributed.*is deprecated", FutureWarning
+)  # it calls collectives by old names
 
 
 def build(setup: Setup, stage: int) -> Contender:
@@ -33,4 +38,4 @@ def build(setup: Setup, stage: int) -> Contender:
         engine.step()
         return loss.detach()
 
-    return Contender(step, engine.destroy)
+    return Contender(step, close=engine.destroy)

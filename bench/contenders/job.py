@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 import torch
 from gpt_model import GPT, GPTConfig
 from torch import Tensor
 
 from contenders.contender import Setup
+
+if TYPE_CHECKING:
+    from zcomm import Topology
 
 __all__ = ["SHAPE", "add_shape", "batch", "new_setup"]
 
@@ -22,7 +26,9 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
 
 
-def new_setup(arguments: argparse.Namespace, dtype: str, device: torch.device) -> Setup:
+def new_setup(
+    arguments: argparse.Namespace, dtype: str, device: torch.device, topology: Topology | None = None
+) -> Setup:
     """A model of the arguments' shape, the same each time."""
     torch.manual_seed(1)
     config = GPTConfig(
@@ -31,12 +37,14 @@ def new_setup(arguments: argparse.Namespace, dtype: str, device: torch.device) -
         num_attention_heads=arguments.num_attention_heads,
         seq_length=arguments.seq_length,
     )
-    return Setup(GPT(config).to(device), getattr(torch, dtype), 1e-3, arguments.batch_size)
+    return Setup(GPT(config).to(device), getattr(torch, dtype), 1e-3, arguments.batch_size, topology)
 
 
-def batch(arguments: argparse.Namespace, step: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def batch(
+    arguments: argparse.Namespace, step: int, rank: int, device: torch.device, *, num_batches: int = 1
+) -> tuple[Tensor, Tensor]:
     """Tokens and targets of a rank's step."""
     generator = torch.Generator().manual_seed(step * 1_000 + rank)
-    shape = (arguments.batch_size, arguments.seq_length + 1)
+    shape = (num_batches * arguments.batch_size, arguments.seq_length + 1)
     tokens = torch.randint(0, 256, shape, generator=generator).square() // 256  # skewed, so that there is much to learn
     return tokens[:, :-1].to(device), tokens[:, 1:].to(device)

@@ -27,17 +27,24 @@ PORT = 29500
 POLL_S = 0.05
 
 
-def on_ranks(arguments: argparse.Namespace, command: Sequence[str], work: Work) -> int:
+def on_ranks(
+    arguments: argparse.Namespace,
+    command: Sequence[str],
+    work: Work,
+    *,
+    program: Sequence[str] = ("-m", "zcomm"),
+) -> int:
     """Call ``work`` on every rank that ``arguments`` ask for, and return the exit status.
 
     Args:
         arguments: The options of :func:`zcomm.bench.options.add_launch_arguments`.
-        command: What to run on a rank: the arguments of ``python -m zcomm``, the same that this process has.
+        command: What to run on a rank: the arguments of ``program``, the same that this process has.
         work: The work of a rank, which may print if it is the first.
+        program: What torchrun is to run: a script's path, or ``-m`` and a module.
     """
     if "LOCAL_RANK" in os.environ:
         return _as_a_rank(arguments, work)
-    module = ["-m", "zcomm", *command]
+    module = [*program, *command]
     if arguments.emulate_nodes is None:
         relaunch_under_torchrun(arguments.num_ranks, module)
     per_node = arguments.ranks_per_node or 2

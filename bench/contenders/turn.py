@@ -1,0 +1,25 @@
+"""One contender's turn in a round."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+import zcomm
+from contenders.contender import Contender
+from contenders.job import batch
+from zcomm import Topology
+
+__all__ = ["take_steps"]
+
+
+def take_steps(arguments: argparse.Namespace, contender: Contender, topology: Topology, device: torch.device) -> None:
+    """``arguments.steps`` optimizer steps; the last loss, averaged over the ranks, is the contender's."""
+    for _ in range(arguments.steps):
+        number, count = contender.num_steps, contender.accumulation
+        loss = contender.step(*batch(arguments, number, topology.rank, device, num_batches=count))
+        contender.num_steps += 1
+    mean = loss.float().reshape(1)
+    zcomm.all_reduce(mean, "avg", group=topology)  # so the time is that of the slowest rank
+    contender.loss = mean.item()

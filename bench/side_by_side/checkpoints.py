@@ -1,0 +1,63 @@
+"""A run's state in files, so that it goes on where it stopped: one file a rank, and one that says they are whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zcomm import Topology, control
+
+__all__ = ["Checkpoints"]
+
+
+class Checkpoints:
+    """The last state of one run.
+
+    Args:
+        folder: Of this run alone; on a file system that all ranks see.
+        topology: The ranks.
+    """
+
+    def __init__(self, folder: Path, topology: Topology) -> None:
+        self._folder, self._topology = folder, topology
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Keep this rank's ``state`` after ``step`` steps. Collective; the one before is removed."""
+        new = self._folder / str(step)
+        new.mkdir(parents=True, exist_ok=True)
+        torch.save(state, new / f"{self._topology.rank}.pt")
+        self._wait()
+        if self._topology.rank == 0:
+            draft = self._folder / "whole.new"
+            draft.write_text(json.dumps({"step": step, "world_size": self._topology.world_size}))
+            draft.replace(self._folder / "whole.json")
+            for other in self._folder.iterdir():
+                if other.is_dir() and other != new:
+                    shutil.rmtree(other)
+        self._wait()
+
+    def load(self) -> dict[str, Any] | None:
+        """This rank's last state that was saved on every rank, of as many ranks as now; else None."""
+        whole = self._folder / "whole.json"
+        if not whole.exists():
+            return None
+        known = json.loads(whole.read_text())
+        if known["world_size"] != self._topology.world_size:
+            return None
+        state: dict[str, Any] = torch.load(
+            self._folder / str(known["step"]) / f"{self._topology.rank}.pt", weights_only=False
+        )
+        return state
+
+    def remove(self) -> None:
+        """The run is finished. Collective."""
+        self._wait()
+        if self._topology.rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _wait(self) -> None:
+        control.agree_max(torch.zeros(1), self._topology)

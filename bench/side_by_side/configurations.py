@@ -1,0 +1,56 @@
+"""The configurations by name. What the library does not have yet is refused by it, and its row says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zcomm import RECIPES
+
+__all__ = ["BASELINE", "CONFIGURATIONS", "DEFAULT", "Configuration"]
+
+BASELINE = "bf16-zero3"
+"""What the others are compared with."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to train."""
+
+    description: str
+    dtype: torch.dtype = torch.bfloat16
+    is_ddp: bool = False
+    """torch's DistributedDataParallel instead of ZeroOptimizer."""
+    accumulation: int = 1
+    """Micro-batches that a step's batch is cut into; the data of a step is the same for any number."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of ZeroOptimizer at stage 3."""
+    stays_in_node: bool = False
+    """Whether a secondary partition inside each node is asked for (hpZ)."""
+
+
+def _recipe(name: str, description: str) -> Configuration:
+    recipe = RECIPES[name]
+    formats = {"weight_format": recipe.weights, "gradient_format": recipe.gradients}
+    return Configuration(description, options=formats, stays_in_node=True)
+
+
+DELTA = {"mode": "delta_hpz"}
+CONFIGURATIONS = {
+    "fp32-ddp": Configuration("DDP in float32", torch.float32, is_ddp=True),
+    "bf16-zero3": Configuration("ZeRO-3, everything in bf16"),
+    "zeropp-paper": _recipe("zeropp-paper", "ZeRO++ as published: blocks of 2048"),
+    "zeropp": _recipe("zeropp", "ZeRO++ in small blocks"),
+    "accurate": _recipe("accurate", "formats of the recipe, without a residual"),
+    "smallest": _recipe("smallest", "formats of the recipe"),
+    "delta-hpz": Configuration("resident replicas, 4-bit deltas", options=DELTA),
+    "delta-hpz-x4": Configuration("so, 4 micro-batches a step", accumulation=4, options=DELTA),
+    "bf16-zero3-x4": Configuration("ZeRO-3 in bf16, 4 micro-batches a step", accumulation=4),
+    "zeropp-x4": Configuration(
+        "ZeRO++ in small blocks, 4 micro-batches a step", accumulation=4,
+        options={"quantized_weights": True, "quantized_gradients": True}, stays_in_node=True,
+    ),
+}  # fmt: skip
+DEFAULT = list(CONFIGURATIONS)[:8]

@@ -1,0 +1,166 @@
+"""A model in training under DDP or ZeroOptimizer, behind the same few calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+
+from side_by_side.configurations import Configuration
+from zcomm import Topology, volume
+from zero import ZeroOptimizer
+from zero.utils import safe_get_full_fp32_param, safe_get_full_grad
+
+__all__ = ["Engine", "build_engine"]
+
+ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+
+
+class Engine(Protocol):
+    """What a run needs of either."""
+
+    model: nn.Module
+    """The user's own; its forward is the loss."""
+    was_step_applied: bool
+
+    def loss(self, tokens: Tensor, targets: Tensor, *, is_last: bool) -> Tensor:
+        """The forward of a micro-batch, the step's last or not."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of ``loss``, times the loss scale if there is one."""
+
+    def step(self, lr: float, max_norm: float) -> None:
+        """Clip, update and forget the gradients. Collective."""
+
+    def gradient(self, param: nn.Parameter) -> Tensor | None:
+        """The averaged gradient, whole, between the last backward and the step. Collective."""
+
+    def master(self, param: nn.Parameter) -> Tensor:
+        """The exact parameter, whole, float32. Collective."""
+
+    def uncounted_inter_nbytes(self) -> int:
+        """Bytes between nodes of a step, over all ranks, that zcomm does not count: by formula."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of all that the next step depends on."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken. Collective."""
+
+    def close(self) -> None:
+        """Free what was made for the model."""
+
+
+class _Ddp:
+    """DistributedDataParallel and torch's AdamW."""
+
+    def __init__(self, model: nn.Module, lr: float, topology: Topology) -> None:
+        self.model, self._topology = model, topology
+        self._wrapped = DistributedDataParallel(model)
+        self._optimizer = AdamW(model.parameters(), lr=lr, **ADAM)
+        self.was_step_applied = True
+
+    def loss(self, tokens: Tensor, targets: Tensor, *, is_last: bool) -> Tensor:
+        self._wrapped.require_backward_grad_sync = is_last
+        loss: Tensor = self._wrapped(tokens, targets) if torch.is_grad_enabled() else self.model(tokens, targets)
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self, lr: float, max_norm: float) -> None:
+        clip_grad_norm_(self.model.parameters(), max_norm)
+        _set_lr(self._optimizer, lr)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def gradient(self, param: nn.Parameter) -> Tensor | None:
+        return param.grad
+
+    def master(self, param: nn.Parameter) -> Tensor:
+        return param.detach()
+
+    def uncounted_inter_nbytes(self) -> int:
+        """An all-reduce that sends no more between nodes than it must."""
+        numel = sum(p.numel() for p in self.model.parameters())
+        nodes, per_node = self._topology.num_nodes, self._topology.ranks_per_node
+        sent = volume.all_reduce_sent(numel, torch.float32, nodes, per_node, ("none", "none"))
+        return sent.inter * self._topology.world_size
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def close(self) -> None:
+        pass
+
+
+class _Zero:
+    """ZeroOptimizer at stage 3."""
+
+    def __init__(self, model: nn.Module, lr: float, topology: Topology, configuration: Configuration) -> None:
+        options = dict(configuration.options)
+        if configuration.stays_in_node:
+            options["hpz_partition_size"] = topology.ranks_per_node
+        self.model = model
+        self._optimizer = ZeroOptimizer(
+            model, AdamW, topology=topology, stage=3, lr=lr,
+            gradient_accumulation_steps=configuration.accumulation, **options, **ADAM,
+        )  # fmt: skip
+
+    @property
+    def was_step_applied(self) -> bool:
+        return self._optimizer.was_step_applied
+
+    def loss(self, tokens: Tensor, targets: Tensor, *, is_last: bool) -> Tensor:  # noqa: ARG002  (it counts)
+        loss: Tensor = self.model(tokens, targets)
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        self._optimizer.scale(loss).backward()
+
+    def step(self, lr: float, max_norm: float) -> None:
+        self._optimizer.clip_grad_norm_(max_norm)
+        _set_lr(self._optimizer, lr)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def gradient(self, param: nn.Parameter) -> Tensor | None:
+        return safe_get_full_grad(param)
+
+    def master(self, param: nn.Parameter) -> Tensor:
+        master = safe_get_full_fp32_param(param)
+        assert master is not None, "ZeroOptimizer manages every parameter of the model"
+        return master
+
+    def uncounted_inter_nbytes(self) -> int:
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._optimizer.load_state_dict(dict(state))
+
+    def close(self) -> None:
+        self._optimizer.close()
+
+
+def build_engine(configuration: Configuration, model: nn.Module, lr: float, topology: Topology) -> Engine:
+    """Put ``model`` under the configuration. Collective; what the library refuses, it raises."""
+    if configuration.is_ddp:
+        return _Ddp(model, lr, topology)
+    return _Zero(model, lr, topology, configuration)
+
+
+def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr

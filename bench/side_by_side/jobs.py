@@ -1,0 +1,87 @@
+"""What is trained: a model, its batches of real text, and the text that it is judged by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+from gpt_model import GPT, VOCABULARY, GPTConfig, choose_matmul_dtype
+from text_data import Text, held_out_windows, load_text, training_batch
+from torch import Tensor, nn
+
+from side_by_side.halves import HalvedGPT
+
+__all__ = ["JOBS", "Job", "unigram_entropy"]
+
+
+Build = Callable[[torch.dtype, torch.device], nn.Module]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model and how it is trained. ``model(tokens, targets)`` is the loss in nats per byte."""
+
+    build: Build
+    """Parameters in that dtype; the values are the same for every dtype but for its rounding."""
+    seq_length: int
+    lr: float
+    batch_size: int = 16
+    """Sequences in a step, over all ranks and micro-batches."""
+    num_held_out: int = 512
+    """Windows of the text that it is judged by."""
+    max_nbytes: int = 8_000_000
+    """Of text."""
+
+    def text(self) -> Text:
+        """The standard library's sources, as in the main job."""
+        return load_text(None, max_bytes=self.max_nbytes, seq_length=self.seq_length)
+
+    def model(self, dtype: torch.dtype, device: torch.device, seed: int) -> nn.Module:
+        """The same on every rank."""
+        torch.manual_seed(seed)
+        return self.build(dtype, device)
+
+    def batch(self, text: Text, step: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets [batch_size, seq_length] of all ranks."""
+        return training_batch(text, step=step, seed=seed, batch_size=self.batch_size, seq_length=self.seq_length)
+
+    def held_out(self, text: Text) -> tuple[Tensor, Tensor]:
+        """Tokens and targets [num_held_out, seq_length] of all ranks."""
+        return held_out_windows(text, num_windows=self.num_held_out, seq_length=self.seq_length)
+
+
+def _gpt(kind: type[nn.Module], num_layers: int, hidden_size: int, seq_length: int) -> Build:
+    def build(dtype: torch.dtype, device: torch.device) -> nn.Module:
+        config = GPTConfig(
+            num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=4, seq_length=seq_length,
+            matmul_dtype=choose_matmul_dtype(dtype, device),
+        )  # fmt: skip
+        return kind(config).to(device, dtype)
+
+    return build
+
+
+def _gpt2(dtype: torch.dtype, device: torch.device) -> nn.Module:
+    model: nn.Module = import_module("side_by_side.gpt2").build(dtype, device)
+    return model
+
+
+JOBS = {
+    "tiny": Job(_gpt(HalvedGPT, 2, 192, 64), seq_length=64, lr=2e-3),
+    "main": Job(_gpt(GPT, 4, 256, 128), seq_length=128, lr=2e-3, num_held_out=256),
+    "gpt2": Job(_gpt2, seq_length=64, lr=1e-3),
+    "test": Job(_gpt(HalvedGPT, 2, 64, 16), seq_length=16, lr=4e-3, num_held_out=32, max_nbytes=200_000),
+}
+"""By name: 1.0, 3.3 and 1.0 million parameters, and one for tests."""
+
+
+def unigram_entropy(text: Text) -> float:
+    """Nats per byte of the held-out text for who knows only how often each byte is in the text trained on."""
+    counts = torch.bincount(text.train.long(), minlength=VOCABULARY).double() + 1
+    held_out = torch.bincount(text.held_out.long(), minlength=VOCABULARY).double()
+    value = -(held_out / held_out.sum() * (counts / counts.sum()).log()).sum().item()
+    assert math.isfinite(value), "every byte has been counted once at least"
+    return value

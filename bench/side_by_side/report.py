@@ -1,0 +1,109 @@
+"""The table of the finished runs of one model: a row a configuration, over its seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from side_by_side.configurations import BASELINE, CONFIGURATIONS
+from side_by_side.records import Record
+from zcomm.volume import inter_node_model_units
+
+__all__ = ["Row", "rows_of", "table"]
+
+HEADER = [
+    "configuration", "seeds", "held-out loss", f"minus {BASELINE}", "M between nodes / step", "gradient error",
+    "weight error at step 20", "at the end", "bf16 rounding", "drift", "ms / step",
+]  # fmt: skip
+
+
+@dataclass
+class Row:
+    """The runs of one configuration."""
+
+    name: str
+    records: list[Record]
+
+    @property
+    def finished(self) -> list[Record]:
+        """Those with all steps."""
+        return [record for record in self.records if record.is_finished]
+
+    @property
+    def error(self) -> str:
+        """Why some have not finished."""
+        return next((record.error for record in self.records if record.error), "")
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """The last held-out loss, by seed."""
+        return {record.key.seed: record.held_out_losses[-1][1] for record in self.finished}
+
+    def differences(self, baseline: Row) -> list[float]:
+        """Of the losses to the baseline's with the same seed."""
+        return [loss - baseline.losses[seed] for seed, loss in self.losses.items() if seed in baseline.losses]
+
+    @property
+    def inter_units(self) -> float:
+        """Bytes between nodes in a step, in M."""
+        record = self.finished[0]
+        num_nodes = int(record.nodes_x_ranks.split("x")[0])
+        return inter_node_model_units(record.inter_nbytes_per_step, num_nodes, record.numel)
+
+    @property
+    def drift(self) -> float:
+        """The last error of the weights, over the larger of the first and of bf16's rounding; the worst seed's."""
+        ratios = []
+        for record in self.finished:
+            (_, first), (_, last) = record.weight_errors[0], record.weight_errors[-1]
+            floor = max(first["weights"], last["rounding"])
+            ratios.append(last["weights"] / floor if floor else 0.0)
+        return max(ratios)
+
+    def cells(self, baseline: Row) -> list[str]:
+        """The cells of :data:`HEADER`."""
+        if not self.finished:
+            return [self.name, "0", self.error or "not run", *[""] * (len(HEADER) - 3)]
+        weights = [record.weight_errors for record in self.finished]
+        errors = [error for record in self.finished for _, error in record.gradient_errors]
+        return [
+            self.name,
+            str(len(self.finished)),
+            _mean_and_spread(list(self.losses.values()), ".4f"),
+            _mean_and_spread(self.differences(baseline), "+.4f"),
+            f"{self.inter_units:.3f}" + ("" if self.finished[0].is_counted else " (formula)"),
+            f"{statistics.fmean(errors):.4f}" if errors else "-",
+            f"{statistics.fmean(of[0][1]['weights'] for of in weights):.5f}",
+            f"{statistics.fmean(of[-1][1]['weights'] for of in weights):.5f}",
+            f"{statistics.fmean(of[-1][1]['rounding'] for of in weights):.5f}",
+            f"{self.drift:.2f}",
+            f"{1e3 * statistics.fmean(record.seconds / record.steps_done for record in self.finished):.0f}",
+        ]
+
+
+def rows_of(records: Sequence[Record]) -> list[Row]:
+    """In the order of :data:`CONFIGURATIONS`; those without a record are left out."""
+    rows = [Row(name, [r for r in records if r.key.configuration == name]) for name in CONFIGURATIONS]
+    return [row for row in rows if row.records]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """As Markdown, with what the library said."""
+    baseline = next((row for row in rows if row.name == BASELINE), Row(BASELINE, []))
+    lines = [HEADER, ["---"] * len(HEADER), *(row.cells(baseline) for row in rows)]
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    said = [f"- {record.key}: {line}" for row in rows for record in row.records for line in record.log]
+    said += [
+        f"- {record.key}: skipped steps {record.skipped_steps}"
+        for row in rows for record in row.records if record.skipped_steps
+    ]  # fmt: skip
+    return "\n".join([text, *([""] if said else []), *said])
+
+
+def _mean_and_spread(values: Sequence[float], spec: str) -> str:
+    """``mean ± standard deviation`` of several values."""
+    if not values:
+        return "-"
+    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{spec}}{spread}"

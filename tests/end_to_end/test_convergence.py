@@ -1,0 +1,91 @@
+"""``bench/convergence.py`` at miniature size: what it measures, that it goes on where it stopped, and its table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.job import ROOT
+from tests.forks import run_on_forks
+
+SCRIPT = str(ROOT / "bench" / "convergence.py")
+SHORT = ["--model=test", "--steps=6", "--eval-interval=3", "--seeds=1"]
+WHOLE = ["fp32-ddp", "bf16-zero3", "zeropp", "delta-hpz"]
+STOPPED = ["zeropp"]
+TIMES = {"command", "seconds"}
+"""What differs between two equal runs."""
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs in one go, the same in pieces, and one with an outlier."""
+    folder = tmp_path_factory.mktemp("convergence")
+    once = [SCRIPT, *SHORT, f"--results={folder / 'once'}", f"--checkpoints={folder / 'once_checkpoints'}", "--only"]
+    parts = [SCRIPT, *SHORT, f"--results={folder / 'parts'}", f"--checkpoints={folder / 'checkpoints'}", "--minutes=0"]
+    in_parts = [[*parts, "--only", *STOPPED] for _ in range(len(STOPPED) + 1)]
+    run_on_forks(4, [[*once, *WHOLE], *in_parts, [*once, "bf16-zero3", "--outlier-at=4"]], cwd=ROOT)
+    return folder
+
+
+def _run(folder: Path, name: str, suffix: str = "") -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / f"test-6-{name}-seed1{suffix}.json").read_text())
+    return values
+
+
+def test_what_is_measured(folder: Path) -> None:
+    ddp, plain, zeropp = (_run(folder / "once", name) for name in WHOLE[:3])
+    for run in (ddp, plain, zeropp):
+        assert not run["error"]
+        assert [step for step, _ in run["held_out_losses"]] == [0, 3, 6]
+        losses = [loss for _, loss in run["held_out_losses"]]
+        assert 5.3 < losses[0] < 5.8  # the logarithm of 256 is 5.55
+        assert losses[-1] < losses[0] - 0.5
+    model_nbytes = 2 * plain["numel"]
+    assert plain["inter_nbytes_per_step"] == pytest.approx(3 * model_nbytes, rel=0.05)
+    assert zeropp["inter_nbytes_per_step"] < 0.27 * plain["inter_nbytes_per_step"]
+    whole, after_evaluation = zeropp["inter_nbytes_per_step"], zeropp["inter_nbytes"][-1] - zeropp["inter_nbytes"][0]
+    assert 5 * whole > after_evaluation > 4 * whole  # of 6 steps two begin with the parameters of an evaluation
+    assert max(error for _, error in ddp["gradient_errors"]) < 1e-6
+    assert 0.0005 < plain["gradient_errors"][-1][1] < 0.005  # bf16 has 8 bits
+    assert 0.05 < zeropp["gradient_errors"][-1][1] < 0.25  # int4 twice
+    step, errors = plain["weight_errors"][-1]
+    assert step == 6
+    assert errors["weights"] == errors["rounding"]
+    assert 0.0005 < errors["rounding"] < 2**-8
+    assert zeropp["weight_errors"][-1][1]["weights"] > 1.5 * errors["rounding"]
+
+
+def test_a_run_in_parts_is_the_same_run(folder: Path) -> None:
+    for name in STOPPED:
+        whole, parts = _run(folder / "once", name), _run(folder / "parts", name)
+        assert whole["steps_done"] == parts["steps_done"] == 6
+        assert set(whole) == set(parts)
+        for key in set(whole) - TIMES:
+            if key == "inter_nbytes":  # the first step of a part gathers what an evaluation has left behind
+                assert whole[key] == pytest.approx(parts[key], rel=0.2)
+            else:
+                assert whole[key] == parts[key]
+    assert not any((folder / "checkpoints").iterdir())
+
+
+def test_an_outlier_disturbs_its_step_and_the_later_ones(folder: Path) -> None:
+    plain, disturbed = (_run(folder / "once", "bf16-zero3", end)["held_out_losses"] for end in ("", "-outlier4"))
+    assert plain[:2] == disturbed[:2]
+    assert all(a != b for a, b in zip(plain[2:], disturbed[2:], strict=True))
+
+
+def test_the_table_has_a_row_for_each_even_for_what_is_refused(folder: Path) -> None:
+    text = (folder / "once" / "test-6.md").read_text()
+    rows = {cells[0]: cells for cells in (line.strip("| ").split(" | ") for line in text.splitlines() if "|" in line)}
+    assert set(WHOLE) < set(rows)
+    assert rows["bf16-zero3"][3] == "+0.0000"
+    difference = _run(folder / "once", "zeropp")["held_out_losses"][-1][1]
+    difference -= _run(folder / "once", "bf16-zero3")["held_out_losses"][-1][1]
+    assert float(rows["zeropp"][3]) == pytest.approx(difference, abs=1e-4)
+    assert rows["delta-hpz"][1] == "1" or "Error" in rows["delta-hpz"][2]
+    assert "python convergence.py --model=test" in text
+    assert (folder / "once" / "test-6.png").stat().st_size > 10_000
