@@ -32,7 +32,7 @@ from tests.zero.training import assert_same_bits, full_values
 from zcomm import ZcommError
 from zero.tiers.file_store import FileStore, StoredFile
 
-NUM_FAULTS = int(os.environ.get("ZERO_TEST_FAULTS", "20"))
+NUM_FAULTS = int(os.environ.get("ZERO_TEST_FAULTS", "10"))
 AT_ONCE = 5
 """Faults of one call of the ranks."""
 STEPS, SAVE_EVERY = 6, 2
