@@ -130,7 +130,7 @@ class Session:
         return minutes is None or time.monotonic() - self._begun < 60 * minutes
 
     def _new_record(self, key: Key, topology: Topology) -> Record:
-        command = " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
+        command = " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
         versions = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
         return Record(key, command, versions, f"{topology.num_nodes}x{topology.ranks_per_node}")
 

@@ -63,7 +63,8 @@ class Record:
         path = self.key.path(results)
         results.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".new")
-        draft.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+        lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in self.as_dict().items()]
+        draft.write_text("{" + ",\n ".join(lines) + "}\n", encoding="utf-8")
         draft.replace(path)
 
     def as_dict(self) -> dict[str, Any]:

@@ -87,5 +87,5 @@ def test_the_table_has_a_row_for_each_even_for_what_is_refused(folder: Path) -> 
     difference -= _run(folder / "once", "bf16-zero3")["held_out_losses"][-1][1]
     assert float(rows["zeropp"][3]) == pytest.approx(difference, abs=1e-4)
     assert rows["delta-hpz"][1] == "1" or "Error" in rows["delta-hpz"][2]
-    assert "python convergence.py --model=test" in text
+    assert "python bench/convergence.py --model=test" in text
     assert (folder / "once" / "test-6.png").stat().st_size > 10_000
