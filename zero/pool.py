@@ -1,7 +1,6 @@
 """Reused flat buffers for what lives for a moment: gathered parameters and unreduced gradients.
 
-Resizing storages costs three times the fill itself, so buffers are kept and handed out again. With ``ZERO_DEBUG=1`` a
-buffer is filled with NaN when it comes back: whoever still reads it finds out.
+Resizing storages costs three times the fill itself, so buffers are kept and handed out again.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zcomm import env
+from zero.poison import poison
 
 __all__ = ["BufferPool"]
 
@@ -22,7 +21,6 @@ class BufferPool:
         self._free: dict[torch.dtype, list[Tensor]] = {}
         self._owned: dict[int, Tensor] = {}
         self._taken: set[int] = set()
-        self._poisons = env.is_set("ZERO_DEBUG")
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat buffer of ``numel`` elements; its contents are undefined."""
@@ -58,8 +56,7 @@ class BufferPool:
     def give(self, buffer: Tensor) -> None:
         """Take back what :meth:`take` handed out."""
         whole = self._owned[buffer.untyped_storage().data_ptr()]
-        if self._poisons:
-            whole.fill_(float("nan"))
+        poison(whole)
         self._free[whole.dtype].append(whole)
 
     @property

@@ -175,6 +175,12 @@ class FakeNetwork:
         return SimpleNamespace(start=start, exchanges=[c.stop - c.start for c in columns])
 
 
+class PoisonedPool(BufferPool):
+    def give(self, buffer: torch.Tensor) -> None:
+        buffer.fill_(float("nan"))
+        super().give(buffer)
+
+
 class BucketsUnderAnyNetwork(RuleBasedStateMachine):
     """A gatherer of one rank whose exchanges end in any order, under uses that begin and end in any order."""
 
@@ -185,8 +191,7 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
         topology = Topology.single()
         options = ZeroSettings(stage=3, stage3_prefetch_bucket_size=10**6 * prefetch, stage3_max_reuse_distance=reuse)
         effective = resolve(options, topology)
-        self.pool = BufferPool(torch.device("cpu"))
-        self.pool._poisons = True
+        self.pool = PoisonedPool(torch.device("cpu"))
         self.rests = ParameterRests(ON_DEVICE, torch.device("cpu"), topology, {})
         self.buckets = [self._bucket(i, effective, topology) for i in range(4)]
         self.gatherer = Gatherer(

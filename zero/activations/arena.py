@@ -16,6 +16,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from zero.poison import poison
+
 __all__ = ["Arena", "Slot", "Ticket"]
 
 logger = logging.getLogger("zero")
@@ -94,6 +96,8 @@ class Arena:
         """Take room back."""
         self._used -= nbytes
         if place is not None:
+            if not torch.cuda.is_available():  # there a copy may still be reading: the next comes after it
+                poison(self.view(place))
             insort(self._free, place)
             merged: list[Span] = []
             for piece in self._free:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zcomm import LayoutError, kernels
+from zero.poison import poison
 
 __all__ = ["HostBuffers", "aligned_bytes"]
 
@@ -76,6 +77,7 @@ class HostBuffers:
             whole = self._taken.pop(buffer.data_ptr(), None)
             if whole is None:
                 raise LayoutError(f"not a buffer that was taken here: {buffer.numel()} bytes of {buffer.dtype}")
+            poison(whole)
             self._free.append(whole)
 
     def clear(self) -> None:

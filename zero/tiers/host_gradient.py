@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from zero.poison import poison
 from zero.tiers.host import Arrival, HostMemory
 
 __all__ = ["HostGradient"]
@@ -68,6 +69,8 @@ class HostGradient:
         """Forget the gradient; its memory is kept for the next."""
         self._settle()
         self._num_means, self._is_wide = 0, False
+        for tensor in self.tensors:
+            poison(tensor)
 
     def another(self) -> HostGradient:
         """A sum of the same kind, with memory of its own once it is needed."""

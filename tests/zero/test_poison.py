@@ -1,0 +1,160 @@
+"""With ZERO_DEBUG=1 whatever is given back becomes NaN, and training has the same bits: nobody reads it any more."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero
+from tests.ranks import run_ranks
+from tests.zero.models import groups_of, new_model
+from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
+from zcomm import env
+from zero import pool
+from zero.activations.arena import Arena, Span
+from zero.pool import BufferPool
+from zero.tiers import host_buffers, host_gradient
+from zero.tiers.host import HostMemory
+from zero.tiers.host_buffers import HostBuffers
+from zero.tiers.host_gradient import HostGradient
+
+PLACES = {"pool": pool, "files": host_buffers, "gradients": host_gradient}
+PLUS = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+CPU = {"offload_optimizer": {"device": "cpu"}}
+CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "stage 3": ({"stage": 3, "stage3_prefetch_bucket_size": 3000}, {"pool"}),
+    "ZeRO++": ({"stage": 3, "zero_hpz_partition_size": 2, **PLUS}, {"pool"}),
+    "part on the host": ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.6}}, {"pool", "gradients"}),
+    "host": ({"stage": 3, **CPU, "offload_param": {"device": "cpu"}}, {"pool", "gradients"}),
+    "delayed": ({"stage": 3, **CPU, "delayed_update": True, "delay_start": 1}, {"pool", "gradients"}),
+    "files": (
+        {
+            "stage": 3,
+            "sub_group_size": 1601,
+            "offload_optimizer": {"device": "nvme", "pipeline_read": True, "pipeline_write": True},
+            "offload_param": {"device": "nvme", "max_in_cpu": 0, "buffer_size": 600},
+        },
+        {"pool", "files"},
+    ),
+}
+"""Options, and which memory is given back and poisoned under them."""
+SAME_BITS = ("part on the host", "host", "files")
+"""As at stage 3 without offload."""
+
+
+@contextmanager
+def _debugging() -> Iterator[Counter[str]]:
+    """How often what was poisoned."""
+    counts = Counter[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in PLACES.items():
+
+            def counted(buffer: Tensor, _name: str = name, _poison: Any = module.poison) -> None:
+                counts[_name] += 1
+                _poison(buffer)
+
+            patch.setattr(module, "poison", counted)
+        patch.setitem(os.environ, "ZERO_DEBUG", "1")
+        env.value.cache_clear()
+        try:
+            yield counts
+        finally:
+            patch.undo()
+            env.value.cache_clear()
+
+
+def _options(case: str, folder: str) -> dict[str, Any]:
+    options = dict(CASES[case][0])
+    for key in ("offload_optimizer", "offload_param"):
+        if options.get(key, {}).get("device") == "nvme":
+            options[key] = options[key] | {"nvme_path": folder}
+    return {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000, "gradient_clipping": 0.5} | options
+
+
+def _train(rank: int, case: str, folder: str) -> dict[str, Tensor]:
+    model = new_model(torch.bfloat16)
+    optimizer = zero.CPUAdam(groups_of(model), lr=1e-2)
+    with zero_optimizer(model, optimizer, ranks_per_node=2, **_options(case, folder)) as wrapped:
+        train(model, wrapped, rank, steps=2, num_micro=2)
+        return full_values(model)
+
+
+def _check_cases(rank: int, folder: str) -> None:
+    at_stage_3 = _train(rank, "stage 3", folder)
+    assert not any(value.isnan().any() for value in at_stage_3.values())
+    for case, (_, places) in CASES.items():
+        is_same = case in ("stage 3", *SAME_BITS)
+        expected = at_stage_3 if is_same else _train(rank, case, folder)
+        with _debugging() as counts:
+            assert_same_bits(_train(rank, case, folder), expected)
+        assert {name for name in places if counts[name]} == places, (case, counts)
+
+
+def test_training_reads_nothing_that_was_given_back(tmp_path: Path) -> None:
+    run_ranks(2, _check_cases, str(tmp_path))
+
+
+def test_what_is_given_back_is_nan() -> None:
+    cpu = torch.device("cpu")
+    with _debugging():
+        buffers = BufferPool(cpu)
+        taken = buffers.take(100, torch.bfloat16).fill_(1)
+        buffers.give(taken)
+        assert taken.isnan().all()
+        staged = HostBuffers()
+        part = staged.take(4096).fill_(1)
+        staged.give(part)
+        assert all(part.view(dtype).isnan().all() for dtype in (torch.float32, torch.bfloat16, torch.float16))
+        gradient = HostGradient(8, torch.bfloat16, torch.float32, HostMemory(cpu, pins=False))
+        for _ in range(2):
+            gradient.add(torch.ones(8))
+        held = gradient.values()
+        assert (held == 2).all()
+        gradient.clear()
+        assert held.isnan().all()
+        inputs = Arena(1, cpu, is_pinned=False)
+        ticket = inputs.admit(64)
+        assert ticket is not None
+        slot = inputs.take(64, ticket)
+        saved = inputs.view(Span(0, 64)).fill_(1)
+        del slot
+        assert saved.view(torch.float32).isnan().all()
+    taken = buffers.take(100, torch.bfloat16).fill_(1)
+    buffers.give(taken)
+    assert (taken == 1).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["stage 3", "ZeRO++", "host", "delayed"])
+def test_streams_read_nothing_that_was_given_back(case: str) -> None:
+    """The fill is the current stream's: what another stream has not read yet would be NaN."""
+
+    def trained() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).to("cuda", torch.bfloat16)
+        options = _options(case, "")
+        wrapped = zero.ZeroOptimizer(model, zero.CPUAdam(model.parameters()) if "offload_optimizer" in options else
+                                     torch.optim.AdamW(model.parameters(), fused=True), **options)  # fmt: skip
+        x = torch.randn(16, 512, device="cuda", dtype=torch.bfloat16)
+        for _ in range(6):
+            (model(x).square().mean()).backward()
+            wrapped.step()
+            wrapped.zero_grad()
+        with zero.GatheredParameters(model.parameters()):
+            values = [param.detach().cpu() for param in model.parameters()]
+        wrapped.close()
+        return values
+
+    expected = trained()
+    with _debugging() as counts:
+        got = trained()
+    assert counts["pool"]
+    assert all(map(torch.equal, got, expected))
