@@ -51,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=4, help="sequences of a step over all ranks")
     parser.add_argument("--seq-length", type=int, default=128)
     parser.add_argument("--held-out", type=int, default=4, help="windows that the held-out loss is the mean of")
-    parser.add_argument("--lr", type=float, help="default: 0.0025 / hidden size, a fit for the first steps")
+    parser.add_argument("--lr", type=float, help="default: 0.001 / hidden size, a fit for the first steps")
     parser.add_argument("--parameters", choices=["nvme", "cpu", "none"], default="nvme", help="where they rest")
     parser.add_argument("--states", choices=["nvme", "cpu", "none"], default="nvme", help="where masters, moments rest")
     parser.add_argument("--bf16-moments", action="store_true", help="half the bytes of moments")
@@ -113,7 +113,7 @@ class Run:
         assert found == self.cost.numel, f"{found} parameters, {self.cost.numel} by the formula"
         self.optimizer = zero.ZeroOptimizer(
             self.model, zero.CPUAdam, config=document, topology=topology, betas=(0.9, 0.95),
-            lr=arguments.lr or 0.0025 / config.hidden_size, weight_decay=0.1, adamw_mode=True,
+            lr=arguments.lr or 0.001 / config.hidden_size, weight_decay=0.1, adamw_mode=True,
             fp32_optimizer_states=not arguments.bf16_moments,
         )  # fmt: skip
         self.optimizer.time_exchanges(watch.waiting_for)
