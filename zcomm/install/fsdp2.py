@@ -75,9 +75,7 @@ def install_fsdp2(
     where small or overridden parameters lie between others, one copy each way.
     """
     recipe, units, settings = get_recipe(recipe), units_of(model), AdaptivePrecision.of(adaptive)
-    of_units = _by_unit(units, choose((named for unit in units for named in unit.parameters), recipe, overrides or {}))
-    for unit, chosen in zip(units, of_units, strict=True):
-        _check_dtypes(unit, chosen)
+    of_units = _choices(units, recipe, overrides or {})
     _check_replicas(units, replicate_group, topology, shadow=shadow)
     owned = _topology_of_job(units) if topology is None and replicate_group is None else None
     topology = topology or owned
@@ -86,12 +84,9 @@ def install_fsdp2(
     account.adapting = _adapting(settings, model, recipe, topology)
     before = [_Before(unit, replaces_hook=replicate_group is not None) for unit in units]
     last_hop = (Reduce if replicate_group is None else ReplicaMean) if recipe.residual else None
-    reduces = []
-    for unit, chosen in zip(units, of_units, strict=True):
-        plans = Plans(unit, chosen, _topology_of(unit, topology), account, residual_of=last_hop)
-        reduces.append(_install(unit, plans, replicate_group, shadow=shadow))
-    if account.adapting is not None:
-        account.adapting.adapts(reduces)
+    ways = (_topology_of(unit, topology) for unit in units)
+    plans = [Plans(*of_unit, account, residual_of=last_hop) for of_unit in zip(units, of_units, ways, strict=True)]
+    _install(plans, account, replicate_group, shadow=shadow)
     title = _title(recipe, topology) + (", shadow: nothing is changed" if shadow else "")
     return Installation(title, account, partial(_uninstall, before, owned))
 
@@ -139,7 +134,15 @@ class _Before:
             module.set_all_reduce_hook(self._hook)
 
 
-def _install(unit: Unit, plans: Plans, replicate_group: dist.ProcessGroup | None, *, shadow: bool) -> Reduce:
+def _install(
+    planned: Sequence[Plans], account: Account, replicate_group: dist.ProcessGroup | None, *, shadow: bool
+) -> None:
+    reduces = [_install_on(plans.unit, plans, replicate_group, shadow=shadow) for plans in planned]
+    if account.adapting is not None:
+        account.adapting.adapts(reduces)
+
+
+def _install_on(unit: Unit, plans: Plans, replicate_group: dist.ProcessGroup | None, *, shadow: bool) -> Reduce:
     reduce = Reduce(plans)
     if shadow:
         group = unit.group
@@ -155,11 +158,15 @@ def _install(unit: Unit, plans: Plans, replicate_group: dist.ProcessGroup | None
     return reduce
 
 
-def _by_unit(units: Sequence[Unit], choices: Sequence[Choice]) -> list[Sequence[Choice]]:
-    parts, start = [], 0
+def _choices(units: Sequence[Unit], recipe: Recipe, overrides: Mapping[str, Override]) -> list[Sequence[Choice]]:
+    """The formats of every unit's parameters."""
+    choices = choose((named for unit in units for named in unit.parameters), recipe, overrides)
+    parts: list[Sequence[Choice]] = []
+    start = 0
     for unit in units:
         parts.append(choices[start : start + len(unit.parameters)])
         start += len(unit.parameters)
+        _check_dtypes(unit, parts[-1])
     return parts
 
 
