@@ -58,6 +58,11 @@ def parse_arguments() -> argparse.Namespace:
     zero.add_argument("--quantized-weights", action=toggle, default=True, help="qwZ: weights travel as int8")
     zero.add_argument("--quantized-gradients", action=toggle, default=True, help="qgZ: gradients travel as int4")
     zero.add_argument("--hpz", action=toggle, default=True, help="hpZ: a secondary partition inside each node")
+    zero.add_argument(
+        "--delta-hpz",
+        action="store_true",
+        help="a copy in every node, brought up to date once a step in 4 bits; instead of qwZ, qgZ and hpZ",
+    )
     zero.add_argument("--offload-optimizer", action="store_true", help="masters and moments rest in host memory")
     zero.add_argument(
         "--moment-format", choices=("float32", "bfloat16", "int8"), help="so, updated by zero.CPUAdam with such moments"
@@ -156,8 +161,9 @@ def _name_of(optimizer: ZeroOptimizer, dtype: torch.dtype) -> str:
     effective = optimizer.effective
     switches = {
         "qwZ": effective.weight_format != "none",
-        "qgZ": effective.gradient_formats is not None,
+        "qgZ": effective.gradient_formats is not None and effective.change_format is None,
         "hpZ": effective.has_secondary,
+        "delta-hpZ": effective.change_format is not None,
     }
     name = " ".join([f"ZeRO-{effective.stage.number}", *(switch for switch, is_on in switches.items() if is_on)])
     name = name if any(switches.values()) else f"plain {name}"
@@ -173,11 +179,14 @@ def _name_of(optimizer: ZeroOptimizer, dtype: torch.dtype) -> str:
 def build_runs(arguments: argparse.Namespace, topology: Topology, device: torch.device) -> list[Run]:
     """Return the run that was asked for and, with ``--compare``, plain ZeRO-3 in bf16."""
     stage, dtype = arguments.stage, getattr(torch, arguments.dtype)
-    first = Run(
-        arguments, topology, device, dtype=dtype, stage=stage, quantized_weights=arguments.quantized_weights,
-        quantized_gradients=arguments.quantized_gradients,
-        hpz_partition_size=topology.ranks_per_node if arguments.hpz else 1, **_offload(arguments),
-    )  # fmt: skip
+    switches: dict[str, Any] = {"mode": "delta_hpz"}
+    if not arguments.delta_hpz:
+        switches = {
+            "quantized_weights": arguments.quantized_weights,
+            "quantized_gradients": arguments.quantized_gradients,
+            "hpz_partition_size": topology.ranks_per_node if arguments.hpz else 1,
+        }
+    first = Run(arguments, topology, device, dtype=dtype, stage=stage, **switches, **_offload(arguments))
     if not arguments.compare:
         return [first]
     return [first, Run(arguments, topology, device, dtype=torch.bfloat16)]

@@ -156,6 +156,7 @@ def _param_nbytes(model: nn.Module) -> int:
 
 def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: int) -> Setup:
     zero = config.zero_optimization
+    in_node = config.zcomm.mode == "delta_hpz" and zero.stage == 3
     param_nbytes = 2 if config.fp16.enabled or config.bf16.enabled else own_nbytes
     accumulates = config.data_types.grad_accum_dtype
     moments = NUM_MOMENTS.get((config.optimizer.type or "adam").lower(), 2)
@@ -172,8 +173,9 @@ def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: i
         sent_nbytes=gradient_nbytes if _sends_wide(config) else min(param_nbytes, gradient_nbytes),
         sums_gradients=(config.gradient_accumulation_steps or 1) > 1,
         merged_numel=min(2**20, zero.reduce_bucket_size, zero.allgather_bucket_size),
-        has_secondary=zero.zero_hpz_partition_size > 1,
-        has_residuals=zero.zeropp_loco_param is not None,
+        has_secondary=zero.zero_hpz_partition_size > 1 or in_node,
+        has_residuals=zero.zeropp_loco_param is not None or (in_node and nodes > 1),
+        sums_in_node=in_node and (config.gradient_accumulation_steps or 1) > 1,
         quantizes_weights=zero.zero_quantized_weights or config.zcomm.weight_format not in (None, "none"),
         encodes_frozen=zero.zero_quantized_nontrainable_weights,
         files=_files(config, counts, param_nbytes, nodes * ranks),

@@ -133,6 +133,8 @@ class Setup:
     """Elements up to which small layers share an exchange below stage 3."""
     has_secondary: bool = False
     has_residuals: bool = False
+    sums_in_node: bool = False
+    """Gradients of the micro-batches are summed up inside the node: ``mode="delta_hpz"``."""
     quantizes_weights: bool = False
     """Forward reads quantized weights: below stage 3 exact ones are kept beside them."""
     encodes_frozen: bool = False
@@ -263,6 +265,8 @@ def _buffers(counts: Counts, setup: Setup) -> list[Usage]:
         found.append(Usage("secondary partition", "device", setup.param_nbytes * counts.numel / setup.ranks_per_node))
     if setup.has_residuals and setup.stage >= 1:
         found.append(Usage("residuals", "device", (1 + 2 / 256) * trainable / setup.ranks_per_node))
+    if setup.sums_in_node and setup.stage == 3 and setup.num_nodes > 1:
+        found.append(Usage("sums of the node", "device", 4 * trainable / setup.ranks_per_node))
     return [*found, *_file_buffers(counts, setup)]
 
 

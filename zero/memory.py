@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero.node_state import residuals_of
 from zero.runtime import Runtime
 from zero.stages import model_state_nbytes
 
@@ -25,8 +26,9 @@ class MemoryReport:
     states: int
     """Optimizer states and float32 masters in memory."""
     buffers: dict[str, int]
-    """Named buffers beyond the formula: the pool of full buffers, the secondary partition, host buffers between files
-    and parameters, what a delayed update reads and writes, parameters that stay whole at stage 3."""
+    """Named buffers beyond the formula: the pool of full buffers, the secondary partition or replica, residuals and
+    sums of ``mode="delta_hpz"``, host buffers between files and parameters, what a delayed update reads and writes,
+    parameters that stay whole at stage 3."""
     unreduced_gradients: int
     """Of the pool's bytes, those that hold full local gradients of ``no_sync`` at stages 2 and 3."""
     shards: dict[str, int]
@@ -100,6 +102,8 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
         buffers={
             "pool": runtime.pool.nbytes,
             "secondary partition": runtime.gatherer.secondary_nbytes,
+            "residuals": sum(residual.nbytes for residual in residuals_of(runtime)),
+            "sums of the node": sum(g.in_node.nbytes for g in runtime.reducer.all if g.in_node is not None),
             "parameters on their way": runtime.rests.staging_nbytes,
             "states on their way": 0 if runtime.state_files is None else runtime.state_files.store.buffers.nbytes,
             "gradients on their way": 0 if gradient_files is None else gradient_files.store.buffers.nbytes,

@@ -39,11 +39,12 @@ from zero.loss_scale import LossScale, not_scaled
 from zero.masters import OptimizerStates, as_groups, build_inner, build_pieces
 from zero.memory import MemoryReport, measure
 from zero.model_parallel import ModelParallel
+from zero.node_state import restore_node_state
 from zero.on_model import install_on_model
 from zero.placement import cast
 from zero.runtime import Runtime
 from zero.settings import Effective
-from zero.shard_state import check_fits, restore_delayed, shard_state
+from zero.shard_state import check_fits, load_masters, restore_delayed, shard_state
 from zero.timing import time_exchanges
 from zero.update import Update
 
@@ -357,15 +358,14 @@ class ZeroOptimizer(Optimizer):
             self._runtime.delayed.drop()
         self._runtime.gatherer.release_all()  # what is gathered, or on its way, has the old values
         buckets = [bucket for bucket in self._runtime.buckets if bucket.is_trainable]
-        for bucket, master in zip(buckets, state_dict["masters"], strict=True):
-            with self._runtime.in_memory([bucket], is_changed=True):
-                bucket.master.copy_(master)
+        load_masters(self._runtime, buckets, state_dict["masters"])
         self.load_inner_state(state_dict["optimizer"])
         if self.loss_scale is not None and state_dict.get("loss_scale") is not None:
             self.loss_scale.load_state_dict(state_dict["loss_scale"])
         self._adaptive.load_state_dict(state_dict.get("adaptive"))
         self._runtime.publish(buckets)
         restore_delayed(self._runtime, state_dict.get("delayed"))
+        restore_node_state(self._runtime, state_dict.get("node"))
 
     def load_inner_state(self, state_dict: dict[str, Any]) -> None:
         """Give the inner optimizer, which updates this rank's masters, the state and parameter groups it had."""

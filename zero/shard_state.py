@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -9,11 +10,13 @@ from torch.optim import Optimizer
 
 from zcomm import LayoutError
 from zero.agreement import on_every_rank
+from zero.bucket import Bucket
 from zero.loss_scale import LossScale
 from zero.masters import MasterPiece, whole_storage
+from zero.node_state import node_state
 from zero.runtime import Runtime
 
-__all__ = ["check_fits", "restore_delayed", "shard_state"]
+__all__ = ["check_fits", "load_masters", "restore_delayed", "shard_state"]
 
 
 def shard_state(
@@ -51,7 +54,15 @@ def shard_state(
         "loss_scale": None if loss_scale is None else loss_scale.state_dict(),
         "adaptive": adaptive,
         "delayed": _delayed(runtime),
+        "node": node_state(runtime),
     }
+
+
+def load_masters(runtime: Runtime, buckets: Sequence[Bucket], masters: Sequence[Tensor]) -> None:
+    """Give every bucket of ``buckets`` its master of ``masters``, wherever it rests."""
+    for bucket, master in zip(buckets, masters, strict=True):
+        with runtime.in_memory([bucket], is_changed=True):
+            bucket.master.copy_(master)
 
 
 def _delayed(runtime: Runtime) -> dict[str, Any] | None:

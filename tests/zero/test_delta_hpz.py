@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -295,7 +296,7 @@ def _check_writes(rank: int) -> None:
     model = new_model(torch.bfloat16)
     with zero_optimizer(model, stage=3, mode="delta_hpz", ranks_per_node=2) as optimizer:
         check_replicas_are_the_masters(optimizer, model)
-        saved = optimizer.state_dict()
+        saved = copy.deepcopy(optimizer.state_dict())
         train(model, optimizer, rank, steps=2)
         with pytest.raises(AssertionError):
             check_replicas_are_the_masters(optimizer, model)

@@ -22,8 +22,9 @@ from zero.checkpoints.errors import CheckpointError
 from zero.checkpoints.folder import check_tag, read_latest
 from zero.checkpoints.index import Index, read_index
 from zero.checkpoints.model_parts import part_of, saving_ranks
+from zero.checkpoints.node_restore import make_whole_request
 from zero.checkpoints.planners import LoadPartsPlanner
-from zero.checkpoints.request import Request, Wanted, make_request
+from zero.checkpoints.request import Request, Wanted
 from zero.checkpoints.restore import restore
 from zero.checkpoints.save import as_checkpoint_error, wait_for_saves
 from zero.checkpoints.storage import FolderReader
@@ -88,7 +89,7 @@ def load_checkpoint(
             index = index_of_weights(folder, optimizer.inside)
         else:
             index = part_of(read_index(folder), model_parallel.rank, model_parallel.world_size)
-        request = make_request(optimizer.inside, index, wanted)
+        request = make_whole_request(optimizer.inside, index, wanted)
         _check_stateful(index, stateful or {}, wanted)
     except CheckpointError as caught:
         error = caught

@@ -2,6 +2,7 @@
 
     weight/PARAM           every parameter: the float32 master of a trainable one, a frozen one as it is
     published/PARAM        trainable parameters as forward reads them, where a delayed update has not reached them yet
+    replica/PARAM, ...     see zero.checkpoints.node_parts
     state/NAME/PARAM       optimizer states with one value for each element (moments; those in int8 as float32)
     tensor|int|float/NAME/PARAM     optimizer states with one value for a parameter (step)
     buffer/BUFFER          the first rank's persistent buffers

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zero.agreement import on_every_rank, raise_first
 from zero.bucket import Bucket
 from zero.checkpoints.errors import CheckpointError
+from zero.checkpoints.node_restore import restore_node_parts
 from zero.checkpoints.parts import SCALARS, held_pieces, held_weights, named_buffers
 from zero.checkpoints.random_state import restore_random_state
 from zero.checkpoints.request import Request, Wanted, keys_by_parameter
@@ -61,6 +62,7 @@ def restore(optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, A
         _restore_loss_scale(optimizer, decoded["loss_scale"])
         inside.adaptive.load_state_dict(decoded["adaptive"])
         _restore_published(inside, request)
+        restore_node_parts(inside, request)
     for name, module in inside.runtime.model.named_modules():
         if type(module).set_extra_state is not nn.Module.set_extra_state and name in decoded["extra_state"]:
             module.set_extra_state(decoded["extra_state"][name])

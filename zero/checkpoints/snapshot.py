@@ -12,6 +12,7 @@ from torch import nn
 
 from zero.agreement import raise_first
 from zero.checkpoints.errors import CheckpointError
+from zero.checkpoints.node_parts import node_parts, residual_layout
 from zero.checkpoints.parts import buffer_parts, held_weights, named_buffers, published_parts, state_parts
 from zero.checkpoints.planners import Part
 from zero.checkpoints.random_state import capture_random_state
@@ -72,7 +73,7 @@ def take_snapshot(
             if held.bucket.is_trainable or not exclude_frozen_parameters:
                 parts.append(held.part(f"weight/{held.name}", held.values, inside.runtime.state_files))
         parts += published_parts(inside)
-        parts += state_parts(inside)
+        parts += state_parts(inside) + node_parts(inside)
         content, more = _content(optimizer, inside, dict(stateful), dict(client_state))
         parts += more + _of_this_rank(inside.runtime)
         content["excludes_frozen"] = exclude_frozen_parameters
@@ -109,6 +110,7 @@ def _content(
         },
         "loss_scale": None if loss_scale is None else tree.encode(loss_scale.state_dict(), "loss_scale"),
         "adaptive": tree.encode(inside.adaptive.state_dict(), "adaptive precision"),
+        "residual_layout": residual_layout(runtime),
         "num_updates": None if runtime.delayed is None else runtime.delayed.num_updates,
         "extra_state": {
             name: tree.encode(module.get_extra_state(), f"extra state of {name!r}")

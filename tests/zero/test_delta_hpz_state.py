@@ -1,0 +1,142 @@
+"""``mode="delta_hpz"``: what it keeps from step to step, in checkpoints, on other topologies, and beside offload."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import zero
+from tests.ranks import run_ranks
+from tests.zero.models import as_vector, groups_of, new_model, relative_error
+from tests.zero.test_delta_hpz import check_nodes_agree, replicas_of, residuals_of
+from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
+from zcomm import control
+
+MODE: dict[str, Any] = {"stage": 3, "mode": "delta_hpz"}
+
+
+def _residual_sums(optimizer: zero.ZeroOptimizer) -> dict[str, Tensor]:
+    """The sum over all ranks of what is kept of each parameter, float64."""
+    runtime, t, sums = optimizer.inside.runtime, optimizer.topology, dict[str, Tensor]()
+    for grads in runtime.reducer.all:
+        assert grads.in_node is not None
+        assert grads.in_node.residual is not None
+        whole = torch.zeros(t.world_size, grads.bucket.layout.shard_numel)
+        first = t.local_rank * t.num_nodes
+        whole[first : first + t.num_nodes] = grads.in_node.residual.values()
+        total = control.gather_float64(whole.flatten(), t).sum(0)
+        for slot in grads.bucket.layout.slots:
+            sums[slot.name] = total[slot.offset : slot.offset + slot.numel]
+    return sums
+
+
+def _everything(model: Any, optimizer: zero.ZeroOptimizer) -> dict[str, Tensor]:
+    masters = torch.cat([values.flatten() for _, _, values in optimizer.master_pieces()])
+    values = full_values(model)
+    return values | {"masters": masters, "replicas": replicas_of(optimizer), "residuals": residuals_of(optimizer)}
+
+
+def _save(rank: int, folder: str) -> None:
+    model = new_model(torch.bfloat16, has_frozen=True)
+    with zero_optimizer(model, ranks_per_node=2, **MODE) as optimizer:
+        train(model, optimizer, rank, steps=3)
+        zero.save_checkpoint(optimizer, folder, "three")
+        saved, sums, state = full_values(model), _residual_sums(optimizer), copy.deepcopy(optimizer.state_dict())
+        if rank == 0:
+            torch.save({"values": saved, "sums": sums}, Path(folder) / "expected.pt")
+        train(model, optimizer, rank, steps=2)
+        expected = _everything(model, optimizer)
+        optimizer.load_state_dict(state)
+        train(model, optimizer, rank, steps=2)
+        assert_same_bits(_everything(model, optimizer), expected)
+    again = new_model(torch.bfloat16, has_frozen=True, seed=5)
+    with zero_optimizer(again, ranks_per_node=2, **MODE) as optimizer:
+        train(again, optimizer, rank, steps=1)
+        zero.load_checkpoint(optimizer, folder)
+        assert_same_bits(full_values(again), saved)
+        train(again, optimizer, rank, steps=2)
+        assert_same_bits(_everything(again, optimizer), expected)
+
+
+def _load_elsewhere(rank: int, folder: str, per_node: int) -> None:
+    expected = torch.load(Path(folder) / "expected.pt", weights_only=True)
+    model = new_model(torch.bfloat16, has_frozen=True, seed=5)
+    with zero_optimizer(model, ranks_per_node=per_node, **MODE) as optimizer:
+        zero.load_checkpoint(optimizer, folder)
+        assert_same_bits(full_values(model), expected["values"])
+        got = _residual_sums(optimizer)
+        assert relative_error(as_vector(got.values()), as_vector(expected["sums"][name] for name in got)) < 0.02
+        check_nodes_agree(optimizer)
+        train(model, optimizer, rank, steps=1)
+    plain = new_model(torch.bfloat16, has_frozen=True, seed=5)
+    with zero_optimizer(plain, stage=2) as optimizer:  # and where there is neither
+        zero.load_checkpoint(optimizer, folder)
+        train(plain, optimizer, rank, steps=1)
+
+
+def test_checkpoints_go_on_with_the_same_bits_and_elsewhere_with_the_sums(tmp_path: Path) -> None:
+    run_ranks(4, _save, str(tmp_path))
+    run_ranks(4, _load_elsewhere, str(tmp_path), 1)
+    run_ranks(2, _load_elsewhere, str(tmp_path), 1)
+
+
+def _check_offload(rank: int, folder: str) -> None:
+    """States in host memory or in files, and zero's own optimizer: the same bits as on the device."""
+
+    def values(optimizer_class: Any, **options: Any) -> dict[str, Tensor]:
+        model = new_model(torch.bfloat16, has_unused=True)
+        inner = optimizer_class(groups_of(model), lr=1e-2)
+        with zero_optimizer(
+            model, inner, ranks_per_node=2, gradient_accumulation_steps=2, **MODE, **options
+        ) as optimizer:
+            train(model, optimizer, rank, steps=3, num_micro=2)
+            check_nodes_agree(optimizer)
+            return full_values(model)
+
+    on_host = {"offload_optimizer": {"device": "cpu"}}
+    in_files = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+    device = values(torch.optim.AdamW)
+    assert_same_bits(values(torch.optim.AdamW, data_types={"grad_accum_dtype": "fp32"}), device)
+    host = values(zero.CPUAdam, **on_host)
+    assert relative_error(as_vector(host.values()), as_vector(device.values())) < 0.05
+    assert_same_bits(values(zero.CPUAdam, **in_files), host)
+
+
+def test_offloaded_states(tmp_path: Path) -> None:
+    run_ranks(4, _check_offload, str(tmp_path))
+
+
+def _check_memory(rank: int) -> None:
+    """2 / L replica, 1 / L residual, and 4 / L sums with accumulation, bytes for each parameter."""
+    for num_micro in (1, 2):
+        model = new_model(torch.bfloat16)
+        with zero_optimizer(model, ranks_per_node=2, gradient_accumulation_steps=num_micro, **MODE) as optimizer:
+            train(model, optimizer, rank, steps=2, num_micro=num_micro)
+            numel = sum(bucket.layout.numel for bucket in optimizer.inside.runtime.buckets)
+            buffers = optimizer.memory().buffers
+            assert buffers["secondary partition"] == numel
+            assert numel / 2 <= buffers["residuals"] <= numel / 2 * 1.01
+            assert buffers["sums of the node"] == (2 * numel if num_micro > 1 else 0)
+
+
+def test_memory() -> None:
+    run_ranks(4, _check_memory)
+
+
+def test_estimate_shows_what_it_takes() -> None:
+    config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "zcomm": {"mode": "delta_hpz"}}
+    counts = zero.Counts(numel=10**9, largest_unit=10**8)
+    for num_micro, sums in ((1, None), (4, 10**9)):
+        found = zero.estimate(
+            counts, config | {"gradient_accumulation_steps": num_micro}, nodes=2, ranks=4, prints=False
+        )
+        by_kind = {usage.kind: usage.nbytes for usage in found.usage()}
+        assert by_kind["secondary partition"] == 2 * 10**9 / 4
+        assert 0.25e9 <= by_kind["residuals"] <= 0.253e9
+        assert by_kind.get("sums of the node") == sums
+    one_node = {usage.kind for usage in zero.estimate(counts, config, nodes=1, ranks=4, prints=False).usage()}
+    assert not one_node & {"secondary partition", "residuals", "sums of the node"}
