@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zcomm import Residual, control
-from zcomm.adaptive import AdaptivePrecision, Policy, Role, Signals, Tracked
+from zcomm.adaptive import Policy, Role, Signals, Tracked
 from zcomm.adaptive.signals import Measured
 from zcomm.sampling import squares_of
 from zero.bucket import Bucket
@@ -43,8 +44,13 @@ class Adaptive:
         self._squares: dict[int, Tensor] = {}
         self._norm: Tensor | None = None
         gradients, weights = runtime.effective.ladders
-        if runtime.effective.is_adaptive:
-            settings = runtime.settings.adaptive or AdaptivePrecision()
+        settings, keeps_formats = runtime.settings.adaptive, runtime.effective.change_format is not None
+        if settings is not None and keeps_formats:
+            # A step that is taken commits residuals, and they would bring an outlier back that was clipped.
+            settings = replace(settings, outlier="skip" if settings.outlier == "clip" else settings.outlier)
+            in_node = (grads.in_node for grads in runtime.reducer.all)
+            self.residuals += [sums.residual for sums in in_node if sums is not None and sums.residual is not None]
+        if settings is not None and (runtime.effective.is_adaptive or keeps_formats):
             groups = [Tracked(tuple(s.name for s in b.layout.slots), b.role or Role.MATRIX) for b in runtime.buckets]
             self.policy = Policy(settings, groups, gradients, weights)
             runtime.reducer.on_issue = self._measure

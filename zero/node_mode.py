@@ -66,6 +66,11 @@ def _beside_mode(settings: ZeroSettings) -> tuple[ZeroSettings, str, list[str]]:
     ):
         if getattr(settings, name):
             inactive.append(f"{name} (mode={settings.mode!r}: {instead})")
+    if settings.adaptive is not None:
+        inactive.append(
+            f"formats that follow the training (mode={settings.mode!r}: replicas and residuals keep theirs; jumps are "
+            "watched, and steps with an outlier gradient skipped)"
+        )
     if settings.hpz_partition_size > 1:
         inactive.append(f"hpz_partition_size (mode={settings.mode!r}: every node has a copy already)")
     kept = replace(
@@ -75,6 +80,7 @@ def _beside_mode(settings: ZeroSettings) -> tuple[ZeroSettings, str, list[str]]:
         quantized_weights=False,
         quantized_gradients=False,
         hpz_partition_size=1,
+        adaptive=None,
     )
     return kept, changes, inactive
 
@@ -91,7 +97,6 @@ def _check(settings: ZeroSettings) -> None:
         "zero_quantized_nontrainable_weights (replicas have the parameters' dtype)": (
             settings.quantized_nontrainable_weights
         ),
-        "adaptive precision (replicas and residuals keep their formats)": settings.adaptive is not None,
         "hpz_secondary_device='cpu' (replicas are on the device)": settings.hpz_secondary_device == "cpu",
     }
     asked = [what for what, is_asked in refused.items() if is_asked]

@@ -38,6 +38,7 @@ def _recipe(name: str, description: str) -> Configuration:
 
 
 DELTA = {"mode": "delta_hpz"}
+ZEROPP = {"quantized_weights": True, "quantized_gradients": True}
 CONFIGURATIONS = {
     "fp32-ddp": Configuration("DDP in float32", torch.float32, is_ddp=True),
     "bf16-zero3": Configuration("ZeRO-3, everything in bf16"),
@@ -50,7 +51,17 @@ CONFIGURATIONS = {
     "bf16-zero3-x4": Configuration("ZeRO-3 in bf16, 4 micro-batches a step", accumulation=4),
     "zeropp-x4": Configuration(
         "ZeRO++ in small blocks, 4 micro-batches a step", accumulation=4,
-        options={"quantized_weights": True, "quantized_gradients": True}, stays_in_node=True,
+        options=ZEROPP, stays_in_node=True,
+    ),
+    "zeropp-adaptive": Configuration(
+        "ZeRO++ in small blocks, which backs off after jumps", options={**ZEROPP, "adaptive": True}, stays_in_node=True
+    ),
+    "delta-hpz-adaptive": Configuration(
+        "resident replicas, 4-bit deltas; skips outliers", options={**DELTA, "adaptive": True}
+    ),
+    "budget": Configuration(
+        "int8 weights, gradients within a relative error of 0.1",
+        options={"quantized_weights": True, "max_relative_error": 0.1}, stays_in_node=True,
     ),
 }  # fmt: skip
 DEFAULT = list(CONFIGURATIONS)[:8]

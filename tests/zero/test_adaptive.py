@@ -138,6 +138,26 @@ def test_a_run_with_an_outlier_gradient_ends_like_an_undisturbed_one() -> None:
     run_ranks(2, _an_outlier)
 
 
+def _an_outlier_under_delta_hpz(rank: int) -> None:
+    options = {"quantized_gradients": False, "quantized_weights": False, "mode": "delta_hpz", "stage": 3}
+    losses = []
+    for outlier_at in (-1, 33):
+        model = new_net()
+        with logged() as texts, optimizer_of(model, adaptive={"outlier": "clip"}, **options) as optimizer:
+            applied = train(model, optimizer, rank, range(40), outlier_at)
+            losses.append(held_out_loss(model, rank))
+        assert [step for step, was_applied in enumerate(applied) if not was_applied] == [33] * (outlier_at == 33)
+        if rank == 0 and outlier_at == 33:
+            (text,) = [text for text in texts if "adaptive" in text]
+            assert text.startswith("adaptive precision, step 33: gradient norm")
+            assert text.endswith("the step is skipped; formats stay")
+    assert abs(losses[1] - losses[0]) < 0.05, losses
+
+
+def test_delta_hpz_keeps_its_formats_and_skips_an_outlier() -> None:
+    run_ranks(4, _an_outlier_under_delta_hpz)
+
+
 def _formats(rank: int) -> None:
     model = new_net()
     numels = {name: param.numel() for name, param in model.named_parameters()}

@@ -78,7 +78,7 @@ class Policy:
         settings: How.
         groups: What travels together; the same on every rank.
         gradients: The levels of gradients; None: they are left as they are.
-        weights: The levels of weights, likewise.
+        weights: The levels of weights, likewise. With neither, jumps are told and outliers handled all the same.
     """
 
     def __init__(
@@ -99,8 +99,12 @@ class Policy:
 
     @property
     def measures(self) -> bool:
-        """Whether the errors of the running step are to be measured: those of the first, and of one in an interval."""
-        return self.gradients is not None and self.step % self.settings.sample_interval == 0
+        """Whether the running step is to be measured: the first is, and one in every interval."""
+        return self.step % self.settings.sample_interval == 0
+
+    @property
+    def _has_levels(self) -> bool:
+        return self.gradients is not None or self.weights is not None
 
     def gradient_formats(self, group: int) -> tuple[str, ...]:
         """The formats of every hop of a group's reductions."""
@@ -137,7 +141,7 @@ class Policy:
         action = self._action(jumps, mean_norm)
         warnings: list[str] = []
         if jumps:
-            self.limit, self._num_quiet = 0, 0
+            self.limit, self._num_quiet = (0 if self._has_levels else None), 0
             texts = [jump.text for jump in jumps if jump.is_first]
             if texts:
                 warnings.append(self._told(texts, action, mean_norm))
@@ -172,8 +176,8 @@ class Policy:
 
     def _told(self, texts: Sequence[str], action: str, mean_norm: float) -> str:
         done = {"take": "", "skip": "the step is skipped; ", "clip": f"gradients are clipped to {mean_norm:.4g}; "}
-        what = "exchanges back off to the parameters' dtype"
-        return f"step {self.step}: {'; '.join(texts)}: {done[action]}{what} for {self.settings.quiet_steps} quiet steps"
+        what = f"exchanges back off to the parameters' dtype for {self.settings.quiet_steps} quiet steps"
+        return f"step {self.step}: {'; '.join(texts)}: {done[action]}{what if self._has_levels else 'formats stay'}"
 
     def _come_back(self) -> Iterator[str]:
         """One level for everything that has been quiet for long enough."""
