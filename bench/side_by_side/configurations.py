@@ -38,6 +38,7 @@ def _recipe(name: str, description: str) -> Configuration:
 
 
 DELTA = {"mode": "delta_hpz"}
+ZEROPP = {"quantized_weights": True, "quantized_gradients": True}
 CONFIGURATIONS = {
     "fp32-ddp": Configuration("DDP in float32", torch.float32, is_ddp=True),
     "bf16-zero3": Configuration("ZeRO-3, everything in bf16"),
@@ -47,10 +48,14 @@ CONFIGURATIONS = {
     "smallest": _recipe("smallest", "formats of the recipe"),
     "delta-hpz": Configuration("resident replicas, 4-bit deltas", options=DELTA),
     "delta-hpz-x4": Configuration("so, 4 micro-batches a step", accumulation=4, options=DELTA),
+    "adaptive": Configuration(
+        "ZeRO++ in small blocks, formats by errors and jumps", stays_in_node=True,
+        options={**ZEROPP, "adaptive": {"bf16_steps": 50, "int8_steps": 50, "quiet_steps": 50}},
+    ),
     "bf16-zero3-x4": Configuration("ZeRO-3 in bf16, 4 micro-batches a step", accumulation=4),
     "zeropp-x4": Configuration(
         "ZeRO++ in small blocks, 4 micro-batches a step", accumulation=4,
-        options={"quantized_weights": True, "quantized_gradients": True}, stays_in_node=True,
+        options=ZEROPP, stays_in_node=True,
     ),
 }  # fmt: skip
 DEFAULT = list(CONFIGURATIONS)[:8]
