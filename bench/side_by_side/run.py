@@ -29,6 +29,10 @@ EARLY, LATE = 20, 2_000
 """Steps in which errors are sampled, beside the middle and the end of the run."""
 
 
+CHECKPOINT_INTERVAL = 250
+"""Steps after which a run that is killed goes on at the latest, where held-out losses are taken then."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """What all runs of a command share."""
@@ -83,9 +87,12 @@ class Run:
             is_pause = record.steps_done % self._settings.eval_interval == 0
             if is_pause or is_sampled or record.steps_done == steps:
                 self._evaluate(is_sampled=is_sampled)
-            if is_pause and record.steps_done < steps and not self._agree(has_time()):
-                self._save()
-                return False
+            if is_pause and record.steps_done < steps:
+                is_stopped = not self._agree(has_time())
+                if is_stopped or record.steps_done % CHECKPOINT_INTERVAL == 0:
+                    self._save()
+                if is_stopped:
+                    return False
         self._count()
         return True
 

@@ -14,7 +14,7 @@ from tests.forks import run_on_forks
 SCRIPT = str(ROOT / "bench" / "convergence.py")
 SHORT = ["--model=test", "--steps=6", "--eval-interval=3", "--seeds=1"]
 WHOLE = ["fp32-ddp", "bf16-zero3", "zeropp", "delta-hpz"]
-STOPPED = ["zeropp"]
+STOPPED = ["zeropp", "delta-hpz"]
 TIMES = {"command", "seconds"}
 """What differs between two equal runs."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
@@ -37,8 +37,8 @@ def _run(folder: Path, name: str, suffix: str = "") -> dict[str, Any]:
 
 
 def test_what_is_measured(folder: Path) -> None:
-    ddp, plain, zeropp = (_run(folder / "once", name) for name in WHOLE[:3])
-    for run in (ddp, plain, zeropp):
+    ddp, plain, zeropp, delta = (_run(folder / "once", name) for name in WHOLE)
+    for run in (ddp, plain, zeropp, delta):
         assert not run["error"]
         assert [step for step, _ in run["held_out_losses"]] == [0, 3, 6]
         losses = [loss for _, loss in run["held_out_losses"]]
@@ -47,6 +47,9 @@ def test_what_is_measured(folder: Path) -> None:
     model_nbytes = 2 * plain["numel"]
     assert plain["inter_nbytes_per_step"] == pytest.approx(3 * model_nbytes, rel=0.05)
     assert zeropp["inter_nbytes_per_step"] < 0.27 * plain["inter_nbytes_per_step"]
+    assert delta["inter_nbytes_per_step"] < 0.58 * model_nbytes
+    of_six = 6 * delta["inter_nbytes_per_step"]  # evaluations leave nothing behind that later steps need not send
+    assert delta["inter_nbytes"][-1] == pytest.approx(of_six, rel=0.01)
     whole, after_evaluation = zeropp["inter_nbytes_per_step"], zeropp["inter_nbytes"][-1] - zeropp["inter_nbytes"][0]
     assert 5 * whole > after_evaluation > 4 * whole  # of 6 steps two begin with the parameters of an evaluation
     assert max(error for _, error in ddp["gradient_errors"]) < 1e-6
@@ -78,7 +81,7 @@ def test_an_outlier_disturbs_its_step_and_the_later_ones(folder: Path) -> None:
     assert all(a != b for a, b in zip(plain[2:], disturbed[2:], strict=True))
 
 
-def test_the_table_has_a_row_for_each_even_for_what_is_refused(folder: Path) -> None:
+def test_the_table_has_a_row_for_each(folder: Path) -> None:
     text = (folder / "once" / "test-6.md").read_text()
     rows = {cells[0]: cells for cells in (line.strip("| ").split(" | ") for line in text.splitlines() if "|" in line)}
     assert set(WHOLE) < set(rows)
@@ -86,6 +89,5 @@ def test_the_table_has_a_row_for_each_even_for_what_is_refused(folder: Path) -> 
     difference = _run(folder / "once", "zeropp")["held_out_losses"][-1][1]
     difference -= _run(folder / "once", "bf16-zero3")["held_out_losses"][-1][1]
     assert float(rows["zeropp"][3]) == pytest.approx(difference, abs=1e-4)
-    assert rows["delta-hpz"][1] == "1" or "Error" in rows["delta-hpz"][2]
     assert "python bench/convergence.py --model=test" in text
     assert (folder / "once" / "test-6.png").stat().st_size > 10_000

@@ -37,14 +37,14 @@ def test_every_system_takes_its_turns() -> None:
     rows = _rows(printed)
     assert list(rows) == systems
     assert not any(row["num_wrong"] for row in rows.values())
-    assert "step_ms" in rows["delta-hpz"] or "delta-hpz: ConfigError" in printed
-    for name in systems[:-1]:
+    for name in systems:
         assert "step_ms" in rows[name], printed
         row, batches = rows[name], 4 if name.endswith("x4") else 1
         assert row["tokens_per_s"] == pytest.approx(4 * 16 * batches / row["step_ms"] * 1e3)
-        assert ("units" in row) == name.startswith("zero")
+        assert ("units" in row) == name.startswith(("zero", "delta"))
         assert ("share" in row) != name.startswith("alone")
         assert "wire_mb" not in row
     assert rows[PLAIN]["vs_fsdp2"] == 1.0
     assert rows["zero stage 3"]["units"] == pytest.approx(3, rel=0.05)
+    assert rows["delta-hpz"]["units"] < 0.75 * rows["zero++"]["units"]
     assert rows["zero++"]["units"] < 0.27 * rows["zero stage 3"]["units"]
