@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import runpy
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +81,14 @@ def _end_of(processes: list[Any], timeout_s: float) -> list[int | None]:
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Below those that the system gives to connections: later runs' must still be free when the first have ended."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports.append(port)
+    return ports
 
 
 def _serve(environment: dict[str, str], runs: list[list[str]], ports: list[int], cwd: Path, output: Path) -> None:
