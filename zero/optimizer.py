@@ -336,7 +336,7 @@ class ZeroOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not after construction: the layout of shards is fixed then."""
         if getattr(self, "_is_built", False):
-            raise StateError("parameters cannot be added later: build the optimizer with all of them and pass it")
+            raise StateError("parameters cannot be added after construction: pass an optimizer that has them all")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
