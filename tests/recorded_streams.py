@@ -21,6 +21,7 @@ class Recorded:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
+        OnDevice.log = self.log
         self.current = Stream("main", self)
         self.num_streams = 0
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: self.current)

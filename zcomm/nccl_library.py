@@ -6,6 +6,7 @@ library, and then no other is looked for.
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 from functools import cache
 from pathlib import Path
@@ -40,6 +41,9 @@ def nccl_library() -> Any:
     except RuntimeError as error:
         remedy = "install the extra zcomm-zero[nccl-cu12] or [nccl-cu13], whichever torch's CUDA is, or set ZCOMM_NCCL"
         raise BackendUnavailableError(f"{error}\n{remedy}") from error
+
+
+atexit.register(nccl_library.cache_clear)  # what is still held when the interpreter ends is reported as leaked
 
 
 def nccl_description() -> str:

@@ -13,9 +13,7 @@ from zcomm.work import Steps, WorkQueue, run
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
-    recorded = Recorded(monkeypatch)
-    OnDevice.log = recorded.log
-    return recorded
+    return Recorded(monkeypatch)
 
 
 def _tensor() -> Tensor:

@@ -32,9 +32,7 @@ def _target(recorded: Recorded) -> Any:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
-    recorded = Recorded(monkeypatch)
-    OnDevice.log = recorded.log
-    return recorded
+    return Recorded(monkeypatch)
 
 
 def _source() -> Any:
