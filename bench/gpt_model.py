@@ -118,7 +118,8 @@ class GPT(nn.Module):
 def choose_matmul_dtype(parameters: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the dtype in which matrix products of ``parameters`` are fast on ``device``.
 
-    Below AVX-512 torch multiplies bf16 matrices element by element, more than ten times slower than float32 ones.
+    Below AVX-512 torch multiplies bf16 matrices element by element, more than ten times slower than float32 ones; fp16
+    matrices on any CPU without instructions for them.
     """
-    is_slow = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512"
-    return torch.float32 if is_slow else parameters
+    is_slow = parameters == torch.float16 or torch.backends.cpu.get_cpu_capability() != "AVX512"
+    return torch.float32 if device.type == "cpu" and is_slow else parameters
