@@ -29,7 +29,7 @@ def run_on_forks(
     runs: Sequence[Sequence[str]],
     *,
     cwd: Path,
-    timeout_s: float = 120,
+    timeout_s: float = 450,
     **variables: str,
 ) -> str:
     """Run scripts one after the other on the same ranks, each as ``torchrun SCRIPT ARGUMENTS`` would.

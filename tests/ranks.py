@@ -22,10 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zcomm import Topology
 
-TIMEOUT_S = int(os.environ.get("ZCOMM_TEST_TIMEOUT_S", "50"))
+TIMEOUT_S = int(os.environ.get("ZCOMM_TEST_TIMEOUT_S", "240"))
+"""For one call: only a hang takes that long, also on a machine whose disk or cores are busy with something else."""
 PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "zcomm", "zero", "pytest", "hypothesis"]
 
 _POOLS: dict[int, Pool] = {}
@@ -103,6 +105,12 @@ def close_pools() -> None:
 def topology(ranks_per_node: int) -> Topology:
     """On a rank: the topology of this pool with so many ranks a node, made once."""
     return Topology(ranks_per_node=ranks_per_node)
+
+
+@cache
+def device_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """On a rank: the DeviceMesh of this pool with those axes, made once."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:

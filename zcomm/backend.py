@@ -36,13 +36,10 @@ __all__ = [
     "all_to_all",
     "broadcast_",
     "count",
-    "destroy_group",
     "device_of",
     "gather_ints",
     "group_named",
-    "level_group_names",
     "max_",
-    "new_group",
     "sum_",
     "take_part",
     "takes_host_tensors",
@@ -304,25 +301,6 @@ def backend_of(group: dist.ProcessGroup | None) -> str:
     return str(dist.get_backend_config(group))
 
 
-def new_group(
-    ranks: list[int], parent: dist.ProcessGroup | None, *, is_local: bool, backend: str | None = None
-) -> dist.ProcessGroup | None:
-    """A process group of global ``ranks`` with ``parent``'s timeout and, if None, backend; None for ranks outside.
-
-    Called by every rank of the job in the same order; with ``is_local`` by ``ranks`` alone, for parents that are not
-    the whole job (torch.distributed then names the group by its ranks and the number of groups that a rank has).
-    """
-    chosen = backend or _shortest(backend_of(parent))
-    group = dist.new_group(ranks, timeout=timeout_of(parent), backend=chosen, use_local_synchronization=is_local)
-    return cast(dist.ProcessGroup, group) if dist.get_rank() in ranks else None
-
-
-def _shortest(backend: str) -> str:
-    """``gloo`` for ``cpu:gloo,cuda:gloo``: torch forgets the default backend of the long form once a plugin exists."""
-    names = {part.rpartition(":")[2] for part in backend.split(",")}
-    return names.pop() if len(names) == 1 else backend
-
-
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
     """The timeout of ``group``: torch.distributed would give a new group half an hour whatever its parent has."""
     whole: Any = dist.group.WORLD if group is None else group
@@ -333,42 +311,7 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
     return None
 
 
-def destroy_group(group: dist.ProcessGroup, *, is_local: bool) -> None:
-    """Free a group of :func:`new_group`.
-
-    With ``is_local`` its name stays taken: the next group of the same ranks would get the same name, and meet this
-    one's addresses in the store.
-    """
-    if not dist.is_initialized():
-        return
-    if is_local:
-        group.shutdown()
-    else:
-        dist.destroy_process_group(group)
-
-
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group whose ``group_name`` that is."""
     resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
     return cast(dist.ProcessGroup, resolve(name))
-
-
-def level_group_names(group: dist.ProcessGroup | None) -> None:
-    """Let the ranks of ``group`` agree on the names that their next groups of ``is_local`` will get.
-
-    torch.distributed names such a group by its ranks and by how many groups the calling rank is in: ranks that are in
-    different numbers of groups (a rank may be in one for logging) would wait under different names, and a number
-    that comes again, after somebody has destroyed a group, would name two groups alike. Ranks with fewer groups make
-    some of their own, shut down at once, until all have as many as any has had.
-
-    Collective over ``group``.
-    """
-    names = dist.distributed_c10d._world.pg_names
-    wanted = max(gather_ints(max(len(names), *_counts_used), group))
-    while len(names) < wanted:
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True).shutdown()
-    _counts_used[:] = [wanted + 3]  # nobody makes more before leveling again; none of the names comes again
-
-
-_counts_used = [0]
-"""Above the counts in the names of this rank's groups."""

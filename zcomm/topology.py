@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zcomm import backend
+from zcomm import backend, groups
 from zcomm.backend import ALONE, Hop
 from zcomm.background import Background
 from zcomm.errors import ConfigError, StateError, TopologyError
@@ -66,7 +66,7 @@ class Topology:
         self._groups: list[dist.ProcessGroup] = []
         self._is_local = self.world_size > 1 and dist.get_world_size() > self.world_size
         if self._is_local:
-            backend.level_group_names(group)
+            groups.level_group_names(group)
         self._make_hops()
 
     def _register(self) -> None:
@@ -109,7 +109,7 @@ class Topology:
             if self._is_local and self.rank not in ranks:
                 continue
             global_ranks = [_global_rank(self._parent, rank) for rank in ranks]
-            group = backend.new_group(global_ranks, self._parent, is_local=self._is_local)
+            group = groups.new_group(global_ranks, self._parent, is_local=self._is_local)
             if group is not None:
                 self._groups.append(group)
                 name = backend.backend_of(group)
@@ -190,8 +190,8 @@ class Topology:
 
     def _new_gloo_group(self) -> dist.ProcessGroup:
         if self._is_local:
-            backend.level_group_names(self._parent)
-        group = backend.new_group(list(self.global_ranks), self._parent, is_local=self._is_local, backend="gloo")
+            groups.level_group_names(self._parent)
+        group = groups.new_group(list(self.global_ranks), self._parent, is_local=self._is_local, backend="gloo")
         assert group is not None, "a rank outside its own topology"
         return group
 
@@ -235,12 +235,15 @@ class Topology:
             background: Background = self.__dict__.pop("background")
             background.close()
             if background.group is not None:
-                backend.destroy_group(background.group, is_local=self._is_local)
+                self._groups.append(background.group)
+                background.group = None
         self.queue.close()
-        for group in self._groups:
+        for hop in (self.world, self.intra, self.inter, self.__dict__.get("on_host", ALONE)):
+            groups.close_hop(hop)
+        while self._groups:
+            group = self._groups.pop()
             close_communicators(group)
-            backend.destroy_group(group, is_local=self._is_local)
-        self._groups.clear()
+            groups.destroy_group(group, is_local=self._is_local)
 
     def __repr__(self) -> str:
         return f"Topology(nodes={self.num_nodes}, ranks_per_node={self.ranks_per_node}, rank={self.rank})"

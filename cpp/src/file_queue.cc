@@ -54,6 +54,7 @@ FileQueue::FileQueue(std::size_t num_requests, std::size_t request_nbytes, bool 
 FileQueue::~FileQueue() {
   if (::getpid() != process_) {  // forked: the threads are not here, and the mutex may be held for ever
     for (std::thread& thread : threads_) thread.detach();
+    static_cast<void>(signals_.release());  // the end of a condition variable waits for its waiters: they are not here
     return;
   }
   {
@@ -69,7 +70,7 @@ void FileQueue::Notify() {
   if (ring_) {
     ring_->Wake();
   } else {
-    work_.notify_all();
+    signals_->work.notify_all();
   }
 }
 
@@ -208,7 +209,7 @@ FileQueue::Request FileQueue::TakeRequest() {
 void FileQueue::Serve() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    work_.wait(lock, [this] { return is_closing_ || HasRequest(); });
+    signals_->work.wait(lock, [this] { return is_closing_ || HasRequest(); });
     if (is_closing_) return;
     Request request = TakeRequest();
     lock.unlock();
@@ -294,7 +295,7 @@ void FileQueue::Finish(const Request& request, int error) {
   }
   if (--transfer.unfinished > 0) return;
   --At(transfer.file).num_transfers;
-  done_.notify_all();
+  signals_->done.notify_all();
 }
 
 bool FileQueue::IsDone(std::uint64_t ticket) {
@@ -307,7 +308,7 @@ bool FileQueue::IsDone(std::uint64_t ticket) {
 void FileQueue::Wait(std::uint64_t ticket) {
   std::unique_lock<std::mutex> lock(mutex_);
   ZCOMM_CHECK(transfers_.count(ticket) == 1, "no such transfer, or it was waited for: ticket=", ticket);
-  done_.wait(lock, [&] { return transfers_.at(ticket).unfinished == 0; });
+  signals_->done.wait(lock, [&] { return transfers_.at(ticket).unfinished == 0; });
   const Transfer transfer = transfers_.at(ticket);
   transfers_.erase(ticket);
   if (transfer.error == 0) return;

@@ -18,7 +18,7 @@ from zcomm.bench.emulated_nodes import emulated_nodes, unavailable_reason
 REASON = unavailable_reason()
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(200),
+    pytest.mark.timeout(500),
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
 ]
 BENCH = [sys.executable, "-m", "zcomm", "bench", "--emulate-nodes", "2", "--rate", "200mbit"]
@@ -33,7 +33,7 @@ def _namespaces() -> set[str]:
 
 def _rows(*arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
     done = subprocess.run(
-        [*BENCH, "--json", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
+        [*BENCH, "--json", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=450, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]

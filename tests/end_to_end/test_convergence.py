@@ -17,7 +17,7 @@ WHOLE = ["fp32-ddp", "bf16-zero3", "zeropp", "delta-hpz"]
 STOPPED = ["delta-hpz"]
 TIMES = {"command", "seconds"}
 """What differs between two equal runs."""
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 
 @pytest.fixture(scope="module")

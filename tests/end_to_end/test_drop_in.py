@@ -18,11 +18,11 @@ LIMITS = {"ddp": 0.40, "fsdp2": 0.45}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(500)
 def test_a_short_run_learns_with_two_fifths_of_the_bytes() -> None:
     """Each script has ended with exit code 0, so losses and bytes are within their limits."""
     runs = [[SCRIPT, f"--engine={engine}", *SHORT] for engine in LIMITS]
-    lines = run_on_forks(4, runs, cwd=ROOT, timeout_s=150).splitlines()
+    lines = run_on_forks(4, runs, cwd=ROOT, timeout_s=450).splitlines()
     rows = {row["case"]: row for line in lines if line.startswith("{") and "case" in (row := json.loads(line))}
     for engine, limit in LIMITS.items():
         assert rows[f"{engine} zeropp"]["loss"] < 4.5  # the logarithm of 256 is 5.5

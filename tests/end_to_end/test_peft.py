@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(500),
     pytest.mark.skipif(
         any(importlib.util.find_spec(name) is None for name in ("peft", "transformers")),
         reason="needs peft and transformers: pip install peft transformers",

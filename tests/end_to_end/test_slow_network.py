@@ -13,7 +13,7 @@ from tests.forks import run_on_forks
 SCRIPT = str(ROOT / "bench" / "slow_network.py")
 SHORT = ["--json", "--num-layers=1", "--hidden-size=64", "--seq-length=16", "--rounds=2"]
 PLAIN = "fsdp2 reshard=True"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 
 def _rows(printed: str) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ import pytest
 from tests.end_to_end.job import ROOT, SCRIPT, TINY, losses, run_script, summary
 from tests.forks import run_on_forks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 PEERS = [
     "zero stage 1", "zero stage 2", "zero stage 3", "fsdp2 reshard=False", "fsdp2 reshard=True", "ddp",
 ]  # fmt: skip

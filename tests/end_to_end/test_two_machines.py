@@ -14,7 +14,7 @@ from zcomm.bench.emulated_nodes import Node, emulated_nodes, unavailable_reason
 REASON = unavailable_reason()
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(200),
+    pytest.mark.timeout(500),
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
 ]
 RUN = "ZeRO-3 qwZ qgZ hpZ"
@@ -35,7 +35,7 @@ def _run_on_two_machines(output: Path) -> None:
     with emulated_nodes(2) as nodes:
         agents = [_start_agent(node, nodes, output) for node in nodes]
         try:
-            printed = [agent.communicate(timeout=120)[0] for agent in agents]
+            printed = [agent.communicate(timeout=400)[0] for agent in agents]
         finally:
             for agent in agents:
                 agent.kill()

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from functools import cache
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import zcomm
-from tests.ranks import run_ranks
+from tests.ranks import device_mesh, run_ranks
 from tests.zcomm.fsdp2 import AS_IS, TWO_HOPS, error_of, full_grad, loss_of, sharded, value_of
 from tests.zcomm.models import Given, mean_grad, mlp
 from zcomm import LayoutError, Recipe
 
 
-@cache
 def _mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return device_mesh((2, 2), ("replicate", "shard"))
 
 
 def _check_hsdp_is_refused(rank: int) -> None:

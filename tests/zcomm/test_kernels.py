@@ -148,7 +148,7 @@ def _draw_of(wire: Wire) -> Draw | None:
     return Draw(*wire.random, first=5) if wire.random else None
 
 
-@pytest.mark.timeout(60 + NUM_DRAWS / 20)
+@pytest.mark.timeout(300 + NUM_DRAWS / 10)
 @given(
     wire=wires(),
     out_wire=wires(),

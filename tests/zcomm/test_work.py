@@ -154,7 +154,7 @@ def test_the_thread_does_not_keep_the_process_alive() -> None:
         "from zcomm.work import WorkQueue\nimport threading\nqueue = WorkQueue()\n"
         "def steps():\n    threading.Event().wait()\n    yield None\nqueue.submit(steps())\nprint('end')"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout == "end\n"
 
 

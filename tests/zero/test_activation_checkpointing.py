@@ -15,11 +15,10 @@ import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import zero
-from tests.ranks import run_ranks
+from tests.ranks import device_mesh, run_ranks
 from tests.zero.training import full_values
 from zcomm import ConfigError, IntegrityError, LayoutError, StateError
 from zero import ZeroOptimizer
@@ -168,7 +167,7 @@ class _Copy(_Sum):
 
 
 def _check_partition(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+    mesh = device_mesh((1, 4), ("dp", "tp"))
     group = mesh.get_group("tp")
     model = Split(None, group)
     with _optimizer(model, {}, group=mesh) as optimizer:
@@ -205,7 +204,7 @@ def test_partitioned_checkpoints_take_a_part_of_the_memory() -> None:
 
 
 def _check_odd_sizes_and_differing_inputs(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+    mesh = device_mesh((1, 4), ("dp", "tp"))
     zero.checkpointing.configure(mesh, partition_activations=True)
     weight = torch.randn(37, 37, generator=torch.Generator().manual_seed(1)).requires_grad_()
     for shape in ((7, 37), (9, 37), (31, 37)):  # 259, 333 and 1147 elements: parts are padded

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -136,7 +137,12 @@ def _in_fork(work: Callable[[], None]) -> int:
             work()
         finally:
             os._exit(1)
-    return os.waitpid(child, 0)[1]
+    deadline = time.monotonic() + 60
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+    return ended[1]
 
 
 def test_the_next_store_removes_what_a_killed_process_left(tmp_path: Path) -> None:
@@ -186,7 +192,12 @@ def test_a_lock_that_is_held_protects_a_folder_of_another_process_namespace(tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_a_store_goes_with_its_last_reference_and_not_with_a_fork(tmp_path: Path) -> None:
+def test_a_store_goes_with_its_last_reference_and_not_with_a_fork(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    gc.collect()
+    gc.freeze()  # whatever else is there is not the fork's to collect: its finalizers may wait for threads
+    request.addfinalizer(gc.unfreeze)
     stores = [_store(tmp_path)]
 
     def try_it() -> None:
@@ -204,7 +215,7 @@ def test_a_store_goes_with_its_last_reference_and_not_with_a_fork(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.timeout(150)  # imports torch in a new process
+@pytest.mark.timeout(400)  # imports torch in a new process
 def test_nothing_is_left_at_the_end_of_the_interpreter_or_after_a_failed_construction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

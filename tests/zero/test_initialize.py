@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset
 
 import zero as deepspeed
-from tests.ranks import run_ranks
+from tests.ranks import device_mesh, run_ranks
 from tests.zero.models import as_vector, batch, groups_of, loss_of, new_model, relative_error, train_plain
 from tests.zero.training import full_values
 from zcomm import ConfigError, StateError
@@ -199,7 +198,7 @@ def test_dataloader_gives_each_rank_its_share() -> None:
 
 
 def _check_mesh(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = device_mesh((2, 2), ("dp", "tp"))
     torch.manual_seed(rank % 2)  # ranks of one data-parallel group begin alike anyway
     model = nn.Linear(3, 2)
     engine, optimizer, _, _ = deepspeed.initialize(

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import zero
-from tests.ranks import run_ranks
+from tests.ranks import device_mesh, run_ranks
 from tests.zero.training import full_values
 from zcomm import ConfigError
 from zero import ZeroOptimizer
@@ -136,7 +136,7 @@ class Mpu:
 
 
 def _check_split_equals_whole(rank: int, stages: tuple[int, ...]) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = device_mesh((2, 2), ("dp", "tp"))
     whole, expected_norms = _train_whole(0.3)
     assert min(expected_norms) > 0.3, "clipping must have something to do"
     for stage in stages:
@@ -161,7 +161,7 @@ def test_split_model_equals_the_whole() -> None:
 
 
 def _check_infinity_norm(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = device_mesh((2, 2), ("dp", "tp"))
     _, expected = _train_whole(1e9, float("inf"))
     model = Split(_whole(), mesh.get_group("tp")).double()
     optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=2, lr=0.1, momentum=0.9, group=mesh)
@@ -176,7 +176,7 @@ def test_infinity_norm() -> None:
 
 def _check_overflow(rank: int) -> None:
     """One rank of four overflows, in one part of the model: all skip, and the scales stay the same."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = device_mesh((2, 2), ("dp", "tp"))
     model = Split(_whole(), mesh.get_group("tp")).float()
     fp16 = {"enabled": True, "initial_scale_power": 6, "hysteresis": 1}
     engine, *_ = zero.initialize(model=model, optimizer=_sgd, mpu=mesh, config={"fp16": fp16})
@@ -207,7 +207,7 @@ def _train(engine: Any, data_rank: int, steps: range) -> None:
 
 def _check_checkpoint(rank: int, folder: Path, stage: int) -> None:
     """A run that goes on from a checkpoint has the bits of one that was not interrupted; errors reach all ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = device_mesh((2, 2), ("dp", "tp"))
     data_rank, part = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
     config = {"zero_optimization": {"stage": stage}}
 
@@ -280,7 +280,7 @@ def test_a_checkpoint_holds_all_parts(tmp_path: Path, stage: int) -> None:
 
 def _check_pipeline_axis(rank: int) -> None:
     """Parameters of pipeline stages are different ones; ``shared`` ones are counted by one of them."""
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
+    mesh = device_mesh((1, 2, 2), ("dp", "pp", "tp"))
     torch.manual_seed(0)
     model = nn.Linear(3, 2, bias=False)
     tied = nn.Parameter(torch.ones(2))
@@ -292,7 +292,7 @@ def _check_pipeline_axis(rank: int) -> None:
     # weight: 6 ones in each of 2 stages, counted by the first tensor-parallel rank; tied: 2 twos, in one stage.
     assert optimizer.clip_grad_norm_(1e9).item() == pytest.approx((2 * 6 + 2 * 4) ** 0.5)
     optimizer.close()
-    mpu = Mpu(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    mpu = Mpu(device_mesh((2, 2), ("dp", "tp")))
     del mpu.get_model_parallel_group
     with pytest.raises(ConfigError, match="get_model_parallel_group"):
         ZeroOptimizer(nn.Linear(2, 2), torch.optim.SGD, lr=0.1, group=mpu)

@@ -246,7 +246,7 @@ def _check(rank: int, case: str, numbers: range, folder: str) -> None:
         Path(f"{folder}/counts {case} {numbers.start}.json").write_text(json.dumps(counts))
 
 
-@pytest.mark.timeout(60 + 10 * NUM_FAULTS)
+@pytest.mark.timeout(240 + 20 * NUM_FAULTS)
 @pytest.mark.parametrize("case", ["stage 2", "stage 3"])
 def test_random_faults_during_training(case: str, tmp_path: Path) -> None:
     counts: Counter[str] = Counter()

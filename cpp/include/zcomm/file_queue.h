@@ -153,9 +153,13 @@ class FileQueue {
   const std::size_t request_nbytes_;
   const pid_t process_;
   const std::unique_ptr<FileRing> ring_;  // null: threads
+  struct Signals {
+    std::condition_variable work;
+    std::condition_variable done;
+  };
+
   std::mutex mutex_;
-  std::condition_variable work_;
-  std::condition_variable done_;
+  std::unique_ptr<Signals> signals_ = std::make_unique<Signals>();
   std::map<int, File> files_;
   std::map<std::uint64_t, Transfer> transfers_;
   std::deque<Request> lanes_[2];  // reads and writes that have not begun

@@ -1,0 +1,72 @@
+"""What topologies make of process groups goes with them: threads, and names that are never used twice."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zcomm
+import zero
+from tests.ranks import device_mesh, run_ranks
+from zcomm import StateError, Topology
+
+
+def _num_threads() -> int:
+    """As the kernel counts them; one that has ended may be counted for a moment longer."""
+    counts = []
+    for _ in range(20):
+        counts.append(sum(1 for _ in Path("/proc/self/task").iterdir()))
+        time.sleep(0.01)
+    return min(counts)
+
+
+def _check_threads_go(rank: int) -> None:
+    part = device_mesh((2, 2), ("dp", "tp")).get_group("dp")
+    kept = []
+    for group, per_node in ((None, 2), (part, 1), (part, 2)):
+        before = _num_threads()
+        for turn in range(3):
+            topology = Topology(ranks_per_node=per_node, group=group)
+            topology.companion, topology.background, topology.watch  # noqa: B018  (made at the first use)
+            total = torch.full((5,), float(rank + turn))
+            zcomm.all_reduce(total, group=topology)
+            ranks = dist.get_process_group_ranks(group) if group else range(4)
+            assert total.tolist() == [float(sum(rank + turn for rank in ranks))] * 5
+            assert _num_threads() > before
+            topology.close()
+            kept.append(topology)  # closing is enough: nobody has to let go of it
+            assert _num_threads() == before
+    for topology in kept:
+        with pytest.raises(StateError, match="closed"):
+            zcomm.all_reduce(torch.zeros(5), group=topology)
+
+
+def test_a_closed_topology_keeps_no_thread_and_does_nothing() -> None:
+    run_ranks(4, _check_threads_go)
+
+
+def _check_engines(rank: int) -> None:
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    for mpu in (None, mesh):
+        counts, kept = [], []
+        for stage in (1, 3, 3):
+            model = nn.Linear(8, 8)
+            config = {"zero_optimization": {"stage": stage}}
+            engine, *_ = zero.initialize(
+                model=model, optimizer=torch.optim.Adam(model.parameters()), mpu=mpu, config=config
+            )
+            engine.backward(engine(torch.ones(1, 8)).sum())
+            engine.step()
+            engine.destroy()
+            kept.append(engine)
+            counts.append(_num_threads())
+        assert counts[0] == counts[1] == counts[2]
+
+
+def test_a_destroyed_engine_keeps_no_thread() -> None:
+    run_ranks(4, _check_engines)
