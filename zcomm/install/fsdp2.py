@@ -20,6 +20,7 @@ from zcomm.adaptive import AdaptivePrecision
 from zcomm.errors import ConfigError, FormatError, LayoutError, StateError, TopologyError
 from zcomm.formats import codec_for
 from zcomm.install.adapting import Adapting
+from zcomm.install.agreement import agree, settings_of
 from zcomm.install.choices import Choice, Override, choose
 from zcomm.install.fsdp2_comms import Gather, Plans, Reduce, ReplicaMean, ShadowGather, ShadowReduce
 from zcomm.install.fsdp2_units import Unit, units_of
@@ -66,15 +67,20 @@ def install_fsdp2(
 
     Raises:
         ConfigError, FormatError: A recipe, format or module name does not exist (the nearest is given); weights would
-            be rounded stochastically; there is nothing to install on.
+            be rounded stochastically; there is nothing to install on; or the ranks' settings differ, which is the same
+            error on every rank and names them.
         LayoutError: A module cannot be served; its name is given, and what to do.
         StateError: A module has a communication of its own already.
         TopologyError: ``topology`` or ``replicate_group`` does not fit the ranks.
 
-    Collective if ``topology`` is not given. Cost: one collective for each kind of format in a module instead of one;
-    where small or overridden parameters lie between others, one copy each way.
+    Collective: the ranks compare their settings first. Cost: one collective for each kind of format in a module instead
+    of one; where small or overridden parameters lie between others, one copy each way.
     """
-    recipe, units, settings = get_recipe(recipe), units_of(model), AdaptivePrecision.of(adaptive)
+    units = units_of(model)
+    given = settings_of(recipe, overrides, adaptive, shadow=shadow, topology=topology is not None,
+                        replicate_group=replicate_group is not None)  # fmt: skip
+    agree("install_fsdp2", given, _groups(units, topology, replicate_group))
+    recipe, settings = get_recipe(recipe), AdaptivePrecision.of(adaptive)
     of_units = _choices(units, recipe, overrides or {})
     _check_replicas(units, replicate_group, topology, shadow=shadow)
     owned = _topology_of_job(units) if topology is None and replicate_group is None else None
@@ -89,6 +95,14 @@ def install_fsdp2(
     _install(plans, account, replicate_group, shadow=shadow)
     title = _title(recipe, topology) + (", shadow: nothing is changed" if shadow else "")
     return Installation(title, account, partial(_uninstall, before, owned))
+
+
+def _groups(
+    units: Sequence[Unit], topology: Topology | None, replicate_group: dist.ProcessGroup | None
+) -> list[dist.ProcessGroup]:
+    """Who must agree: those that share parameters, in the order of the model, and the replicas."""
+    others = (topology.world.group if topology is not None else None, replicate_group)
+    return [*(unit.process_group for unit in units), *(group for group in others if group is not None)]
 
 
 def _adapting(
