@@ -23,6 +23,7 @@ from zcomm.formats import Format, get_format
 from zcomm.install.choices import Override
 from zcomm.meeting import meet
 from zcomm.recipes import Recipe, get_recipe
+from zcomm.topology import Topology
 
 __all__ = ["agree", "settings_of"]
 
@@ -34,6 +35,7 @@ def settings_of(
     recipe: str | Recipe,
     overrides: Mapping[str, Override] | None,
     adaptive: AdaptivePrecision | Mapping[str, Any] | bool | None,  # noqa: FBT001
+    topology: Topology | None,
     **others: object,
 ) -> Settings:
     """By name, what ranks must agree on; what does not exist is kept as it was given, to be refused later."""
@@ -41,6 +43,7 @@ def settings_of(
     found: Settings = {}
     for name, value in named.items():
         found |= dict(_fields_of(name, value))
+    found["topology"] = "torchrun's" if topology is None else f"{topology.num_nodes} nodes x {topology.ranks_per_node}"
     found |= {name: str(value) for name, value in others.items()}
     try:
         chosen = AdaptivePrecision.of(adaptive)

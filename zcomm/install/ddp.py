@@ -77,8 +77,8 @@ def install_ddp(
         An Installation, with ``report()``, ``end_step()`` and ``uninstall()``.
 
     Raises:
-        ConfigError, FormatError: A recipe, format or module name does not exist (the nearest is given); or the ranks'
-            settings differ, which is the same error on every rank and names them.
+        ConfigError, FormatError: A recipe, format or module name does not exist (the nearest is given), or differs
+            between ranks (all are named).
         LayoutError: A parameter cannot be served; its name is given.
         StateError: The model already has a communication hook.
         TopologyError: ``topology`` is not over DDP's ranks.
@@ -89,7 +89,7 @@ def install_ddp(
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"model must be a DistributedDataParallel: got {type(model).__name__}; wrap it first")
     group, owned = model.process_group, topology is None
-    agree("install_ddp", settings_of(recipe, overrides, adaptive, shadow=shadow, topology=_shape(topology)), [group])
+    agree("install_ddp", settings_of(recipe, overrides, adaptive, topology, shadow=shadow), [group])
     recipe, settings = get_recipe(recipe), AdaptivePrecision.of(adaptive)
     choices, state = _choices(model, recipe, overrides or {}), _state_of(model)
     if topology is None:
@@ -107,10 +107,6 @@ def install_ddp(
     title = f"install_ddp, recipe {recipe.name}, {topology.num_nodes} nodes x {topology.ranks_per_node} ranks"
     remove = partial(_uninstall, state, topology if owned else None)
     return Installation(title + (", shadow: nothing is changed" if shadow else ""), account, remove)
-
-
-def _shape(topology: Topology | None) -> str:
-    return "torchrun's" if topology is None else f"{topology.num_nodes} nodes x {topology.ranks_per_node} ranks"
 
 
 def _uninstall(state: _State, topology: Topology | None) -> None:

@@ -66,9 +66,8 @@ def install_fsdp2(
         An Installation, with ``report()``, ``end_step()`` and ``uninstall()``, which ends the mean over replicas, too.
 
     Raises:
-        ConfigError, FormatError: A recipe, format or module name does not exist (the nearest is given); weights would
-            be rounded stochastically; there is nothing to install on; or the ranks' settings differ, which is the same
-            error on every rank and names them.
+        ConfigError, FormatError: A recipe, format or module name does not exist (the nearest is given), or differs
+            between ranks (all are named); weights would be rounded stochastically; there is nothing to install on.
         LayoutError: A module cannot be served; its name is given, and what to do.
         StateError: A module has a communication of its own already.
         TopologyError: ``topology`` or ``replicate_group`` does not fit the ranks.
@@ -77,8 +76,7 @@ def install_fsdp2(
     of one; where small or overridden parameters lie between others, one copy each way.
     """
     units = units_of(model)
-    given = settings_of(recipe, overrides, adaptive, shadow=shadow, topology=topology is not None,
-                        replicate_group=replicate_group is not None)  # fmt: skip
+    given = settings_of(recipe, overrides, adaptive, topology, shadow=shadow, replicates=replicate_group is not None)
     agree("install_fsdp2", given, _groups(units, topology, replicate_group))
     recipe, settings = get_recipe(recipe), AdaptivePrecision.of(adaptive)
     of_units = _choices(units, recipe, overrides or {})
@@ -90,11 +88,9 @@ def install_fsdp2(
     account.adapting = _adapting(settings, model, recipe, topology)
     before = [_Before(unit, replaces_hook=replicate_group is not None) for unit in units]
     last_hop = (Reduce if replicate_group is None else ReplicaMean) if recipe.residual else None
-    ways = (_topology_of(unit, topology) for unit in units)
-    plans = [Plans(*of_unit, account, residual_of=last_hop) for of_unit in zip(units, of_units, ways, strict=True)]
-    _install(plans, account, replicate_group, shadow=shadow)
-    title = _title(recipe, topology) + (", shadow: nothing is changed" if shadow else "")
-    return Installation(title, account, partial(_uninstall, before, owned))
+    of_each = zip(units, of_units, (_topology_of(unit, topology) for unit in units), strict=True)
+    _install([Plans(*one, account, residual_of=last_hop) for one in of_each], account, replicate_group, shadow=shadow)
+    return Installation(_title(recipe, topology, shadow=shadow), account, partial(_uninstall, before, owned))
 
 
 def _groups(
@@ -116,9 +112,9 @@ def _adapting(
     return None if settings is None or topology is None else Adapting(settings, model, recipe, topology)
 
 
-def _title(recipe: Recipe, topology: Topology | None) -> str:
+def _title(recipe: Recipe, topology: Topology | None, *, shadow: bool) -> str:
     ways = "one hop" if topology is None else f"{topology.num_nodes} nodes x {topology.ranks_per_node} ranks"
-    return f"install_fsdp2, recipe {recipe.name}, {ways}"
+    return f"install_fsdp2, recipe {recipe.name}, {ways}" + (", shadow: nothing is changed" if shadow else "")
 
 
 def _uninstall(before: Sequence[_Before], topology: Topology | None) -> None:
