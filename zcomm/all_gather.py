@@ -11,6 +11,8 @@ of the next (:mod:`zcomm.chunks`).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from zcomm import backend, kernels
@@ -210,4 +212,5 @@ def _recode(of_nodes: Tensor, layout: MessageLayout, message: Tensor, inside: Me
     dtype = inside.codec.dtype_between(layout.codec)
     values = encoder.buffer(1, inside.num_segments, numel, dtype, message.device)
     kernels.decode(of_nodes, layout, values, values.stride(0), 0)
-    kernels.quantize(values, inside, message, 0, values.stride(0), encoder.draw(1))
+    same = replace(encoder, rank=encoder.route.local_rank)  # all nodes encode these values, and must get the same bits
+    kernels.quantize(values, inside, message, 0, values.stride(0), same.draw(1))

@@ -124,7 +124,7 @@ class NodeReplica:
         own = self.values.view(-1)[start:stop]
         hop = self._topology.intra
         facts = {"numel": stop - start, "dtype": rows.dtype}
-        compare_calls(OPERATION, ((hop, get_format("none")),), hop, self._topology.queue, **facts)
+        compare_calls(OPERATION, ((hop, get_format("none")),), hop, **facts)
         steps = self._gathering(rows[:, start:stop], own)
         return run(steps, output, self._replica, async_op=async_op, queue=self._topology.queue)
 

@@ -42,8 +42,9 @@ class RandomKey:
     """The random numbers of one collective call, for formats with ``rounding="stochastic"``.
 
     Equal keys give equal numbers, so a run that is restarted with the step at which it stopped has the same bits. An
-    element's number depends on the key, the hop, the rank that encodes, and the element's place in the tensor (of rows
-    that lie apart: in memory); not on chunks or kernels. Give every call of a run another key: the tensor's ordinal
+    element's number depends on the key, the hop, the rank that encodes (of a gather's second hop: its like in the first
+    node, for all nodes encode the same there), and the element's place in the tensor (of rows that lie apart: in
+    memory); not on chunks or kernels. Give every call of a run another key: the tensor's ordinal
     and the step are meant for that.
 
     Raises:

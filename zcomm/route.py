@@ -56,7 +56,7 @@ class Route:
 
     def compare(self, **facts: object) -> None:
         """With ZCOMM_DEBUG=1, raise on every rank unless all make this call with equal ``facts``."""
-        compare_calls(self.operation, self.hops, self.whole, self.queue, **facts)
+        compare_calls(self.operation, self.hops, self.whole, **facts)
 
     def check_device(self, device: torch.device) -> None:
         """Raise BackendUnavailableError if this goes over NCCL, and ``device`` is not a GPU."""

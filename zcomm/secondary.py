@@ -86,7 +86,7 @@ class SecondaryPartition:
             raise StateError("the secondary partition is not valid: call fill(full) after the values changed")
         hops = ((self._topology.intra, get_format("none")),)
         facts = {"numel": self.numel, "dtype": self._shard.dtype}
-        compare_calls(OPERATION, hops, self._topology.intra, self._topology.queue, **facts)
+        compare_calls(OPERATION, hops, self._topology.intra, **facts)
         return run(self._steps(output), output, self._shard, async_op=async_op, queue=self._topology.queue)
 
     def _steps(self, output: Tensor) -> Steps:

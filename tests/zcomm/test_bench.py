@@ -84,24 +84,37 @@ def test_tiles_are_what_they_say() -> None:
     assert torch.equal(tiles.magnitudes(range(2, 5), 70_000, 70_100), sum(part.abs() for part in parts))
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "nf4", "fp8_e4m3"])
-def test_a_bound_holds_and_is_met(name: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "at_least"),
+    [
+        *((name, 0.9) for name in ("int8", "int4", "nf4", "fp8_e4m3", "int8:asym", "int4:asym")),
+        *((name, 0.9) for name in ("int8:stochastic", "int4/64:asym:stochastic")),
+        *((name, 0.01) for name in ("int4/64:hadamard", "int4/64:asym:hadamard:stochastic")),  # a bound on any data
+    ],
+)
+def test_a_bound_holds_and_is_met(text: str, at_least: float) -> None:
     """By the oracle, which shares no code: no value is off by more, and some are off by nearly as much."""
-    format = zcomm.get_format(name)
-    x = np.random.default_rng(0).uniform(-1, 1, 40_000).astype(np.float32)
-    off = np.abs(oracle.decode([x], OracleWire(name, format.block))[0].astype(np.float64) - x)
+    format = zcomm.get_format(text)
+    drawn = (1, 2, 3, 4, 5) if format.is_random else None
+    wire = OracleWire(format.name, format.block, format.symmetric, format.rotation is not None, drawn)
+    x = np.random.default_rng(0).uniform(-1, 1, 20_000).astype(np.float32)
+    off = np.abs(oracle.decode([x], wire)[0].astype(np.float64) - x)
     bound = bounds.step_bound(torch.from_numpy(x).double().abs(), format, torch.float32).numpy()
     assert (off <= bound).all()
-    assert (off / bound).max() > 0.9
+    assert (off / bound).max() > at_least
 
 
-def _check_verdicts(rank: int, op: str) -> None:
+USUAL = ("none", "int8", "int4", "int8+int4")
+WITH_OPTIONS = ("int4/64:asym:stochastic", "int8:stochastic+int4:hadamard", "int8/128:asym:hadamard:stochastic")
+
+
+def _check_verdicts(rank: int, op: str, dtypes: tuple[torch.dtype, ...], texts: tuple[str, ...]) -> None:
     t = topology(2)
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in dtypes:
         tiles = Tiles(dtype)
         for collective in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "secondary_gather"):
             w = Workload(collective, 300_000, tiles, t, op)
-            wires = [(wire_of(text, hops)) for text in ("none", "int8", "int4", "int8+int4") for hops in (1, 2)]
+            wires = [(wire_of(text, hops)) for text in texts for hops in (1, 2)]
             for wire in [None, *wires]:
                 if wire is None or (wire.num_hops == 1 and wire.inside != wire.between):
                     continue
@@ -133,7 +146,24 @@ def _check_a_fault_is_seen(rank: int, w: Workload, wire: Any) -> None:
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_verdicts(op: str) -> None:
-    run_ranks(4, _check_verdicts, op)
+    run_ranks(4, _check_verdicts, op, (torch.bfloat16, torch.float32), USUAL)
+
+
+def test_verdicts_on_formats_with_options() -> None:
+    run_ranks(4, _check_verdicts, "avg", (torch.bfloat16,), WITH_OPTIONS)
+
+
+def _check_other_numbers(rank: int) -> None:
+    w = Workload("all_gather", 40_000, Tiles(torch.float32), topology(2), "sum")
+    results = []
+    for _ in range(2):
+        w.ours(wire_of("int4:stochastic", 2))
+        results.append(w.output.clone())
+    assert not torch.equal(*results)
+
+
+def test_every_call_draws_other_random_numbers() -> None:
+    run_ranks(4, _check_other_numbers)
 
 
 def test_an_interfaces_counter() -> None:
@@ -176,10 +206,10 @@ def _zcomm(folder: Path, *arguments: str) -> list[dict[str, Any]]:
 @pytest.mark.timeout(400)
 def test_rows_and_plot_of_a_run(tmp_path: Path) -> None:
     picture = tmp_path / "bench.png"
-    lines = _zcomm(tmp_path, "bench", "-b", "8K", "-e", "64K", "-f", "8", "-n", "3", "--formats", "none,int8",
-                   "--plot", str(picture))  # fmt: skip
+    lines = _zcomm(tmp_path, "bench", "-b", "8K", "-e", "64K", "-f", "8", "-n", "3",
+                   "--formats", "none,int8,int4:asym:stochastic", "--plot", str(picture))  # fmt: skip
     rows = [line for line in lines if "collective" in line]
-    assert len(rows) == 2 * (4 * 5 + 2)
+    assert len(rows) == 2 * (4 * 7 + 2)
     for row in rows:
         assert row["num_wrong"] == 0
         assert row["p50_us"] > 0

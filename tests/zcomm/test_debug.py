@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 
 import zcomm
 from tests.ranks import run_ranks, topology
-from zcomm import LayoutError, env
+from zcomm import CommunicationError, LayoutError, backend, env
 
 
 @contextmanager
@@ -36,7 +39,7 @@ def _reduce(numel: int, op: str = "sum", dtype: torch.dtype = torch.float32) -> 
 
 
 def _check_mismatches(rank: int) -> None:
-    t = topology(2)
+    t, flat = topology(2), topology(4)
     is_odd = rank == 2
     calls: list[tuple[Callable[[], object], tuple[str, ...]]] = [
         (lambda: _gather(100 + is_odd), ("numel=100", "numel=101")),
@@ -46,6 +49,8 @@ def _check_mismatches(rank: int) -> None:
         (lambda: _reduce(8, dtype=torch.bfloat16 if is_odd else torch.float32), ("bfloat16", "float32")),
         (lambda: zcomm.all_reduce(torch.ones(8 + is_odd), group=t), ("all_reduce", "numel=9")),
         (lambda: _reduce(4) if is_odd else _gather(4, group=t), ("all_gather(", "reduce_scatter(")),
+        (lambda: _gather(8, group=None if is_odd else t, format="int8"), ("hops=1", "hops=2")),
+        (lambda: _gather(8, group=None if is_odd else flat), ("group='0'", "group='")),
     ]
     with _debugging():
         for call, texts in calls:
@@ -73,3 +78,60 @@ def _check_secondary(rank: int) -> None:
 
 def test_secondary_partitions_are_compared_inside_the_node() -> None:
     run_ranks(4, _check_secondary)
+
+
+def _check_missing(rank: int) -> None:
+    """Ranks 0 and 1 call over all, rank 2 inside its node, rank 3 not at all until the others have given up."""
+    t = topology(2)
+    partition = zcomm.SecondaryPartition(t, 10, torch.float32)
+    partition.fill(torch.ones(10))
+    with _debugging(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "timeout_of", lambda _group: timedelta(seconds=0.4))
+        _gather(7)  # what rank 3 will have done last
+        if rank == 3:
+            patch.setattr(backend, "timeout_of", lambda _group: timedelta(seconds=30))
+            zcomm.control.agree_max(torch.zeros(1, dtype=torch.int64), t)  # the others have their error
+        calls: list[Callable[[], object]] = [lambda: _gather(9, group=t), lambda: partition.gather(torch.empty(10))]
+        for index in {0: [0], 1: [0], 2: [1, 0], 3: [0, 1]}[rank]:
+            with pytest.raises(CommunicationError) as caught:
+                calls[index]()
+            message = str(caught.value)
+            if index == 0:
+                assert "of ranks 0, 1, 2, 3 not all came within 0.4 s: 2, 3\n  rank 0: all_gather(numel=9" in message
+                assert "  rank 2: waits for ranks 3 in another call, of ranks 2, 3: secondary_gather(" in message
+            assert "  rank 3: has made no call since all_gather(numel=7" in message
+            assert "test_debug.py:" in message
+        if rank != 3:
+            zcomm.control.agree_max(torch.zeros(1, dtype=torch.int64), t)
+        patch.undo()
+        _gather(7, group=t)  # all are in step again
+
+
+def test_ranks_that_make_no_call_are_named() -> None:
+    run_ranks(4, _check_missing)
+
+
+def _check_threads(rank: int) -> None:
+    """A thread's calls over a group of its own meet their like, whatever the main thread does meanwhile."""
+    t, other = topology(2), topology(4)
+    is_first = threading.Event()
+
+    def in_thread() -> None:
+        is_first.set()
+        for _ in range(3):
+            _gather(5, group=other)
+
+    with _debugging():
+        thread = threading.Thread(target=in_thread)
+        if rank % 2:
+            thread.start()
+            is_first.wait()
+            time.sleep(0.05)  # until it is in its call
+        _gather(6, group=t)
+        if rank % 2 == 0:
+            thread.start()
+        thread.join()
+
+
+def test_threads_are_compared_by_group() -> None:
+    run_ranks(4, _check_threads)

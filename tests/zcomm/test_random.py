@@ -63,9 +63,8 @@ def _check_all_gather(rank: int, per_node: int) -> None:
         used = wire[1] if per_node == 4 else wire[0]
         expected = np.stack([_sent([_data(r, n).numpy()], used, 0, r)[0] for r in range(4)])
         if per_node == 2 and wire[0] != wire[1]:
-            for local in range(2):  # rank (m, local) encodes again what the nodes' ranks of its local rank hold
-                node = t.node_rank
-                expected[local::2] = _sent(list(expected[local::2]), wire[1], 1, 2 * node + local)
+            for local in range(2):  # in every node, with equal bits, what the nodes' ranks of a local rank hold
+                expected[local::2] = _sent(list(expected[local::2]), wire[1], 1, local)
         assert same_values(got, torch.from_numpy(expected)), wire
 
 

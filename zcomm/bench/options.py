@@ -106,7 +106,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--collectives", type=_one_of(*COLLECTIVES), default=",".join(COLLECTIVES), metavar="LIST",
         help="comma separated; all: " + ",".join(COLLECTIVES))  # fmt: skip
     add("--formats", type=_wires, default="none,int8,int4", metavar="LIST",
-        help="wire formats; int8+int4: inside nodes int8, between them int4; auto (none,int8,int4)")  # fmt: skip
+        help="wire formats, also int8/64:asym:hadamard:stochastic (block, zero points, rotation, rounding by chance); "
+        "int8+int4: inside nodes int8, between them int4; auto (none,int8,int4)")  # fmt: skip
     add("--hops", type=_one_of("1", "2"), default="1,2", metavar="LIST", help="1, 2 or both (1,2)")
     add("--backend", choices=("torch", "nccl"), default="torch", help="what moves the bytes (torch)")
     add("--interface", metavar="NAME", help="count the bytes that this network interface sends, too")

@@ -79,6 +79,7 @@ class Workload:
         self.numel = self.shard_numel * self.num_ranks
         self.nbytes = self.numel * self.dtype.itemsize
         self.divisor = topology.world_size if op == "avg" and collective in REDUCTIONS else 1
+        self._num_random = 0
         rank, is_gather = topology.rank, collective == "all_gather"
         owner = 0 if collective == "secondary_gather" else rank
         self.input = tiles.of_rank(owner, 0, self.shard_numel if is_gather else self.numel).clone()
@@ -118,16 +119,24 @@ class Workload:
         """zcomm's, over one hop or two."""
         group = self.topology if wire.is_auto or wire.num_hops == 2 else None
         forward, backward = self._formats(wire)
+        key = self._next_key(wire)
         if self.collective == "all_gather":
-            zcomm.all_gather_single(self.output, self.input, group, format=backward)
+            zcomm.all_gather_single(self.output, self.input, group, format=backward, random=key)
         elif self.collective == "reduce_scatter":
-            zcomm.reduce_scatter_single(self.output, self.input, self.op, group=group, format=forward)
+            zcomm.reduce_scatter_single(self.output, self.input, self.op, group=group, format=forward, random=key)
         elif self.collective == "all_reduce":
-            zcomm.all_reduce(self.output, self.op, group, format=forward)
+            zcomm.all_reduce(self.output, self.op, group, format=forward, random=key)
         elif self.collective == "all_to_all":
-            zcomm.all_to_all_single(self.output, self.input, group, format=forward)
+            zcomm.all_to_all_single(self.output, self.input, group, format=forward, random=key)
         else:
             self._secondary.gather(self.output)
+
+    def _next_key(self, wire: Wire) -> zcomm.RandomKey | None:
+        """Other random numbers for every call, as in training; None if the wire takes none."""
+        if not any(format.is_random for format in (wire.inside, wire.between)):
+            return None
+        self._num_random += 1
+        return zcomm.RandomKey(0, 0, self._num_random)
 
     @staticmethod
     def _formats(wire: Wire) -> tuple[zcomm.route.WireFormat, zcomm.route.WireFormat]:

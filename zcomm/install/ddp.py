@@ -29,6 +29,7 @@ from zcomm.encoder import Encoder
 from zcomm.errors import ConfigError, LayoutError, StateError, TopologyError
 from zcomm.formats import codec_for
 from zcomm.install.adapting import Adapting
+from zcomm.install.agreement import agree, settings_of
 from zcomm.install.choices import Choice, Named, Override, choose, clean_name
 from zcomm.install.ddp_hook import GradBucket, exchange_gradients
 from zcomm.install.pieces import Piece, cut
@@ -76,20 +77,21 @@ def install_ddp(
         An Installation, with ``report()``, ``end_step()`` and ``uninstall()``.
 
     Raises:
-        ConfigError, FormatError: A recipe, format or module name does not exist; the nearest is given.
+        ConfigError, FormatError: A recipe, format or module name does not exist (the nearest is given), or differs
+            between ranks (all are named).
         LayoutError: A parameter cannot be served; its name is given.
         StateError: The model already has a communication hook.
         TopologyError: ``topology`` is not over DDP's ranks.
 
-    Collective if ``topology`` is not given. Cost of a step for each rank: that of :func:`zcomm.all_reduce` for each
-    bucket; one more if small or overridden parameters are in it, and then one copy each way.
+    Collective: the ranks compare their settings first. Cost of a step for each rank: that of :func:`zcomm.all_reduce`
+    for each bucket; one more if small or overridden parameters are in it, and then one copy each way.
     """
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"model must be a DistributedDataParallel: got {type(model).__name__}; wrap it first")
-    recipe, settings = get_recipe(recipe), AdaptivePrecision.of(adaptive)
-    choices = _choices(model, recipe, overrides or {})
-    state = _state_of(model)
     group, owned = model.process_group, topology is None
+    agree("install_ddp", settings_of(recipe, overrides, adaptive, topology, shadow=shadow), [group])
+    recipe, settings = get_recipe(recipe), AdaptivePrecision.of(adaptive)
+    choices, state = _choices(model, recipe, overrides or {}), _state_of(model)
     if topology is None:
         topology = Topology.from_env(None if dist.get_world_size(group) == dist.get_world_size() else group)
     elif topology.world_size != dist.get_world_size(group) or topology.rank != dist.get_rank(group):

@@ -20,6 +20,7 @@ from zcomm.adaptive import AdaptivePrecision
 from zcomm.errors import ConfigError, FormatError, LayoutError, StateError, TopologyError
 from zcomm.formats import codec_for
 from zcomm.install.adapting import Adapting
+from zcomm.install.agreement import agree, settings_of
 from zcomm.install.choices import Choice, Override, choose
 from zcomm.install.fsdp2_comms import Gather, Plans, Reduce, ReplicaMean, ShadowGather, ShadowReduce
 from zcomm.install.fsdp2_units import Unit, units_of
@@ -65,16 +66,19 @@ def install_fsdp2(
         An Installation, with ``report()``, ``end_step()`` and ``uninstall()``, which ends the mean over replicas, too.
 
     Raises:
-        ConfigError, FormatError: A recipe, format or module name does not exist (the nearest is given); weights would
-            be rounded stochastically; there is nothing to install on.
+        ConfigError, FormatError: A recipe, format or module name does not exist (the nearest is given), or differs
+            between ranks (all are named); weights would be rounded stochastically; there is nothing to install on.
         LayoutError: A module cannot be served; its name is given, and what to do.
         StateError: A module has a communication of its own already.
         TopologyError: ``topology`` or ``replicate_group`` does not fit the ranks.
 
-    Collective if ``topology`` is not given. Cost: one collective for each kind of format in a module instead of one;
-    where small or overridden parameters lie between others, one copy each way.
+    Collective: the ranks compare their settings first. Cost: one collective for each kind of format in a module instead
+    of one; where small or overridden parameters lie between others, one copy each way.
     """
-    recipe, units, settings = get_recipe(recipe), units_of(model), AdaptivePrecision.of(adaptive)
+    units = units_of(model)
+    given = settings_of(recipe, overrides, adaptive, topology, shadow=shadow, replicates=replicate_group is not None)
+    agree("install_fsdp2", given, _groups(units, topology, replicate_group))
+    recipe, settings = get_recipe(recipe), AdaptivePrecision.of(adaptive)
     of_units = _choices(units, recipe, overrides or {})
     _check_replicas(units, replicate_group, topology, shadow=shadow)
     owned = _topology_of_job(units) if topology is None and replicate_group is None else None
@@ -84,11 +88,17 @@ def install_fsdp2(
     account.adapting = _adapting(settings, model, recipe, topology)
     before = [_Before(unit, replaces_hook=replicate_group is not None) for unit in units]
     last_hop = (Reduce if replicate_group is None else ReplicaMean) if recipe.residual else None
-    ways = (_topology_of(unit, topology) for unit in units)
-    plans = [Plans(*of_unit, account, residual_of=last_hop) for of_unit in zip(units, of_units, ways, strict=True)]
-    _install(plans, account, replicate_group, shadow=shadow)
-    title = _title(recipe, topology) + (", shadow: nothing is changed" if shadow else "")
-    return Installation(title, account, partial(_uninstall, before, owned))
+    of_each = zip(units, of_units, (_topology_of(unit, topology) for unit in units), strict=True)
+    _install([Plans(*one, account, residual_of=last_hop) for one in of_each], account, replicate_group, shadow=shadow)
+    return Installation(_title(recipe, topology, shadow=shadow), account, partial(_uninstall, before, owned))
+
+
+def _groups(
+    units: Sequence[Unit], topology: Topology | None, replicate_group: dist.ProcessGroup | None
+) -> list[dist.ProcessGroup]:
+    """Who must agree: those that share parameters, in the order of the model, and the replicas."""
+    others = (topology.world.group if topology is not None else None, replicate_group)
+    return [*(unit.process_group for unit in units), *(group for group in others if group is not None)]
 
 
 def _adapting(
@@ -102,9 +112,9 @@ def _adapting(
     return None if settings is None or topology is None else Adapting(settings, model, recipe, topology)
 
 
-def _title(recipe: Recipe, topology: Topology | None) -> str:
+def _title(recipe: Recipe, topology: Topology | None, *, shadow: bool) -> str:
     ways = "one hop" if topology is None else f"{topology.num_nodes} nodes x {topology.ranks_per_node} ranks"
-    return f"install_fsdp2, recipe {recipe.name}, {ways}"
+    return f"install_fsdp2, recipe {recipe.name}, {ways}" + (", shadow: nothing is changed" if shadow else "")
 
 
 def _uninstall(before: Sequence[_Before], topology: Topology | None) -> None:

@@ -39,9 +39,15 @@ class Unit:
     gather_dtypes: frozenset[torch.dtype]
 
     @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Of the ranks that share the parameters."""
+        group: dist.ProcessGroup = self.group.mesh_info.shard_process_group
+        return group
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The global ranks that share the parameters."""
-        return tuple(dist.get_process_group_ranks(self.group.mesh_info.shard_process_group))
+        return tuple(dist.get_process_group_ranks(self.process_group))
 
     @property
     def label(self) -> str:
