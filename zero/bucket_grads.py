@@ -63,6 +63,7 @@ class InFlight:
 
     grads: BucketGrads
     works: list[Work]
-    source: Tensor
+    borrowed: list[Tensor]
+    """Buffers of the pool, which go back when it has ended."""
     output: Tensor | None
     """None: the sums of the node."""

@@ -174,8 +174,10 @@ class Gatherer:
     def _issue(self, bucket: Bucket, stop: int | None = None) -> None:
         """Start the exchanges of ``bucket`` up to number ``stop`` that have not started yet."""
         if bucket.state is BucketState.SHARDED:
-            bucket.begin_gather(self._pool.take(bucket.layout.numel, bucket.dtype))
-            self._works[bucket.index] = []
+            full = self._pool.take(bucket.layout.numel, bucket.dtype)
+            bucket.begin_gather(full)
+            works = self._works[bucket.index] = []
+            self._pool.lend(works, full)
         if bucket.state is not BucketState.GATHERING:
             return
         assert bucket.full is not None, f"bucket {bucket.name!r} is being gathered without a buffer"
@@ -205,17 +207,14 @@ class Gatherer:
         return secondary if secondary is not None and secondary.is_valid else self._primary[bucket.index]
 
     def _wait(self, bucket: Bucket) -> None:
-        diverged: DivergedError | None = None
-        for work in self._works.pop(bucket.index):
-            try:
-                if work is not None:
-                    work.wait()
-            except DivergedError as error:  # the others, too, write to the buffer: wait for all
-                diverged = error
+        assert bucket.full is not None, f"bucket {bucket.name!r} is being gathered without a buffer"
+        try:
+            self._pool.reclaim(self._works.pop(bucket.index), bucket.full)
+        except DivergedError:
+            bucket.rest.fetched()
+            bucket.abandon()
+            raise
         bucket.rest.fetched()
-        if diverged is not None:
-            self._pool.give(bucket.abandon())
-            raise diverged
 
     def _finish(self, bucket: Bucket) -> None:
         self._issue(bucket)

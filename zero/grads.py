@@ -212,15 +212,18 @@ class Reducer:
                 full[slot.offset : slot.offset + slot.numel].zero_()
         for start, stop in layout.gaps:
             full[start:stop].zero_()
+        borrowed = [full] if self._stage.shards_gradients else []
         output = grads.result if self._completes else None
         if self._completes and (output is None or (grads.has_result and grads.host is None)):
             output = self._pool.take(layout.shard_numel, grads.dtype)  # added to a sum, or sent on, when it has come
+            borrowed.append(output)
         self.on_issue(grads.bucket, full)
         works = self.reduction.start(grads, full, output)
+        self._pool.lend(works, *borrowed)
         grads.written = [False] * len(grads.written)
         if self._stage.shards_gradients:
             grads.full = None
-        self._in_flight.append(InFlight(grads, works, full, output))
+        self._in_flight.append(InFlight(grads, works, borrowed, output))
         if not self._settings.overlap_comm:
             self._make_room(1)
 
@@ -235,17 +238,14 @@ class Reducer:
     def _finish(self, flights: list[InFlight]) -> None:
         for flight in flights:
             self._in_flight.remove(flight)
-            for work in flight.works:
-                work.wait()
-            grads = flight.grads
-            if self._stage.shards_gradients:
-                self._pool.give(flight.source)
-            if flight.output is None:
-                continue
-            self._take_mean(grads, flight.output)
-            if flight.output is not grads.result:
-                self._pool.give(flight.output)
-            grads.has_result, grads.is_gathered = True, False
+            self._pool.reclaim(flight.works, *flight.borrowed)
+            try:
+                if flight.output is not None:
+                    self._take_mean(flight.grads, flight.output)
+                    flight.grads.has_result, flight.grads.is_gathered = True, False
+            finally:
+                for buffer in flight.borrowed:
+                    self._pool.give(buffer)
 
     def _take_mean(self, grads: BucketGrads, mean: Tensor) -> None:
         """Add ``mean`` to the sum."""

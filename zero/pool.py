@@ -1,13 +1,20 @@
 """Reused flat buffers for what lives for a moment: gathered parameters and unreduced gradients.
 
 Resizing storages costs three times the fill itself, so buffers are kept and handed out again.
+
+free --take--> the caller's --lend--> an exchange's --reclaim, which waits--> the caller's --give--> free
+
+Any other way raises StateError: a buffer that an exchange still reads or fills can neither go back nor be lent again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from zcomm import DivergedError, StateError, Work
 from zero.poison import poison
 
 __all__ = ["BufferPool"]
@@ -21,6 +28,11 @@ class BufferPool:
         self._free: dict[torch.dtype, list[Tensor]] = {}
         self._owned: dict[int, Tensor] = {}
         self._taken: set[int] = set()
+        """Since the last :meth:`drop_unused`."""
+        self._out: set[int] = set()
+        """Handed out now."""
+        self._lent: dict[int, Sequence[Work | None]] = {}
+        """Of those, what an exchange uses, with its works."""
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat buffer of ``numel`` elements; its contents are undefined."""
@@ -33,7 +45,9 @@ class BufferPool:
             with torch.inference_mode(mode=False):  # it will serve training too
                 buffer = torch.empty(numel, dtype=dtype, device=self._device)
             self._owned[buffer.untyped_storage().data_ptr()] = buffer
-        self._taken.add(buffer.untyped_storage().data_ptr())
+        at = buffer.untyped_storage().data_ptr()
+        self._taken.add(at)
+        self._out.add(at)
         return buffer[:numel]
 
     def drop_unused(self) -> None:
@@ -53,13 +67,74 @@ class BufferPool:
                 del self._owned[buffer.untyped_storage().data_ptr()]
             free.clear()
 
+    def lend(self, works: Sequence[Work | None], *buffers: Tensor) -> None:
+        """An exchange uses ``buffers``, handed out here, until ``works`` have ended; more may be added to the list.
+
+        Raises:
+            StateError: One is not handed out, or already lent.
+        """
+        for buffer in buffers:
+            at = self._place_of(buffer, "lent to an exchange")
+            if buffer.numel():
+                self._lent[at] = works
+
+    def reclaim(self, works: Sequence[Work | None], *buffers: Tensor) -> None:
+        """Wait for ``works``; what was lent to them is the caller's again.
+
+        After an error it is not: with DivergedError, which comes when all have ended, the buffers are free; with any
+        other an exchange may go on using them, and nobody gets them any more.
+
+        Raises:
+            StateError: One of ``buffers`` is not lent to ``works``.
+        """
+        for buffer in buffers:
+            if buffer.numel() and self._lent.get(buffer.untyped_storage().data_ptr()) is not works:
+                raise StateError(f"a buffer can be reclaimed only from the exchange it is lent to: {_describe(buffer)}")
+        diverged: DivergedError | None = None
+        for work in works:
+            try:
+                if work is not None:
+                    work.wait()
+            except DivergedError as error:
+                diverged = error
+        for buffer in buffers:
+            self._lent.pop(buffer.untyped_storage().data_ptr(), None)
+        if diverged is not None:
+            for buffer in buffers:
+                self.give(buffer)
+            raise diverged
+
     def give(self, buffer: Tensor) -> None:
-        """Take back what :meth:`take` handed out."""
-        whole = self._owned[buffer.untyped_storage().data_ptr()]
+        """Take back what :meth:`take` handed out.
+
+        Raises:
+            StateError: An exchange still uses it, or it is not handed out: it was given back before, say.
+        """
+        at = self._place_of(buffer, "given back")
+        self._out.discard(at)
+        whole = self._owned[at]
         poison(whole)
         self._free[whole.dtype].append(whole)
+
+    def _place_of(self, buffer: Tensor, change: str) -> int:
+        """The address of a buffer that is the caller's; those without elements share one, and nobody reads them."""
+        at = buffer.untyped_storage().data_ptr()
+        if at in self._lent:
+            raise StateError(
+                f"a buffer cannot be {change} while an exchange uses it, which reclaim() ends: {_describe(buffer)}"
+            )
+        if buffer.numel() and at not in self._out:
+            raise StateError(
+                f"a buffer can be {change} only between take() and give(), and this one is free, or another's: "
+                f"{_describe(buffer)}"
+            )
+        return at
 
     @property
     def nbytes(self) -> int:
         """Bytes of every buffer, free or handed out."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._owned.values())
+
+
+def _describe(buffer: Tensor) -> str:
+    return f"{buffer.numel()} elements of {buffer.dtype}"

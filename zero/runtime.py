@@ -294,12 +294,13 @@ class Runtime:
             with self.gathered([bucket]):
                 yield [param.detach() for param in bucket.params]
             return
+        with self.in_memory([bucket]):
+            shard = bucket.master.detach().to(bucket.device, bucket.dtype)
         full = self.pool.take(bucket.layout.numel, bucket.dtype)
+        works = start_gather(bucket, full, shard, replace(self.gatherer.options, is_exact=True))
+        self.pool.lend(works, full)
+        self.pool.reclaim(works, full)
         try:
-            with self.in_memory([bucket]):
-                shard = bucket.master.detach().to(bucket.device, bucket.dtype)
-            for work in start_gather(bucket, full, shard, replace(self.gatherer.options, is_exact=True)):
-                work.wait()
             yield bucket.views(full)
         finally:
             self.pool.give(full)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,13 @@ import zero
 from tests.ranks import run_ranks
 from tests.zero.models import groups_of, new_model
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
-from zcomm import env
+from zcomm import DivergedError, StateError, Work, env
 from zero import pool
 from zero.activations.arena import Arena, Span
+from zero.bucket import Bucket
+from zero.bucket_grads import BucketGrads
+from zero.gather import Gatherer
+from zero.grads import Reducer
 from zero.pool import BufferPool
 from zero.tiers import host_buffers, host_gradient
 from zero.tiers.host import HostMemory
@@ -130,6 +134,117 @@ def test_what_is_given_back_is_nan() -> None:
     taken = buffers.take(100, torch.bfloat16).fill_(1)
     buffers.give(taken)
     assert (taken == 1).all()
+
+
+class _Exchange:
+    """Ends when it is waited for."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.has_ended = error, False
+
+    def wait(self) -> None:
+        self.has_ended = True
+        if self.error is not None:
+            raise self.error
+
+
+def _works(*errors: Exception | None) -> list[Any]:
+    return [_Exchange(error) for error in errors]
+
+
+def test_a_lent_buffer_stays_where_it_is() -> None:
+    buffers, works = BufferPool(torch.device("cpu")), _works(None)
+    taken = buffers.take(100, torch.float32)
+    buffers.lend(works, taken)
+    with pytest.raises(StateError, match=r"given back while an exchange uses it.*100 elements of torch.float32"):
+        buffers.give(taken)
+    with pytest.raises(StateError, match="lent to an exchange while an exchange uses it"):
+        buffers.lend(_works(None), taken)
+    with pytest.raises(StateError, match="reclaimed only from the exchange it is lent to"):
+        buffers.reclaim(list(works), taken)
+    works.append(_Exchange())  # exchanges of a gather start one by one
+    buffers.reclaim(works, taken)
+    assert all(work.has_ended for work in works)
+    buffers.give(taken)
+    for call in (buffers.give, lambda buffer: buffers.lend(works, buffer)):
+        with pytest.raises(StateError, match=r"only between take\(\) and give\(\)"):
+            call(taken)
+    with pytest.raises(StateError, match="reclaimed only from"):
+        buffers.reclaim(works, taken)
+    assert buffers.take(100, torch.float32).data_ptr() == taken.data_ptr()
+
+
+def test_a_buffer_of_a_failed_exchange_is_not_handed_out_before_all_have_ended() -> None:
+    buffers, works = BufferPool(torch.device("cpu")), _works(DivergedError("another call"), None)
+    taken = buffers.take(100, torch.float32)
+    buffers.lend(works, taken)
+    with pytest.raises(DivergedError, match="another call"):
+        buffers.reclaim(works, taken)
+    assert all(work.has_ended for work in works)
+    assert buffers.take(100, torch.float32).data_ptr() == taken.data_ptr()
+    works = _works(RuntimeError("connection lost"), None)
+    buffers.lend(works, taken)
+    with pytest.raises(RuntimeError, match="connection lost"):
+        buffers.reclaim(works, taken)
+    assert buffers.take(100, torch.float32).data_ptr() != taken.data_ptr()
+
+
+def _reduced_early(patch: pytest.MonkeyPatch) -> None:
+    issue = Reducer._issue
+
+    def issue_and_give(self: Reducer, grads: BucketGrads) -> None:
+        issue(self, grads)
+        self._pool.give(self._in_flight[-1].borrowed[0])
+
+    patch.setattr(Reducer, "_issue", issue_and_give)
+
+
+def _given_when_lent(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BufferPool, "lend", lambda self, _works, *buffers: [self.give(buffer) for buffer in buffers])
+
+
+def _gathered_early(patch: pytest.MonkeyPatch) -> None:
+    issue = Gatherer._issue
+
+    def issue_and_give(self: Gatherer, bucket: Bucket, stop: int | None = None) -> None:
+        issue(self, bucket, stop)
+        if bucket.full is not None:
+            self._pool.give(bucket.full)
+
+    patch.setattr(Gatherer, "_issue", issue_and_give)
+
+
+def _taken_for_granted(patch: pytest.MonkeyPatch) -> None:
+    """Whoever does not wait for the exchange."""
+
+    def reclaim(self: BufferPool, _works: list[Work], *_buffers: Tensor) -> None:
+        pass
+
+    patch.setattr(BufferPool, "reclaim", reclaim)
+
+
+MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
+    _reduced_early,
+    _given_when_lent,
+    _gathered_early,
+    _taken_for_granted,
+]
+
+
+def _check_early_release_is_found(rank: int) -> None:
+    for mutant in MUTANTS:
+        model = new_model(torch.bfloat16)
+        options = {"stage": 3, "reduce_bucket_size": 3000}
+        optimizer = torch.optim.SGD(groups_of(model), lr=1e-2)
+        with zero_optimizer(model, optimizer, **options) as wrapped, pytest.MonkeyPatch.context() as patch:
+            mutant(patch)
+            with pytest.raises(StateError, match=r"while an exchange uses it|reclaimed only|between take"):
+                train(model, wrapped, rank, steps=1, num_micro=1)
+
+
+def test_a_buffer_given_back_too_early_is_found() -> None:
+    """Without any debug mode: on a CPU most exchanges have copied a buffer before they return, so no NaN would show."""
+    run_ranks(2, _check_early_release_is_found)
 
 
 @pytest.mark.gpu
