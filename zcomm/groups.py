@@ -63,8 +63,9 @@ def level_group_names(group: dist.ProcessGroup | None) -> None:
 
 def _take_group_name() -> None:
     """Let torch.distributed count one more group: an empty one, without threads or connections."""
-    names = dist.distributed_c10d._world.pg_names
-    names[dist.ProcessGroup(0, 1)] = f"zcomm: no group {len(names)}"  # type: ignore[index,assignment]
+    names: dict[Any, str] = dist.distributed_c10d._world.pg_names  # type: ignore[assignment]
+    empty: Any = dist.ProcessGroup
+    names[empty(0, 1)] = f"zcomm: no group {len(names)}"
 
 
 class _ClosedGroup:
