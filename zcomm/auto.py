@@ -12,6 +12,8 @@ Invariants:
     A1  The first rank reads the file, once for a Topology, at the first use; the others get its table. So all ranks
         choose alike, whatever files they have.
     A2  What cannot be read is the same error on every rank.
+    A3  Nothing is chosen but what the probe was allowed to try (its ``--formats``) for that collective, and ``none``;
+        never stochastic rounding, for which a caller of ``auto`` gives no random numbers.
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ class Choice(NamedTuple):
         inside, _, between = wire.partition("+")
         if num_hops not in (1, 2):
             raise ConfigError(f"hops must be 1 or 2: hops={num_hops!r}")
-        return cls(get_format(inside), get_format(between or inside), num_hops)
+        choice = cls(get_format(inside), get_format(between or inside), num_hops)
+        if choice.inside.is_random or choice.between.is_random:
+            raise ConfigError(f'format="auto" has no random numbers and never rounds stochastically: {wire}')
+        return choice
 
 
 NONE = Choice.parse("none", 2)

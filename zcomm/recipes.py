@@ -50,6 +50,11 @@ class Recipe:
     """Of DDP's reduced gradients on their way back."""
     residual: bool = False
     """Whether what the second hop loses is added back in the next step."""
+    residual_beta: float = 1.0
+    """What the residual is multiplied with before it is added back, in (0, 1]: below 1 old losses fade (LoCo's
+    damping), and a share of 1 - beta of each loss stays lost."""
+    residual_reset_interval: int = 0
+    """After so many exchanges of a buffer its residual is forgotten (LoCo's reset); 0: never."""
     seed: int = 0
     """Of the random numbers of gradients that are rounded stochastically: those of an installation's exchange number
     ``i`` are ``RandomKey(seed, i // 2**32, i % 2**32)``; :meth:`Installation.state_dict` has the number."""

@@ -42,7 +42,7 @@ from zcomm.route import Group, Route, find_route
 from zcomm.topology import Numbering
 from zcomm.work import Steps, Work, run
 
-__all__ = ["Residual", "decode_state"]
+__all__ = ["Residual", "check_damping", "decode_state"]
 
 FORMAT = FORMATS["int8"]
 BLOCK = FORMAT.block
@@ -104,6 +104,15 @@ def decode_state(state: Mapping[str, Any]) -> Tensor:
     return blocks.decode(0, blocks.codes[0].numel())
 
 
+def check_damping(beta: float, reset_interval: int, *, prefix: str = "") -> None:
+    """Raise ConfigError for a ``beta`` or ``reset_interval`` of a :class:`Residual` that cannot be meant."""
+    if not 0 < beta <= 1:
+        raise ConfigError(f"{prefix}beta must be above 0 and at most 1: {prefix}beta={beta}")
+    if isinstance(reset_interval, bool) or not isinstance(reset_interval, int) or reset_interval < 0:
+        name = f"{prefix}reset_interval"
+        raise ConfigError(f"{name} must be an integer of at least 0: {name}={reset_interval!r}")
+
+
 def _blocks_of(first: int, numel: int) -> slice:
     assert first % BLOCK == 0, f"chunks start on whole blocks: first={first}"
     return slice(first // BLOCK, -(-(first + numel) // BLOCK))
@@ -141,10 +150,7 @@ class Residual:
         reset_interval: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not 0 < beta <= 1:
-            raise ConfigError(f"beta must be above 0 and at most 1: beta={beta}")
-        if isinstance(reset_interval, bool) or not isinstance(reset_interval, int) or reset_interval < 0:
-            raise ConfigError(f"reset_interval must be an integer of at least 0: reset_interval={reset_interval!r}")
+        check_damping(beta, reset_interval)
         self.route = find_route("residual", group, "none", first="intra", backend="torch")
         self.layout = BufferLayout.of(spans, numel, self.route, numbering)
         self.beta, self.reset_interval = float(beta), reset_interval

@@ -58,7 +58,10 @@ class Reduction:
         residual = None
         if formats[1] not in UNQUANTIZED:
             spans = [Span(slot.name, slot.offset, slot.numel) for slot in bucket.layout.slots]
-            residual = Residual(self._topology, spans, bucket.layout.numel, numbering="local", device=bucket.device)
+            residual = Residual(
+                self._topology, spans, bucket.layout.numel, numbering="local", device=bucket.device,
+                beta=self._settings.residual_beta, reset_interval=self._settings.residual_reset_interval,
+            )  # fmt: skip
         numel = bucket.layout.shard_numel
         grads.in_node = NodeSums(self._topology, numel, formats, device=bucket.device, residual=residual)
 

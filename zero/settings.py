@@ -11,6 +11,7 @@ import torch
 
 from zcomm import AdaptivePrecision, ConfigError, Topology, TopologyError, get_format
 from zcomm.adaptive import Ladder, gradient_ladder, weight_ladder
+from zcomm.residual import check_damping
 from zero.layout import ALIGN
 from zero.schedule import Limits
 from zero.stages import Stage, get_stage
@@ -50,6 +51,11 @@ class ZeroSettings:
     mode: str | None = None
     """"delta_hpz" at stage 3: parameters are gathered inside the node, from replicas that get the changes of each
     step: see :mod:`zero.node_mode`."""
+    residual_beta: float = 1.0
+    """With the mode, what gradients have lost between nodes is multiplied with it before it is added to the next
+    step's, in (0, 1]: below 1 old losses fade (LoCo's damping)."""
+    residual_reset_interval: int = 0
+    """After so many steps what gradients have lost between nodes is forgotten (LoCo's reset); 0: never."""
     adaptive: AdaptivePrecision | None = None
     """How the formats of weights and gradients follow the training; None: they stay. Stages 1, 2, 3."""
     gradient_dtype: torch.dtype | None = None
@@ -108,6 +114,9 @@ class ZeroSettings:
                 raise ConfigError(f"{field.name} must be True or False: {field.name}={value!r}")
         if self.hpz_secondary_device not in ("device", "cpu"):
             raise ConfigError(f"hpz_secondary_device must be 'device' or 'cpu': {self.hpz_secondary_device!r}")
+        if isinstance(self.residual_beta, bool) or not isinstance(self.residual_beta, (int, float)):
+            raise ConfigError(f"residual_beta must be a number: residual_beta={self.residual_beta!r}")
+        check_damping(self.residual_beta, self.residual_reset_interval, prefix="residual_")
         allowed = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
         if self.gradient_dtype not in allowed:
             raise ConfigError(f"gradient_dtype must be a floating dtype: gradient_dtype={self.gradient_dtype!r}")
@@ -191,6 +200,8 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
     if not stage.shards_states and (weights != "none" or is_quantized):
         inactive.append("quantized weights and gradients (stage 0 has no sharded exchange; use stage 1, 2 or 3)")
         weights, gradients = "none", None if is_quantized else gradients
+    if settings.mode is None and (settings.residual_beta != 1 or settings.residual_reset_interval):
+        inactive.append("residual_beta, residual_reset_interval (residuals come with mode='delta_hpz')")
     has_secondary = _secondary(settings, topology, stage, inactive)
     ladders = _ladders(settings, stage, weights, gradients, inactive)
     align = ALIGN

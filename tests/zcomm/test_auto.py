@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import zcomm
 from tests.ranks import run_ranks
-from zcomm import ConfigError, Topology, auto, env
-from zcomm.auto import Choice, Table
+from zcomm import ConfigError, Topology, ZcommError, auto, cli, env
+from zcomm.auto import NONE, Choice, Table
 from zcomm.bench.probe import confirmed, fastest_of
 
 SHAPE = "2x2 on 1 host"
@@ -140,6 +140,7 @@ def _check_broken(rank: int, path: str) -> None:
         "{", "[]", '{"version": 2}', '{"version": 1}', "\x00", '{"version": 1, "topologies": {"SHAPE": {}}}',
         '{"version": 1, "topologies": {"SHAPE": {"device": "cpu", "choices": {"all_gather": [[1, "int5", 2]]}}}}',
         '{"version": 1, "topologies": {"SHAPE": {"device": "cpu", "choices": {"all_gather": [[1, "int8", 3]]}}}}',
+        '{"version": 1, "topologies": {"SHAPE": {"device": "cpu", "choices": {"a": [[1, "int4:stochastic", 2]]}}}}',
     ],
 )  # fmt: skip
 def test_a_broken_file_is_the_same_error_on_every_rank(tmp_path: Path, text: str) -> None:
@@ -162,6 +163,22 @@ def test_a_choice_holds_from_its_size_on() -> None:
     assert small.choose("all_gather", 1, CPU) == Choice.parse("none", 1)  # fewer bytes cost no more hops
     assert small.choose("all_reduce", 1, CPU) == Choice.parse("none", 2)
     assert not Table().has_one_hop
+
+
+def test_nothing_is_chosen_that_was_not_allowed(capsys: pytest.CaptureFixture[str]) -> None:
+    """At any size, of any collective: a row of the table for it, or exact."""
+    rows = {"all_gather": [(1000, Choice.parse("int8", 2)), (5000, Choice.parse("bf16", 1))]}
+    table = Table("cpu", rows)
+    allowed = {NONE, *(choice for _, choice in rows["all_gather"])}
+    sizes = [2**power + shift for power in range(40) for shift in (-1, 0, 1)]
+    assert {table.choose("all_gather", nbytes, CPU) for nbytes in sizes} == allowed
+    assert {table.choose("reduce_scatter", nbytes, CPU) for nbytes in sizes} == {NONE}
+    for text in ("int8:stochastic", "int8+int4:stochastic", "auto"):
+        with pytest.raises(SystemExit):
+            cli.main(["probe", "--formats", text])
+        assert "must be rounded to nearest" in capsys.readouterr().err
+        with pytest.raises(ZcommError):
+            Choice.parse(text, 2)
 
 
 def test_a_choice_must_be_worth_it() -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import zcomm
 from tests.ranks import run_ranks, topology
-from zcomm import LayoutError, StateError, Topology, functional
+from zcomm import FormatError, LayoutError, RandomKey, StateError, Topology, functional
 
+OUTSIDE = RandomKey(3, 4, 5)
 FORMATS: list[Any] = ["none", "int8", ("int8", "int4")]
 
 
@@ -34,6 +36,44 @@ def _functional(x: torch.Tensor, t: Topology, format: Any) -> list[torch.Tensor]
     ]
 
 
+def _random_functional(x: torch.Tensor, t: Topology, format: Any, step: int) -> list[torch.Tensor]:
+    """One key is made outside of what is compiled, the others inside."""
+    return [
+        functional.all_gather_single(x, t, format=format, random=RandomKey(7, 0, step)) + 0,
+        functional.reduce_scatter_single(x, "avg", t, format=format, random=RandomKey(7, 1, step)),
+        functional.all_reduce(x, "sum", t, format=format, random=RandomKey(7, 2, step)),
+        functional.all_to_all_single(x, t, format=format, random=OUTSIDE) * 1,
+    ]
+
+
+def _random_eager(x: torch.Tensor, t: Topology, format: Any, step: int) -> list[torch.Tensor]:
+    full, shard, total, parts = x.new_empty(4 * x.numel()), x.new_empty(x.numel() // 4), x.clone(), torch.empty_like(x)
+    zcomm.all_gather_single(full, x, t, format=format, random=RandomKey(7, 0, step))
+    zcomm.reduce_scatter_single(shard, x, "avg", group=t, format=format, random=RandomKey(7, 1, step))
+    zcomm.all_reduce(total, "sum", t, format=format, random=RandomKey(7, 2, step))
+    zcomm.all_to_all_single(parts, x, t, format=format, random=OUTSIDE)
+    return [full, shard, total, parts]
+
+
+def _check_random(x: torch.Tensor, t: Topology, *, is_compiled: bool) -> None:
+    """Bits of the eager calls; and one compilation serves all steps after the first."""
+    fn, format = _random_functional, ("int8", "int4:asym:stochastic")
+    counter = CompileCounterWithBackend("aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fn = torch.compile(fn, fullgraph=True, backend=counter) if is_compiled else fn
+        results = [fn(x, t, format, step) for step in range(5)]
+    for step, found in enumerate(results):
+        for got, expected in zip(found, _random_eager(x, t, format, step), strict=True):
+            assert torch.equal(got, expected)
+    assert not torch.equal(results[1][0], results[2][0])
+    assert counter.frame_count <= 2
+    with pytest.raises(FormatError, match="needs random="):
+        functional.all_reduce(x, "sum", t, format="int8:stochastic")
+    with pytest.raises(FormatError, match=r"must be a zcomm.RandomKey\(seed, tensor, step\): random=7"):
+        functional.all_reduce(x, "sum", t, format="int8:stochastic", random=7)  # type: ignore[arg-type]
+
+
 def _check(rank: int, is_compiled: bool) -> None:  # noqa: FBT001
     x, t = torch.randn(4 * 700), topology(2)
     for format in FORMATS:
@@ -45,6 +85,7 @@ def _check(rank: int, is_compiled: bool) -> None:  # noqa: FBT001
                 fn(x, t, format)
         for got, expected in zip(fn(x, t, format), _eager(x, t, format), strict=True):
             assert torch.equal(got, expected)
+    _check_random(x, t, is_compiled=is_compiled)
     assert functional.reduce_scatter_single(x, "sum", dtype=torch.float64).dtype == torch.float64
     with pytest.raises(LayoutError, match="detach"):
         functional.all_reduce(x.clone().requires_grad_(), "sum", t)
@@ -78,7 +119,12 @@ def test_fake_implementations_agree_with_the_real_ones() -> None:
         (torch.ops.zcomm.reduce_scatter_single, (x, "sum", t.key, 1, "int4", "rank", torch.float32)),
         (torch.ops.zcomm.all_reduce, (x, "avg", t.key, "bf16")),
         (torch.ops.zcomm.all_to_all_single, (x, t.key, "none")),
-    ):
+        (torch.ops.zcomm.all_gather_single, (x, t.key, 1, "int8:stochastic", "rank", [1, 2, 3])),
+        (torch.ops.zcomm.reduce_scatter_single,
+         (x, "sum", t.key, 1, "int4:stochastic", "rank", torch.float32, [1, 2, 3])),
+        (torch.ops.zcomm.all_reduce, (x, "avg", t.key, "int4:asym:stochastic", [1, 2, 3])),
+        (torch.ops.zcomm.all_to_all_single, (x, t.key, "int8:stochastic", [1, 2, 3])),
+    ):  # fmt: skip
         torch.library.opcheck(op, arguments)
 
 

@@ -143,10 +143,15 @@ def _gradient(weights: np.ndarray, step: int, micro: int, rank: int) -> np.ndarr
 class Oracle:
     """One process that plays 2 nodes x 2 ranks: SGD on the masters, the wire in NumPy. Shard l * 2 + n is (n, l)'s."""
 
-    def __init__(self, weights: Tensor) -> None:
+    def __init__(self, weights: Tensor, beta: float = 1.0, reset_interval: int = 0) -> None:
+        self.beta, self.reset_interval = beta, reset_interval
         self.held = weights.float().flatten().numpy().reshape(4, -1)  # bfloat16 values
         self.masters = self.held.copy()
-        self.residuals = {(n, s): oracle.residual_blocks(256) for n in range(2) for s in range(4)}
+        self.residuals = self._no_residuals()
+
+    @staticmethod
+    def _no_residuals() -> dict[tuple[int, int], list[tuple[int, list[int]]]]:
+        return {(n, s): oracle.residual_blocks(256) for n in range(2) for s in range(4)}
 
     def step(self, step: int, num_micro: int) -> None:
         sums = np.zeros((2, 4, 256), np.float32)
@@ -158,13 +163,15 @@ class Oracle:
         for shard in range(4):
             total = np.float32(0)
             for node in range(2):
-                sent, new = oracle.encode_with_residual(sums[node, shard], self.residuals[node, shard], NF4, 1.0)
+                sent, new = oracle.encode_with_residual(sums[node, shard], self.residuals[node, shard], NF4, self.beta)
                 self.residuals[node, shard] = new
                 total = total + sent
             self.masters[shard] -= np.float32(RATE) * (total / np.float32(4))
             target = _rounded(self.masters[shard])
             change = oracle.decode([target - self.held[shard]], INT4)[0]
             self.held[shard] = _rounded(self.held[shard] + change)
+        if self.reset_interval and (step + 1) % self.reset_interval == 0:
+            self.residuals = self._no_residuals()
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
@@ -173,14 +180,15 @@ def _rounded(values: np.ndarray) -> np.ndarray:
 
 def _check_against_oracle(rank: int) -> None:
     t = topology(2)
-    for num_micro in (1, 2):
+    for num_micro, beta, reset_interval in ((1, 1.0, 0), (2, 1.0, 0), (1, 0.7, 3)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False, dtype=torch.bfloat16))
-        expected = Oracle(model[0].weight.detach().clone())
+        expected = Oracle(model[0].weight.detach().clone(), beta, reset_interval)
         inner = torch.optim.SGD(model.parameters(), lr=RATE)
         with zero_optimizer(
-            model, inner, stage=3, mode="delta_hpz", ranks_per_node=2, gradient_accumulation_steps=num_micro
-        ) as optimizer:
+            model, inner, stage=3, mode="delta_hpz", ranks_per_node=2, gradient_accumulation_steps=num_micro,
+            residual_beta=beta, residual_reset_interval=reset_interval,
+        ) as optimizer:  # fmt: skip
             for step in range(4):
                 for micro in range(num_micro):
                     _loss(model, step, micro, rank).backward()

@@ -91,6 +91,14 @@ def _wires(text: str) -> list[str]:
     return wires
 
 
+def _candidates(text: str) -> list[str]:
+    """Of a probe: what ``format="auto"`` may mean."""
+    wires = _wires(text)
+    if unfit := [wire for wire in wires if wire == AUTO or "stochastic" in wire]:
+        raise argparse.ArgumentTypeError(f'what format="auto" may choose must be rounded to nearest: {unfit[0]!r}')
+    return wires
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be a number of at least 1: {text!r}")
@@ -119,8 +127,9 @@ def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every option of ``zcomm probe``."""
     add = parser.add_argument
     _add_sizes(parser, smallest="4K", iters=11)
-    add("--formats", type=_wires, metavar="LIST",
-        help="candidates; by default 8 bits, for sums also int4 and nf4, alone or between nodes")  # fmt: skip
+    add("--formats", type=_candidates, metavar="LIST",
+        help="candidates: auto will choose none that is not here; by default 8 bits, for sums also int4 and nf4, alone "
+        "or between nodes")  # fmt: skip
     add("--output", metavar="FILE", help='default: where format="auto" looks, $ZCOMM_PROBE or in ~/.cache/zcomm')
     add_launch_arguments(parser)
 

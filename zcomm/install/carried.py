@@ -20,8 +20,9 @@ from zcomm.buffer_layout import Span
 from zcomm.errors import StateError
 from zcomm.formats import Format
 from zcomm.philox import RandomKey
+from zcomm.recipes import Recipe
 from zcomm.relayout import relayout_residuals
-from zcomm.residual import Residual
+from zcomm.residual import Residual, check_damping
 from zcomm.route import Group
 from zcomm.topology import Numbering
 
@@ -33,12 +34,14 @@ class Carried:
 
     Args:
         names: The parameters that may have a residual.
-        seed: The recipe's; ConfigError if no key can have it.
+        recipe: For its seed, and how its residuals are damped and reset; ConfigError if one cannot be meant.
     """
 
-    def __init__(self, names: Iterable[str], seed: int) -> None:
+    def __init__(self, names: Iterable[str], recipe: Recipe) -> None:
+        check_damping(recipe.residual_beta, recipe.residual_reset_interval, prefix="residual_")
         self.residuals: list[Residual] = []
-        self._seed, self._num_random = RandomKey(seed).seed, 0
+        self._recipe = recipe
+        self._seed, self._num_random = RandomKey(recipe.seed).seed, 0
         self._names = frozenset(names)
         self._kept: list[dict[str, Any]] = []
 
@@ -55,7 +58,10 @@ class Carried:
 
         Collective inside the node, over two hops, if that was in other buffers; every rank calls it in the same order.
         """
-        residual = Residual(group, spans, numel, numbering=numbering, device=device)
+        beta, reset_interval = self._recipe.residual_beta, self._recipe.residual_reset_interval
+        residual = Residual(
+            group, spans, numel, numbering=numbering, beta=beta, reset_interval=reset_interval, device=device
+        )
         keys = {span.key for span in residual.layout.spans}
         kept = [state for state in self._kept if keys & {span[0] for span in state["layout"]["spans"]}]
         if len(kept) == 1 and kept[0]["layout"] == residual.state_dict()["layout"]:

@@ -99,7 +99,7 @@ def install_ddp(
             f"the topology must be over the ranks of DDP's process group: {topology}, "
             f"group of {dist.get_world_size(group)}, rank {dist.get_rank(group)}"
         )
-    account = Account((choice.name for choice in choices.values()), recipe.seed)
+    account = Account((choice.name for choice in choices.values()), recipe)
     if settings is not None:
         account.adapting = Adapting(settings, model.module, recipe, topology)
     compressed = _Compressed(topology, choices, account, has_residual=recipe.residual, is_shadow=shadow)

@@ -84,7 +84,7 @@ def install_fsdp2(
     owned = _topology_of_job(units) if topology is None and replicate_group is None else None
     topology = topology or owned
     _check_topology(units, topology)
-    account = Account((choice.name for chosen in of_units for choice in chosen), recipe.seed)
+    account = Account((choice.name for chosen in of_units for choice in chosen), recipe)
     account.adapting = _adapting(settings, model, recipe, topology)
     before = [_Before(unit, replaces_hook=replicate_group is not None) for unit in units]
     last_hop = (Reduce if replicate_group is None else ReplicaMean) if recipe.residual else None

@@ -20,6 +20,7 @@ from zcomm.install.adapting import Adapting
 from zcomm.install.carried import Carried
 from zcomm.install.choices import Choice
 from zcomm.install.pieces import Piece
+from zcomm.recipes import Recipe
 from zcomm.residual import Residual
 from zcomm.volume import Sent
 
@@ -126,9 +127,9 @@ class Report:
 class Account:
     """The tallies of one installation, of parameters ``names``, and what it carries from step to step."""
 
-    def __init__(self, names: Iterable[str], seed: int) -> None:
+    def __init__(self, names: Iterable[str], recipe: Recipe) -> None:
         self.tallies: list[Tally] = []
-        self.carried = Carried(names, seed)
+        self.carried = Carried(names, recipe)
         self.adapting: Adapting | None = None
         """Changes formats between steps; None: they stay."""
         self.notes: list[str] = []

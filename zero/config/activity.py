@@ -62,6 +62,7 @@ CONDITIONS = {
     "offload_optimizer nvme": Condition(
         lambda c: c.zero_optimization.offload_optimizer.device == "nvme", "offload_optimizer.device is not nvme"
     ),
+    "delta_hpz": Condition(lambda c: c.zcomm.mode == "delta_hpz", "zcomm.mode is not delta_hpz"),
     "delayed update": Condition(
         lambda c: c.zcomm.delayed_update and c.zero_optimization.offload_optimizer.device != "none",
         "zcomm.delayed_update is false, or offload_optimizer.device is none",

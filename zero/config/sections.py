@@ -161,6 +161,21 @@ class Zcomm:
         choices=("delta_hpz",),
         setting="mode",
     )
+    residual_beta: float = key(
+        1.0,
+        "what gradients have lost between nodes is multiplied with it before it is added to the next step's, at most "
+        "1; below 1 old losses fade (LoCo's damping)",
+        is_positive=True,
+        setting="residual_beta",
+        active_if="delta_hpz",
+    )
+    residual_reset_interval: int = key(
+        0,
+        "steps after which what gradients have lost between nodes is forgotten (LoCo's reset); 0: never",
+        minimum=0,
+        setting="residual_reset_interval",
+        active_if="delta_hpz",
+    )
     activations: str | None = key(
         None,
         "where inputs of checkpointed functions rest; overrides cpu_checkpointing",
