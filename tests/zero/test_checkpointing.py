@@ -26,10 +26,7 @@ Checkpoint = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of such sizes: several wait for one another
     yield
-    torch.set_num_threads(num_threads)
     zero.checkpointing.configure()
     zero.checkpointing.get_cuda_rng_tracker().reset()
 

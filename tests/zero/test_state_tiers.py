@@ -65,11 +65,11 @@ def _options(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _train(rank: int, case: dict[str, Any], **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Three steps, one of them skipped in fp16; the losses and the parameters."""
+    """Two steps, and in fp16 one more that is skipped; the losses and the parameters."""
     model, losses = new_model(has_unused=True, has_frozen=True), []
     optimizer = OPTIMIZERS[case["optimizer"]](groups_of(model))
     with zero_optimizer(model, optimizer, **_options(case), **options) as wrapped:
-        for step in range(3):
+        for step in range(3 if case["dtype"] == "fp16" else 2):
             for micro in range(case["num_micro"]):
                 loss = loss_of(model, *batch(step, micro, rank)) / case["num_micro"]
                 overflows = case["dtype"] == "fp16" and (step, micro, rank) == (1, 0, 1)
@@ -93,9 +93,11 @@ def _check_case(rank: int, cases: list[dict[str, Any]], folder: str) -> None:
         assert_same_bits(expected[1], got[1])
 
 
-def test_every_tier_has_the_bits_of_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", list(TIERS))
+def test_every_tier_has_the_bits_of_none(tier: str, tmp_path: Path) -> None:
     """Any two of tier, stage, precision, accumulation, clipping, ZeRO++ and optimizer are tried together."""
-    run_ranks(2, _check_case, covering_set(FACTORS, 2), str(tmp_path))
+    cases = [case for case in covering_set(FACTORS, 2) if case["tier"] == tier]
+    run_ranks(2, _check_case, cases, str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 

@@ -23,8 +23,8 @@ from zero.tiers.moved import moved
 IS_FULL = os.environ.get("ZERO_DIFFERENTIAL") == "full"
 pytestmark = [pytest.mark.timeout(1800)] if IS_FULL else []
 STEPS, OVERFLOWS_AT = 2, 0
-MOST_AT_ONCE = 24
-"""Cases of one call of the ranks."""
+MOST_AT_ONCE = 48
+"""Ranks times cases of one call."""
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
@@ -70,14 +70,14 @@ def _options(case: dict[str, Any], ranks_per_node: int, folder: str) -> dict[str
         "ranks_per_node": ranks_per_node,
         "gradient_accumulation_steps": num_micro,
         "gradient_clipping": max_norm,
-        "reduce_bucket_size": 3000,
-        "allgather_bucket_size": 3000,
         "sub_group_size": 1601,
         "overlap_comm": case["overlaps"],
         "offload_optimizer": _offload(case["states"], folder)
         | {"pipeline_read": case["overlaps"], "pipeline_write": case["overlaps"]},
         **PRECISIONS[case["precision"]],
     }
+    if not case["is_plain"]:
+        options |= {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000}
     if case["stage"] == 3:
         in_files = {"max_in_cpu": 0, "buffer_size": 600} if case["parameters"] == "nvme" else {}
         options["offload_param"] = _offload(case["parameters"], folder) | in_files
@@ -125,24 +125,29 @@ def _check(rank: int, cases: list[dict[str, Any]], ranks_per_node: int, folder: 
     known: dict[str, Run] = {}
     for case in cases:
         secondary = {"secondary": "device"} if "secondary" in case else {}
-        plain = case | {"parameters": "none", "states": "none", "overlaps": False} | secondary
+        in_memory = {"parameters": "none", "states": "none", "overlaps": False, "is_plain": True}
+        plain = case | in_memory | secondary
         if repr(plain) not in known:
             known[repr(plain)] = _train(rank, plain, ranks_per_node, folder)
-        got = known[repr(plain)] if case == plain else _train(rank, case, ranks_per_node, folder)
+        got = _train(rank, case | {"is_plain": False}, ranks_per_node, folder)
         assert got.losses == known[repr(plain)].losses, case
         assert_same_bits(got.values, known[repr(plain)].values)
     assert not list(Path(folder).glob(f"*rank{rank}"))
 
 
-def _run(world_size: int, cases: list[dict[str, Any]], folder: Path) -> None:
-    """In parts that end in time."""
-    for first in range(0, len(cases), MOST_AT_ONCE):
-        run_ranks(world_size, _check, cases[first : first + MOST_AT_ONCE], 2, str(folder))
+def _run(world_size: int, cases: list[dict[str, Any]], precision: str, folder: Path) -> None:
+    """Those of one precision, in parts that end in time; cases with the same plain training follow one another."""
+    cases = [case for case in cases if case["precision"] == precision]
+    cases.sort(key=lambda case: [case[name] for name in ("stage", "plus", "loop")])
+    for first in range(0, len(cases), MOST_AT_ONCE // world_size):
+        run_ranks(world_size, _check, cases[first : first + MOST_AT_ONCE // world_size], 2, str(folder))
 
 
-def test_stages_1_to_3_on_two_ranks(tmp_path: Path) -> None:
-    _run(2, [*_cases(BELOW_STAGE_3), *_cases(STAGE_3)], tmp_path)
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_stages_1_to_3_on_two_ranks(precision: str, tmp_path: Path) -> None:
+    _run(2, [*_cases(BELOW_STAGE_3), *_cases(STAGE_3)], precision, tmp_path)
 
 
-def test_zeropp_on_two_nodes(tmp_path: Path) -> None:
-    _run(4, _cases(ON_NODES), tmp_path)
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_zeropp_on_two_nodes(precision: str, tmp_path: Path) -> None:
+    _run(4, _cases(ON_NODES), precision, tmp_path)
