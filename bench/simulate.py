@@ -47,7 +47,8 @@ SETUPS: dict[str, dict[str, Any]] = {
 RANKS_PER_NODE, SEQUENCE = 8, 128
 MODELS = {"13B": (40, 5120), "1T": (128, 25600)}
 HEADER = (
-    "| parameters | ranks | setup | states | buffers | exchanges | GB sent | calls | kernels | construction | step | process |\n"
+    "| parameters | ranks | setup | states | buffers | exchanges | GB sent | calls | kernels | construction | step | "
+    "process |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|---|\n"
 )
 
@@ -74,7 +75,8 @@ class Row:
         return (
             f"| {self.numel / 1e9:,.1f}e9 | {self.world_size:,} | {self.setup} | {self.states_nbytes / 2**30:.3f} | "
             f"{self.buffers_nbytes / 2**30:.2f} | {self.num_exchanges:,} | {self.sent_nbytes / 1e9:.2f} | "
-            f"{self.num_calls:,} | {self.num_kernels:,} | {self.construction_s:.1f} s | {self.step_s:.2f} s | {self.grown_mib:.0f} MiB |\n"
+            f"{self.num_calls:,} | {self.num_kernels:,} | "
+            f"{self.construction_s:.1f} s | {self.step_s:.2f} s | {self.grown_mib:.0f} MiB |\n"
         )
 
 
