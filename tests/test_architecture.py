@@ -33,6 +33,7 @@ MAY_IMPORT_LATE = {
     "zcomm/backend.py",
     "zcomm/cli.py",
     "zcomm/bench/plot.py",
+    "zero/plan/report.py",
 }
 # the backend, and what it is compared with
 MAY_COMMUNICATE = {"zcomm/backend.py", "zcomm/bench/torch_calls.py"}

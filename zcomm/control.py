@@ -5,6 +5,8 @@ They are between hosts (:attr:`Topology.on_host`): no device is waited for, but 
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,7 +16,16 @@ from zcomm.backend import Hop, Sent
 from zcomm.errors import TopologyError
 from zcomm.topology import Topology, hop_of_group
 
-__all__ = ["agree_max", "any_", "broadcast_", "gather_beside", "gather_float64", "gather_texts", "texts_over"]
+__all__ = [
+    "agree_max",
+    "any_",
+    "are_equal",
+    "broadcast_",
+    "gather_beside",
+    "gather_float64",
+    "gather_texts",
+    "texts_over",
+]
 
 TEXT_NBYTES = 512
 
@@ -51,6 +62,20 @@ def gather_beside(values: Tensor, topology: Topology) -> Tensor:
     return of_ranks
 
 
+def are_equal(text: str, ranks: Topology | dist.ProcessGroup | None) -> bool:
+    """Whether every rank has the same ``text``, by 64-bit digests: 8 bytes to every other rank. None: all ranks."""
+    if isinstance(ranks, Topology):
+        _keep_order(ranks)
+    hop = ranks.on_host if isinstance(ranks, Topology) else hop_of_group(ranks)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], dtype=torch.int64)
+    of_ranks = torch.empty(hop.size, dtype=torch.int64)
+    work = backend.all_gather(of_ranks, mine, hop, Sent("control", "none", 1))
+    if work is not None:
+        work.wait()
+    return bool((of_ranks == mine).all())
+
+
 def gather_texts(text: str, ranks: Topology | dist.ProcessGroup | None) -> list[str]:
     """The first 512 bytes of every rank's ``text``, in rank order. None: all ranks of torch.distributed."""
     if not isinstance(ranks, Topology):
@@ -66,7 +91,10 @@ def texts_over(hop: Hop, text: str) -> list[str]:
     work = backend.all_gather(of_ranks, mine, hop, Sent("control", "none", TEXT_NBYTES))
     if work is not None:
         work.wait()
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in of_ranks]
+    data = of_ranks.numpy().tobytes()
+    rows = [data[at : at + TEXT_NBYTES] for at in range(0, len(data), TEXT_NBYTES)]
+    texts = {row: row.rstrip(b"\0").decode(errors="replace") for row in set(rows)}
+    return [texts[row] for row in rows]
 
 
 def broadcast_(tensor: Tensor, src: int, topology: Topology) -> None:

@@ -182,20 +182,11 @@ class DeltaGather:
         messages = layout.new_to_receive(route.world_size, device)
         kernels.quantize_difference(shard, rows[self._own_row], layout, own_message(messages, route), encoder.draw(0))
         yield from gather_messages(messages, layout, route)
-        for index, row in enumerate(_rows_of_messages(route, self._numbering)):
-            kernels.decode_add(messages[index : index + 1], layout, rows[row])
-
-
-def _rows_of_messages(route: Route, numbering: Numbering) -> list[int]:
-    """The row of each message, in the order of :func:`zcomm.all_gather.gather_messages`."""
-    if len(route.hops) == 1:
-        return list(range(route.world_size))
-    per_local_rank, per_node = route.strides(numbering, 1)
-    return [
-        local * per_local_rank + node * per_node
-        for local in range(route.ranks_per_node)
-        for node in range(route.num_nodes)
-    ]
+        if len(route.hops) == 1 or self._numbering == "local":  # messages come in the order of rows
+            kernels.decode_add(messages, layout, rows)
+            return
+        for local_rank, of_nodes in enumerate(messages.view(route.ranks_per_node, route.num_nodes, -1)):
+            kernels.decode_add(of_nodes, layout, rows[local_rank :: route.ranks_per_node])
 
 
 def _between_nodes(route: Route, group: Group) -> Route:

@@ -39,6 +39,8 @@ __all__ = [
 ]
 
 P = ParamSpec("P")
+DECODED_NUMEL = 2**22
+"""Elements decoded at a time, where that takes memory."""
 
 
 def native() -> Any:
@@ -214,11 +216,13 @@ def quantize_difference(x: Tensor, held: Tensor, layout: MessageLayout, out: Ten
 
 @_shown
 def decode_add(messages: Tensor, layout: MessageLayout, out: Tensor) -> None:
-    """Add the values of message ``messages`` [1, nbytes] to ``out`` [n] (N11)."""
+    """Add the values of message i of ``messages`` [m, nbytes] to row i of ``out`` [m, n], contiguous rows (N11)."""
     if out.numel() and (gpu := _on_gpu(out, layout)):
         message.verify(messages, layout)
-        gpu.decode(messages, layout, out, 0, 0, added=True)
-    else:
-        decoded = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        decode(messages, layout, decoded, 0, 0)
-        out.add_(decoded)
+        gpu.decode(messages, layout, out, out.stride(0), 0, added=True)
+        return
+    at_a_time = max(DECODED_NUMEL // max(out.shape[1], 1), 1)
+    for some, rows in zip(torch.split(messages, at_a_time), torch.split(out, at_a_time), strict=True):
+        decoded = torch.empty(rows.shape, dtype=torch.float32, device=out.device)
+        decode(some, layout, decoded, decoded.stride(0), 0)
+        rows.add_(decoded)

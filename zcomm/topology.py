@@ -286,9 +286,17 @@ def hop_of_group(group: dist.ProcessGroup | None) -> Hop:
         return ALONE
     per_node = _integer("LOCAL_WORLD_SIZE", dist.get_world_size(), at_least=1)
     node = dist.get_rank() // per_node
-    intra = sum(_global_rank(group, peer) // per_node == node for peer in range(size)) - 1
+    of_node = range(node * per_node, min((node + 1) * per_node, dist.get_world_size()))
+    intra = sum(_is_member(group, rank) for rank in of_node) - 1
     whole = group if group is not None else dist.group.WORLD
     return Hop(whole, size, rank, intra, size - 1 - intra, backend.backend_of(group))
+
+
+def _is_member(group: dist.ProcessGroup | None, global_rank: int) -> bool:
+    try:
+        return group is None or dist.get_group_rank(group, global_rank) >= 0
+    except ValueError:  # a rank outside of the group
+        return False
 
 
 def _integer(variable: str, default: int, *, at_least: int = 0) -> int:

@@ -29,7 +29,7 @@ def on_every_rank(call: Callable[[], Result], ranks: Topology | dist.ProcessGrou
             of the same errno and file, else StateError, with the number of the first such rank and its text.
         LayoutError: The ranks' facts differ.
 
-    Cost for each rank: 512 bytes to every other rank.
+    Cost for each rank: 8 bytes to every other rank; 512 more if there is an error.
     """
     failure, handled = None, sys.exc_info()[1]  # this may be the recovery from an agreed error
     try:
@@ -40,6 +40,8 @@ def on_every_rank(call: Callable[[], Result], ranks: Topology | dist.ProcessGrou
         failure = error
     mine = f"\n{fact}" if failure is None else _told(failure)
     with torch._C.DisableTorchFunction():  # a constructor may run under torch.device("meta")
+        if control.are_equal(mine, ranks) and failure is None:  # all have failed, or none
+            return result
         texts = control.gather_texts(mine, ranks)
     if failure is not None:
         raise _agreed(failure)
@@ -47,10 +49,8 @@ def on_every_rank(call: Callable[[], Result], ranks: Topology | dist.ProcessGrou
         kind, _, reason = text.partition("\n")
         if kind:
             raise _agreed(_as_told(rank, kind, reason))
-    if len(set(texts)) > 1:
-        lines = [f"  rank {rank}: {text.strip()}" for rank, text in enumerate(texts)]
-        raise _agreed(LayoutError("every rank must do the same, in the same order:\n" + "\n".join(lines)))
-    return result
+    lines = [f"  rank {rank}: {text.strip()}" for rank, text in enumerate(texts)]
+    raise _agreed(LayoutError("every rank must do the same, in the same order:\n" + "\n".join(lines)))
 
 
 def raise_on_every_rank(error: Exception, ranks: Topology | dist.ProcessGroup | None) -> NoReturn:

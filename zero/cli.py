@@ -6,6 +6,7 @@ zero config table           the table of all keys, as in the README
 zero io-bench PATH          how fast the disk under a folder is read and written, and which aio settings suit it
 zero export CKPT OUTPUT     the weights of a checkpoint as safetensors
 zero estimate PARAMETERS    the memory of each rank, by kind, for every stage and tier
+zero plan                   what fits on a cluster, what a step takes, and the configuration of the fastest
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from zero.config import explain, json_schema, markdown_table, read_source
 from zero.estimate import estimate
 from zero.formulas import Activations, Counts
 from zero.io_bench import run as run_io_bench
+from zero.plan.command import add_plan
+from zero.plan.command import run as run_plan
 
 __all__ = ["main"]
 
@@ -47,6 +50,8 @@ def _answer(options: argparse.Namespace) -> str:
         return run_io_bench(options.path, nbytes=options.size_mib << 20, seconds=options.seconds)
     if options.command == "export":
         return _export(options)
+    if options.command == "plan":
+        return run_plan(options)
     if options.command == "estimate":
         return _estimate(options)
     if options.what == "schema":
@@ -106,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     size = "largest file, 5GB if absent; more are written, with an index, if one would be larger"
     exporting.add_argument("--max-shard-size", type=_size, default=MAX_SHARD_NBYTES, metavar="SIZE", help=size)
     _add_estimate(commands.add_parser("estimate", help="the memory of each rank, for every stage and tier"))
+    add_plan(commands.add_parser("plan", help="what fits on a cluster, what a step takes, the fastest configuration"))
     return parser
 
 

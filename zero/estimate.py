@@ -19,7 +19,7 @@ from zero.tiers.parameter_rests import LEAST_AHEAD_NBYTES
 from zero.tiers.state_files import LARGEST_NUMEL
 from zero.units import find_units
 
-__all__ = ["TIERS", "Estimate", "count", "estimate"]
+__all__ = ["TIERS", "Estimate", "count", "estimate", "tiers_of_stage"]
 
 TIERS = {
     "device": Tier(),
@@ -66,7 +66,7 @@ class Estimate:
             f"{'stage':>5}  {'tier':<15} {'device':>10} {'host':>10} {'nvme':>10} {'page-locked':>12}",
         ]
         for stage in range(4):
-            for tier in _tiers_of(stage):
+            for tier in tiers_of_stage(stage):
                 is_chosen = (stage, tier) == (self.stage, self.tier)
                 cells = " ".join(f"{_shown(self.nbytes(p, stage=stage, tier=tier)):>10}" for p in PLACES.values())
                 pinned = f"{_shown(self.pinned_nbytes(stage=stage, tier=tier)):>12}"
@@ -217,7 +217,7 @@ def _with_checkpoints(shape: Activations | None, config: Config) -> Activations 
     )
 
 
-def _tiers_of(stage: int) -> list[str]:
+def tiers_of_stage(stage: int) -> list[str]:
     """Tiers that differ at ``stage``."""
     if stage == 0:
         return ["device"]

@@ -15,12 +15,12 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-__all__ = ["ALIGN", "BucketLayout", "Piece", "Slot"]
+__all__ = ["ALIGN", "BucketLayout", "Piece", "Slot", "runs"]
 
 ALIGN = 256
 """Elements; the largest default block of any wire format, and a multiple of all of them."""
@@ -29,6 +29,19 @@ ALIGN = 256
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
+
+
+def runs(numels: Iterable[int], max_numel: int) -> list[list[int]]:
+    """Indices of consecutive units that share buckets: at least one, more as long as they have ``max_numel``."""
+    found: list[list[int]] = []
+    together = 0
+    for index, numel in enumerate(numels):
+        if not found or together + numel > max_numel:
+            found.append([])
+            together = 0
+        found[-1].append(index)
+        together += numel
+    return found
 
 
 @dataclass(frozen=True)

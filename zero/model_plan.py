@@ -14,7 +14,7 @@ from zcomm import LayoutError, StateError, Topology, control
 from zcomm.adaptive import Role, roles_of
 from zero.bucket import Bucket
 from zero.init_shards import is_built
-from zero.layout import BucketLayout
+from zero.layout import BucketLayout, runs
 from zero.node_mode import resolve_mode
 from zero.residents import choose_residents, set_apart
 from zero.settings import Effective, ZeroSettings
@@ -50,7 +50,9 @@ def plan_model(model: nn.Module, settings: ZeroSettings, topology: Topology) -> 
     roles = roles_of(model) if effective.is_adaptive else {}
     buckets = _cut_into_buckets([residents], topology.world_size, effective, roles, is_resident=True)
     buckets_of_unit: list[list[Bucket]] = []
-    for run in _runs_of(units, _numel_to_merge(settings, effective)):
+    numels = [sum(param.numel() for _, param in unit.parameters) for unit in units]
+    for indices in runs(numels, _numel_to_merge(settings, effective)):
+        run = [units[index] for index in indices]
         of_run = _cut_into_buckets(run, topology.world_size, effective, roles, first=len(buckets))
         buckets_of_unit += [of_run] * len(run)
         buckets += of_run
@@ -111,20 +113,6 @@ def _check_is_gatherable(model: nn.Module) -> None:
                 f"stage 3 gathers real floating-point parameters only: {name!r} is {param.dtype}; use stage 1 or 2, or "
                 "make it a buffer"
             )
-
-
-def _runs_of(units: list[Unit], max_numel: int) -> list[list[Unit]]:
-    """Consecutive units that share buckets: at least one, and more as long as they have ``max_numel`` elements."""
-    runs: list[list[Unit]] = []
-    numel = 0
-    for unit in units:
-        unit_numel = sum(param.numel() for _, param in unit.parameters)
-        if not runs or numel + unit_numel > max_numel:
-            runs.append([])
-            numel = 0
-        runs[-1].append(unit)
-        numel += unit_numel
-    return runs
 
 
 def _cut_into_buckets(

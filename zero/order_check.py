@@ -55,7 +55,7 @@ class OrderCheck:
         if self._watch is None:
             return
         mine = torch.tensor([float(zlib.crc32(call.encode()))], dtype=torch.float64)
-        if len(set(control.gather_float64(mine, self._ranks).flatten().tolist())) > 1:
+        if bool((control.gather_float64(mine, self._ranks) != mine).any()):
             self._num_unequal += 1
             raise DivergedError(_compose(control.gather_texts(detail or call, self._ranks)))
 

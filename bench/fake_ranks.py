@@ -1,0 +1,87 @@
+"""One rank of a job that is not there: torch's fake process group, and tensors on ``meta`` with addresses.
+
+    with fake_ranks(16384, ranks_per_node=8) as topology:
+        optimizer = ZeroOptimizer(model_on_meta, torch.optim.AdamW, topology=topology, stage=3)
+
+The code of zero and zcomm that runs is the real one, as rank 0. What is not: exchanges (a fake process group completes
+them at once, and everybody sends what this rank does), the arithmetic of kernels, and the checks that refuse ``meta``.
+Where code goes by addresses, a tensor on ``meta`` has one that no other memory has.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+from torch import Tensor, nn
+from torch.distributed import HashStore
+
+from zcomm import Topology, kernels, route
+from zero import inputs, model_plan
+
+__all__ = ["compute_nothing", "fake_ranks", "num_exchanges"]
+
+KERNELS = ("quantize", "decode", "decode_sum", "decode_sum_requantize", "quantize_difference", "decode_add")
+ADDRESS_BITS = 48
+"""Of a storage; what is above numbers them."""
+
+_real_address, _real_storage_address = Tensor.data_ptr, torch.UntypedStorage.data_ptr
+_check_flat, _check_model = route.check_flat, model_plan.check_model
+
+
+def _address(tensor: Tensor) -> int:
+    if not tensor.is_meta:
+        return _real_address(tensor)
+    return _storage_address(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size()
+
+
+def _storage_address(storage: torch.UntypedStorage) -> int:
+    return storage._cdata << ADDRESS_BITS if storage.device.type == "meta" else _real_storage_address(storage)
+
+
+def _check_flat_or_meta(name: str, tensor: Tensor) -> None:
+    if not tensor.is_meta:
+        _check_flat(name, tensor)
+
+
+def _check_model_or_meta(model: nn.Module) -> torch.device:
+    """Where an optimizer is tried: no computation on ``meta`` has a result to compare."""
+    is_meta = all(param.is_meta for param in model.parameters())
+    return torch.device("cpu") if is_meta else _check_model(model)
+
+
+def compute_nothing(*_: Any, **__: Any) -> None:
+    """In the place of a kernel."""
+
+
+@contextmanager
+def fake_ranks(world_size: int, ranks_per_node: int) -> Iterator[Topology]:
+    """Be rank 0 of ``world_size`` ranks inside; torch.distributed must not be initialised."""
+    dist.init_process_group("fake", store=HashStore(), rank=0, world_size=world_size)
+    with ExitStack() as stack:
+        stack.callback(dist.destroy_process_group)
+        stack.enter_context(patch.object(Tensor, "data_ptr", _address))
+        stack.enter_context(patch.object(torch.UntypedStorage, "data_ptr", _storage_address))
+        for module in [module for name, module in sys.modules.items() if name.startswith("zcomm.")]:
+            if getattr(module, "check_flat", None) is _check_flat:
+                stack.enter_context(patch.object(module, "check_flat", _check_flat_or_meta))
+        for module in (model_plan, inputs):
+            stack.enter_context(patch.object(module, "check_model", _check_model_or_meta))
+        for name in KERNELS:
+            stack.enter_context(patch.object(kernels, name, compute_nothing))
+        topology = Topology(ranks_per_node=ranks_per_node)
+        stack.callback(topology.close)
+        yield topology
+
+
+def num_exchanges(topology: Topology) -> int:
+    """The exchanges that this rank has started over ``topology`` and its companions."""
+    topologies = (topology, topology.companion, topology.companion.companion)
+    hops = [hop for t in topologies for hop in (t.world, t.intra, t.inter, t.on_host)]
+    return sum(ledger.num_started for ledger in {id(hop.ledger): hop.ledger for hop in hops}.values())

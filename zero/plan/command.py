@@ -1,0 +1,163 @@
+"""The command ``zero plan``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zcomm import ConfigError
+from zcomm.auto import probe_path
+from zero.plan.cluster import CLUSTERS, Cluster
+from zero.plan.model import MODELS, Model
+from zero.plan.planner import Job, largest_model, plan
+from zero.plan.report import as_json, draw, table
+
+__all__ = ["add_plan", "run"]
+
+RATES = {
+    "device_gib": "GiB of a device", "device_gbps": "GB/s of that memory", "tflops": "TFLOP/s of a device",
+    "within_gbps": "GB/s a device sends in its node", "between_gbit": "Gbit/s a node sends to others",
+    "host_gib": "GiB of a host", "host_gbps": "GB/s of its memory", "pcie_gbps": "GB/s of a device to its host",
+    "nvme_gib": "GiB of a node's disks", "nvme_read_gbps": "GB/s they are read", "nvme_write_gbps": "GB/s written",
+}  # fmt: skip
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``zero plan``."""
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", metavar="NAME", help=f"{', '.join(MODELS)}, or the folder or file of a config.json")
+    model.add_argument("--parameters", type=float, metavar="N", help="in --layers equal layers, for example 7e9")
+    model.add_argument("--layers", type=int, metavar="N")
+    model.add_argument("--hidden", type=int, metavar="N", help="width, instead of --parameters")
+    model.add_argument("--vocabulary", type=int, default=50257, metavar="N")
+    model.add_argument("--sequence", type=int, default=1024, metavar="N", help="tokens (default 1024)")
+    cluster = parser.add_argument_group("cluster")
+    cluster.add_argument("--cluster", choices=CLUSTERS, default="8xa100", help="default: one node of 8 A100")
+    cluster.add_argument("--probe", action="store_true", help="this machine instead, and links as zcomm probe found")
+    cluster.add_argument("--nodes", type=int, dest="num_nodes", metavar="N")
+    cluster.add_argument("--ranks", type=int, dest="ranks_per_node", metavar="N", help="on each node")
+    for name, text in RATES.items():
+        cluster.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=text)
+    job = parser.add_argument_group("step")
+    job.add_argument("--batch", type=int, default=1, metavar="N", help="sequences a rank and micro-batch")
+    job.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches a step")
+    job.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
+    job.add_argument("--precision", choices=["bf16", "fp16"], default="bf16")
+    parser.add_argument("--max-model", action="store_true", help="the largest model of such layers that fits")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each row")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the steps' times (needs matplotlib)")
+
+
+def run(options: argparse.Namespace) -> str:
+    """The answer.
+
+    Raises:
+        ConfigError: The options are no model, no cluster or no step.
+    """
+    cluster = _cluster_of(options)
+    job = Job(
+        batch=options.batch,
+        num_micro=options.accumulation,
+        is_checkpointed=not options.no_checkpointing,
+        precision=options.precision,
+    )
+    model = _model_of(options)
+    if options.max_model:
+        model, _ = largest_model(model, cluster, job)
+    rows = plan(model, cluster, job)
+    if options.plot is not None:
+        draw(rows, options.plot)
+    return as_json(rows) if options.json else table(rows, model, cluster)
+
+
+def _model_of(options: argparse.Namespace) -> Model:
+    if options.model in MODELS:
+        layers, hidden = MODELS[options.model]
+        return Model.of_shape(layers, hidden, vocabulary=options.vocabulary, sequence=options.sequence)
+    if options.model is not None:
+        path = Path(options.model)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            return Model.of_config(json.loads(path.read_text()), sequence=options.sequence)
+        except FileNotFoundError:
+            raise ConfigError(
+                f"--model must be one of {', '.join(MODELS)}, or a config.json: {options.model}"
+            ) from None
+    if options.parameters is not None:
+        return Model.of_numel(options.parameters, options.layers or 1, sequence=options.sequence)
+    if options.layers is None or options.hidden is None:
+        raise ConfigError("which model? give --model NAME, or --layers and --hidden, or --parameters and --layers")
+    return Model.of_shape(options.layers, options.hidden, vocabulary=options.vocabulary, sequence=options.sequence)
+
+
+def _cluster_of(options: argparse.Namespace) -> Cluster:
+    names = [field.name for field in fields(Cluster)]
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return replace(probed() if options.probe else CLUSTERS[options.cluster], **given)
+
+
+def probed() -> Cluster:
+    """This machine: its memory, how fast it multiplies and copies, and its links if ``zcomm probe`` has been run.
+
+    Cost: about a second.
+    """
+    host_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    has_gpu = torch.cuda.is_available()
+    ranks = torch.cuda.device_count() if has_gpu else 1
+    memory = torch.cuda.get_device_properties(0).total_memory if has_gpu else host_nbytes
+    device = torch.device("cuda" if has_gpu else "cpu")
+    square = torch.ones(4096 if has_gpu else 1024, 4096 if has_gpu else 1024, device=device)
+    square = square.bfloat16() if has_gpu else square
+    flops = 2 * square.shape[0] ** 3 / _seconds(lambda: square @ square)
+    large = torch.ones(2**24, device=device)
+    copied = 2 * large.nbytes / _seconds(large.clone)
+    found = Cluster(
+        ranks_per_node=ranks,
+        device_gib=memory / 2**30,
+        device_gbps=copied / 1e9,
+        tflops=flops / 1e12,
+        host_gib=host_nbytes / 2**30,
+        host_gbps=copied / 1e9 if not has_gpu else Cluster().host_gbps,
+    )
+    return replace(found, **_probed_links())
+
+
+def _seconds(call: Any, times: int = 5) -> float:
+    """Of the fastest of some calls."""
+    found = []
+    for _ in range(times + 1):
+        start = time.perf_counter()
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def _probed_links() -> dict[str, Any]:
+    """Of the largest shape in the file of ``zcomm probe``; nothing without one."""
+    path = probe_path()
+    try:
+        shapes: dict[str, Any] = json.loads(path.read_text())["topologies"]
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"{path} is not what `zcomm probe` writes: {error!r}; delete it or probe again") from error
+    if not shapes:
+        return {}
+    name = max(shapes, key=lambda shape: [int(n) for n in shape.split(" ")[0].split("x")])
+    nodes, ranks = (int(n) for n in name.split(" ")[0].split("x"))
+    links = shapes[name]["links"]
+    found: dict[str, Any] = {"num_nodes": nodes, "ranks_per_node": ranks}
+    if "within" in links:
+        found["within_gbps"] = links["within"]["bandwidth_gbps"]
+    if "between" in links:
+        found["between_gbit"] = 8 * links["between"]["bandwidth_gbps"]
+    return found

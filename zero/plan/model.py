@@ -1,0 +1,160 @@
+"""A model as a planner sees it: the sizes of its parameters, unit by unit, and its shape for activations and FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from zcomm import ConfigError
+from zero.formulas import Counts
+from zero.layout import BucketLayout, runs
+from zero.units import find_units
+
+__all__ = ["MODELS", "Model", "Unit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters of one kind that are gathered together, ``repeats`` times the same."""
+
+    numels: tuple[int, ...]
+    """Elements of each parameter."""
+    repeats: int = 1
+    is_trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Elements of one."""
+        return sum(self.numels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Units, and the shape of the transformer that they are."""
+
+    units: tuple[Unit, ...]
+    num_layers: int
+    hidden: int
+    sequence: int
+
+    @classmethod
+    def of_shape(cls, num_layers: int, hidden: int, *, vocabulary: int = 50257, sequence: int = 1024) -> Model:
+        """A GPT with tied embeddings: 12 h^2 + 13 h elements a layer, and (vocabulary + sequence + 2) h."""
+        if min(num_layers, hidden, vocabulary, sequence) < 1:
+            raise ConfigError(
+                f"a model's shape must be positive: layers={num_layers}, hidden={hidden}, vocabulary={vocabulary}, "
+                f"sequence={sequence}"
+            )
+        h = hidden
+        norms, attention = (h, h, h, h), (3 * h * h, 3 * h, h * h, h)
+        block = Unit((*norms, *attention, 4 * h * h, 4 * h, 4 * h * h, h), num_layers)
+        ends = (Unit((vocabulary * h,)), Unit((sequence * h,)))
+        return cls(units=(*ends, block, Unit((h, h))), num_layers=num_layers, hidden=h, sequence=sequence)
+
+    @classmethod
+    def of_numel(cls, numel: float, num_layers: int, *, sequence: int = 1024) -> Model:
+        """``numel`` elements in equal layers of 12 h^2, without embeddings; h follows, and need not be whole."""
+        of_layer = int(numel / num_layers)
+        if of_layer < 1:
+            raise ConfigError(f"there must be parameters and layers: parameters={numel}, layers={num_layers}")
+        hidden = max(int((of_layer / 12) ** 0.5), 1)
+        return cls(units=(Unit((of_layer,), num_layers),), num_layers=num_layers, hidden=hidden, sequence=sequence)
+
+    @classmethod
+    def of_module(cls, module: nn.Module, *, num_layers: int, hidden: int, sequence: int = 1024) -> Model:
+        """The parameters of ``module``, which may be on the meta device, cut as :class:`zero.ZeroOptimizer` does."""
+        units = []
+        for unit in find_units(module):
+            kinds: dict[Any, list[int]] = {}
+            for _, param in unit.parameters:
+                kinds.setdefault((param.dtype, param.requires_grad), []).append(param.numel())
+            units += [Unit(tuple(n), is_trainable=is_trainable) for (_, is_trainable), n in kinds.items()]
+        return cls(units=tuple(units), num_layers=num_layers, hidden=hidden, sequence=sequence)
+
+    @classmethod
+    def of_config(cls, config: Any, *, sequence: int | None = None) -> Model:
+        """By a transformers configuration, or the dict of a ``config.json``: its layers, width and vocabulary."""
+        values = config if isinstance(config, dict) else config.to_dict()
+
+        def one(*names: str) -> int:
+            found = next((values[name] for name in names if isinstance(values.get(name), int)), None)
+            if found is None:
+                raise ConfigError(f"the model's configuration has none of {', '.join(names)}: {sorted(values)[:20]}")
+            return int(found)
+
+        length = sequence or one("max_position_embeddings", "n_positions")
+        layers, hidden = one("num_hidden_layers", "n_layer"), one("hidden_size", "n_embd", "d_model")
+        return cls.of_shape(layers, hidden, vocabulary=one("vocab_size"), sequence=length)
+
+    def of_layers(self, num_layers: int) -> Model:
+        """The same with another number of layers."""
+        is_layer = [unit.repeats == self.num_layers and unit.numel >= 12 * self.hidden**2 - 1 for unit in self.units]
+        units = [replace(u, repeats=num_layers) if own else u for u, own in zip(self.units, is_layer, strict=True)]
+        if not any(is_layer):
+            raise ConfigError("only a model of equal layers can be made larger: give its layers and hidden size")
+        return replace(self, units=tuple(units), num_layers=num_layers)
+
+    def cut(self, max_numel: int) -> Model:
+        """The same with units of more than ``max_numel`` elements cut into their parameters, as stage 3 does."""
+        units: list[Unit] = []
+        for unit in self.units:
+            if unit.numel <= max_numel:
+                units.append(unit)
+            else:
+                units += [replace(unit, numels=(numel,)) for numel in unit.numels]
+        return replace(self, units=tuple(units))
+
+    @property
+    def numel(self) -> int:
+        """All parameters."""
+        return sum(unit.numel * unit.repeats for unit in self.units)
+
+    def layouts(self, world_size: int, merged_numel: int = 0) -> Iterator[tuple[BucketLayout, int, bool]]:
+        """Each bucket, how often it is there, whether it trains; small units share one up to ``merged_numel``."""
+        small: list[Unit] = []
+        for unit in self.units:
+            if unit.numel <= merged_numel:
+                small += [replace(unit, repeats=1)] * unit.repeats
+                continue
+            yield from _merged(small, world_size, merged_numel)
+            small = []
+            yield _layout(unit.numels, world_size), unit.repeats, unit.is_trainable
+        yield from _merged(small, world_size, merged_numel)
+
+    def counts(self, world_size: int) -> Counts:
+        """For :func:`zero.estimate`, padding included."""
+        found = list(self.layouts(world_size))
+        return Counts(
+            numel=sum(layout.numel * repeats for layout, repeats, _ in found),
+            trainable=sum(layout.numel * repeats for layout, repeats, is_trainable in found if is_trainable),
+            largest_unit=max((layout.numel for layout, _, _ in found), default=0),
+        )
+
+
+def _merged(units: list[Unit], world_size: int, max_numel: int) -> Iterator[tuple[BucketLayout, int, bool]]:
+    for run in runs([unit.numel for unit in units], max_numel):
+        for is_trainable in (True, False):
+            numels = tuple(n for i in run if units[i].is_trainable == is_trainable for n in units[i].numels)
+            if numels:
+                yield _layout(numels, world_size), 1, is_trainable
+
+
+def _layout(numels: tuple[int, ...], world_size: int) -> BucketLayout:
+    return BucketLayout.of([""] * len(numels), [(n,) for n in numels], world_size)
+
+
+MODELS = {
+    "gpt2-1.5b": (48, 1600),
+    "megatron-10b": (50, 4096),
+    "13b": (40, 5120),
+    "18b": (40, 6144),
+    "49b": (60, 8192),
+    "70b": (80, 8192),
+    "91b": (72, 10240),
+    "138b": (76, 12288),
+    "1t": (128, 25600),
+}
+"""Layers and hidden size by name: those of Megatron's examples and of the papers' tables."""

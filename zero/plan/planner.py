@@ -1,0 +1,217 @@
+"""Every configuration of a job on a cluster, with its bytes and times, the fastest that fits first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from zcomm import ConfigError
+from zcomm.volume import Sent
+from zero.config.plan import make_plan
+from zero.config.read import parse
+from zero.estimate import TIERS, Estimate, estimate, tiers_of_stage
+from zero.formulas import Activations
+from zero.plan.cluster import Cluster
+from zero.plan.exchanges import Exchanges, kernel_nbytes, step_sent
+from zero.plan.model import Model
+from zero.plan.times import Times, times_of
+
+__all__ = ["VARIANTS", "Job", "Row", "largest_model", "plan"]
+
+VARIANTS = ("plain", "ZeRO++", "delta-hpZ")
+DEVICES = {"device": "none", "host": "cpu", "nvme": "nvme"}
+MOST_LAYERS = 2**22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a rank computes in a step."""
+
+    batch: int = 1
+    """Sequences a micro-batch."""
+    num_micro: int = 1
+    """Micro-batches a step."""
+    is_checkpointed: bool = True
+    """Activation checkpoints."""
+    precision: str = "bf16"
+    """Or "fp16"."""
+    narrow_gradients: bool = False
+    """Gradients are summed up in 16 bits, as DeepSpeed does, not in 32."""
+    nvme_path: str = "/local_nvme"
+    """For the configuration."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no step."""
+        if self.batch < 1 or self.num_micro < 1:
+            raise ConfigError(
+                f"batch and micro-batches must be at least 1: batch={self.batch}, num_micro={self.num_micro}"
+            )
+        if self.precision not in ("bf16", "fp16"):
+            raise ConfigError(f"precision must be bf16 or fp16: precision={self.precision!r}")
+
+    def activations(self, model: Model) -> Activations:
+        """Of ``model``; a checkpoint for each layer."""
+        return Activations(
+            hidden=model.hidden,
+            num_layers=model.num_layers,
+            batch=self.batch,
+            sequence=model.sequence,
+            is_checkpointed=self.is_checkpointed,
+            num_checkpoints=model.num_layers,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One configuration."""
+
+    stage: int
+    variant: str
+    """Of :data:`VARIANTS`."""
+    tier: str
+    """A key of :data:`zero.estimate.TIERS`."""
+    config: Mapping[str, Any]
+    """DeepSpeed's JSON, as :func:`zero.initialize` takes it."""
+    memory: Estimate
+    """Bytes of a rank, by kind and place."""
+    sent: Mapping[str, Sent]
+    """Bytes that a rank sends in a step."""
+    times: Times
+    tokens: int
+    """Of all ranks in a step."""
+    lacks: tuple[str, ...]
+    """What does not fit: of ``device``, ``host`` and ``nvme``."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether everything has a place."""
+        return not self.lacks
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks together."""
+        return self.tokens / self.times.step
+
+    @property
+    def nbytes_sent(self) -> Sent:
+        """Of all kinds."""
+        return Sent(sum(s.intra for s in self.sent.values()), sum(s.inter for s in self.sent.values()))
+
+
+def plan(model: Model, cluster: Cluster, job: Job | None = None) -> list[Row]:
+    """Every stage, variant and tier: those that fit first, by tokens a second, then by memory.
+
+    Raises:
+        ConfigError: A job that is none.
+
+    Cost: about 2 ms a row, whatever the number of ranks.
+    """
+    chosen = job or Job()
+    rows = [_row(model, cluster, chosen, *choice) for choice in _choices(cluster)]
+    return sorted(rows, key=lambda row: (not row.fits, -row.tokens_per_s, row.memory.nbytes()))
+
+
+def largest_model(
+    model: Model, cluster: Cluster, job: Job | None = None, *, only: tuple[int, str, str] | None = None
+) -> tuple[Model, Row]:
+    """The largest model of layers like ``model``'s that fits, within half a percent, and its fastest row.
+
+    Args:
+        model: Of equal layers; how many does not matter.
+        cluster: Where.
+        job: Of a rank.
+        only: A stage, variant and tier; default: whichever holds most.
+
+    Raises:
+        ConfigError: Not even one layer fits, or the model has no equal layers.
+    """
+    chosen = job or Job()
+    choices = list(_choices(cluster)) if only is None else [only]
+
+    def fitting(num_layers: int) -> tuple[Model, Row] | None:
+        larger = model.of_layers(num_layers)
+        fits = [row for row in (_row(larger, cluster, chosen, *choice) for choice in choices) if row.fits]
+        return (larger, max(fits, key=lambda row: row.tokens_per_s)) if fits else None
+
+    found, low, high = fitting(1), 1, 2
+    if found is None:
+        raise ConfigError(f"not even one layer of {model.hidden} fits on {cluster}")
+    while high <= MOST_LAYERS and (larger := fitting(high)) is not None:
+        found, low, high = larger, high, 2 * high
+    while high - low > max(low // 200, 1):
+        middle = (low + high) // 2
+        larger = fitting(middle)
+        if larger is None:
+            high = middle
+        else:
+            found, low = larger, middle
+    return found
+
+
+def _choices(cluster: Cluster) -> Iterator[tuple[int, str, str]]:
+    for stage in range(4):
+        for tier in tiers_of_stage(stage):
+            for variant in VARIANTS:
+                is_delta = variant == "delta-hpZ"
+                if variant == "ZeRO++" and (stage == 0 or cluster.world_size == 1):
+                    continue
+                if is_delta and (stage < 3 or cluster.num_nodes == 1 or TIERS[tier].parameters != "device"):
+                    continue
+                yield stage, variant, tier
+
+
+def config_of(cluster: Cluster, job: Job, stage: int, variant: str, tier: str) -> dict[str, Any]:
+    """The JSON of one choice."""
+    section: dict[str, Any] = {"stage": stage}
+    if variant == "ZeRO++":
+        section |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+        if stage == 3 and cluster.num_nodes > 1 and cluster.ranks_per_node > 1:
+            section["zero_hpz_partition_size"] = cluster.ranks_per_node
+    rests = TIERS[tier]
+    for name, place in (("offload_optimizer", rests.states), ("offload_param", rests.parameters)):
+        if place != "device":
+            section[name] = {"device": DEVICES[place]}
+            if place == "nvme":
+                section[name]["nvme_path"] = job.nvme_path
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": job.batch,
+        "gradient_accumulation_steps": job.num_micro,
+        job.precision: {"enabled": True},
+        "zero_optimization": section,
+    }
+    if job.narrow_gradients:
+        config["data_types"] = {"grad_accum_dtype": job.precision}
+    if variant == "delta-hpZ":
+        config["zcomm"] = {"mode": "delta_hpz"}
+    return config
+
+
+def _row(model: Model, cluster: Cluster, job: Job, stage: int, variant: str, tier: str) -> Row:
+    config = config_of(cluster, job, stage, variant, tier)
+    configuration = parse(config, "plan")
+    settings = make_plan(configuration, {}).settings
+    nodes, per_node = cluster.num_nodes, cluster.ranks_per_node
+    shape = job.activations(model)
+    if stage == 3:
+        model = model.cut(settings.stage3_max_live_parameters)
+    memory = estimate(model.counts(cluster.world_size), configuration, nodes, per_node, activations=shape, prints=False)
+    dtype = torch.bfloat16 if job.precision == "bf16" else torch.float16
+    exchanges = Exchanges.of(settings, nodes, per_node, dtype)
+    sent, kernels = step_sent(model, exchanges, job.num_micro), kernel_nbytes(model, exchanges, job.num_micro)
+    setup = replace(memory.setup, stage=stage, tier=TIERS[tier])
+    times = times_of(model.numel, shape, setup, cluster, sent, kernels_nbytes=kernels, num_micro=job.num_micro)
+    tokens = job.batch * model.sequence * job.num_micro * cluster.world_size
+    return Row(stage, variant, tier, config, memory, sent, times, tokens, _lacks(memory, cluster))
+
+
+def _lacks(memory: Estimate, cluster: Cluster) -> tuple[str, ...]:
+    places = {
+        "device": cluster.device_gib,
+        "host": cluster.host_gib / cluster.ranks_per_node,
+        "nvme": cluster.nvme_gib / cluster.ranks_per_node,
+    }
+    return tuple(place for place, gib in places.items() if math.ceil(memory.nbytes(place)) > gib * 2**30)

@@ -1,0 +1,97 @@
+"""What ``zero plan`` prints and draws."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from zero.plan.cluster import Cluster
+from zero.plan.model import Model
+from zero.plan.planner import Row
+
+__all__ = ["as_json", "draw", "table"]
+
+PLACES = ("device", "host", "nvme")
+HEADER = (
+    f"{'stage':>5}  {'variant':<9}  {'tier':<14} {'device':>8} {'host':>8} {'nvme':>8} {'within':>8} {'between':>8} "
+    f"{'compute':>8} {'links':>8} {'rest':>8} {'step':>8} {'overlap':>7} {'tokens/s':>10}"
+)
+UNITS = f"{'':>32} {'GiB':>8} {'GiB':>8} {'GiB':>8} {'GB':>8} {'GB':>8} {'s':>8} {'s':>8} {'s':>8} {'s':>8} {'most':>7}"
+
+
+def table(rows: Sequence[Row], model: Model, cluster: Cluster) -> str:
+    """All rows, and of the first what takes its memory and its configuration."""
+    lines = [
+        f"{model.numel:,} parameters, {model.num_layers} layers of {model.hidden}, sequences of {model.sequence}, on "
+        f"{cluster.num_nodes} nodes x {cluster.ranks_per_node} ranks",
+        "a rank's bytes in memory, and sent in a step; seconds of a step, one part after the other",
+        "",
+        HEADER,
+        UNITS,
+        *(_line(row) for row in rows),
+        "",
+    ]
+    best = rows[0]
+    if not best.fits:
+        lines.append("nothing fits: take more nodes, a smaller batch, or a smaller model (--max-model)")
+        return "\n".join(lines) + "\n"
+    lines.append(f"fastest: stage {best.stage}, {best.variant}, {best.tier}; a rank's memory:")
+    lines += [f"  {use.kind:<22} {use.place:<7} {use.nbytes / 2**30:>9.3f} GiB" for use in best.memory.usage()]
+    lines += ["", json.dumps(best.config, indent=2)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: Row) -> str:
+    times, sent = row.times, row.nbytes_sent
+    places = " ".join(f"{_gib(row.memory.nbytes(place)):>8}" for place in PLACES)
+    rest = times.transfers - times.communication
+    end = f"{row.tokens_per_s:>10,.0f}" if row.fits else f"  no room: {', '.join(row.lacks)}"
+    return (
+        f"{row.stage:>5}  {row.variant:<9}  {row.tier:<14} {places} {sent.intra / 1e9:>8.2f} {sent.inter / 1e9:>8.2f} "
+        f"{times.computation:>8.3f} {times.communication:>8.3f} {rest:>8.3f} {times.step:>8.3f} "
+        f"{100 * times.overlap:>5.0f} % {end}"
+    )
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.2f}" if nbytes else "-"
+
+
+def as_json(rows: Sequence[Row]) -> str:
+    """A line for each row, in order."""
+    return "".join(json.dumps(_record(row)) + "\n" for row in rows)
+
+
+def _record(row: Row) -> dict[str, object]:
+    times = row.times
+    return {
+        "stage": row.stage,
+        "variant": row.variant,
+        "tier": row.tier,
+        "lacks": list(row.lacks),
+        "memory_nbytes": {f"{use.kind}, {use.place}": use.nbytes for use in row.memory.usage()},
+        "sent_nbytes": {kind: sent._asdict() for kind, sent in row.sent.items()},
+        "times_s": {name: getattr(times, name) for name in times.__slots__},
+        "step_s": times.step,
+        "overlap": times.overlap,
+        "tokens_per_s": row.tokens_per_s,
+        "config": dict(row.config),
+    }
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw what a step's time is made of, a bar for each row that fits, into the file ``path``."""
+    from matplotlib.figure import Figure
+
+    fits = [row for row in rows if row.fits][::-1]
+    figure = Figure(figsize=(8.0, 1.0 + 0.3 * len(fits)), layout="constrained")
+    axes = figure.add_subplot()
+    names, left = [f"{row.stage}, {row.variant}, {row.tier}" for row in fits], [0.0] * len(fits)
+    for kind in ("computation", "within", "between", "kernels", "pcie", "host", "nvme"):
+        widths = [getattr(row.times, kind) for row in fits]
+        axes.barh(names, widths, left=left, label=kind)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.set_xlabel("seconds of a step")
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,134 @@
+"""How long a step takes: the one place for formulas of time. P parameters, N ranks, L of them a node.
+
+    computation    6 P + 12 l h s FLOPs a token, a third more with activation       Megatron-LM, appendix; zero.formulas
+                   checkpoints; over the peak x COMPUTE_EFFICIENCY
+    links          bytes sent inside the node over its rate, bytes of all L ranks   zero.plan.exchanges
+                   between nodes over the node's; both x LINK_EFFICIENCY
+    kernels        bytes that encoding, decoding and summing what is sent read      zero.plan.exchanges
+                   and write on the device, over its memory's rate
+    PCIe           offloaded states: gradients down, k times 2 P / N, new           ZeRO-Offload, section 4.1:
+                   parameters up, 2 P / N;  offloaded parameters: 2 k x 2 P / N     4 M bytes a step, the least there is
+    host           offloaded states: b_s read and written, gradients read,          ZeRO-Offload, section 5.1
+                   parameters written, over the memory's rate
+    NVMe           states read and written once a step, parameters read 2 k         ZeRO-Infinity, section 5.1
+                   times and written once; of all L ranks over the node's rate
+    step           the sum of all: nothing hides behind anything
+
+The sum is what the published runs on slow networks show (``bench/results/plan.md``); what prefetching could hide at
+most is given beside it, as the overlap: the smaller of computation and all else. Two constants, the same for every
+machine and model, neither fitted to a cell of a table: 0.45 is about the share of peak, recomputation counted, of the
+fastest published runs of these papers, where little but computation counts (55 of 125 TFLOPS); 0.9 is left for data
+where links, buses and disks carry headers and start up.
+
+Sources: ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857; Megatron-LM, arXiv:2104.04473.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zcomm.volume import Sent
+from zero.formulas import RECOMPUTATION, Activations, Setup
+from zero.plan.cluster import Cluster
+
+__all__ = ["COMPUTE_EFFICIENCY", "LINK_EFFICIENCY", "Times", "flops_of", "times_of"]
+
+COMPUTE_EFFICIENCY = 0.45
+"""Of a device's peak, that a transformer's layers reach."""
+LINK_EFFICIENCY = 0.9
+"""Of the rate of a link, a bus or a disk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Seconds of one step."""
+
+    computation: float
+    within: float
+    """On the links inside the node."""
+    between: float
+    """On those between nodes."""
+    kernels: float
+    """On the device, beside the model's own."""
+    pcie: float
+    host: float
+    """The update of offloaded states."""
+    nvme: float
+
+    @property
+    def communication(self) -> float:
+        """On both kinds of links."""
+        return self.within + self.between
+
+    @property
+    def transfers(self) -> float:
+        """All but computation."""
+        return self.communication + self.kernels + self.pcie + self.host + self.nvme
+
+    @property
+    def step(self) -> float:
+        """One after the other."""
+        return self.computation + self.transfers
+
+    @property
+    def overlap(self) -> float:
+        """What could be hidden at most, as a share of the step."""
+        return min(self.computation, self.transfers) / self.step if self.step else 0.0
+
+
+def flops_of(numel: int, tokens: float, shape: Activations) -> float:
+    """FLOPs of forward and backward over ``tokens``, with the forward again if there are checkpoints."""
+    of_token = 6 * numel + 12 * shape.num_layers * shape.hidden * shape.sequence
+    return of_token * tokens * (1 + RECOMPUTATION * shape.is_checkpointed)
+
+
+def times_of(
+    numel: int,
+    shape: Activations,
+    setup: Setup,
+    cluster: Cluster,
+    sent: Mapping[str, Sent],
+    *,
+    kernels_nbytes: float,
+    num_micro: int,
+) -> Times:
+    """The times of a step of ``num_micro`` micro-batches.
+
+    Args:
+        numel: Parameters of the model.
+        shape: One micro-batch of a rank.
+        setup: How the model is trained.
+        cluster: Where.
+        sent: Bytes that a rank sends in the step.
+        kernels_nbytes: What kernels read and write for it.
+        num_micro: Backwards a step.
+    """
+    tokens = shape.batch * shape.sequence * num_micro
+    per_node, own = cluster.ranks_per_node, numel / cluster.world_size
+    inter = sum(part.inter for part in sent.values()) * per_node
+    pcie, host, read, written = 0.0, 0.0, 0.0, 0.0
+    if setup.offloads_states:
+        share = own * setup.offloaded_share
+        pcie += (setup.sent_nbytes * num_micro + setup.param_nbytes) * share
+        host = (2 * setup.state_nbytes + setup.gradient_nbytes + setup.param_nbytes) * share * per_node
+        if setup.tier.states == "nvme":
+            read, written = (setup.state_nbytes * share * per_node,) * 2
+    if setup.stage == 3 and setup.tier.parameters != "device":
+        pcie += 2 * num_micro * setup.param_nbytes * own
+        if setup.tier.parameters == "nvme":
+            read += 2 * num_micro * setup.param_nbytes * own * per_node
+            written += setup.param_nbytes * own * per_node
+    return Times(
+        computation=flops_of(numel, tokens, shape) / _rate(cluster.tflops * 1e12, COMPUTE_EFFICIENCY),
+        within=sum(part.intra for part in sent.values()) / _rate(cluster.within_gbps * 1e9),
+        between=inter / _rate(cluster.between_gbit * 1e9 / 8),
+        kernels=kernels_nbytes / _rate(cluster.device_gbps * 1e9),
+        pcie=pcie / _rate(cluster.pcie_gbps * 1e9),
+        host=host / _rate(cluster.host_gbps * 1e9),
+        nvme=read / _rate(cluster.nvme_read_gbps * 1e9) + written / _rate(cluster.nvme_write_gbps * 1e9),
+    )
+
+
+def _rate(peak: float, efficiency: float = LINK_EFFICIENCY) -> float:
+    return max(peak * efficiency, 1e-9)
