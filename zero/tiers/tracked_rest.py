@@ -28,6 +28,8 @@ from zero.tiers.shard_rest import KIND, InPlace
 __all__ = ["CHANGE_FORMAT", "Tracked"]
 
 CHANGE_FORMAT = FORMATS["int4"]
+CHUNK_NUMEL = 2**17
+"""Elements of one message: what is computed on the way stays in the cache, and the link has work meanwhile."""
 
 
 class Tracked(InPlace):
@@ -61,6 +63,10 @@ class Tracked(InPlace):
             record(KIND, self.link, values.nbytes)
             own.copy_(values, non_blocking=own.is_cuda)
             return
+        for chunk in (slice(first, first + CHUNK_NUMEL) for first in range(0, own.numel(), CHUNK_NUMEL)):
+            self._send_change(values[chunk], held[chunk], own[chunk])
+
+    def _send_change(self, values: Tensor, held: Tensor, own: Tensor) -> None:
         layout = layout_of("offload_change", CHANGE_FORMAT, torch.float32, 1, own.numel())
         message = self._host.empty(layout.nbytes, torch.uint8).view(1, -1)
         kernels.quantize_difference(values, held, layout, message)
