@@ -211,7 +211,7 @@ def quantize_difference(x: Tensor, held: Tensor, layout: MessageLayout, out: Ten
         message.sign(out, layout)
     else:
         wide = torch.float64 if torch.float64 in (x.dtype, held.dtype) else torch.float32
-        quantize((x.to(wide) - held).float(), layout, out, 0, 0, draw)
+        quantize(x.to(wide, copy=True).sub_(held).float(), layout, out, 0, 0, draw)
 
 
 @_shown
@@ -225,4 +225,7 @@ def decode_add(messages: Tensor, layout: MessageLayout, out: Tensor) -> None:
     for some, rows in zip(torch.split(messages, at_a_time), torch.split(out, at_a_time), strict=True):
         decoded = torch.empty(rows.shape, dtype=torch.float32, device=out.device)
         decode(some, layout, decoded, decoded.stride(0), 0)
-        rows.add_(decoded)
+        if out.dtype.itemsize < decoded.dtype.itemsize:  # the same bits as rows.add_(decoded), and several times faster
+            rows.copy_(decoded.add_(rows))
+        else:
+            rows.add_(decoded)

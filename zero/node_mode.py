@@ -94,6 +94,7 @@ def _check(settings: ZeroSettings) -> None:
     refused = {
         "offload_param (replicas are on the device)": tiers.parameters.tier is not Tier.DEVICE,
         "delayed_update (receivers would be two updates behind)": tiers.states.delays_update,
+        "compressed_link (what nodes hold follows the parameters, not the masters)": tiers.states.compresses_link,
         "zero_quantized_nontrainable_weights (replicas have the parameters' dtype)": (
             settings.quantized_nontrainable_weights
         ),

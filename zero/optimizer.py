@@ -44,7 +44,7 @@ from zero.on_model import install_on_model
 from zero.placement import cast
 from zero.runtime import Runtime
 from zero.settings import Effective
-from zero.shard_state import check_fits, load_masters, restore_delayed, shard_state
+from zero.shard_state import check_fits, load_masters, restore_parameters, shard_state
 from zero.timing import time_exchanges
 from zero.update import Update
 
@@ -364,7 +364,7 @@ class ZeroOptimizer(Optimizer):
             self.loss_scale.load_state_dict(state_dict["loss_scale"])
         self._adaptive.load_state_dict(state_dict.get("adaptive"))
         self._runtime.publish(buckets)
-        restore_delayed(self._runtime, state_dict.get("delayed"))
+        restore_parameters(self._runtime, state_dict)
         restore_node_state(self._runtime, state_dict.get("node"))
 
     def load_inner_state(self, state_dict: dict[str, Any]) -> None:

@@ -32,11 +32,12 @@ from zero.publish import Publisher
 from zero.settings import ZeroSettings
 from zero.settle import make_whole, settle
 from zero.sources import GatherOptions, gather_options, start_gather
-from zero.tiers.assign import assign_states, describe_states
+from zero.tiers.assign import assign_states, describe_states, unused_link
 from zero.tiers.file_update import FileUpdate, moments_of
 from zero.tiers.gradient_files import GradientFiles
 from zero.tiers.parameter_rests import ParameterRests, ShardPlan
 from zero.tiers.settings import Tier
+from zero.tiers.tracked_rest import Tracked
 
 __all__ = ["Runtime"]
 
@@ -93,7 +94,7 @@ class Runtime:
         return plans
 
     def _build(self, plan: ModelPlan) -> None:
-        exact = self.is_inexact and not self.stage.shards_parameters
+        exact = self.effective.weight_format != "none" and not self.stage.shards_parameters
         rests = (self.rests, self.state_files)
         settle(self.model, self.buckets, self.stage, self.topology, rests, keeps_exact_masters=exact)
         if self.is_inexact:
@@ -197,7 +198,8 @@ class Runtime:
             ConfigError: An optimizer whose states cannot rest in files.
         """
         self.effective = self.effective.and_more(
-            details=describe_states(self.buckets, self.settings.tiers.states, inner)
+            details=describe_states(self.buckets, self.settings.tiers.states, inner),
+            inactive=unused_link(self.buckets, self.settings.tiers.states),
         )
         files, tier = self.state_files, self.settings.tiers.states
         late = [bucket for bucket in self.buckets if bucket.host is not None]
@@ -283,8 +285,14 @@ class Runtime:
 
     @property
     def is_inexact(self) -> bool:
-        """Whether forward reads quantized weights or replicas, which are not what is to be saved."""
-        return self.effective.weight_format != "none" or self.effective.change_format is not None
+        """Whether forward reads what is not to be saved: quantized weights, replicas, or sums of quantized changes."""
+        formats = (self.effective.weight_format, self.effective.change_format or "none")
+        return formats != ("none", "none") or bool(self.tracked)
+
+    @property
+    def tracked(self) -> dict[Bucket, Tracked]:
+        """The shards to which steps send changes over a compressed link, with their copies on the host."""
+        return {bucket: bucket.rest for bucket in self.buckets if isinstance(bucket.rest, Tracked)}
 
     @contextmanager
     def exact(self, bucket: Bucket) -> Iterator[list[Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from zero.masters import MasterPiece, whole_storage
 from zero.node_state import node_state
 from zero.runtime import Runtime
 
-__all__ = ["check_fits", "load_masters", "restore_delayed", "shard_state"]
+__all__ = ["check_fits", "load_masters", "restore_parameters", "restore_tracked", "shard_state"]
 
 
 def shard_state(
@@ -54,6 +54,7 @@ def shard_state(
         "loss_scale": None if loss_scale is None else loss_scale.state_dict(),
         "adaptive": adaptive,
         "delayed": _delayed(runtime),
+        "tracked": {bucket.index: rest.held.clone() for bucket, rest in runtime.tracked.items()},
         "node": node_state(runtime),
     }
 
@@ -73,8 +74,23 @@ def _delayed(runtime: Runtime) -> dict[str, Any] | None:
     return {"num_updates": runtime.delayed.num_updates, "published": published}
 
 
-def restore_delayed(runtime: Runtime, saved: dict[str, Any] | None) -> None:
-    """Go on where delayed updates were; parameters are their masters, rounded. Collective."""
+def restore_parameters(runtime: Runtime, saved: Mapping[str, Any]) -> None:
+    """Let parameters, which are their masters rounded, be what :func:`shard_state` found. Collective."""
+    _restore_delayed(runtime, saved.get("delayed"))
+    held: Mapping[int, Tensor] = saved.get("tracked") or {}
+    restore_tracked(runtime, {bucket: held[bucket.index] for bucket in runtime.tracked if bucket.index in held})
+
+
+def restore_tracked(runtime: Runtime, shards: Mapping[Bucket, Tensor]) -> None:
+    """Let the device and its copy on the host have these values of this rank's shards. Collective."""
+    for bucket, values in shards.items():
+        with bucket.rest.exactly():
+            bucket.write_shard(values)
+    if shards:
+        runtime.publish(list(shards), are_written=True)
+
+
+def _restore_delayed(runtime: Runtime, saved: Mapping[str, Any] | None) -> None:
     if runtime.delayed is None or saved is None:
         return
     runtime.delayed.num_updates = saved["num_updates"]

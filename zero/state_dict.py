@@ -1,9 +1,9 @@
 """``model.state_dict()`` and ``model.load_state_dict()`` while parameters are sharded.
 
 At stage 3 saving is collective: rank 0 gets full CPU tensors, gathered bucket by bucket; the other ranks get an empty
-dict. With quantized weights it is collective at stages 1 and 2, too: every rank gets copies, on the parameters' device.
-What is saved are the masters, rounded once to the parameters' dtype: not the quantized values that forward reads (these
-are what ``keep_vars=True`` gives at stages 1 and 2, without communication).
+dict. With quantized weights or a compressed link it is collective at stages 1 and 2, too: every rank gets copies, on
+the parameters' device. What is saved are the masters, rounded once to the parameters' dtype: not what forward reads
+(that is what ``keep_vars=True`` gives at stages 1 and 2, without communication).
 
 Loading is collective at every stage: rank 0's values are taken over by every rank and by the masters; what the other
 ranks pass is not used, and may be the empty dict that they saved.

@@ -20,6 +20,7 @@ from zero.checkpoints.snapshot import group_options
 from zero.checkpoints.streamed import StreamedStates
 from zero.inside import Inside
 from zero.optimizer import ZeroOptimizer
+from zero.shard_state import restore_tracked
 
 __all__ = ["restore"]
 
@@ -91,24 +92,30 @@ def _restore_weights(inside: Inside, request: Request, streamed: StreamedStates)
 
 
 def _restore_published(inside: Inside, request: Request) -> None:
-    """Let parameters that a delayed update has not reached be behind their masters again."""
-    delayed, num_updates = inside.runtime.delayed, request.index.content.get("num_updates")
-    if delayed is None or num_updates is None:
-        return
-    delayed.num_updates = num_updates
-    if not any(key.startswith("published/") for key in request.index.tensors):
+    """Let parameters be behind their masters again, or what changes over a compressed link have made of them."""
+    runtime, content = inside.runtime, request.index.content
+    delayed = None if content.get("num_updates") is None else runtime.delayed
+    if delayed is not None:
+        delayed.num_updates = content["num_updates"]
+    late = delayed if content.get("is_behind", True) else None
+    buckets = list(runtime.tracked) if late is None else late.buckets
+    is_saved = any(key.startswith("published/") for key in request.index.tensors)
+    if not is_saved or (late is None and content.get("is_behind", True)):
         return
 
     def read() -> dict[Bucket, Tensor]:
-        shards = {bucket: bucket.rest.read().clone() for bucket in delayed.buckets}
+        shards = {bucket: bucket.rest.read().clone() for bucket in buckets}
         for held, _ in held_pieces(inside):
             if held.bucket in shards and request.has(f"published/{held.name}"):
                 part = slice(held.start, held.start + held.values.numel())
                 shards[held.bucket][part] = request.values(f"published/{held.name}")
         return shards
 
-    shards = on_every_rank(read, inside.runtime.topology)
-    inside.runtime.publish(delayed.restore(shards), are_written=True)
+    shards = on_every_rank(read, runtime.topology)
+    if late is None:
+        restore_tracked(runtime, shards)
+    else:
+        runtime.publish(late.restore(shards), are_written=True)
 
 
 def _inner_state(inside: Inside, request: Request) -> dict[str, Any]:

@@ -112,6 +112,7 @@ def _content(
         "adaptive": tree.encode(inside.adaptive.state_dict(), "adaptive precision"),
         "residual_layout": residual_layout(runtime),
         "num_updates": None if runtime.delayed is None else runtime.delayed.num_updates,
+        "is_behind": runtime.is_behind,
         "extra_state": {
             name: tree.encode(module.get_extra_state(), f"extra state of {name!r}")
             for name, module in runtime.model.named_modules()

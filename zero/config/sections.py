@@ -222,6 +222,13 @@ class Zcomm:
         minimum=0,
         active_if="delayed update",
     )
+    compressed_link: bool = key(
+        False,
+        "gradients of offloaded states go to the host as int8, and what a step changes in 16-bit parameters comes back "
+        "as int4: 1.52 bytes a parameter",
+        false="4 bytes, without rounding to these formats",
+        active_if="offload_optimizer",
+    )
     adaptive: Adaptive = section(Adaptive, "wire formats that follow the training")
 
 

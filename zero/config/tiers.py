@@ -39,6 +39,7 @@ def tiers_of(config: Config, *, stage: int) -> Tiers:
             writes_behind=optimizer.pipeline_write,
             delays_update=config.zcomm.delayed_update,
             delay_start=config.zcomm.delay_start,
+            compresses_link=config.zcomm.compressed_link and states_are_offloaded,
         ),
         parameters=ParameterTier(
             tier=Tier(param.device) if params_are_offloaded else Tier.DEVICE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch.optim import Optimizer
 
 from zcomm import Topology
@@ -14,8 +15,10 @@ from zero.tiers.host import HostMemory
 from zero.tiers.settings import StateTier, Tier
 from zero.tiers.state_files import StateFiles
 
-__all__ = ["assign_states", "describe_states"]
+__all__ = ["assign_states", "describe_states", "unused_link"]
 
+NARROW = (torch.bfloat16, torch.float16)
+"""Parameters that a compressed link is for."""
 DESCRIBED = {
     MomentFormat.BFLOAT16: "bfloat16, rounded stochastically",
     MomentFormat.INT8: "int8 with a scale for each 256 elements, rounded stochastically",
@@ -33,10 +36,10 @@ def assign_states(buckets: list[Bucket], settings: ZeroSettings, topology: Topol
         return None
     trainable = [bucket for bucket in buckets if bucket.is_trainable]
     wanted = tiers.states.ratio * sum(bucket.layout.numel for bucket in trainable)
-    host, offloaded = HostMemory(buckets[0].device, pins=tiers.pins_memory), 0
+    hosts, offloaded = [HostMemory(buckets[0].device, pins=tiers.pins_memory, compresses=c) for c in (False, True)], 0
     for bucket in reversed(trainable):
         if offloaded + bucket.layout.numel / 2 <= wanted:
-            bucket.host = host
+            bucket.host = hosts[tiers.states.compresses_link and bucket.dtype in NARROW]
             offloaded += bucket.layout.numel
     chosen = [bucket for bucket in trainable if bucket.host is not None]
     return StateFiles(chosen, tiers, topology) if chosen and tiers.states.tier is Tier.NVME else None
@@ -58,4 +61,13 @@ def describe_states(buckets: list[Bucket], tier: StateTier, inner: Optimizer) ->
     update = f"{type(inner).__module__.partition('.')[0]}'s {type(inner).__name__}"
     part = "" if share == 1 else f"{share:.0%} of the "
     late = f", during the next step after the first {tier.delay_start}" if tier.delays_update else ""
-    return (f"{part}masters and moments rest in {place}, updated on the host by {update}{late}", *formats)
+    link = "gradients go there as int8, changes of parameters come back as int4"
+    of_link = (link,) if any(bucket.is_compressed for bucket in trainable) else ()
+    return (f"{part}masters and moments rest in {place}, updated on the host by {update}{late}", *formats, *of_link)
+
+
+def unused_link(buckets: list[Bucket], tier: StateTier) -> tuple[str, ...]:
+    """What was asked for without effect, for ``optimizer.effective``. The same on every rank."""
+    if not tier.compresses_link or any(bucket.is_compressed for bucket in buckets):
+        return ()
+    return ("compressed_link (no parameters in 16 bit have offloaded states)",)

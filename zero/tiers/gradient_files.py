@@ -221,17 +221,16 @@ class FileGradient:
         """Add a mean, on the device, [numel]. It may be overwritten at once."""
         self._num_means += 1
         if self._error is None:
-            mean = mean.to(self._sent, copy=mean.device.type == "cuda")
             self.keep_error(lambda: self._store(mean, self._host) if self._num_means == 1 else self._accumulate(mean))
 
     def _store(self, values: Tensor, host: HostMemory | None) -> None:
         """Begin to write all of it; ``host``: from the device."""
-        self._dtype, self.is_nonfinite = values.dtype, False
+        self._dtype, self.is_nonfinite = values.dtype if host is None else self._sent, False
         for group in self._groups:
-            part, unit = values[group.start : group.stop], self._files.room(group, values.dtype)
+            part, unit = values[group.start : group.stop], self._files.room(group, self._dtype)
             arrival = Arrival()
             if host is not None:
-                arrival = host.fetch(part, unit.values, KIND)
+                arrival = host.fetch_gradient(part, unit.values)
             else:
                 unit.values.copy_(part)
             self._files.send(self, unit, arrival)
@@ -250,7 +249,7 @@ class FileGradient:
 
         def add(group: SubGroup, unit: GradientInMemory) -> None:
             part = self._host.empty(group.numel, self._sent)
-            self._host.fetch(mean[group.start : group.stop], part, KIND).wait()
+            self._host.fetch_gradient(mean[group.start : group.stop], part).wait()
             self.see(unit.widen(self._wide).add_(part))
 
         pipeline.run(self._groups, add)

@@ -3,6 +3,8 @@
 mean on the device --rounded to the parameters' dtype--> host     the first: rests as it came
                                                            |
                                                            +----> the others: added to a float32 sum
+
+On a compressed link means travel as int8 blocks, and come in the dtype of sums.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ class HostGradient:
 
     Args:
         numel: Elements of the shard.
-        sent: The dtype that means travel in.
+        sent: The dtype that means come in.
         wide: The dtype of sums.
         host: Where it rests.
 
-    Cost: ``sent.itemsize`` bytes an element for each mean to the host; memory for one mean, and with the second mean of
-    a step for the sum and another mean.
+    Cost: ``sent.itemsize`` bytes an element for each mean to the host, 1.008 if compressed; memory for one mean, and
+    with the second mean of a step for the sum and another mean.
     """
 
     def __init__(self, numel: int, sent: torch.dtype, wide: torch.dtype, host: HostMemory) -> None:
@@ -48,8 +50,7 @@ class HostGradient:
             self._widen()
         if self._mean is None:
             self._mean = self._host.empty(self._numel, self._sent)
-        copies = mean.device.type == "cuda"
-        self._arrival = self._host.fetch(mean.to(self._sent, copy=copies), self._mean, "gradients")
+        self._arrival = self._host.fetch_gradient(mean, self._mean)
         self._num_means += 1
 
     def values(self, *, wide: bool = False) -> Tensor:
