@@ -40,9 +40,9 @@ __all__ = [
     "device_of",
     "gather_ints",
     "group_named",
-    "level_group_names",
     "max_",
     "new_group",
+    "new_local_group",
     "sum_",
     "take_part",
     "takes_host_tensors",
@@ -305,16 +305,66 @@ def backend_of(group: dist.ProcessGroup | None) -> str:
 
 
 def new_group(
-    ranks: list[int], parent: dist.ProcessGroup | None, *, is_local: bool, backend: str | None = None
+    ranks: list[int], parent: dist.ProcessGroup | None, *, backend: str | None = None
 ) -> dist.ProcessGroup | None:
     """A process group of global ``ranks`` with ``parent``'s timeout and, if None, backend; None for ranks outside.
 
-    Called by every rank of the job in the same order; with ``is_local`` by ``ranks`` alone, for parents that are not
-    the whole job (torch.distributed then names the group by its ranks and the number of groups that a rank has).
+    Called by every rank of the job in the same order.
     """
     chosen = backend or _shortest(backend_of(parent))
-    group = dist.new_group(ranks, timeout=timeout_of(parent), backend=chosen, use_local_synchronization=is_local)
+    group = dist.new_group(ranks, timeout=timeout_of(parent), backend=chosen)
     return cast(dist.ProcessGroup, group) if dist.get_rank() in ranks else None
+
+
+def new_local_group(
+    parts: list[list[int]], parent: dist.ProcessGroup, *, backend: str | None = None
+) -> dist.ProcessGroup:
+    """The same for the part of ``parent``'s ranks that holds this one; other ranks of the job take no part.
+
+    torch.distributed names such a group by its ranks, as text, and by how many groups the calling rank is in: ranks in
+    different numbers of groups (a rank may be in one for logging) would wait under different names, and a name that
+    comes again would meet the addresses of a group that is gone. So the ranks' texts hold a number that never comes
+    again, and a rank in fewer groups makes some of its own for the moment.
+
+    Collective over ``parent``.
+    """
+    rank = dist.get_rank()
+    (ranks,) = (part for part in parts if rank in part)
+    number = _numbers_used[0] = max(gather_ints(_numbers_used[0], parent)) + 1
+    names = dist.distributed_c10d._world.pg_names
+    wanted = max(gather_ints(len(names), parent))
+    fillers: list[Any] = []
+    while len(names) < wanted:
+        text = f"{number}.{len(fillers)}"
+        fillers.append(dist.new_group([_Rank(rank, text)], backend="gloo", use_local_synchronization=True))
+    chosen = backend or _shortest(backend_of(parent))
+    named = [_Rank(each, str(number)) for each in ranks]
+    try:
+        made = dist.new_group(named, timeout=timeout_of(parent), backend=chosen, use_local_synchronization=True)
+    finally:
+        for each in named:
+            each.number = ""
+        for filler in fillers:
+            dist.destroy_process_group(filler)
+    return cast(dist.ProcessGroup, made)
+
+
+class _Rank(int):
+    """A rank whose text also has the number of a group, until that has its name."""
+
+    number: str
+
+    def __new__(cls, rank: int, number: str) -> _Rank:
+        made = super().__new__(cls, rank)
+        made.number = number
+        return made
+
+    def __str__(self) -> str:
+        return f"{int(self)}.zcomm{self.number}" if self.number else repr(self)
+
+
+_numbers_used = [0]
+"""The last number in a name of this rank's groups."""
 
 
 def _shortest(backend: str) -> str:
@@ -333,17 +383,9 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
     return None
 
 
-def destroy_group(group: dist.ProcessGroup, *, is_local: bool) -> None:
-    """Free a group of :func:`new_group`.
-
-    With ``is_local`` its name stays taken: the next group of the same ranks would get the same name, and meet this
-    one's addresses in the store.
-    """
-    if not dist.is_initialized():
-        return
-    if is_local:
-        group.shutdown()
-    else:
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Free a group of :func:`new_group` or :func:`new_local_group`, its threads as soon as nobody refers to it."""
+    if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)
 
 
@@ -351,24 +393,3 @@ def group_named(name: str) -> dist.ProcessGroup:
     """The process group whose ``group_name`` that is."""
     resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
     return cast(dist.ProcessGroup, resolve(name))
-
-
-def level_group_names(group: dist.ProcessGroup | None) -> None:
-    """Let the ranks of ``group`` agree on the names that their next groups of ``is_local`` will get.
-
-    torch.distributed names such a group by its ranks and by how many groups the calling rank is in: ranks that are in
-    different numbers of groups (a rank may be in one for logging) would wait under different names, and a number
-    that comes again, after somebody has destroyed a group, would name two groups alike. Ranks with fewer groups make
-    some of their own, shut down at once, until all have as many as any has had.
-
-    Collective over ``group``.
-    """
-    names = dist.distributed_c10d._world.pg_names
-    wanted = max(gather_ints(max(len(names), *_counts_used), group))
-    while len(names) < wanted:
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True).shutdown()
-    _counts_used[:] = [wanted + 3]  # nobody makes more before leveling again; none of the names comes again
-
-
-_counts_used = [0]
-"""Above the counts in the names of this rank's groups."""

@@ -12,7 +12,7 @@ import itertools
 import os
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NoReturn
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from zcomm.work import WorkQueue
 __all__ = ["Numbering", "Topology", "hop_of_group"]
 
 Numbering = Literal["rank", "local"]
+
+HOPS = ("world", "intra", "inter", "on_host")
 
 _BY_KEY: WeakValueDictionary[str, Topology] = WeakValueDictionary()
 _NUMBERS = itertools.count()
@@ -65,8 +67,6 @@ class Topology:
         self._register()
         self._groups: list[dist.ProcessGroup] = []
         self._is_local = self.world_size > 1 and dist.get_world_size() > self.world_size
-        if self._is_local:
-            backend.level_group_names(group)
         self._make_hops()
 
     def _register(self) -> None:
@@ -102,19 +102,21 @@ class Topology:
 
     def _hop(self, parts: list[list[int]], num_intra_peers: int, num_inter_peers: int) -> Hop:
         """The part that holds this rank. Every rank of the job makes every group, in the same order."""
-        hop = ALONE
         if len(parts[0]) == 1:
-            return hop
-        for ranks in parts:
-            if self._is_local and self.rank not in ranks:
-                continue
-            global_ranks = [_global_rank(self._parent, rank) for rank in ranks]
-            group = backend.new_group(global_ranks, self._parent, is_local=self._is_local)
-            if group is not None:
-                self._groups.append(group)
-                name = backend.backend_of(group)
-                hop = Hop(group, len(ranks), ranks.index(self.rank), num_intra_peers, num_inter_peers, name)
-        return hop
+            return ALONE
+        ranks = next(part for part in parts if self.rank in part)
+        group = self._new_group(parts)
+        self._groups.append(group)
+        name = backend.backend_of(group)
+        return Hop(group, len(ranks), ranks.index(self.rank), num_intra_peers, num_inter_peers, name)
+
+    def _new_group(self, parts: list[list[int]], wanted: str | None = None) -> dist.ProcessGroup:
+        of_job = [[_global_rank(self._parent, rank) for rank in ranks] for ranks in parts]
+        if self._is_local:
+            assert self._parent is not None, "all ranks of the job are no part of it"
+            return backend.new_local_group(of_job, self._parent, backend=wanted)
+        made = [backend.new_group(ranks, self._parent, backend=wanted) for ranks in of_job]
+        return next(group for group in made if group is not None)
 
     @classmethod
     def from_env(cls, group: dist.ProcessGroup | None = None) -> Topology:
@@ -189,11 +191,7 @@ class Topology:
         return replace(self.world, group=group, backend="gloo", ledger=Ledger())
 
     def _new_gloo_group(self) -> dist.ProcessGroup:
-        if self._is_local:
-            backend.level_group_names(self._parent)
-        group = backend.new_group(list(self.global_ranks), self._parent, is_local=self._is_local, backend="gloo")
-        assert group is not None, "a rank outside its own topology"
-        return group
+        return self._new_group([list(range(self.world_size))], "gloo")
 
     @cached_property
     def watch(self) -> Watch:
@@ -226,7 +224,7 @@ class Topology:
         return self.num_nodes > 1 and self.ranks_per_node > 1
 
     def close(self) -> None:
-        """Finish what is queued and free the process groups."""
+        """Finish what is queued, and free the process groups with their threads; nothing can be sent afterwards."""
         if "watch" in self.__dict__:
             self.__dict__.pop("watch").close()
         if "companion" in self.__dict__:
@@ -235,12 +233,19 @@ class Topology:
             background: Background = self.__dict__.pop("background")
             background.close()
             if background.group is not None:
-                backend.destroy_group(background.group, is_local=self._is_local)
+                backend.destroy_group(background.group)
         self.queue.close()
         for group in self._groups:
             close_communicators(group)
-            backend.destroy_group(group, is_local=self._is_local)
+            backend.destroy_group(group)
         self._groups.clear()
+        for name in HOPS:  # else the groups' threads would live until the garbage collector comes to this topology
+            self.__dict__.pop(name, None)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in HOPS:
+            raise StateError(f"this Topology is closed, and has no ranks to talk to: {self!r}; make another one")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         return f"Topology(nodes={self.num_nodes}, ranks_per_node={self.ranks_per_node}, rank={self.rank})"
