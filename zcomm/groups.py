@@ -37,8 +37,8 @@ def destroy_group(group: dist.ProcessGroup, *, is_local: bool) -> None:
     With ``is_local`` its name stays taken: the next group of the same ranks would get the same name, and meet this
     one's addresses in the store.
     """
-    if not dist.is_initialized():
-        return
+    if not dist.is_initialized() or group not in dist.distributed_c10d._world.pg_map:
+        return  # gone with everything
     dist.destroy_process_group(group)
     if is_local:
         _take_group_name()

@@ -7,7 +7,7 @@ to the caller.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 __all__ = ["Count", "Key", "Ledger", "Traffic", "Window", "record", "traffic"]
@@ -141,16 +141,19 @@ class Traffic:
     def __iter__(self) -> Iterator[tuple[Key, Count]]:
         return iter(sorted(self.counts.items()))
 
-    def table(self) -> str:
-        """One line a key, and the total."""
+    def table(self, operations: Collection[str] | None = None) -> str:
+        """One line a key, and the total; of ``operations`` alone, if they are given."""
         lines = [f"{'operation':<18}{'format':<10}{'link':<8}{'messages':>10}{'elements':>16}{'bytes':>16}"]
+        shown = [(key, count) for key, count in self if operations is None or key.operation in operations]
         lines += [
-            f"{k.operation:<18}{k.format:<10}{k.link:<8}{c.calls:>10}{c.elements:>16}{c.bytes:>16}" for k, c in self
+            f"{k.operation:<18}{k.format:<10}{k.link:<8}{c.calls:>10}{c.elements:>16}{c.bytes:>16}" for k, c in shown
         ]
-        lines.append(f"{'total':<36}{self.calls():>10}{self.elements():>16}{self.bytes():>16}")
+        calls, elements, nbytes = (sum(count[column] for _, count in shown) for column in range(3))
+        lines.append(f"{'total':<36}{calls:>10}{elements:>16}{nbytes:>16}")
         return "\n".join(lines)
 
-    __str__ = table
+    def __str__(self) -> str:
+        return self.table()
 
 
 def _difference(after: Mapping[K, Count], before: Mapping[K, Count]) -> dict[K, Count]:

@@ -83,8 +83,9 @@ class Watch:
         return self._has_told
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and let go of the process groups."""
         self._closed.set()
+        self._hops = {}
 
     def look(self) -> None:
         """Tell, judge and wake, if this rank has not moved since the last look."""

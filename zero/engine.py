@@ -7,10 +7,8 @@ engine.step()             nothing until the accumulation boundary, then clip, up
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,14 +21,11 @@ from zero.config import BatchSizes, Config
 from zero.config.plan import to_dtype
 from zero.offload import offload_states, reload_states
 from zero.optimizer import ZeroOptimizer
+from zero.reports import Reports
 
 __all__ = ["Engine"]
 
-logger = logging.getLogger("zero")
 COUNTERS = ("micro_steps", "global_steps", "skipped_steps")
-
-
-PHASES = ("forward", "backward", "gather", "reduce", "step")
 
 
 class BatchInfo(NamedTuple):
@@ -63,16 +58,13 @@ class Engine:
         """Boundaries at which gradients overflowed."""
         self._config, self._batch_sizes = config, batch_sizes
         self._boundary: bool | None = None if config.managed_gradient_accumulation else True
-        self._seconds: dict[str, float] = {}
-        self._times = config.wall_clock_breakdown
-        if self._times:
-            optimizer.time_exchanges(self._timed_on_host)
+        self._reports = Reports(optimizer, config, next(module.parameters()).device)
         optimizer.computes_grad_norm = config.zero_optimization.compute_grad_norm
         self._mark_boundary()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        with self._timed("forward"), self._autocast():
+        with self._reports.around("forward"), self._autocast():
             if self._config.fp16.enabled and self._config.fp16.auto_cast:
                 args, kwargs = tree_map_only(Tensor, _to_half, (args, kwargs))
             return self.module(*args, **kwargs)
@@ -117,7 +109,7 @@ class Engine:
             ``loss``, divided by the accumulation steps in the same way.
         """
         self.optimizer.report_loss(loss)
-        with self._timed("backward"):
+        with self._reports.around("backward"):
             if scale_wrt_gas and self._config.managed_gradient_accumulation:
                 loss = loss / self.gradient_accumulation_steps()
             self.optimizer.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -131,7 +123,7 @@ class Engine:
         """
         is_boundary = self.is_gradient_accumulation_boundary()
         if is_boundary:
-            with self._timed("step"):
+            with self._reports.around("step"):
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             self.global_steps += 1
@@ -291,41 +283,12 @@ class Engine:
 
     def destroy(self) -> None:
         """Take the hooks off the model and free what belongs to it; see :meth:`zero.ZeroOptimizer.close`."""
+        self._reports.close()
         self.optimizer.close()
 
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        if not self._times:
-            yield
-            return
-        self._synchronize()
-        with self._timed_on_host(phase):
-            yield
-            self._synchronize()
-
-    @contextmanager
-    def _timed_on_host(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def _report(self) -> None:
-        """On rank 0: what steps_per_print and wall_clock_breakdown ask for."""
-        if self.optimizer.topology.rank == 0:
-            every = self._config.steps_per_print
-            if every and self.global_steps % every == 0:
-                logger.info(
-                    "step=%d, skipped=%d, lr=%s, mom=%s, loss scale=%g",
-                    *(self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom(), self.cur_scale),
-                )
-            if self._times:
-                times = ", ".join(f"{phase} {1e3 * self._seconds.get(phase, 0.0):.1f} ms" for phase in PHASES)
-                logger.info("step=%d: %s (gather and reduce within the others)", self.global_steps, times)
-        self._seconds.clear()
+        numbers = self.skipped_steps, self.get_lr(), self.get_mom(), self.cur_scale
+        self._reports.end_step(self.global_steps, "skipped={}, lr={}, mom={}, loss scale={:g}".format(*numbers))
 
 
 class _Counters:

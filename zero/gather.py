@@ -263,6 +263,8 @@ class Gatherer:
             full = bucket.release()
             del self.by_storage[full.untyped_storage().data_ptr()]
             self._pool.give(full)
+            if torch.is_autocast_cache_enabled() and torch.is_autocast_enabled(bucket.device.type):
+                torch.clear_autocast_cache()  # which would keep casts of what is released, and use them again
 
     def _drop_idle(self, buckets: Iterable[Bucket]) -> None:
         """Give back what is kept or prefetched for later."""

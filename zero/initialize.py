@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zcomm import ConfigError, StateError
 from zero.access import GatheredParameters
 from zero.agreement import on_every_rank
-from zero.config import BatchSizes, Configuration, check_available, read_source, solve_batch_sizes
+from zero.config import BatchSizes, Configuration, check_available, explain, read_source, solve_batch_sizes
 from zero.config.read import Source
 from zero.config.tiers import tiers_of
 from zero.distributed import DataParallel, RankDataLoader, data_parallel, init_distributed, local_device
@@ -84,7 +84,6 @@ def initialize(
 
     def prepare() -> tuple[nn.Module, Configuration, BatchSizes, RankDataLoader | None, Optimizer]:
         configuration = _find_configuration(args, config, config_params)
-        check_available(configuration)
         sizes = solve_batch_sizes(configuration.values, ranks.world_size)
         data = _new_dataloader(training_data, ranks, sizes, configuration, collate_fn)
         if not isinstance(model, nn.Module):
@@ -97,8 +96,8 @@ def initialize(
     scheduler = _choose_scheduler(lr_scheduler, model, wrapped, configuration)
     engine = Engine(model, wrapped, lr_scheduler=scheduler, config=configuration.values, batch_sizes=batch_sizes)
     engine.training_dataloader = loader
-    if batch_sizes.note and ranks.rank == 0:
-        logger.info("%s", batch_sizes.note)
+    if ranks.rank == 0:
+        _announce(configuration, batch_sizes, ranks)
     return Initialized(engine, wrapped, loader, scheduler)
 
 
@@ -117,7 +116,18 @@ def _find_configuration(args: Any, config: Source | None, config_params: Source 
         raise ConfigError("a configuration must be given: config=, or --deepspeed_config in args")
     if len(given) > 1 and any(source != given[0] for source in given):
         raise ConfigError("only one configuration may be given: config=, config_params= or --deepspeed_config in args")
-    return read_source(given[0])
+    configuration = read_source(given[0])
+    check_available(configuration)
+    if configuration.values.log_level is not None:
+        logger.setLevel(configuration.values.log_level.upper())
+    return configuration
+
+
+def _announce(configuration: Configuration, batch_sizes: BatchSizes, ranks: DataParallel) -> None:
+    if configuration.values.dump_state:
+        logger.info("%s", explain(configuration, world_size=ranks.world_size))
+    if batch_sizes.note:
+        logger.info("%s", batch_sizes.note)
 
 
 def _choose_optimizer(given: Any, model: nn.Module, parameters: Any, configuration: Configuration) -> Optimizer:

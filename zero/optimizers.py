@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ def build_optimizer(kind: str, params: dict[str, Any], parameters: Any, *, on_ho
             if own is CPUAdam:
                 own_options["adamw_mode"] = bool(chosen.get("adam_w_mode", True)) or name == "adamw"
             return _built(own, parameters, own_options)
+        if name not in KNOWN:
+            _check_options(kind, own_options, list(inspect.signature(own).parameters)[1:])
     if name in ("adam", "adamw"):
         decouples = chosen.pop("adam_w_mode", True) or name == "adamw"
         chosen.pop("torch_adam", None)
@@ -64,11 +67,14 @@ def build_optimizer(kind: str, params: dict[str, Any], parameters: Any, *, on_ho
     if name not in KNOWN:
         raise ConfigError(f"optimizer.type must be an optimizer of torch.optim: got {kind!r}{nearest(name, KNOWN)}")
     cls = KNOWN[name]
-    options = list(inspect.signature(cls).parameters)[1:]
-    for option in chosen:
-        if option not in options:
-            raise ConfigError(f"optimizer.params of {kind} has no {option!r}{nearest(option, options)}")
+    _check_options(kind, chosen, list(inspect.signature(cls).parameters)[1:])
     return _built(cls, parameters, chosen)
+
+
+def _check_options(kind: str, chosen: Iterable[str], known: list[str]) -> None:
+    for option in chosen:
+        if option not in known:
+            raise ConfigError(f"optimizer.params of {kind} has no {option!r}{nearest(option, known)}")
 
 
 def _built(cls: type[Optimizer], parameters: Any, options: dict[str, Any]) -> Optimizer:

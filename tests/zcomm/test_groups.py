@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import zcomm
-import zero
 from tests.ranks import device_mesh, run_ranks
 from zcomm import StateError, Topology
 
@@ -48,25 +46,3 @@ def _check_threads_go(rank: int) -> None:
 
 def test_a_closed_topology_keeps_no_thread_and_does_nothing() -> None:
     run_ranks(4, _check_threads_go)
-
-
-def _check_engines(rank: int) -> None:
-    mesh = device_mesh((2, 2), ("dp", "tp"))
-    for mpu in (None, mesh):
-        counts, kept = [], []
-        for stage in (1, 3, 3):
-            model = nn.Linear(8, 8)
-            config = {"zero_optimization": {"stage": stage}}
-            engine, *_ = zero.initialize(
-                model=model, optimizer=torch.optim.Adam(model.parameters()), mpu=mpu, config=config
-            )
-            engine.backward(engine(torch.ones(1, 8)).sum())
-            engine.step()
-            engine.destroy()
-            kept.append(engine)
-            counts.append(_num_threads())
-        assert counts[0] == counts[1] == counts[2]
-
-
-def test_a_destroyed_engine_keeps_no_thread() -> None:
-    run_ranks(4, _check_engines)

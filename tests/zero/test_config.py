@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -25,6 +26,8 @@ from zero.config import (
     solve_batch_sizes,
 )
 from zero.config.keys import definitions, section_type
+from zero.optimizers import KNOWN, ON_HOST, build_optimizer
+from zero.schedulers import SCHEDULERS, build_scheduler
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -244,3 +247,63 @@ def test_the_command_reports_errors(tmp_path: Path, capsys: Any) -> None:
     path.write_text('{"train_batch_size": 7}')
     assert main(["config", "explain", str(path), "--world-size", "2"]) == 1
     assert "train_batch_size=7" in capsys.readouterr().err
+
+
+def _places() -> list[tuple[str, str]]:
+    """Every section with one of its keys at a time, also those of objects that nothing reads."""
+    found = []
+    for definition in definitions(Config):
+        section, _, name = definition.path.rpartition(".")
+        found.append((section, name))
+        for known in definition.key.names:
+            inner, _, leaf = known.rpartition(".")
+            found.append((f"{definition.path}.{inner}".rstrip("."), leaf))
+    return found
+
+
+def _within(section: str, raw: dict[str, Any]) -> dict[str, Any]:
+    for name in reversed(section.split(".") if section else []):
+        raw = {name: raw}
+    return raw
+
+
+def test_every_misspelled_key_is_named_with_its_section_and_the_nearest() -> None:
+    sections = {section for section, _ in _places()}
+    assert len(sections) > 20
+    assert {"zcomm.adaptive", "checkpoint.writer", "timers.throughput", "zero_optimization.leaf_module"} <= sections
+    for section, name in _places():
+        wrong = f"{name[:-1]}_{name[-1]}"
+        with pytest.raises(ConfigError) as caught:
+            parse(_within(section, {wrong: True}), "a.json")
+        start = "unknown keys in a.json: " + f"{section}.{wrong}".lstrip(".")
+        assert str(caught.value).startswith(start), (section, name)
+        near = re.search(r"did you mean '([\w.]+)'", str(caught.value))
+        assert near is not None, (section, name)
+        assert near[1].rpartition(".")[2] == name, (section, name)
+    for section in sections:  # and of sections with a good key and a bad one, the bad one
+        with pytest.raises(ConfigError, match=r"unknown keys in dict: [\w.]*qqqqqq$"):
+            parse(_within(section, {"qqqqqq": {}}), "dict")
+
+
+def _options_of(kind: type) -> list[str]:
+    return [name for name in inspect.signature(kind).parameters if name not in ("self", "params", "optimizer")]
+
+
+@pytest.mark.parametrize(
+    ("known", "on_host"), [({k: KNOWN[k] for k in ("adam", "adamw", "sgd", "rmsprop")}, False), (ON_HOST, True)]
+)
+def test_every_misspelled_option_of_an_optimizer_is_named(known: dict[str, type], *, on_host: bool) -> None:
+    for kind, cls in known.items():
+        for option in _options_of(cls):
+            wrong = f"{option[:-1]}_{option[-1]}"
+            with pytest.raises(ConfigError, match=f"optimizer.params of {kind} has no '{wrong}'"):
+                build_optimizer(kind, {"lr": 1e-3, wrong: 1}, [torch.nn.Parameter(torch.zeros(2))], on_host=on_host)
+
+
+def test_every_misspelled_option_of_a_scheduler_is_named() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    for kind, cls in SCHEDULERS.items():
+        for option in _options_of(cls):
+            wrong = f"{option[:-1]}_{option[-1]}"
+            with pytest.raises(ConfigError, match=rf"no '{wrong}' \(did you mean '{option}'\?\)"):
+                build_scheduler(kind, {wrong: 1}, optimizer)

@@ -1,7 +1,11 @@
-"""Stages 0 to 3, unquantized, against plain single-process training on the concatenated batch."""
+"""Stages 0 to 3, unquantized, against plain single-process training on the concatenated batch.
+
+Through ZeroOptimizer on topologies that tests share, and through ``zero.initialize``, which makes its own.
+"""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -9,8 +13,9 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.zero.models import as_vector, groups_of, new_model, relative_error, train_plain
+from tests.zero.models import as_vector, batch, groups_of, loss_of, new_model, relative_error, train_plain
 from tests.zero.training import full_values, train, train_and_collect, zero_optimizer
+from zero import initialize
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -49,6 +54,16 @@ def _check_equals_single_process(
     with zero_optimizer(model, stage=stage, ranks_per_node=ranks_per_node, **case.get("settings", {})) as optimizer:
         norms = train(model, optimizer, rank, steps=steps, **loop)
         got = full_values(model)
+    _assert_equals(got, norms, expected, expected_norms, dtype)
+
+
+def _assert_equals(
+    got: dict[str, Any],
+    norms: list[float],
+    expected: dict[str, Any],
+    expected_norms: list[float],
+    dtype: torch.dtype = torch.float64,
+) -> None:
     assert got.keys() == expected.keys()
     assert norms == pytest.approx(expected_norms, rel=1e-9 if dtype == torch.float64 else 1e-3)
     if dtype == torch.float64:
@@ -72,6 +87,42 @@ MATRIX = [
 @pytest.mark.parametrize(("name", "dtype", "world_size", "ranks_per_node"), MATRIX, ids=str)
 def test_equals_single_process(stage: int, name: str, dtype: torch.dtype, world_size: int, ranks_per_node: int) -> None:
     run_ranks(world_size, _check_equals_single_process, stage, name, dtype, world_size, ranks_per_node)
+
+
+def _check_engine(rank: int, stage: int, names: list[str], world_size: int, ranks_per_node: int) -> None:
+    for name in names:
+        case, steps = CASES[name], 5
+        settings = dict(case.get("settings", {}))
+        num_micro, max_norm = case.get("num_micro", 1), case.get("max_norm", 0.0)
+        settings.pop("gradient_accumulation_steps", None)
+        config = {
+            "zero_optimization": {"stage": stage, **settings},
+            "zcomm": {"ranks_per_node": ranks_per_node},
+            "gradient_accumulation_steps": num_micro,
+            "gradient_clipping": max_norm,
+        }
+        model = new_model(torch.float64, **case.get("model", {}))
+        optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
+        engine = initialize(model=model, optimizer=optimizer, config=config).engine
+        norms = []
+        for step in range(steps):
+            for micro in range(num_micro):
+                defers = case.get("uses_no_sync", False) and micro < num_micro - 1
+                with engine.no_sync() if defers else nullcontext():
+                    engine.backward(loss_of(engine, *batch(step, micro, rank)))
+                engine.step()
+            if max_norm:
+                norms.append(engine.get_global_grad_norm())
+        got = full_values(model)
+        engine.destroy()
+        _assert_equals(got, norms, *_oracle(name, torch.float64, world_size, steps))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(2, 2), (4, 2)])
+def test_the_engine_equals_single_process(stage: int, world_size: int, ranks_per_node: int) -> None:
+    names = list(CASES) if world_size == 2 else ["everything"]
+    run_ranks(world_size, _check_engine, stage, names, world_size, ranks_per_node)
 
 
 def _check_stages_agree(rank: int, ranks_per_node: int, dtype: torch.dtype, case: dict[str, Any], close: bool) -> None:  # noqa: FBT001

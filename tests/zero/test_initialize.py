@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import zcomm
 import zero as deepspeed
 from tests.ranks import device_mesh, run_ranks
 from tests.zero.models import as_vector, batch, groups_of, loss_of, new_model, relative_error, train_plain
@@ -226,15 +227,33 @@ def _check_reports(rank: int) -> None:
     log.addHandler(handler)
     try:
         raw = {"steps_per_print": 2, "wall_clock_breakdown": True, "aio": {"thread_count": 2}}
-        engine, *_ = deepspeed.initialize(model=WithLoss(), optimizer=torch.optim.SGD, config=_config(1, **raw))
-        _run(engine, rank, steps=4, num_micro=1)
+        watched = {"memory_breakdown": True, "comms_logger": {"enabled": True}, "dump_state": True, "log_level": "info"}
+        engine, *_ = deepspeed.initialize(
+            model=WithLoss(), optimizer=torch.optim.SGD, config=_config(1, **raw, **watched)
+        )
+        with zcomm.traffic() as sent:
+            _run(engine, rank, steps=4, num_micro=1)
         engine.destroy()
     finally:
         log.removeHandler(handler)
+    state = [line for line in lines if line.startswith("dict: ")]
+    assert ["memory_breakdown" in text for text in state] == ([True] if rank == 0 else [])
+    lines = [line for line in lines if line not in state]
     said = [line for line in lines if "intra_op_parallelism" in line or "a batch is what the caller feeds" in line]
     assert len(said) == (3 if rank == 0 else 0)  # another name; without effect; no batch size: each once
     assert sum("loss scale=1" in line for line in lines) == (2 if rank == 0 else 0)
-    timed = [line for line in lines if "forward" in line]
+    memory = [re.match(r"memory after (\w+): parameters [\d.]+ MiB.*; resident ([\d.]+) MiB", line) for line in lines]
+    phases = [found[1] for found in memory if found is not None and float(found[2]) > 1]
+    assert phases == (["forward", "backward", "step"] * 4 if rank == 0 else [])
+    tables = [line for line in lines if line.startswith("sent ")]
+    assert [table.partition(" by rank")[0] for table in tables] == (
+        ["sent in 2 steps", "sent in 4 steps", "sent by this engine"] if rank == 0 else []
+    )
+    if rank == 0:
+        nbytes = [int(table.rsplit(maxsplit=1)[1]) for table in tables]
+        assert 0 < nbytes[0] < nbytes[1] <= nbytes[2]
+        assert nbytes[1] >= sent.bytes() > 0
+    timed = [line for line in lines if line.startswith("step=") and "forward" in line]
     assert len(timed) == (4 if rank == 0 else 0)
     for line in timed:
         times = dict(re.findall(r"(\w+) ([\d.]+) ms", line))
@@ -245,6 +264,34 @@ def _check_reports(rank: int) -> None:
 
 def test_reports_are_printed_by_rank_0() -> None:
     run_ranks(2, _check_reports)
+
+
+def _check_chosen_operations(rank: int, is_on: bool) -> None:  # noqa: FBT001
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("zero")
+    log.addHandler(handler)
+    raw = {"comms_logger": {"enabled": is_on, "verbose": True, "prof_all": False, "prof_ops": ["all_gather"]}}
+    try:
+        engine, *_ = deepspeed.initialize(model=WithLoss(), optimizer=torch.optim.SGD, config=_config(1, **raw))
+        _run(engine, rank, steps=2, num_micro=1)
+        engine.destroy()
+    finally:
+        log.removeHandler(handler)
+    tables = [line.splitlines() for line in lines if line.startswith("sent ")]
+    if rank or not is_on:
+        assert not tables
+        return
+    assert [table[0] for table in tables[:2]] == ["sent in step 1 by rank 0:", "sent in step 2 by rank 0:"]
+    for table in tables[:2]:
+        assert [row.split()[0] for row in table[2:-1]] == ["all_gather"]
+        assert table[2].split()[-1] == table[-1].split()[-1] != "0"
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_chosen_operations_are_printed_step_by_step(*, is_on: bool) -> None:
+    run_ranks(2, _check_chosen_operations, is_on)
 
 
 def _check_mistakes(rank: int) -> None:

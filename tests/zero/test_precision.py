@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zcomm
 import zero
@@ -207,6 +209,49 @@ def _check_autocast(rank: int) -> None:
 
 def test_autocast_inside_the_engine() -> None:
     run_ranks(2, _check_autocast)
+
+
+class _Casts(TorchDispatchMode):
+    """Which 16-bit copies of matrices have been made, and are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16 and out.shape == (9, 9):
+            self._made.append(weakref.ref(out))
+        return out
+
+    @property
+    def num_alive(self) -> int:
+        return sum(ref() is not None for ref in self._made)
+
+
+def _check_autocast_cache(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(9, 9) for _ in range(6)))
+    alive: list[int] = []
+    with zero_optimizer(model, _sgd(model.parameters()), stage=3) as optimizer, _Casts() as casts:
+        for layer in model:
+            layer.register_forward_hook(lambda *_: alive.append(casts.num_alive))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.no_grad():
+                first = model(torch.ones(2, 9))
+                assert len(alive) == 6
+                assert max(alive) <= 2, alive  # else a model's worth, in 16 bit
+            model(torch.ones(2, 9)).float().sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                after_step = model(torch.ones(2, 9))
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(model(torch.ones(2, 9)), after_step)
+        assert not torch.equal(first, after_step)
+
+
+def test_autocast_keeps_no_casts_of_released_parameters() -> None:
+    run_ranks(2, _check_autocast_cache)
 
 
 def test_presets() -> None:

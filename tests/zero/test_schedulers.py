@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.ranks import run_ranks
 from zcomm import ConfigError
+from zero import initialize
 from zero.schedulers import SCHEDULERS, build_scheduler
 
 STEPS = 300
@@ -150,6 +152,31 @@ def test_curves_are_deepspeeds() -> None:
             assert lr == pytest.approx(second.param_groups[0]["lr"], rel=1e-12, abs=1e-15), (name, t)
             for each in (first, second, scheduler, other):
                 each.step()
+
+
+def _check_skipped_steps(rank: int) -> None:
+    for name, (kind, params, curve) in CURVES.items():
+        config = {
+            "fp16": {"enabled": True, "loss_scale": 8.0},
+            "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+            "scheduler": {"type": kind, "params": params},
+        }
+        engine = initialize(model=nn.Linear(1, 1), config=config).engine
+        num_taken = 0
+        for t in range(STEPS):
+            assert engine.get_lr() == [pytest.approx(curve(num_taken), rel=1e-12, abs=1e-15)], (name, t)
+            overflows = t % 7 in (0, 4, 5) and t < 200  # the first one, two in a row, long quiet in the end
+            loss = engine(torch.ones(1, 1, dtype=torch.float16)).sum()
+            engine.backward(loss * (math.inf if overflows else 1.0))
+            engine.step()
+            num_taken += not overflows
+        assert engine.skipped_steps == STEPS - num_taken == 85
+        engine.destroy()
+
+
+def test_skipped_steps_do_not_move_the_curve() -> None:
+    """A step whose gradients overflowed leaves the rate as it is, at any place of every curve."""
+    run_ranks(1, _check_skipped_steps)
 
 
 def test_momentum_goes_the_other_way() -> None:

@@ -31,6 +31,8 @@ class Key:
     minimum: float | None = None
     is_positive: bool = False
     """Greater than 0."""
+    names: tuple[str, ...] = ()
+    """Of an object that nothing reads: what may stand in it; a dot leads into an object. Empty: anything."""
     setting: str = ""
     """The field of :class:`zero.ZeroSettings` that it sets."""
     inactive: str = ""

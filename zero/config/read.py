@@ -154,7 +154,19 @@ class _Reader:
         except TypeError:
             raise ConfigError(f"{path} must be {type_name(definition.kind)}: got {value!r}") from None
         _check_range(definition.key, converted, path)
+        if definition.key.names:
+            self._check_names(definition.key.names, converted, f"{path}.")
         return converted
+
+    def _check_names(self, names: tuple[str, ...], value: Mapping[str, Any], prefix: str) -> None:
+        """Of an object that nothing reads."""
+        for given, inner in value.items():
+            below = tuple(name.removeprefix(f"{given}.") for name in names if name.startswith(f"{given}."))
+            if below and isinstance(inner, Mapping):
+                self._check_names(below, inner, f"{prefix}{given}.")
+            elif given not in names and not below:
+                here = sorted({name.partition(".")[0] for name in names})
+                self.unknown.append(f"{prefix}{given}{nearest(given, here)}")
 
 
 def type_name(kind: Any) -> str:

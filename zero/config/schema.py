@@ -58,7 +58,7 @@ def _type(kind: Any, definition: Definition) -> dict[str, Any]:
     if get_origin(kind) is tuple:
         return {"type": "array", "items": {"type": "string"}}
     if get_origin(kind) is dict:
-        return {"type": "object"}
+        return _plain_object(facts.names) if facts.names else {"type": "object"}
     found: dict[str, Any] = {"type": TYPES[kind]}
     if facts.choices:
         return {"enum": list(facts.choices)}
@@ -67,6 +67,16 @@ def _type(kind: Any, definition: Definition) -> dict[str, Any]:
     if facts.is_positive:
         found["exclusiveMinimum"] = 0
     return found
+
+
+def _plain_object(names: tuple[str, ...]) -> dict[str, Any]:
+    """Of what nothing reads: only its names are known; a dot leads into an object."""
+    properties: dict[str, Any] = {}
+    for name in names:
+        outer, dot, _ = name.partition(".")
+        below = tuple(n.removeprefix(f"{outer}.") for n in names if n.startswith(f"{outer}."))
+        properties[outer] = _plain_object(below) if dot else {}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def _description(definition: Definition) -> str:

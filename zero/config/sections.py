@@ -7,11 +7,13 @@ from typing import Any
 
 from zero.config.adaptive import Adaptive
 from zero.config.keys import key, section
+from zero.config.monitors import NAMES, CommsLogger
 from zero.config.zero_section import ZeroOptimization
 
 __all__ = ["ActivationCheckpointing", "Aio", "Bf16", "Config", "DataTypes", "Fp16", "OptimizerChoice", "Zcomm"]
 
 DTYPES = ("fp32", "float32", "float", "fp16", "float16", "half", "bf16", "bfloat16")
+LEVELS = ("debug", "info", "warning", "error", "critical")
 WATCHES = "it only watches; training is the same without it"
 
 
@@ -280,21 +282,25 @@ class Config:
     gradient_allreduce_op: str = key("mean", "mean over the ranks", choices=("mean", "sum"), unavailable="'sum'")
     dataloader_drop_last: bool = key(False, "drop an incomplete last batch", false="keep it")
     zcomm: Zcomm = section(Zcomm, "this library's own keys")
-    checkpoint: dict[str, Any] = key({}, "checkpoints", inactive="of DeepSpeed's checkpoint format")
+    checkpoint: dict[str, Any] = key(
+        {}, "checkpoints", inactive="of DeepSpeed's checkpoint format", names=NAMES["checkpoint"]
+    )
     sparse_gradients: bool = key(False, "-", false="off", unavailable="sparse gradients")
     disable_allgather: bool = key(False, "-", false="the same as true", inactive="there is no such mode")
     disable_python_gc: bool = key(False, "-", false="the same as true", inactive="no call collects garbage")
-    dump_state: bool = key(False, "-", false="off", inactive=WATCHES)
-    log_level: str | None = key(None, "-", inactive="use logging.getLogger('zero').setLevel()")
-    memory_breakdown: bool = key(False, "-", false="off", inactive="ZeroOptimizer.memory() reports it")
-    comms_logger: dict[str, Any] = key({}, "-", inactive="zcomm.traffic() counts every message")
-    flops_profiler: dict[str, Any] = key({}, "-", inactive=WATCHES)
-    timers: dict[str, Any] = key({}, "-", inactive=WATCHES)
-    tensorboard: dict[str, Any] = key({}, "-", inactive=WATCHES)
-    wandb: dict[str, Any] = key({}, "-", inactive=WATCHES)
-    comet: dict[str, Any] = key({}, "-", inactive=WATCHES)
-    csv_monitor: dict[str, Any] = key({}, "-", inactive=WATCHES)
-    nebula: dict[str, Any] = key({}, "-", inactive="a service of DeepSpeed")
+    dump_state: bool = key(False, "initialize() prints the effective settings", false="off")
+    log_level: str | None = key(None, "the level of the logger 'zero', which initialize() sets", choices=LEVELS)
+    memory_breakdown: bool = key(
+        False, "the engine's first rank prints its memory after each forward, backward and step", false="off"
+    )
+    comms_logger: CommsLogger = section(CommsLogger, "what is sent")
+    flops_profiler: dict[str, Any] = key({}, "-", inactive=WATCHES, names=NAMES["flops_profiler"])
+    timers: dict[str, Any] = key({}, "-", inactive=WATCHES, names=NAMES["timers"])
+    tensorboard: dict[str, Any] = key({}, "-", inactive=WATCHES, names=NAMES["tensorboard"])
+    wandb: dict[str, Any] = key({}, "-", inactive=WATCHES, names=NAMES["wandb"])
+    comet: dict[str, Any] = key({}, "-", inactive=WATCHES, names=NAMES["comet"])
+    csv_monitor: dict[str, Any] = key({}, "-", inactive=WATCHES, names=NAMES["csv_monitor"])
+    nebula: dict[str, Any] = key({}, "-", inactive="a service of DeepSpeed", names=NAMES["nebula"])
     amp: dict[str, Any] = key({}, "-", unavailable="Apex AMP (use fp16, bf16 or torch_autocast)")
     elasticity: dict[str, Any] = key({}, "-", unavailable="elasticity")
     autotuning: dict[str, Any] = key({}, "-", unavailable="autotuning")
