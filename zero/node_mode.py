@@ -3,9 +3,9 @@
     forward, backward   parameters are gathered inside the node, from its ranks' replicas      zero.sources.Replica
     each micro-batch    gradients are summed inside the node, and kept there in float32        zero.reduction.Reduction
     the last one        these sums are reduced between the nodes, bucket by bucket             the same
-    step()              norm and clipping, the sharded update, and the change of every shard
-                        goes to the ranks of equal local rank of the other nodes, one exchange
-                        a bucket, waited for when the bucket is used next                       zero.runtime.Runtime
+    step()              norm and clipping, and bucket by bucket the sharded update, after which the
+                        change of the shard goes to the ranks of equal local rank of the other
+                        nodes while the next is updated; waited for when it is used next        zero.changes.Changes
 
 A replica is this rank's 1 / L of its node's copy of the parameters, in their dtype. Receivers' state is known to the
 sender, so errors do not add up, and all nodes hold the same bits. Writes that are not a step's (loading,
