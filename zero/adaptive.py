@@ -44,7 +44,7 @@ class Adaptive:
         self._squares: dict[int, Tensor] = {}
         self._norm: Tensor | None = None
         gradients, weights = runtime.effective.ladders
-        settings, keeps_formats = runtime.settings.adaptive, runtime.effective.change_format is not None
+        settings, keeps_formats = runtime.settings.adaptive, runtime.effective.sums_in_node
         if settings is not None and keeps_formats:
             # A step that is taken commits residuals, and they would bring an outlier back that was clipped.
             settings = replace(settings, outlier="skip" if settings.outlier == "clip" else settings.outlier)

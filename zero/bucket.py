@@ -6,7 +6,8 @@ stage   full buffer          shard                    master (float32)          
 3       from the pool        the only thing kept      = shard, or a float32 copy        shard
 1 - 3, offloaded states      as above                 a float32 copy in host memory     shard in host memory
 
-Frozen parameters have no master but the shard; where stages 1 and 2 quantize weights, an exact copy of it.
+Frozen parameters have no master but the shard; where stages 1 and 2 quantize weights, an exact copy of it. With
+``mode="delta"`` trainable shards are memory of their own there, and own rows what receivers hold of them.
 
 SHARDED --issue a gather--> GATHERING --wait--> FULL --release--> SHARDED          (below stage 3: always FULL)
                             GATHERING --abandon--> SHARDED
@@ -143,8 +144,18 @@ class Bucket:
         rests: ParameterRests,
         *,
         keeps_exact_master: bool,
+        keeps_exact_shard: bool,
     ) -> None:
-        """Take what this rank keeps of the initial values ``full``, by the table above."""
+        """Take what this rank keeps of the initial values ``full``, by the table above.
+
+        Args:
+            full: All of it; kept below stage 3.
+            stage: A row of the table.
+            topology: The ranks.
+            rests: Where shards rest.
+            keeps_exact_master: Beside ``full``, which has quantized values.
+            keeps_exact_shard: If it is trainable, beside ``full``, which changes are added to.
+        """
         row = topology.shard_index("local")
         numel = self.layout.shard_numel
         own = full[row * numel : (row + 1) * numel]
@@ -158,6 +169,8 @@ class Bucket:
                 self.release()
         else:
             self.shard = own if stage.shards_states else full
+            if keeps_exact_shard and self.is_trainable:
+                self.shard = own.clone()
             self.rest = rests.leave(self.shard, updates_on_host=self.host is not None)
             self.state = BucketState.GATHERING
             self.full = full
@@ -182,6 +195,12 @@ class Bucket:
             for start, stop in self.rest.ranges:
                 self.begin_update(start, stop).copy_(self.master[start:stop])
                 self.end_update(start, stop)
+
+    @property
+    def is_its_master(self) -> bool:
+        """Whether the full parameters are the master themselves, not a rounding of it or behind it."""
+        full = self.full
+        return full is not None and full.untyped_storage().data_ptr() == self.master.untyped_storage().data_ptr()
 
     def begin_update(self, start: int, stop: int) -> Tensor:
         """Memory, where the master is updated, for new values of the shard; its contents are undefined."""

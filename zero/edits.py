@@ -57,7 +57,7 @@ class Published:
         """The full parameters of ``buckets`` are as they should be."""
         if self._is_on:
             for bucket in buckets:
-                if bucket.master is not bucket.shard and bucket.full is not None:
+                if bucket.full is not None and not bucket.is_its_master:
                     self._copies[bucket] = bucket.full.clone()
 
     def check(self) -> None:

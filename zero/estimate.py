@@ -156,6 +156,7 @@ def _param_nbytes(model: nn.Module) -> int:
 
 def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: int) -> Setup:
     zero = config.zero_optimization
+    has_changes = config.zcomm.mode == "delta" and nodes > 1
     in_node = config.zcomm.mode == "delta_hpz" and zero.stage == 3
     param_nbytes = 2 if config.fp16.enabled or config.bf16.enabled else own_nbytes
     accumulates = config.data_types.grad_accum_dtype
@@ -177,7 +178,9 @@ def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: i
         has_secondary=zero.zero_hpz_partition_size > 1 or in_node,
         has_residuals=zero.zeropp_loco_param is not None or (in_node and nodes > 1),
         sums_in_node=in_node and (config.gradient_accumulation_steps or 1) > 1,
-        quantizes_weights=zero.zero_quantized_weights or config.zcomm.weight_format not in (None, "none"),
+        keeps_shards=has_changes,
+        quantizes_weights=not has_changes
+        and (zero.zero_quantized_weights or config.zcomm.weight_format not in (None, "none")),
         encodes_frozen=zero.zero_quantized_nontrainable_weights,
         files=_files(config, counts, param_nbytes, nodes * ranks),
         offloaded_share=zero.offload_optimizer.ratio,

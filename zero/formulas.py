@@ -137,6 +137,8 @@ class Setup:
     has_residuals: bool = False
     sums_in_node: bool = False
     """Gradients of the micro-batches are summed up inside the node: ``mode="delta_hpz"``."""
+    keeps_shards: bool = False
+    """Trainable shards rest beside full parameters, to which changes are sent: ``mode="delta"``, stages 1 and 2."""
     quantizes_weights: bool = False
     """Forward reads quantized weights: below stage 3 exact ones are kept beside them."""
     encodes_frozen: bool = False
@@ -188,7 +190,8 @@ def _model_states(counts: Counts, setup: Setup) -> list[Usage]:
 def _parameters(counts: Counts, setup: Setup) -> list[Usage]:
     trainable, frozen = _trainable_and_frozen(counts)
     if setup.stage < 3:
-        return [Usage("parameters", "device", setup.param_nbytes * counts.numel)]
+        shards = trainable / setup.world_size if setup.keeps_shards and setup.stage else 0.0
+        return [Usage("parameters", "device", setup.param_nbytes * (counts.numel + shards))]
     ranks, place = setup.world_size, setup.tier.parameters
     codes = ENCODED_NBYTES * frozen / ranks if setup.encodes_frozen else 0.0
     numel = (trainable if setup.encodes_frozen else counts.numel) / ranks

@@ -19,6 +19,7 @@ import torch
 
 from zcomm import DivergedError, Work
 from zero.bucket import Bucket, BucketState
+from zero.full_copy import FullCopy
 from zero.order_check import OrderCheck
 from zero.pool import BufferPool
 from zero.schedule import END_OF_BACKWARD, Limits, Schedule, Start
@@ -59,14 +60,17 @@ class Gatherer:
         self._primary = [Primary(bucket, self.options) for bucket in buckets]
         exchanges = [source.exchanges for source in self._primary]
         self._secondary: dict[int, Secondary | Replica] = {}
-        self.replicas: dict[int, Replica] = {}
-        """By bucket, in ``mode="delta_hpz"``."""
+        self.replicas: dict[int, Replica | FullCopy] = {}
+        """What changes are sent to, by bucket: in ``mode="delta_hpz"`` and ``mode="delta"``."""
+        changes = effective.change_format
         for b in (b for b in buckets if not b.is_resident):
-            if effective.change_format is not None:
-                self.replicas[b.index] = Replica(b, self.options, effective.change_format, exchanges[b.index])
+            if changes is not None and self._is_active:
+                replica = Replica(b, self.options, changes, exchanges[b.index])
+                self.replicas[b.index] = self._secondary[b.index] = replica
+            elif changes is not None and b.is_trainable:
+                self.replicas[b.index] = FullCopy(b, self.options, changes)
             elif effective.has_secondary:
                 self._secondary[b.index] = Secondary(b, self.options, exchanges[b.index])
-        self._secondary |= self.replicas
         limits = _within_layers(effective.limits, [sum(e) for e in exchanges])
         self._schedules = {mode: Schedule(exchanges, limits) for mode in Mode}
         self._check = OrderCheck(topology) if self._is_active else None

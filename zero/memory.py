@@ -20,7 +20,7 @@ class MemoryReport:
     """Allocated bytes on this rank by kind."""
 
     parameters: int
-    """What forward reads: full parameters, or the shard at stage 3."""
+    """What forward reads: full parameters, or the shard at stage 3; with ``mode="delta"`` full parameters and shard."""
     gradients: int
     """At rest: full below stage 2, the shard from there."""
     states: int
@@ -73,6 +73,8 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
     seen: set[int] = set()
     buckets, stage, gradient_files = runtime.buckets, runtime.stage, runtime.gradient_files
     parameters = _nbytes([b.shard for b in buckets if b.rest.is_in_memory], seen)
+    if not stage.shards_parameters:
+        parameters += _nbytes([b.full for b in buckets if b.full is not None], seen)
     parameters += sum(b.rest.nbytes.get("device", 0) for b in buckets if not b.rest.is_in_memory)
     resting = [*(b.rest.nbytes for b in buckets)]
     masters = _nbytes([b.master for b in buckets if b.master is not b.shard], seen)

@@ -3,9 +3,9 @@
     forward, backward   parameters are gathered inside the node, from its ranks' replicas      zero.sources.Replica
     each micro-batch    gradients are summed inside the node, and kept there in float32        zero.reduction.Reduction
     the last one        these sums are reduced between the nodes, bucket by bucket             the same
-    step()              norm and clipping, the sharded update, and the change of every shard
-                        goes to the ranks of equal local rank of the other nodes, one exchange
-                        a bucket, waited for when the bucket is used next                       zero.runtime.Runtime
+    step()              norm and clipping, and bucket by bucket the sharded update, after which the
+                        change of the shard goes to the ranks of equal local rank of the other
+                        nodes while the next is updated; waited for when it is used next        zero.changes.Changes
 
 A replica is this rank's 1 / L of its node's copy of the parameters, in their dtype. Receivers' state is known to the
 sender, so errors do not add up, and all nodes hold the same bits. Writes that are not a step's (loading,
@@ -14,6 +14,10 @@ residual, in units without the loss scale, and counts once the step is applied. 
 are buckets that no rank used in the step.
 
 Bytes for each parameter and rank beyond stage 3: 2 / L replica, 1 / L residual, and with accumulation 4 / L sums.
+
+``mode="delta"``, stages 1 and 2 on several nodes: full parameters are what changes are sent to, between nodes and on
+inside them, after a step (:mod:`zero.full_copy`). Gradients travel as they do without it. Each parameter of this rank's
+shard takes 2 bytes more.
 
 Here is what the mode means for the other settings; called while these are resolved.
 """
@@ -28,7 +32,7 @@ from zero.tiers.settings import Tier
 
 __all__ = ["CHANGE_FORMAT", "GRADIENT_FORMAT", "MODES", "resolve_mode"]
 
-MODES = ("delta_hpz",)
+MODES = ("delta_hpz", "delta")
 CHANGE_FORMAT = "int4"
 """Of changes of parameters, unless ``weight_format`` says another."""
 GRADIENT_FORMAT = ("int8", "nf4")
@@ -48,24 +52,31 @@ def resolve_mode(settings: ZeroSettings, topology: Topology) -> Effective:
     if topology.num_nodes == 1:
         effective = resolve(replace(settings, mode=None, weight_format=None), topology)
         return effective.and_more(inactive=(f"mode={settings.mode!r} (one node: nothing leaves it as it is)",))
-    kept, changes, inactive = _beside_mode(settings)
+    changes, inactive = settings.weight_format or CHANGE_FORMAT, list[str]()
+    if settings.quantized_weights:
+        inactive.append(f"quantized_weights (mode={settings.mode!r}: changes of parameters travel, as {changes})")
+    kept = replace(settings, weight_format="none", quantized_weights=False)
+    _check_rounding(settings.mode, changes)
+    if settings.mode == "delta_hpz":
+        kept = _beside_replicas(kept, inactive)
     return replace(resolve(kept, topology), change_format=changes).and_more(inactive=tuple(inactive))
 
 
-def _beside_mode(settings: ZeroSettings) -> tuple[ZeroSettings, str, list[str]]:
-    """The settings that hold beside the mode, the format of changes, and what has no effect."""
-    inactive = []
-    changes = settings.weight_format or CHANGE_FORMAT
-    gradients = settings.gradient_format or GRADIENT_FORMAT
-    for name in (changes, *((gradients,) if isinstance(gradients, str) else gradients)):
+def _check_rounding(mode: str | None, *names: str) -> None:
+    for name in names:
         if get_format(name).is_random:
-            raise ConfigError(f"mode={settings.mode!r} rounds to nearest: format={name!r} rounds stochastically")
-    for name, instead in (
-        ("quantized_weights", f"changes of parameters travel, as {changes}"),
-        ("quantized_gradients", f"gradients travel as {gradients}; gradient_format= says others"),
-    ):
-        if getattr(settings, name):
-            inactive.append(f"{name} (mode={settings.mode!r}: {instead})")
+            raise ConfigError(f"mode={mode!r} rounds to nearest: format={name!r} rounds stochastically")
+
+
+def _beside_replicas(settings: ZeroSettings, inactive: list[str]) -> ZeroSettings:
+    """The settings that hold beside ``mode="delta_hpz"``; what has no effect is added to ``inactive``."""
+    gradients = settings.gradient_format or GRADIENT_FORMAT
+    _check_rounding(settings.mode, *((gradients,) if isinstance(gradients, str) else gradients))
+    if settings.quantized_gradients:
+        inactive.append(
+            f"quantized_gradients (mode={settings.mode!r}: gradients travel as {gradients}; gradient_format= says "
+            "others)"
+        )
     if settings.adaptive is not None:
         inactive.append(
             f"formats that follow the training (mode={settings.mode!r}: replicas and residuals keep theirs; jumps are "
@@ -73,33 +84,35 @@ def _beside_mode(settings: ZeroSettings) -> tuple[ZeroSettings, str, list[str]]:
         )
     if settings.hpz_partition_size > 1:
         inactive.append(f"hpz_partition_size (mode={settings.mode!r}: every node has a copy already)")
-    kept = replace(
-        settings,
-        weight_format="none",
-        gradient_format=gradients,
-        quantized_weights=False,
-        quantized_gradients=False,
-        hpz_partition_size=1,
-        adaptive=None,
-    )
-    return kept, changes, inactive
+    return replace(settings, gradient_format=gradients, quantized_gradients=False, hpz_partition_size=1, adaptive=None)
 
 
 def _check(settings: ZeroSettings) -> None:
     mode, tiers = settings.mode, settings.tiers
     if mode not in MODES:
         raise ConfigError(f"mode must be one of {', '.join(MODES)}, or absent: mode={mode!r}")
-    if settings.stage != 3:
-        raise ConfigError(f"mode={mode!r} is of stage 3, where parameters are gathered: stage={settings.stage}")
     refused = {
-        "offload_param (replicas are on the device)": tiers.parameters.tier is not Tier.DEVICE,
         "delayed_update (receivers would be two updates behind)": tiers.states.delays_update,
         "compressed_link (what nodes hold follows the parameters, not the masters)": tiers.states.compresses_link,
-        "zero_quantized_nontrainable_weights (replicas have the parameters' dtype)": (
-            settings.quantized_nontrainable_weights
-        ),
-        "hpz_secondary_device='cpu' (replicas are on the device)": settings.hpz_secondary_device == "cpu",
     }
+    if mode == "delta_hpz":
+        if settings.stage != 3:
+            instead = "; mode='delta' is of stages 1 and 2" if settings.stage else ""
+            raise ConfigError(
+                f"mode={mode!r} is of stage 3, where parameters are gathered: stage={settings.stage}{instead}"
+            )
+        refused |= {
+            "offload_param (replicas are on the device)": tiers.parameters.tier is not Tier.DEVICE,
+            "zero_quantized_nontrainable_weights (replicas have the parameters' dtype)": (
+                settings.quantized_nontrainable_weights
+            ),
+            "hpz_secondary_device='cpu' (replicas are on the device)": settings.hpz_secondary_device == "cpu",
+        }
+    elif settings.stage not in (1, 2):
+        raise ConfigError(
+            f"mode={mode!r} is of stages 1 and 2, where every rank updates a shard of parameters that all hold: "
+            f"stage={settings.stage}; stage 3 has mode='delta_hpz'"
+        )
     asked = [what for what, is_asked in refused.items() if is_asked]
     if asked:
         raise ConfigError(f"mode={mode!r} is not combined with {'; '.join(asked)}: leave out one of them")

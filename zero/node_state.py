@@ -1,6 +1,7 @@
 """What ``mode="delta_hpz"`` keeps from step to step beside the masters: replicas, and residuals of gradients.
 
-Without it training would go on, but not with the same bits: replicas would be the masters rounded once.
+With ``mode="delta"`` full parameters are such replicas, and there are no residuals. Without these training would go on,
+but not with the same bits: replicas would be the masters rounded once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ logger = logging.getLogger("zero")
 def held_of(runtime: Runtime) -> dict[Bucket, Tensor]:
     """What all nodes hold of this rank's shard of every trainable bucket; empty in other modes."""
     replicas = runtime.gatherer.replicas
-    return {b: replicas[b.index].node.held for b in runtime.buckets if b.is_trainable and b.index in replicas}
+    return {b: replicas[b.index].held for b in runtime.buckets if b.is_trainable and b.index in replicas}
 
 
 def residuals_of(runtime: Runtime) -> list[Residual]:
@@ -62,10 +63,7 @@ def restore_node_state(runtime: Runtime, saved: Mapping[str, Any] | None) -> Non
 
 def refresh_replicas(runtime: Runtime, shards: Mapping[Bucket, Tensor]) -> None:
     """Let all nodes hold these values of every rank's shards. Collective; the same buckets on every rank."""
-    for bucket, values in shards.items():
-        replica = runtime.gatherer.replicas[bucket.index]
-        replica.node.refresh(values.to(bucket.device, bucket.dtype))
-    runtime.gatherer.parameters_changed(shards)
+    runtime.hold(shards)
 
 
 def reset_residuals(runtime: Runtime) -> None:

@@ -1,13 +1,15 @@
 """After masters have changed: shards get their values, and what the forward reads gets the shards'.
 
-full buffers, below stage 3 and of residents     gathered from the shards
-replicas, with ``mode="delta_hpz"``              after a step the changes of the buckets it used, else exactly
+full buffers, below stage 3 and of residents     gathered from the shards, but for those of ``mode="delta"``
+these, and replicas, ``mode="delta_hpz"``        after a step the changes of the buckets it used, else exactly
 everything gathered or kept for later            forgotten
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
 
 from zcomm import Topology
 from zero.agreement import on_every_rank
@@ -44,24 +46,42 @@ class Publisher:
         Args:
             buckets: Whose masters may be new.
             are_written: The shards are in line already.
-            changed: Numbers of the buckets that a step has changed; None: it was no step.
+            changed: Numbers of the buckets that a step has changed, and whose changes are yet to be sent; None: it was
+                no step.
         """
         if not are_written:
             self._update_shards(buckets)
         self._send_to_replicas(buckets, changed)
-        works = []
-        for bucket in buckets:
-            if self._stage.shards_states and (bucket.is_resident or not self._stage.shards_parameters):
+        works, replicas = [], self._gatherer.replicas
+        for bucket in buckets if self._stage.shards_states else []:
+            if bucket.is_resident or not (self._stage.shards_parameters or bucket.index in replicas):
                 assert bucket.full is not None, "residents, and below stage 3 all parameters, are always full"
                 works += start_gather(bucket, bucket.full, bucket.shard, self._gatherer.options)
         for work in works:
             work.wait()
         self._rests.agree(even_unread=True)
+        self._are_published(buckets)
+
+    def hold(self, shards: Mapping[Bucket, Tensor]) -> None:
+        """Let replicas, or full buffers with changes, hold these values of shards instead of the masters'. Collective.
+
+        Args:
+            shards: On this rank; the same buckets on every rank.
+        """
+        for bucket, values in shards.items():
+            self._gatherer.replicas[bucket.index].refresh(values.to(bucket.device, bucket.dtype))
+        self._are_published(shards)
+
+    def _are_published(self, buckets: Iterable[Bucket]) -> None:
+        """Replicas wait by themselves; full buffers are read by anybody, at any time."""
+        for bucket in buckets if not self._stage.shards_parameters else ():
+            if (copy := self._gatherer.replicas.get(bucket.index)) is not None:
+                copy.wait()
         self.published.remember(buckets)
         self._gatherer.parameters_changed(buckets)
 
     def _send_to_replicas(self, buckets: Sequence[Bucket], changed: set[int] | None) -> None:
-        """Asynchronously: a replica waits before it is read."""
+        """Asynchronously."""
         for bucket in buckets:
             replica = self._gatherer.replicas.get(bucket.index)
             if replica is not None and changed is None:
@@ -91,7 +111,7 @@ class Publisher:
     def close(self) -> None:
         """Wait for what is under way to replicas."""
         for replica in self._gatherer.replicas.values():
-            replica.node.wait()
+            replica.wait()
 
 
 def used_buckets(all_grads: Sequence[BucketGrads]) -> set[int]:

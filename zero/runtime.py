@@ -95,8 +95,11 @@ class Runtime:
 
     def _build(self, plan: ModelPlan) -> None:
         exact = self.effective.weight_format != "none" and not self.stage.shards_parameters
-        rests = (self.rests, self.state_files)
-        settle(self.model, self.buckets, self.stage, self.topology, rests, keeps_exact_masters=exact)
+        keeps = {
+            "keeps_exact_masters": exact,
+            "keeps_exact_shards": self.effective.change_format is not None and not self.stage.shards_parameters,
+        }
+        settle(self.model, self.buckets, self.stage, self.topology, (self.rests, self.state_files), **keeps)
         if self.is_inexact:
             read = (b for b in self.buckets if exact or b.is_resident or b.index in self.gatherer.replicas)
             self.publish([b for b in read if b.dtype.is_floating_point])
@@ -189,6 +192,10 @@ class Runtime:
     def publish(self, buckets: list[Bucket], *, are_written: bool = False, changed: set[int] | None = None) -> None:
         """Bring what the forward reads in line with the masters: see :meth:`zero.publish.Publisher.publish`."""
         self._publisher.publish(buckets, are_written=are_written, changed=changed)
+
+    def hold(self, shards: Mapping[Bucket, Tensor]) -> None:
+        """Let replicas have these values instead: see :meth:`zero.publish.Publisher.hold`."""
+        self._publisher.hold(shards)
 
     def open_states(self, inner: Optimizer, pieces: list[MasterPiece]) -> None:
         """Make room for the moments of ``inner`` in the files, if there are any. Collective.

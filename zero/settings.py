@@ -50,7 +50,7 @@ class ZeroSettings:
     ``quantized_gradients``. Default: the parameters' dtype."""
     mode: str | None = None
     """"delta_hpz" at stage 3: parameters are gathered inside the node, from replicas that get the changes of each
-    step: see :mod:`zero.node_mode`."""
+    step. "delta" at stages 1 and 2: full parameters get these changes: see :mod:`zero.node_mode`."""
     residual_beta: float = 1.0
     """With the mode, what gradients have lost between nodes is multiplied with it before it is added to the next
     step's, in (0, 1]: below 1 old losses fade (LoCo's damping)."""
@@ -148,7 +148,7 @@ class Effective:
     secondary_place: str
     """Where that rests, if there is one."""
     change_format: str | None = None
-    """What changes of parameters travel in between nodes (``mode="delta_hpz"``); None: there are no replicas."""
+    """What changes of parameters travel in (``mode="delta_hpz"``, ``mode="delta"``); None: parameters do."""
     align: int
     """Elements that parameters and shards are aligned to."""
     topology: str
@@ -168,6 +168,11 @@ class Effective:
         """Whether formats follow the training."""
         return self.ladders != (None, None)
 
+    @property
+    def sums_in_node(self) -> bool:
+        """Whether gradients are summed inside the node, and cross the network once a step (``mode="delta_hpz"``)."""
+        return self.change_format is not None and self.stage.shards_parameters
+
     def and_more(
         self, *, details: tuple[str, ...] = (), adjusted: tuple[str, ...] = (), inactive: tuple[str, ...] = ()
     ) -> Effective:
@@ -185,8 +190,10 @@ class Effective:
             f"ZeRO stage {self.stage.number} on {self.topology}: weights as {self.weight_format}, gradients as "
             f"{grads}, secondary partition (hpZ) {f'on, {self.secondary_place}' if self.has_secondary else 'off'}"
         )
-        if self.change_format is not None:
+        if self.sums_in_node:
             text += f", replicas in every node (delta-hpZ), their changes as {self.change_format}"
+        elif self.change_format is not None:
+            text += f", changes of parameters as {self.change_format}"
         notes = [*self.details, *self.adjusted, *(f"inactive: {reason}" for reason in self.inactive)]
         return "; ".join([text, *notes])
 
@@ -200,7 +207,7 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
     if not stage.shards_states and (weights != "none" or is_quantized):
         inactive.append("quantized weights and gradients (stage 0 has no sharded exchange; use stage 1, 2 or 3)")
         weights, gradients = "none", None if is_quantized else gradients
-    if settings.mode is None and (settings.residual_beta != 1 or settings.residual_reset_interval):
+    if settings.mode != "delta_hpz" and (settings.residual_beta != 1 or settings.residual_reset_interval):
         inactive.append("residual_beta, residual_reset_interval (residuals come with mode='delta_hpz')")
     _check_link(settings, weights)
     has_secondary = _secondary(settings, topology, stage, inactive)

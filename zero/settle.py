@@ -30,8 +30,18 @@ def settle(
     rests: tuple[ParameterRests, StateFiles | None],
     *,
     keeps_exact_masters: bool,
+    keeps_exact_shards: bool,
 ) -> None:
     """Divide the values of ``model`` over the ranks, as they are on rank 0. Collective.
+
+    Args:
+        model: On its device.
+        buckets: Its parameters.
+        stage: What is kept of them.
+        topology: The ranks.
+        rests: Where parameters and states rest.
+        keeps_exact_masters: Beside full parameters, which are quantized.
+        keeps_exact_shards: Beside full parameters, which changes are added to.
 
     Raises:
         Exception: What went wrong on a rank, on every rank; :func:`make_whole` undoes what was done until then.
@@ -48,7 +58,14 @@ def settle(
 
         def take(bucket: Bucket = bucket, full: Tensor = full) -> None:
             parameters, states = rests
-            bucket.settle(full, stage, topology, parameters, keeps_exact_master=keeps_exact_masters)
+            bucket.settle(
+                full,
+                stage,
+                topology,
+                parameters,
+                keeps_exact_master=keeps_exact_masters,
+                keeps_exact_shard=keeps_exact_shards,
+            )
             if states is not None and bucket in states.groups_of:
                 states.settle(bucket)
 

@@ -173,6 +173,11 @@ class Replica:
         """Bytes held on this rank."""
         return self.node.nbytes
 
+    @property
+    def held(self) -> Tensor:
+        """What every node holds of this rank's shard, [n]."""
+        return self.node.held
+
     def start(self, index: int, full: Tensor) -> Work | None:
         """Start exchange number ``index``."""
         start = self._ends[index - 1] if index else 0
@@ -182,6 +187,10 @@ class Replica:
         """Bring all nodes closer to the shard, which a step has changed."""
         self.node.update(self._bucket.shard, async_op=self._is_async)
 
-    def refresh(self) -> None:
-        """Give all nodes the shard as it is."""
-        self.node.refresh(self._bucket.shard, async_op=self._is_async)
+    def refresh(self, values: Tensor | None = None) -> None:
+        """Give all nodes the shard, or other values of it, as they are."""
+        self.node.refresh(self._bucket.shard if values is None else values, async_op=self._is_async)
+
+    def wait(self) -> None:
+        """Wait for what is under way, and raise its error."""
+        self.node.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,19 +13,26 @@ from zero.cpu_optimizer import CPUOptimizer
 from zero.masters import MasterPiece
 from zero.tiers.file_update import only
 
-__all__ = ["step_pieces"]
+__all__ = ["numbers_of_groups", "step_pieces"]
 
 
-def step_pieces(inner: Optimizer, pieces: Sequence[MasterPiece], factor: float) -> None:
-    """Step every piece that has a gradient, and no other parameter of ``inner``.
+def numbers_of_groups(inner: Optimizer) -> dict[int, int]:
+    """The number of the group of each parameter of ``inner``, by its id."""
+    return {id(p): i for i, group in enumerate(inner.param_groups) for p in group["params"]}
+
+
+def step_pieces(
+    inner: Optimizer, pieces: Sequence[MasterPiece], factor: float, groups: Mapping[int, int] | None = None
+) -> None:
+    """Step every piece that has a gradient, and no other parameter of ``inner``; ``groups`` as above, if known.
 
     zero's own optimizers take the gradient times ``factor`` and write the new parameters of every bucket of ``pieces``
     in the same pass; others take it as it is, and their buckets' shards are to be updated afterwards.
     """
+    index_of = numbers_of_groups(inner) if groups is None else groups
     if isinstance(inner, CPUOptimizer):
-        _step_in_one_pass(inner, pieces, factor)
+        _step_in_one_pass(inner, pieces, factor, index_of)
         return
-    index_of = {id(p): i for i, group in enumerate(inner.param_groups) for p in group["params"]}
     leaves: dict[int, list[Tensor]] = defaultdict(list)
     for piece in pieces:
         leaves[index_of[id(piece.master)]].append(piece.master)
@@ -35,8 +42,9 @@ def step_pieces(inner: Optimizer, pieces: Sequence[MasterPiece], factor: float) 
         inner.step()
 
 
-def _step_in_one_pass(inner: CPUOptimizer, pieces: Sequence[MasterPiece], factor: float) -> None:
-    group_of = {id(param): group for group in inner.param_groups for param in group["params"]}
+def _step_in_one_pass(
+    inner: CPUOptimizer, pieces: Sequence[MasterPiece], factor: float, index_of: Mapping[int, int]
+) -> None:
     by_bucket: dict[Bucket, list[MasterPiece]] = {}
     for piece in pieces:
         by_bucket.setdefault(piece.bucket, []).append(piece)
@@ -50,7 +58,8 @@ def _step_in_one_pass(inner: CPUOptimizer, pieces: Sequence[MasterPiece], factor
             master, grad = piece.master, piece.master.grad
             out = None if shard is None else shard[piece.start : piece.start + master.numel()]
             if grad is not None:
-                inner.step_tensor_(master, grad, group_of[id(master)], grad_factor=factor, out=out)
+                group = inner.param_groups[index_of[id(master)]]
+                inner.step_tensor_(master, grad, group, grad_factor=factor, out=out)
             elif out is not None:
                 out.copy_(master)
         if shard is not None:

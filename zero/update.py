@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from zcomm import StateError
 from zero.agreement import on_every_rank
 from zero.bucket import Bucket
+from zero.changes import Changes
 from zero.cpu_optimizer import CPUOptimizer
 from zero.delayed import DelayedUpdate
 from zero.final_gradients import FinalGradients
@@ -43,6 +44,7 @@ class Update:
         self.folds = isinstance(inner, CPUOptimizer)
         """Whether unscaling and clipping are a factor of the update, not passes before it."""
         self._failure: Exception | None = None
+        self._changes = Changes(runtime, inner, self._pieces)
         runtime.reducer.rounds_means = self.folds
 
     def check_usable(self) -> None:
@@ -108,24 +110,26 @@ class Update:
         self._gradients.hand_over(widens=not self.folds and files is None)
         if files is not None:
             self._update_files(files)
+        buckets, sends_early = [b for b in self._runtime.buckets if b.is_trainable], self._changes.are_sent_early
+        update = self._update_and_send if sends_early else self._update
         if any(piece.bucket.host is not None for piece in self._pieces):
             try:
-                on_every_rank(self._update, self._runtime.topology)
+                on_every_rank(update, self._runtime.topology)
             except Exception as error:
                 self.fail(error)
                 raise
         else:
-            self._update()
-        buckets = [bucket for bucket in self._runtime.buckets if bucket.is_trainable]
-        if not self.folds:
+            update()
+        if not (self.folds or sends_early):
             for bucket in dict.fromkeys(piece.bucket for piece in self._pieces):
                 bucket.update_shard()
-        self._publish(buckets)
+        self._publish(buckets, are_sent=sends_early)
 
-    def _publish(self, buckets: list[Bucket]) -> None:
-        """What was updated is not taken back if that fails."""
+    def _publish(self, buckets: list[Bucket], *, are_sent: bool = False) -> None:
+        """What was updated is not taken back if that fails. ``are_sent``: changes are on their way to replicas."""
+        changed = set() if are_sent else used_buckets(self._runtime.reducer.all)
         try:
-            self._runtime.publish(buckets, are_written=True, changed=used_buckets(self._runtime.reducer.all))
+            self._runtime.publish(buckets, are_written=True, changed=changed)
             self._runtime.reducer.commit()
         except Exception as error:
             self.fail(error)
@@ -147,11 +151,19 @@ class Update:
                 self.fail(error)
                 raise
             try:
-                runtime.publish([bucket for bucket in runtime.buckets if runtime.is_in_files(bucket)])
+                runtime.publish([b for b in runtime.buckets if runtime.is_in_files(b)], changed=set())
             except Exception as other:
                 self.fail(other)
             raise
         files.commit()
+
+    def _update_and_send(self) -> None:
+        """What is in memory; nothing of it is taken back if that fails, for a part has been sent."""
+        try:
+            self._changes.update(self._gradients.factor.item(), used_buckets(self._runtime.reducer.all))
+        except Exception as error:
+            self.fail(error)
+            raise
 
     def _update(self) -> None:
         """What is in memory."""

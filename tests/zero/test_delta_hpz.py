@@ -363,8 +363,8 @@ def test_replicas_do_not_drift() -> None:
 
 def _check_refusals(rank: int) -> None:
     refused = (
-        ({"stage": 2}, "stage=2"),
-        ({"mode": "delta"}, "mode must be one of delta_hpz"),
+        ({"stage": 2}, "stage=2; mode='delta' is of stages 1 and 2"),
+        ({"mode": "deltas"}, "mode must be one of delta_hpz, delta"),
         ({"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}, "offload_param"),
         ({"zero_quantized_nontrainable_weights": True}, "zero_quantized_nontrainable_weights"),
         ({"gradient_format": ("int8", RANDOM)}, "rounds stochastically"),

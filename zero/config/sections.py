@@ -158,9 +158,10 @@ class Zcomm:
     )
     mode: str | None = key(
         None,
-        "stage 3 over several nodes: delta_hpz keeps a copy of the parameters in every node; per step, not per "
-        "micro-batch, their changes and the gradients cross the network in 4 bits",
-        choices=("delta_hpz",),
+        "over several nodes, 4 bits for each parameter cross the network after a step: its change. delta: stages 1 and "
+        "2. delta_hpz: stage 3, with a copy of the parameters in every node, and gradients cross per step, not per "
+        "micro-batch, in 4 bits too",
+        choices=("delta_hpz", "delta"),
         setting="mode",
     )
     residual_beta: float = key(

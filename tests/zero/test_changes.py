@@ -1,0 +1,151 @@
+"""When changes are sent: each bucket's as its update ends, with the bits that all updates before all changes give."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero
+from tests.ranks import run_ranks
+from tests.zero.test_delta_hpz import check_nodes_agree, replicas_of, residuals_of
+from tests.zero.training import assert_same_bits, train, zero_optimizer
+from zcomm import StateError, ZcommError
+from zero import changes
+from zero.changes import Changes
+from zero.sources import Replica
+
+MODE: dict[str, Any] = {"stage": 3, "mode": "delta_hpz", "ranks_per_node": 1}
+ELEMENTWISE = (
+    "Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+
+
+class OwnAdam(torch.optim.AdamW):
+    """Nobody knows what it does."""
+
+
+class Small(nn.Module):
+    """Three units, two of which a rank has several parameters of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(37, 24)
+        self.layers = nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 37)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x.tanh())
+        return x
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Groups that cut across buckets."""
+    params = list(model.parameters())
+    return [{"params": params[::2]}, {"params": params[1::2], "lr": 3e-3}]
+
+
+def _trained(rank: int, optimizer_class: Any, *, early: bool, **options: Any) -> dict[str, Tensor]:
+    model = Small().bfloat16()
+    inner = optimizer_class(_groups(model), lr=1e-2)
+    if inner.state:  # made before the first step
+        inner, options = optimizer_class, {"lr": 1e-2}
+    patch = pytest.MonkeyPatch()
+    if not early:
+        patch.setattr(Changes, "are_sent_early", False)
+    with zero_optimizer(model, inner, **MODE, **options) as optimizer:
+        torch.optim.lr_scheduler.StepLR(optimizer.inside.inner, 1)  # wraps step()
+        train(model, optimizer, rank, steps=2, max_norm=0.5)
+        check_nodes_agree(optimizer)
+        masters = torch.cat([values.flatten() for _, _, values in optimizer.master_pieces()])
+        found = {"masters": masters, "replicas": replicas_of(optimizer), "residuals": residuals_of(optimizer)}
+    patch.undo()
+    return found
+
+
+def _check_bits(rank: int) -> None:
+    on_host = {"offload_optimizer": {"device": "cpu"}}
+    classes = [(getattr(torch.optim, name), {}) for name in ELEMENTWISE]
+    for optimizer_class, options in (*classes, (zero.CPUAdam, {}), (zero.CPUSGD, on_host), (torch.optim.SGD, on_host)):
+        early = _trained(rank, optimizer_class, early=True, **options)
+        assert_same_bits(early, _trained(rank, optimizer_class, early=False, **options))
+
+
+def test_every_bucket_by_itself_gives_the_same_bits() -> None:
+    run_ranks(2, _check_bits)
+
+
+def _events(rank: int, optimizer_class: Any, patch: pytest.MonkeyPatch, hook: Any = None) -> tuple[list[str], str]:
+    """What two steps do, in order, and what was said of it."""
+    events: list[str] = []
+    step, send = changes.step_pieces, Replica.send_change
+
+    def step_pieces(inner: Any, pieces: Any, *rest: Any) -> None:
+        events.append(f"update {pieces[0].bucket.index}")
+        step(inner, pieces, *rest)
+
+    def send_change(self: Replica) -> None:
+        events.append(f"send {self._bucket.index}")
+        send(self)
+
+    patch.setattr(changes, "step_pieces", step_pieces)
+    patch.setattr(Replica, "send_change", send_change)
+    model = Small().bfloat16()
+    inner = optimizer_class(_groups(model), lr=1e-2)
+    with zero_optimizer(model, inner, **MODE) as optimizer:
+        if hook is not None:
+            inner.register_step_post_hook(hook)
+        train(model, optimizer, rank, steps=1)
+        said = str(optimizer.effective)
+    patch.undo()
+    return events, said
+
+
+def _check_order(rank: int) -> None:
+    patch, calls = pytest.MonkeyPatch(), list[int]()
+    early, said = _events(rank, torch.optim.AdamW, patch)
+    assert early == ["update 0", "send 0", "update 1", "send 1", "update 2", "send 2"]
+    assert "the change of a bucket is sent while the next is updated" in said
+    sends = ["send 0", "send 1", "send 2"]
+    events, said = _events(rank, OwnAdam, patch)
+    assert events == sends
+    assert "changes are sent after all updates (OwnAdam is not known to" in said
+    events, _ = _events(rank, torch.optim.AdamW, patch, lambda *_: calls.append(1))
+    assert (events, len(calls)) == (sends, 1), "a hook sees one step"
+
+
+def test_a_change_is_sent_before_the_next_update() -> None:
+    run_ranks(2, _check_order)
+
+
+def _check_failure(rank: int) -> None:
+    """One rank fails in the middle of its updates, and nobody waits for a change that never comes."""
+    for options, is_told in (({"offload_optimizer": {"device": "cpu"}}, True), ({}, rank == 1)):
+        model = Small().bfloat16()
+        inner = zero.CPUAdam(_groups(model), lr=1e-2)
+        with zero_optimizer(model, inner, **options, **MODE) as optimizer:
+            train(model, optimizer, rank, steps=1)
+            call, count = inner.step_tensor_, [0]
+
+            def breaks(*args: Any, call: Any = call, count: list[int] = count, **options: Any) -> None:
+                count[0] += 1
+                if rank == 1 and count[0] == 2:
+                    raise MemoryError("none is left")
+                call(*args, **options)
+
+            inner.step_tensor_ = breaks
+            with pytest.raises((MemoryError, ZcommError), match="none is left") if is_told else nullcontext():
+                train(model, optimizer, rank, steps=1)
+            check_nodes_agree(optimizer)
+            del inner.step_tensor_
+            with pytest.raises(StateError, match=r"construct it anew.*none is left") if is_told else nullcontext():
+                optimizer.step()
+
+
+def test_a_rank_that_fails_between_two_changes() -> None:
+    run_ranks(2, _check_failure)

@@ -1,0 +1,327 @@
+"""``mode="delta"``, stages 1 and 2: plain training if nothing is rounded, and bit for bit the NumPy oracle's else."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zcomm
+import zero
+from tests.ranks import run_ranks, topology
+from tests.zcomm import oracle
+from tests.zero.models import as_vector, batch, groups_of, loss_of, new_model, relative_error, train_plain
+from tests.zero.test_changed_values import _debugging
+from tests.zero.test_delta_hpz import INT4, RATE, SIZE, Aligned, _gradient, _loss, _rounded
+from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
+from zcomm import ConfigError, StateError, control
+from zero import GatheredParameters, ZeroOptimizer
+from zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+MODE: dict[str, Any] = {"mode": "delta", "ranks_per_node": 2}
+
+
+def check_ranks_agree(optimizer: ZeroOptimizer) -> None:
+    """All ranks hold the same bits."""
+    full = torch.cat([b.full for b in optimizer.inside.runtime.buckets if b.full is not None])
+    of_ranks = control.gather_float64(full.detach().double(), optimizer.topology)
+    for values in of_ranks:
+        assert torch.equal(values, of_ranks[0])
+
+
+def check_parameters_are_the_masters(model: nn.Module, *, are: bool = True) -> None:
+    """Parameters are the masters rounded once."""
+    masters = {name: safe_get_full_fp32_param(param) for name, param in model.named_parameters()}
+    same = [torch.equal(p, m.to(p.dtype)) for p, m in zip(model.parameters(), masters.values(), strict=True)]  # type: ignore[union-attr]
+    assert all(same) is are
+
+
+def _check_exact(rank: int) -> None:
+    options = {"has_frozen": True, "has_unused": True}
+    for stage, num_micro in ((1, 1), (2, 3)):
+        plain, model = new_model(**options), new_model(**options)
+        reference = torch.optim.AdamW(groups_of(plain), lr=1e-2)
+        norms = train_plain(plain, reference, world_size=4, steps=3, num_micro=num_micro, max_norm=0.5)
+        with zero_optimizer(
+            model, stage=stage, weight_format="none", gradient_accumulation_steps=num_micro, **MODE
+        ) as optimizer:
+            got = train(model, optimizer, rank, steps=3, num_micro=num_micro, max_norm=0.5)
+            assert got == pytest.approx(norms, rel=1e-5)
+        assert relative_error(as_vector(model.parameters()), as_vector(plain.parameters())) < 1e-5
+
+
+class Oracle:
+    """One process that plays 2 nodes x 2 ranks: SGD on the masters, the wire in NumPy. Shard l * 2 + n is (n, l)'s."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self.held = weights.float().flatten().numpy().reshape(4, -1)  # bfloat16 values
+        self.masters = self.held.copy()
+
+    def step(self, step: int) -> None:
+        grads = [_gradient(self.held.reshape(-1), step, 0, rank).reshape(4, 256) for rank in range(4)]
+        total = (grads[0] + grads[1]) + (grads[2] + grads[3])
+        self.masters -= np.float32(RATE) * (total / np.float32(4))
+        for shard in range(4):
+            target = _rounded(self.masters[shard])
+            change = oracle.decode([target - self.held[shard]], INT4)[0]
+            self.held[shard] = _rounded(self.held[shard] + change)
+
+
+def _check_against_oracle(rank: int) -> None:
+    for stage in (1, 2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False, dtype=torch.bfloat16))
+        expected = Oracle(model[0].weight.detach().clone())
+        inner = torch.optim.SGD(model.parameters(), lr=RATE)
+        with zero_optimizer(model, inner, stage=stage, gradient_format="none", **MODE) as optimizer:
+            for step in range(4):
+                _loss(model, step, 0, rank).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                expected.step(step)
+                assert np.array_equal(model[0].weight.detach().float().flatten().numpy(), expected.held.reshape(-1))
+            assert not np.array_equal(expected.held, _rounded(expected.masters)), "changes are quantized"
+
+
+def test_it_is_plain_training_and_the_oracle() -> None:
+    run_ranks(4, _check_exact)
+    run_ranks(4, _check_against_oracle)
+
+
+# What crosses the network.
+
+
+def _sent(rank: int, per_node: int, **options: Any) -> tuple[list[float], list[float], list[float]]:
+    """Bytes of parameters between nodes and inside them, of each step, in M = 2 bytes an element; what else crossed."""
+    torch.manual_seed(0)
+    model = Aligned(frozen=4096).to(torch.bfloat16)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    unit, sums = 2 * sum(p.numel() for p in trainable), []
+    with zero_optimizer(model, torch.optim.AdamW(trainable, lr=1e-3), ranks_per_node=per_node, **options) as optimizer:
+        t = optimizer.topology
+        for step in range(2):
+            x = torch.randn(8, 128, generator=torch.Generator().manual_seed(10 * rank + step)).to(torch.bfloat16)
+            (model(x).float() - 1).square().mean().backward()
+            with zcomm.traffic() as sent:
+                optimizer.step()
+            optimizer.zero_grad()
+            gathers = [
+                sum(sent.bytes(operation=o, link=link) for o in ("delta_gather", "all_gather"))
+                for link in ("inter", "intra")
+            ]
+            mine = torch.tensor([*gathers, sent.bytes(link="inter")], dtype=torch.float64)
+            sums.append((control.gather_float64(mine, t).sum(0) / max(t.num_nodes - 1, 1) / unit).tolist())
+        check_ranks_agree(optimizer)
+    inter, intra, total = (list(column) for column in zip(*sums, strict=True))
+    return inter, intra, total
+
+
+def _check_traffic(rank: int) -> None:
+    for stage in (1, 2):
+        inter, intra, total = _sent(rank, 2, stage=stage, mode="delta")
+        assert 0.25 < min(inter) <= max(inter) < 0.27, inter
+        assert max(intra) < 0.55, intra
+        assert max(total) < 0.28, "step() sends something else"
+    assert _sent(rank, 2, stage=2)[0][-1] == pytest.approx(1), "plain stage 2"
+    assert 0.25 < _sent(rank, 1, stage=2, mode="delta")[0][-1] < 0.27, "one rank a node"
+    assert max(_sent(rank, 4, stage=2, mode="delta")[2]) == 0, "one node"
+
+
+def test_bytes_between_nodes() -> None:
+    run_ranks(4, _check_traffic)
+
+
+# Steps that are not taken, writes that are not a step's, and what is kept.
+
+
+def _everything(model: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
+    masters = torch.cat([values.flatten() for _, _, values in optimizer.master_pieces()])
+    return full_values(model) | {"masters": masters}
+
+
+def _check_skipped_and_unused(rank: int) -> None:
+    model = new_model(torch.float32, has_unused=True)
+    fp16 = {"enabled": True, "initial_scale_power": 10, "hysteresis": 1}
+    with zero_optimizer(model, stage=1, fp16=fp16, **MODE) as optimizer:
+        train(model, optimizer, rank, steps=2)
+        before = _everything(model, optimizer)
+        optimizer.scale(loss_of(model, *batch(7, 0, rank)) * (float("inf") if rank == 2 else 1.0)).backward()
+        optimizer.step()
+        assert not optimizer.was_step_applied
+        optimizer.zero_grad()
+        assert_same_bits(_everything(model, optimizer), before)
+        with zcomm.traffic() as sent:
+            optimizer.step()  # without a gradient nothing changes
+        assert sent.bytes(operation="delta_gather") == 0
+        assert_same_bits(_everything(model, optimizer), before)
+        optimizer.zero_grad()
+        train(model, optimizer, rank, steps=1)
+        check_ranks_agree(optimizer)
+
+
+def _check_writes(rank: int) -> None:
+    for dtype in (torch.bfloat16, torch.float32):  # where parameters are no masters, and where they would be
+        model = new_model(dtype)
+        with zero_optimizer(model, stage=2, **MODE) as optimizer:
+            saved = copy.deepcopy(optimizer.state_dict())
+            train(model, optimizer, rank, steps=2)
+            check_parameters_are_the_masters(model, are=False)
+            with GatheredParameters(list(model.parameters()), modifier_rank=1), torch.no_grad():
+                model.blocks[0].mlp[0].weight.mul_(1.7)
+            check_parameters_are_the_masters(model)
+            train(model, optimizer, rank, steps=1)
+            for param in model.parameters():
+                value = safe_get_full_fp32_param(param)
+                assert value is not None
+                safe_set_full_fp32_param(param, value * 1.1)
+            check_parameters_are_the_masters(model)
+            check_ranks_agree(optimizer)
+            train(model, optimizer, rank, steps=1)
+            state = model.state_dict()  # what is saved are the masters, rounded
+            for name, param in model.named_parameters():
+                master = safe_get_full_fp32_param(param)
+                assert master is not None
+                if rank == 0:
+                    assert torch.equal(state[name], master.to(dtype)), name
+            optimizer.load_state_dict(saved)
+            check_parameters_are_the_masters(model)
+
+
+def _check_debug(rank: int) -> None:
+    """Float32 parameters are no masters here, so values written to them would be lost: ZERO_DEBUG=1 says so."""
+    with _debugging():
+        model = new_model()
+        with zero_optimizer(model, stage=1, **MODE) as optimizer:
+            saved = copy.deepcopy(optimizer.state_dict())
+            train(model, optimizer, rank, steps=2)
+            optimizer.load_state_dict(saved)
+            train(model, optimizer, rank, steps=1)
+            with torch.no_grad():
+                model.shared.weight.mul_(2)
+            with pytest.raises(StateError, match=r"changed since the last step.*shared\.weight"):
+                train(model, optimizer, rank, steps=1)
+
+
+def test_skipped_steps_and_writes() -> None:
+    run_ranks(4, _check_skipped_and_unused)
+    run_ranks(4, _check_writes)
+    run_ranks(4, _check_debug)
+
+
+def _save(rank: int, folder: str) -> None:
+    model, again = (new_model(torch.bfloat16, has_frozen=True, seed=seed) for seed in (0, 5))
+    with zero_optimizer(model, stage=2, **MODE) as optimizer:
+        train(model, optimizer, rank, steps=3)
+        zero.save_checkpoint(optimizer, folder, "three")
+        state = copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, rank, steps=2)
+        expected = _everything(model, optimizer)
+        optimizer.load_state_dict(state)
+        train(model, optimizer, rank, steps=2)
+        assert_same_bits(_everything(model, optimizer), expected)
+    with zero_optimizer(again, stage=2, **MODE) as optimizer:
+        train(again, optimizer, rank, steps=1)
+        zero.load_checkpoint(optimizer, folder)
+        train(again, optimizer, rank, steps=2)
+        assert_same_bits(_everything(again, optimizer), expected)
+    for options in ({"stage": 1, "mode": "delta"}, {"stage": 3, "mode": "delta_hpz"}, {"stage": 2}):
+        other = new_model(torch.bfloat16, has_frozen=True, seed=5)
+        with zero_optimizer(other, ranks_per_node=1, **options) as optimizer:
+            zero.load_checkpoint(optimizer, folder)
+            train(other, optimizer, rank, steps=1)
+
+
+def test_checkpoints_go_on_with_the_same_bits(tmp_path: Path) -> None:
+    run_ranks(4, _save, str(tmp_path))
+
+
+def _check_offload(rank: int, folder: str) -> None:
+    """States in host memory or in files, and zero's own optimizer: the same bits as on the device."""
+
+    def values(optimizer_class: Any, **options: Any) -> dict[str, Tensor]:
+        model = new_model(torch.bfloat16, has_unused=True)
+        inner = optimizer_class(groups_of(model), lr=1e-2)
+        with zero_optimizer(model, inner, stage=2, **MODE, **options) as optimizer:
+            train(model, optimizer, rank, steps=3)
+            check_ranks_agree(optimizer)
+            return full_values(model)
+
+    device = values(torch.optim.AdamW)
+    host = values(zero.CPUAdam, offload_optimizer={"device": "cpu"})
+    assert relative_error(as_vector(host.values()), as_vector(device.values())) < 0.05
+    assert_same_bits(values(zero.CPUAdam, offload_optimizer={"device": "nvme", "nvme_path": folder}), host)
+
+
+def test_offloaded_states(tmp_path: Path) -> None:
+    run_ranks(4, _check_offload, str(tmp_path))
+
+
+def _check_drift(rank: int) -> None:
+    """The distance of parameters from masters stays what it was, on the order of bfloat16's own rounding."""
+    model, distances = new_model(torch.bfloat16), []
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with zero_optimizer(model, inner, stage=1, zero_quantized_gradients=True, **MODE) as optimizer:
+        for _ in range(3):
+            train(model, optimizer, rank, steps=10)
+            masters = [safe_get_full_fp32_param(param) for param in model.parameters()]
+            exact = as_vector([m for m in masters if m is not None])
+            distances.append(relative_error(as_vector(model.parameters()), exact))
+    assert max(distances) <= 1.1 * distances[0] < 0.01, distances
+
+
+def test_parameters_do_not_drift() -> None:
+    run_ranks(4, _check_drift)
+
+
+def _check_refusals(rank: int) -> None:
+    refused = (
+        ({"stage": 3}, "stage=3; stage 3 has mode='delta_hpz'"),
+        ({"stage": 0}, "stage=0"),
+        ({"weight_format": "int4:stochastic"}, "rounds stochastically"),
+        ({"offload_optimizer": {"device": "cpu"}, "delayed_update": True}, "delayed_update"),
+    )
+    for options, match in refused:
+        given = {"stage": 2, "mode": "delta", "topology": topology(2), "lr": 0.1} | options
+        with pytest.raises(ConfigError, match=match):
+            ZeroOptimizer(new_model(), torch.optim.SGD, **given)
+    config = {"zero_optimization": {"stage": 2, "zero_quantized_weights": True}, "zcomm": {"mode": "delta"}}
+    for per_node, said in ((2, "changes of parameters as int4"), (4, "mode='delta' (one node")):
+        optimizer = ZeroOptimizer(new_model(), torch.optim.SGD, lr=0.1, config=config, topology=topology(per_node))
+        assert said in str(optimizer.effective)
+        assert any("quantized_weights" in reason for reason in optimizer.effective.inactive) == (per_node == 2)
+        optimizer.close()
+
+
+def test_what_it_is_not_combined_with() -> None:
+    run_ranks(4, _check_refusals)
+
+
+def _check_memory(rank: int) -> None:
+    """This rank's shard, beside the full parameters."""
+    for dtype in (torch.bfloat16, torch.float32):
+        model = Aligned().to(dtype)
+        numel = sum(p.numel() for p in model.parameters())
+        with zero_optimizer(model, torch.optim.AdamW(model.parameters()), stage=2, **MODE) as optimizer:
+            model(torch.full((1, 128), 1.0 + rank, dtype=dtype)).sum().backward()
+            optimizer.step()
+            report = optimizer.memory()
+        config = {
+            "zero_optimization": {"stage": 2},
+            "zcomm": {"mode": "delta"},
+            "bf16": {"enabled": dtype == torch.bfloat16},
+        }
+        found = zero.estimate(
+            zero.Counts(numel=numel, largest_unit=numel), config, nodes=2, ranks=2, prints=False
+        ).usage()
+        by_kind = {usage.kind: usage.nbytes for usage in found}
+        assert report.parameters == by_kind["parameters"] == numel * dtype.itemsize * 5 / 4
+        assert report.states == pytest.approx(by_kind["states"], rel=1e-3)
+
+
+def test_memory_is_as_estimated() -> None:
+    run_ranks(4, _check_memory)
