@@ -45,6 +45,15 @@ CASES = [
     (Wire("int4", 64, symmetric=False, hadamard=True, random=(1, 2, 3, 4, 5)), FLOAT32),
 ]
 
+STEPS = [
+    *(Wire("int8", 256), Wire("int4", 128), Wire("nf4", 64), Wire("fp8_e4m3", 128)),
+    *(Wire("int8", 256, symmetric=False), Wire("int4", 64, symmetric=False), Wire("int4", 128, hadamard=True)),
+    *(Wire("int8", 128, random=(7, 3, 11, 0, 0)), Wire("int4", 64, hadamard=True, random=(7, 3, 11, 0, 0))),
+    Wire("int4", 32, symmetric=False, hadamard=True, random=(1, 2, 3, 0, 0)),
+]
+"""Wires whose sums, deltas and residuals are golden, too."""
+STEP_NUMEL, BETA = 601, 0.75
+
 
 def _finite_or_small(x: torch.Tensor) -> torch.Tensor:
     """Cast formats are golden on finite values only: which NaN they send is the hardware's."""
@@ -86,6 +95,39 @@ def make(wire: Wire, dtype_name: str) -> None:
     )
 
 
+def make_steps(wire: Wire) -> None:
+    """Write what becomes of three messages, of a difference, and of two exchanges with a residual (N8, N10, N11)."""
+    path = FOLDER / "steps" / _file_name(wire, FLOAT32)
+    if path.exists():
+        return
+    inputs = mixture(3 * STEP_NUMEL, 5).numpy().reshape(3, -1)
+    held = mixture(STEP_NUMEL, 6, torch.bfloat16)
+    with np.errstate(all="ignore"):
+        terms = [oracle.decode([x], wire)[0] for x in inputs]
+        total = (terms[0] + terms[1]) + terms[2]
+        difference = inputs[0] - held.float().numpy()
+        applied = held.float().numpy() + oracle.decode([difference], wire)[0]
+        residual, sent = oracle.residual_blocks(STEP_NUMEL), []
+        for x in inputs[:2]:
+            decoded, residual = oracle.encode_with_residual(x, residual, wire, BETA)
+            sent.append(decoded)
+        content = {
+            "messages": [oracle.encode([x], wire, "golden") for x in inputs],
+            "again": [oracle.encode([total], wire, "golden")],
+            "delta": [oracle.encode([difference], wire, "golden")],
+        }
+        mean = total / np.float32(3)
+    np.savez_compressed(
+        path, inputs=inputs, held=held.view(torch.uint8).numpy(), format=wire.name, block=wire.block,
+        symmetric=wire.symmetric, hadamard=wire.hadamard, random=np.array(wire.random or (), np.int64), beta=BETA,
+        mean=mean, applied=torch.from_numpy(applied).bfloat16().view(torch.uint8).numpy(), sent=np.stack(sent),
+        residual=oracle.decode_residual(residual),
+        **{name: np.stack([np.frombuffer(m, np.uint8) for m in messages]) for name, messages in content.items()},
+    )  # fmt: skip
+
+
 if __name__ == "__main__":
     for case in CASES:
         make(*case)
+    for wire in STEPS:
+        make_steps(wire)

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = "tests/triton_kernels/interpreted"
 RUNS = {
     "drawn": [f"{FOLDER}/check_equality.py", "-k", "reference or dispatch"],
-    "many blocks, fused, golden": [
+    "many blocks": ["tests/zcomm/test_many_blocks.py", "tests/zcomm/test_golden_steps.py"],
+    "large tiles, fused, golden": [
         f"{FOLDER}/check_equality.py::test_ten_thousand_blocks",
         f"{FOLDER}/check_equality.py::test_the_largest_block",
         f"{FOLDER}/check_fused.py",
