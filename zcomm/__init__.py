@@ -1,5 +1,10 @@
 """Quantized, hierarchical collectives for PyTorch: torch.distributed's names with a ``format=``."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from zcomm import control, functional, volume
 from zcomm.adaptive import AdaptivePrecision
 from zcomm.all_gather import all_gather_single
@@ -23,7 +28,6 @@ from zcomm.errors import (
     ZcommError,
 )
 from zcomm.formats import FORMATS, Format, get_format
-from zcomm.install import Installation, install_ddp, install_fsdp2
 from zcomm.node_replica import NodeReplica
 from zcomm.node_sums import NodeSums
 from zcomm.philox import RandomKey
@@ -36,6 +40,9 @@ from zcomm.secondary import SecondaryPartition
 from zcomm.topology import Topology
 from zcomm.traffic import Traffic, traffic
 from zcomm.work import Work
+
+if TYPE_CHECKING:
+    from zcomm.install import Installation, install_ddp, install_fsdp2
 
 __all__ = [
     "FORMATS",
@@ -83,3 +90,16 @@ __all__ = [
     "use_backend",
     "volume",
 ]
+
+OF_INSTALL = ("Installation", "install_ddp", "install_fsdp2")
+
+
+def __getattr__(name: str) -> Any:
+    """What :mod:`zcomm.install` brings, an eighth of this package's memory, is imported when it is first used."""
+    if name in OF_INSTALL:
+        return getattr(importlib.import_module("zcomm.install"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -71,8 +71,8 @@ def _check_allocated(rank: int, world_size: int) -> None:
             assert nbytes.get(kind, 0) == pytest.approx(report.by_kind[kind], rel=0.01), case
         for ours, theirs in KINDS.items():
             together = sum(nbytes.get(kind, 0) for kind in theirs)
-            assert together == pytest.approx(report.buffers[ours], rel=0.02 if "part" in ours else 0.35, abs=1e4), case
-        assert found.nbytes() == pytest.approx(report.total, rel=0.15), case
+            assert together == pytest.approx(report.buffers[ours], rel=0.02), case
+        assert found.nbytes() == pytest.approx(report.total, rel=0.02), case
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -211,6 +211,8 @@ def _check_tiers(rank: int, folder: Path) -> None:
         copies = report.buffers["copies of parameters"]
         assert in_places.get(("copies of parameters", "host"), 0) == pytest.approx(copies, rel=0.01), case
         assert bool(copies) == ("compressed_link" in config.get("zcomm", {})), case
+        # Not closer: below stage 3 layers share a bucket of up to merged_numel elements, and fill 3/4 of it here; and
+        # how many buffers of gradients are under way at a time depends on the disk.
         buffers = sum(report.buffers[f"{kind} on their way"] for kind in ("parameters", "states", "gradients"))
         assert in_places.get(("NVMe buffers", "host"), 0) == pytest.approx(buffers, rel=0.5, abs=2e5), case
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import zcomm
 import zero
 
 HEAVY = (
@@ -21,6 +22,9 @@ before = set(sys.modules)
 import zero
 heavy = sorted(name for name in set(sys.modules) - before if name.startswith({HEAVY!r}))
 assert not heavy, heavy
+assert not any(name.startswith("zcomm.install") for name in sys.modules)
+import zcomm
+assert callable(zcomm.install_ddp) and "zcomm.install.fsdp2" in sys.modules
 from zero import load_checkpoint
 assert "torch.distributed.checkpoint" in sys.modules
 assert load_checkpoint is zero.load_checkpoint
@@ -33,7 +37,7 @@ def test_what_few_need_is_imported_when_it_is_used() -> None:
 
 
 def test_every_public_name_is_there_and_others_are_not() -> None:
-    for module in (zero, zero.checkpoints):
+    for module in (zcomm, zero, zero.checkpoints):
         assert all(getattr(module, name) is not None for name in module.__all__)
         assert set(module.__all__) <= set(dir(module))
         assert not hasattr(module, "no_such_name")
