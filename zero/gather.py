@@ -267,7 +267,8 @@ class Gatherer:
             full = bucket.release()
             del self.by_storage[full.untyped_storage().data_ptr()]
             self._pool.give(full)
-            if torch.is_autocast_cache_enabled() and torch.is_autocast_enabled(bucket.device.type):
+            casts = bucket.device.type != "meta" and torch.is_autocast_enabled(bucket.device.type)
+            if casts and torch.is_autocast_cache_enabled():
                 torch.clear_autocast_cache()  # which would keep casts of what is released, and use them again
 
     def _drop_idle(self, buckets: Iterable[Bucket]) -> None:

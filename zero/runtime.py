@@ -293,8 +293,8 @@ class Runtime:
     @property
     def is_inexact(self) -> bool:
         """Whether forward reads what is not to be saved: quantized weights, replicas, or sums of quantized changes."""
-        formats = (self.effective.weight_format, self.effective.change_format or "none")
-        return formats != ("none", "none") or bool(self.tracked)
+        effective = self.effective
+        return effective.weight_format != "none" or effective.change_format is not None or bool(self.tracked)
 
     @property
     def tracked(self) -> dict[Bucket, Tracked]:
