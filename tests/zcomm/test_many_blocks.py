@@ -104,7 +104,7 @@ def test_deltas(wire: str) -> None:
     kernels.quantize_difference(new, held, layout, message, _draw(wire))
     assert _same(message, _encoded(new - held.float(), layout, _draw(wire)), layout)
     expected = (held.float() + _decoded(message, layout)).to(held.dtype)
-    kernels.decode_add(message, layout, held)
+    kernels.decode_add(message, layout, held.view(1, -1))
     assert same_values(held, expected)
 
 

@@ -211,7 +211,9 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
         param = nn.Parameter(torch.full((256 * (index + 1),), index + 1.0))
         layout = BucketLayout.of([f"p{index}"], [tuple(param.shape)], 1)
         bucket = Bucket(index, f"layer{index}", layout, [param])
-        bucket.settle(bucket.flatten(), effective.stage, topology, self.rests, keeps_exact_master=False)
+        bucket.settle(
+            bucket.flatten(), effective.stage, topology, self.rests, keeps_exact_master=False, keeps_exact_shard=False
+        )
         return bucket
 
     def _use(self, index: int) -> None:
