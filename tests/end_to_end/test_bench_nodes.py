@@ -61,7 +61,6 @@ def _is_fast(rows: dict[tuple[str, str], dict[str, Any]]) -> bool:
     gather = {name: row["p50_us"] for (collective, name), row in rows.items() if collective == "all_gather"}
     reduce = {name: row["p50_us"] for (collective, name), row in rows.items() if collective == "reduce_scatter"}
     ratios = gather["bf16"] / gather["int8"], reduce["bf16"] / reduce["int4"], reduce["torch"] / reduce["bf16"]
-    print("bf16 to int8, bf16 to int4, torch to bf16:", ratios)
     return ratios[0] >= 1.85 and ratios[1] >= 3.5 and ratios[2] > 1
 
 
