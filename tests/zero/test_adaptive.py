@@ -212,16 +212,15 @@ def _resume(rank: int, folder: str) -> None:
         checksum = zlib.crc32(json.dumps(decided).encode())
         mine = torch.tensor([checksum, -checksum])
         assert torch.equal(zcomm.control.agree_max(mine, topology(1)), mine)  # the same on every rank
+        model = new_net()
+        with optimizer_of(model, stage=stage, **options) as optimizer:
+            train(model, optimizer, rank, range(20), outlier_at=17)
+            zero.save_checkpoint(optimizer, folder, f"{stage}")
+            saved = optimizer.state_dict()
         for way in ("state_dict", "checkpoint"):
             model = new_net()
             with optimizer_of(model, stage=stage, **options) as optimizer:
-                train(model, optimizer, rank, range(20), outlier_at=17)
-                saved = optimizer.state_dict() if way == "state_dict" else None
-                if saved is None:
-                    zero.save_checkpoint(optimizer, folder, f"{stage}")
-            model = new_net()
-            with optimizer_of(model, stage=stage, **options) as optimizer:
-                if saved is None:
+                if way == "checkpoint":
                     zero.load_checkpoint(optimizer, folder, f"{stage}")
                 else:
                     optimizer.load_state_dict(saved)
