@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,8 @@ def _benchmarks(plan: Plan, built: Sequence[str]) -> list[Step]:
     kernels = [PYTHON, "bench/gpu_kernels.py", "--json"]
     # The Triton kernels take half a minute to compile.
     few = ["--kernels", "cuda", "--sizes-mib", "64", "256", "--rounds", "7", "--budget-s", "15"]
-    rows = [*kernels, *(few if quick else ["--compare", "eager", "--budget-s", "90"])]
+    others = ["eager", *(["deepspeed"] if find_spec("deepspeed") else [])]
+    rows = [*kernels, *(few if quick else ["--compare", *others, "--budget-s", "90"])]
     absent = plan.machine.missing(JOB_PACKAGES)
     reason = f"not installed: {', '.join(absent)}" if absent else ""
     job = [PYTHON, "bench/train_gpt.py", "--num-ranks", "1", "--output", str(plan.output / "train_gpt")]
