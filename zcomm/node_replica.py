@@ -23,6 +23,7 @@ from zcomm.debug import compare_calls
 from zcomm.delta import DeltaGather
 from zcomm.errors import LayoutError
 from zcomm.formats import Format, get_format
+from zcomm.philox import RandomKey
 from zcomm.route import hop_inside, rows_of
 from zcomm.topology import Topology
 from zcomm.work import Steps, Work, run
@@ -87,13 +88,14 @@ class NodeReplica:
         if work is not None:
             work.wait()
 
-    def update(self, shard: Tensor, *, async_op: bool = False) -> None:
+    def update(self, shard: Tensor, *, random: RandomKey | None = None, async_op: bool = False) -> None:
         """Bring all nodes closer to ``shard``: see :meth:`DeltaGather.update`. Collective between nodes.
 
-        ``shard`` must not be changed before the next call of :meth:`wait`, or of what waits.
+        ``random`` is for a format that rounds stochastically, and for those alone. ``shard`` must not be changed before
+        the next call of :meth:`wait`, or of what waits.
         """
         self.wait()
-        self._work = self._delta.update(shard, async_op=async_op)
+        self._work = self._delta.update(shard, random=random, async_op=async_op)
 
     def refresh(self, shard: Tensor, *, async_op: bool = False) -> None:
         """Give all nodes ``shard``, rounded to the replica's dtype. Collective between nodes."""

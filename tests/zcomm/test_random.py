@@ -129,6 +129,36 @@ def test_a_restart_and_chunks_have_the_same_bits(numbering: str) -> None:
     run_ranks(4, _check_chunks, numbering)
 
 
+def _bits_of_all(values: Tensor) -> list[Tensor]:
+    of_ranks = [torch.empty_like(values) for _ in range(4)]
+    torch.distributed.all_gather(of_ranks, values)
+    return of_ranks
+
+
+def _check_replicas(rank: int, numbering: str) -> None:
+    """Deltas are encoded once and forwarded: whoever holds the same shards has the same bits, and so they stay."""
+    t, numel = topology(2), 2 * 512 + 77
+    everywhere = zcomm.DeltaGather(torch.zeros(4, numel), t, format=INT4, numbering=numbering)
+    of_nodes = zcomm.NodeReplica(t, numel, torch.float32, format=INT4)
+    everywhere.refresh(torch.zeros(numel))
+    of_nodes.refresh(torch.zeros(numel))
+    for step in range(3):
+        everywhere.update(_data(rank, numel) * (step + 1), random=RandomKey(5, 0, step))
+        of_nodes.update(_data(rank, numel) * (step + 1), random=RandomKey(5, 1, step), async_op=True)
+    wholes, parts = _bits_of_all(everywhere.replica.clone()), _bits_of_all(of_nodes.values.clone())
+    assert all(torch.equal(whole, wholes[0]) for whole in wholes)
+    assert torch.equal(parts[0], parts[2])
+    assert torch.equal(parts[1], parts[3])
+    assert 0 < float((of_nodes.held - 3 * _data(rank, numel)).norm() / (3 * _data(rank, numel)).norm()) < 0.1
+    with pytest.raises(FormatError, match=r"needs random=zcomm\.RandomKey"):
+        of_nodes.update(_data(rank, numel))
+
+
+@pytest.mark.parametrize("numbering", ["rank", "local"])
+def test_replicas_of_stochastic_deltas_have_the_same_bits(numbering: str) -> None:
+    run_ranks(4, _check_replicas, numbering)
+
+
 def _check_unbiased(rank: int) -> None:
     """The mean over steps comes close to the exact sum, which nearest rounding misses each time alike."""
     t, n, num_steps = topology(2), 256, 200

@@ -196,6 +196,14 @@ def test_unavailable_keys_are_refused_unless_off(raw: dict[str, Any]) -> None:
     assert make_plan({"amp": {"enabled": False}, "gradient_allreduce_op": "mean"}, {}).settings.stage == 0
 
 
+def test_loco_is_refused_with_what_there_is_instead() -> None:
+    loco = {"zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}}
+    with pytest.raises(
+        NotAvailableError, match=r"zeropp_loco_param=.*delta_hpz.*residual_beta.*residual_reset_interval"
+    ):
+        make_plan(loco, {})
+
+
 def _accepts(schema: dict[str, Any], value: Any) -> bool:
     """A validator for the parts of JSON schema that ours uses."""
     if "anyOf" in schema:

@@ -1,6 +1,7 @@
 """Ranks compare what they install before anything is installed: formats that differ would be a hang, or worse.
 
-Compared are the settings as they were given, formats looked up: ``"int8"`` and ``"int8/256"`` are the same. What a
+Compared are the settings as they were given, formats looked up: ``"int8"`` and ``"int8/256"`` are the same; and with
+them goes what this rank's model is refused for, so that no rank installs, or waits, where another one cannot. What a
 rank learns in one group it passes on in the next, so ranks of several groups (shards, replicas) all know the same.
 
 Cost: a meeting in torch.distributed's store for each group (:mod:`zcomm.meeting`); no collective.
@@ -9,16 +10,17 @@ Cost: a meeting in torch.distributed's store for each group (:mod:`zcomm.meeting
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from zcomm import backend
+from zcomm import backend, errors
 from zcomm.adaptive import AdaptivePrecision
-from zcomm.errors import ConfigError
+from zcomm.errors import CommunicationError, ConfigError, ZcommError
 from zcomm.formats import Format, get_format
 from zcomm.install.choices import Override
 from zcomm.meeting import meet
@@ -28,6 +30,14 @@ from zcomm.topology import Topology
 __all__ = ["agree", "settings_of"]
 
 Settings = dict[str, str]
+Result = TypeVar("Result")
+Known = dict[str, list[int]]
+"""By settings and error, as JSON: the ranks that have said so."""
+
+WAIT_FOR_UNKNOWN = timedelta(seconds=10)
+"""How long a rank whose model does not say with whom it communicates waits before it raises its error alone."""
+MAX_TOLD = 4
+"""Different errors that are told in full."""
 OF_NO_EFFECT = ("name", "error", "description")
 
 
@@ -75,36 +85,84 @@ def _text(value: object) -> str:
         return repr(value)
 
 
-def agree(call: str, settings: Settings, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Raise ConfigError on every rank of ``groups`` unless all call ``call`` with equal ``settings``.
+def agree(call: str, settings: Settings, groups: Iterable[dist.ProcessGroup], check: Callable[[], Result]) -> Result:
+    """What ``check`` returns, on every rank of ``groups``, if all call ``call`` with equal ``settings`` and none fails.
+
+    Args:
+        call: The function, for messages.
+        settings: Of this rank: :func:`settings_of`.
+        groups: Who must agree. None at all, where the model is not what it should be: all ranks are asked for a while.
+        check: Raises if this rank cannot install; must not communicate or change anything.
 
     Raises:
         ConfigError: Names each setting that differs, the ranks and their values.
+        ZcommError: What ``check`` has raised on any rank, on every rank: unless all have the same, with the ranks.
         CommunicationError: Ranks made no such call within the timeout of a group.
     """
-    known: dict[str, list[int]] = {json.dumps(settings, sort_keys=True): [dist.get_rank()]}
+    if not dist.is_initialized():
+        return check()
+    result, failure = None, None
+    try:
+        result = check()
+    except Exception as error:
+        failure = error
+    told = None if failure is None else [type(failure).__name__, str(failure)]
+    known: Known = {json.dumps([settings, told], sort_keys=True): [dist.get_rank()]}
+    try:
+        known = _exchanged(call, known, list(groups))
+    except CommunicationError:
+        if failure is None:
+            raise
+        raise failure from None
+    if differing := _differing(known):
+        raise ConfigError(f"{call} must get the same settings on every rank: {'; '.join(differing)}") from failure
+    _raise_failures(call, known, failure)
+    return result  # type: ignore[return-value]
+
+
+def _exchanged(call: str, known: Known, groups: list[dist.ProcessGroup]) -> Known:
+    patience, world = None if groups else WAIT_FOR_UNKNOWN, dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
     met = set()
-    for group in groups:
+    for group in groups or [world]:
         ranks = tuple(dist.get_process_group_ranks(group))
         if len(ranks) > 1 and ranks not in met:
             met.add(ranks)
             said = json.dumps({"call": call, "known": known})
-            known = _merged(meet(ranks, said, lane="install", timeout=backend.timeout_of(group)))
-    differing = _differing(known)
-    if differing:
-        raise ConfigError(f"{call} must get the same settings on every rank: {'; '.join(differing)}")
+            known = _merged(meet(ranks, said, lane="install", timeout=patience or backend.timeout_of(group)))
+    return known
 
 
-def _merged(texts: Iterable[str]) -> dict[str, list[int]]:
+def _merged(texts: Iterable[str]) -> Known:
     known: dict[str, set[int]] = {}
     for text in texts:
-        for settings, ranks in json.loads(text)["known"].items():
-            known.setdefault(settings, set()).update(ranks)
-    return {settings: sorted(known[settings]) for settings in sorted(known)}
+        for said, ranks in json.loads(text)["known"].items():
+            known.setdefault(said, set()).update(ranks)
+    return {said: sorted(known[said]) for said in sorted(known)}
 
 
-def _differing(known: Mapping[str, list[int]]) -> list[str]:
-    of_ranks = [(json.loads(settings), ranks) for settings, ranks in known.items()]
+def _raise_failures(call: str, known: Known, mine: Exception | None) -> None:
+    """Raise the same on every rank, if any has said an error: this rank's own where that is everybody's."""
+    told = sorted((ranks, *error) for said, ranks in known.items() if (error := json.loads(said)[1]))
+    if not told:
+        return
+    if mine is not None and len(known) == 1:
+        raise mine
+    parts = [f"on {_named(ranks)}: {text}" for ranks, _, text in told[:MAX_TOLD]]
+    if len(told) > MAX_TOLD:
+        parts.append(f"and others on {_named([rank for ranks, *_ in told[MAX_TOLD:] for rank in ranks])}")
+    kind = getattr(errors, told[0][1], ConfigError)
+    assert issubclass(kind, ZcommError), "told by name"
+    raise kind(f"{call} fails {'; '.join(parts)}") from mine
+
+
+def _named(ranks: Iterable[int]) -> str:
+    ranks = sorted(ranks)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _differing(known: Known) -> list[str]:
+    of_ranks = [(json.loads(said)[0], ranks) for said, ranks in known.items()]
     texts = []
     for name in sorted({name for settings, _ in of_ranks for name in settings}):
         by_value: dict[str, list[int]] = {}
@@ -112,7 +170,7 @@ def _differing(known: Mapping[str, list[int]]) -> list[str]:
             by_value.setdefault(settings.get(name, "not given"), []).extend(ranks)
         if len(by_value) > 1:
             parts = [
-                f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+                f"{value} on {_named(ranks)}"
                 for value, ranks in sorted(by_value.items(), key=lambda item: min(item[1]))
             ]
             texts.append(f"{name} is {', '.join(parts)}")

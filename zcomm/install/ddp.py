@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -83,30 +83,62 @@ def install_ddp(
         StateError: The model already has a communication hook.
         TopologyError: ``topology`` is not over DDP's ranks.
 
-    Collective: the ranks compare their settings first. Cost of a step for each rank: that of :func:`zcomm.all_reduce`
+    Collective: the ranks compare their settings first, and what one of them refuses all raise, with its rank; nothing
+    is installed then. Cost of a step for each rank: that of :func:`zcomm.all_reduce`
     for each bucket; one more if small or overridden parameters are in it, and then one copy each way.
     """
-    if not isinstance(model, DistributedDataParallel):
-        raise ConfigError(f"model must be a DistributedDataParallel: got {type(model).__name__}; wrap it first")
-    group, owned = model.process_group, topology is None
-    agree("install_ddp", settings_of(recipe, overrides, adaptive, topology, shadow=shadow), [group])
-    recipe, settings = get_recipe(recipe), AdaptivePrecision.of(adaptive)
-    choices, state = _choices(model, recipe, overrides or {}), _state_of(model)
+    owned, checked = topology is None, partial(_checked, model, recipe, overrides or {}, adaptive, topology)
+    given = settings_of(recipe, overrides, adaptive, topology, shadow=shadow)
+    ddp, recipe, settings, choices = agree("install_ddp", given, _groups(model, topology), checked)
+    group, state = ddp.process_group, _state_of(ddp)
     if topology is None:
         topology = Topology.from_env(None if dist.get_world_size(group) == dist.get_world_size() else group)
-    elif topology.world_size != dist.get_world_size(group) or topology.rank != dist.get_rank(group):
-        raise TopologyError(
-            f"the topology must be over the ranks of DDP's process group: {topology}, "
-            f"group of {dist.get_world_size(group)}, rank {dist.get_rank(group)}"
-        )
     account = Account((choice.name for choice in choices.values()), recipe)
     if settings is not None:
-        account.adapting = Adapting(settings, model.module, recipe, topology)
+        account.adapting = Adapting(settings, ddp.module, recipe, topology)
     compressed = _Compressed(topology, choices, account, has_residual=recipe.residual, is_shadow=shadow)
     state.compressed = compressed
     title = f"install_ddp, recipe {recipe.name}, {topology.num_nodes} nodes x {topology.ranks_per_node} ranks"
     remove = partial(_uninstall, state, topology if owned else None)
     return Installation(title + (", shadow: nothing is changed" if shadow else ""), account, remove)
+
+
+def _groups(model: nn.Module, topology: Topology | None) -> list[dist.ProcessGroup]:
+    """Who must agree: the ranks of DDP, or without it those of the topology."""
+    if isinstance(model, DistributedDataParallel):
+        return [model.process_group]
+    return [topology.world.group] if topology is not None and topology.world.group is not None else []
+
+
+class _Checked(NamedTuple):
+    ddp: DistributedDataParallel
+    recipe: Recipe
+    settings: AdaptivePrecision | None
+    choices: dict[int, Choice]
+
+
+def _checked(
+    model: nn.Module,
+    recipe: str | Recipe,
+    overrides: Mapping[str, Override],
+    adaptive: AdaptivePrecision | Mapping[str, Any] | bool | None,  # noqa: FBT001
+    topology: Topology | None,
+) -> _Checked:
+    """What was given, looked up; raises what this rank refuses."""
+    if not isinstance(model, DistributedDataParallel):
+        raise ConfigError(f"model must be a DistributedDataParallel: got {type(model).__name__}; wrap it first")
+    recipe, settings = get_recipe(recipe), AdaptivePrecision.of(adaptive)
+    choices = _choices(model, recipe, overrides)
+    _check_hooks(model)
+    group = model.process_group
+    if topology is not None and (
+        topology.world_size != dist.get_world_size(group) or topology.rank != dist.get_rank(group)
+    ):
+        raise TopologyError(
+            f"the topology must be over the ranks of DDP's process group: {topology}, "
+            f"group of {dist.get_world_size(group)}, rank {dist.get_rank(group)}"
+        )
+    return _Checked(model, recipe, settings, choices)
 
 
 def _uninstall(state: _State, topology: Topology | None) -> None:
@@ -134,8 +166,8 @@ def _choices(ddp: DistributedDataParallel, recipe: Recipe, overrides: Mapping[st
     return dict(zip(parameters, chosen, strict=True))
 
 
-def _state_of(ddp: DistributedDataParallel) -> _State:
-    """The state of our hook, which is registered if it was not."""
+def _check_hooks(ddp: DistributedDataParallel) -> None:
+    """Raise StateError for a communication hook that is not ours, or is in use."""
     for hook, state in ddp._comm_hooks:
         if not isinstance(state, _State):
             raise StateError(
@@ -143,9 +175,15 @@ def _state_of(ddp: DistributedDataParallel) -> _State:
             )
         if state.compressed is not None:
             raise StateError("the model already has an installation: uninstall() that first")
-        return state
-    if ddp.mixed_precision is not None:
+    if not ddp._comm_hooks and ddp.mixed_precision is not None:
         raise StateError("DDP's mixed_precision has a communication hook of its own: use torch.autocast instead")
+
+
+def _state_of(ddp: DistributedDataParallel) -> _State:
+    """The state of our hook, which is registered if it was not."""
+    for _, state in ddp._comm_hooks:
+        assert isinstance(state, _State), "checked before"
+        return state
     state = _State(ddp)
     ddp.register_comm_hook(state, exchange_gradients)
     return state

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -23,7 +23,7 @@ from zcomm.install.adapting import Adapting
 from zcomm.install.agreement import agree, settings_of
 from zcomm.install.choices import Choice, Override, choose
 from zcomm.install.fsdp2_comms import Gather, Plans, Reduce, ReplicaMean, ShadowGather, ShadowReduce
-from zcomm.install.fsdp2_units import Unit, units_of
+from zcomm.install.fsdp2_units import Unit, process_groups_of, units_of
 from zcomm.install.report import Account, Installation
 from zcomm.recipes import DEFAULT_RECIPE, Recipe, get_recipe
 from zcomm.topology import Topology
@@ -72,18 +72,17 @@ def install_fsdp2(
         StateError: A module has a communication of its own already.
         TopologyError: ``topology`` or ``replicate_group`` does not fit the ranks.
 
-    Collective: the ranks compare their settings first. Cost: one collective for each kind of format in a module instead
+    Collective: the ranks compare their settings first, and what one of them refuses all raise, with its rank; nothing
+    is installed then. Cost: one collective for each kind of format in a module instead
     of one; where small or overridden parameters lie between others, one copy each way.
     """
-    units = units_of(model)
     given = settings_of(recipe, overrides, adaptive, topology, shadow=shadow, replicates=replicate_group is not None)
-    agree("install_fsdp2", given, _groups(units, topology, replicate_group))
-    recipe, settings = get_recipe(recipe), AdaptivePrecision.of(adaptive)
-    of_units = _choices(units, recipe, overrides or {})
-    _check_replicas(units, replicate_group, topology, shadow=shadow)
+    checked = partial(_checked, model, recipe, overrides or {}, adaptive, topology, replicate_group, shadow=shadow)
+    units, recipe, settings, of_units = agree(
+        "install_fsdp2", given, _groups(model, topology, replicate_group), checked
+    )
     owned = _topology_of_job(units) if topology is None and replicate_group is None else None
     topology = topology or owned
-    _check_topology(units, topology)
     account = Account((choice.name for chosen in of_units for choice in chosen), recipe)
     account.adapting = _adapting(settings, model, recipe, topology)
     before = [_Before(unit, replaces_hook=replicate_group is not None) for unit in units]
@@ -93,12 +92,38 @@ def install_fsdp2(
     return Installation(_title(recipe, topology, shadow=shadow), account, partial(_uninstall, before, owned))
 
 
+class _Checked(NamedTuple):
+    units: list[Unit]
+    recipe: Recipe
+    settings: AdaptivePrecision | None
+    of_units: list[Sequence[Choice]]
+
+
+def _checked(
+    model: nn.Module,
+    recipe: str | Recipe,
+    overrides: Mapping[str, Override],
+    adaptive: AdaptivePrecision | Mapping[str, Any] | bool | None,  # noqa: FBT001
+    topology: Topology | None,
+    replicate_group: dist.ProcessGroup | None,
+    *,
+    shadow: bool,
+) -> _Checked:
+    """What was given, looked up; raises what this rank refuses."""
+    units = units_of(model)
+    recipe, settings = get_recipe(recipe), AdaptivePrecision.of(adaptive)
+    of_units = _choices(units, recipe, overrides)
+    _check_replicas(units, replicate_group, topology, shadow=shadow)
+    _check_topology(units, topology)
+    return _Checked(units, recipe, settings, of_units)
+
+
 def _groups(
-    units: Sequence[Unit], topology: Topology | None, replicate_group: dist.ProcessGroup | None
+    model: nn.Module, topology: Topology | None, replicate_group: dist.ProcessGroup | None
 ) -> list[dist.ProcessGroup]:
     """Who must agree: those that share parameters, in the order of the model, and the replicas."""
     others = (topology.world.group if topology is not None else None, replicate_group)
-    return [*(unit.process_group for unit in units), *(group for group in others if group is not None)]
+    return [*process_groups_of(model), *(group for group in others if group is not None)]
 
 
 def _adapting(

@@ -19,7 +19,7 @@ from torch import nn
 from zcomm.errors import ConfigError, LayoutError, StateError
 from zcomm.install.choices import Named, clean_name
 
-__all__ = ["Unit", "units_of"]
+__all__ = ["Unit", "process_groups_of", "units_of"]
 
 DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 
@@ -82,17 +82,28 @@ def _is_sharded(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def _groups_of(module: Any, name: str) -> list[Any]:
+def process_groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
+    """Of the ranks that share parameters, in the order of ``model``, also where :func:`units_of` refuses it."""
+    sharing = [group for module in model.modules() if _is_sharded(module) for group in _all_groups_of(module)]
+    return [group.mesh_info.shard_process_group for group in sharing if group.fsdp_params]
+
+
+def _all_groups_of(module: Any) -> list[Any]:
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # before torch 2.13
         groups = [group for group in (state._fsdp_param_group,) if group is not None]
+    return list(groups)
+
+
+def _groups_of(module: Any, name: str) -> list[Any]:
+    groups = _all_groups_of(module)
     if len(groups) > 1:
         raise LayoutError(
             f"module {name or '(root)'!r} has {len(groups)} parameter groups (shard_placement_fn with several meshes): "
             "call fully_shard on its children, one mesh each"
         )
-    return list(groups)
+    return groups
 
 
 def _unit(module: nn.Module, group: Any, names: dict[int, str]) -> Unit:

@@ -216,7 +216,13 @@ class ZeroOptimization:
         inactive="ranks always compare model and settings at construction",
     )
     leaf_module: LeafModule = section(LeafModule, "modules gathered as a whole")
-    zeropp_loco_param: dict[str, Any] | None = key(None, "error feedback of qgZ", unavailable="error feedback")
+    zeropp_loco_param: dict[str, Any] | None = key(
+        None,
+        "error feedback of qgZ",
+        unavailable="LoCo's moving average of errors, which is another arithmetic than ours: zcomm.mode=delta_hpz has "
+        "error feedback, with zcomm.residual_beta (1 where err_beta is 0) and, for reset_T, "
+        "zcomm.residual_reset_interval, which counts steps",
+    )
     mics_shard_size: int = key(-1, "MiCS", unavailable="MiCS (hpZ is the nearest: zero_hpz_partition_size)")
     mics_hierarchical_params_gather: bool = key(False, "MiCS", false="off", inactive="MiCS only")
     zenflow: dict[str, Any] | None = key(None, "asynchronous offload", unavailable="zenflow")
