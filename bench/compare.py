@@ -120,15 +120,19 @@ def take_memory(arguments: argparse.Namespace, store: Store, key: str, words: li
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     for name in tqdm([name for name in names if name not in known], unit="system", desc=f"{key} memory"):
         command = [sys.executable, *torchrun, script, name, *words, f"--ranks-per-node={RANKS_PER_NODE}"]
-        environment = {"OMP_NUM_THREADS": "1"} | os.environ
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, env=environment, timeout=arguments.patience, check=False
-            )
-            printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
-        except subprocess.TimeoutExpired:
-            printed = []
-        known[name] = printed[0] if printed else {"error": "printed no figures"}
+        environment, quiet = (
+            {"OMP_NUM_THREADS": "1"} | os.environ,
+            {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL},
+        )
+        with subprocess.Popen(command, **quiet, text=True, env=environment) as agent:
+            try:
+                printed, _ = agent.communicate(timeout=arguments.patience)
+            except subprocess.TimeoutExpired:
+                printed = ""
+            finally:
+                agent.terminate()  # torchrun ends its ranks
+        rows = [json.loads(line) for line in printed.splitlines() if line.startswith('{"case"')]
+        known[name] = rows[0] if rows else {"error": "printed no figures"}
         store.write()
 
 
@@ -152,12 +156,14 @@ def report(store: Store, output: Path) -> None:
     runs = {key: store.run(key) for key in store.values["runs"]}
     text = markdown(runs, store.values["memory"], store.values["context"])
     output.with_suffix(".md").write_text(text, encoding="utf-8")
-    draw(runs, output.with_suffix(".png"))
+    if runs:
+        draw(runs, output.with_suffix(".png"))
 
 
 def main() -> int:
     """Run what is left and write the report."""
     arguments = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started is ended, too
     store, names = Store(arguments.output.with_suffix(".json")), arguments.systems or available(COMPARED)
     store.values["context"] = context()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
