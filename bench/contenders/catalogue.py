@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from contenders.contender import Contender, Setup
 
-__all__ = ["ENTRIES", "ONE_MACHINE", "SLOW_NETWORK", "Entry", "available", "build"]
+__all__ = ["COMPARED", "ENTRIES", "ONE_MACHINE", "Entry", "available", "build"]
 
 
 class Entry(NamedTuple):
@@ -34,20 +34,27 @@ ONE_MACHINE = tuple(ENTRIES)
 """Those of zero_step.py's tables."""
 ZEROPP = {"stage": 3, "quantized_weights": True, "quantized_gradients": True, "stays_in_node": True}
 DELTA = {"stage": 3, "mode": "delta_hpz"}
+OFFLOADED = {"stage": 3, "offload": "cpu"}
 ENTRIES |= {
     "alone": Entry(0, "alone", {}),
     "alone x4": Entry(0, "alone", {"accumulation": 4}),
     "ddp bf16 gradients": Entry(0, "ddp", {"gradient_as_bucket_view": True, "sends_bf16": True}),
+    "zero redundancy": Entry(1, "zero_redundancy", {}),
+    "deepspeed stage 3 offload": Entry(3, "deepspeed_engine", OFFLOADED, "deepspeed"),
+    "zero stage 3 offload": Entry(3, "zero_optimizer", OFFLOADED),
+    "zero stage 3 nvme": Entry(3, "zero_optimizer", OFFLOADED | {"offload": "nvme"}),
     "zero++": Entry(3, "zero_optimizer", ZEROPP),
     "zero++ x4": Entry(3, "zero_optimizer", ZEROPP | {"accumulation": 4}),
     "delta-hpz": Entry(3, "zero_optimizer", DELTA),
     "delta-hpz x4": Entry(3, "zero_optimizer", DELTA | {"accumulation": 4}),
 }
-SLOW_NETWORK = (
-    "alone", "alone x4", "fsdp2 reshard=True", "ddp", "ddp bf16 gradients", "deepspeed stage 3", "zero stage 3",
+COMPARED = (
+    "alone", "alone x4", "ddp", "ddp bf16 gradients", "zero redundancy", "fsdp2 reshard=False", "fsdp2 reshard=True",
+    "deepspeed stage 1", "deepspeed stage 2", "deepspeed stage 3", "deepspeed stage 3 offload",
+    "zero stage 1", "zero stage 2", "zero stage 3", "zero stage 3 offload", "zero stage 3 nvme",
     "zero++", "zero++ x4", "delta-hpz", "delta-hpz x4",
 )  # fmt: skip
-"""Those of slow_network.py's."""
+"""Those of compare.py's."""
 
 
 def available(names: tuple[str, ...] = ONE_MACHINE) -> list[str]:

@@ -30,6 +30,8 @@ class Setup:
     """In a rank's batch."""
     topology: Topology | None = None
     """Which ranks share a node; None: as torchrun has it."""
+    folder: str | None = None
+    """For files of what is offloaded to NVMe."""
 
 
 @dataclass

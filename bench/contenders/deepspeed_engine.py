@@ -19,14 +19,20 @@ warnings.filterwarnings(
 )  # it calls collectives by old names
 
 
-def build(setup: Setup, stage: int) -> Contender:
-    """The model under ``stage``, with DeepSpeed's defaults but for its clipping, which no other contender has."""
+def build(setup: Setup, stage: int, *, offload: str | None = None) -> Contender:
+    """The model under ``stage``, with DeepSpeed's defaults but for its clipping, which no other contender has.
+
+    ``offload`` "cpu": parameters and states rest in host memory; torch's optimizer updates them there.
+    """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": setup.num_sequences,
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
+    if offload is not None:
+        config["zero_optimization"] |= {"offload_optimizer": {"device": offload}, "offload_param": {"device": offload}}
+        config["zero_force_ds_cpu_optimizer"] = False
     if setup.dtype == torch.bfloat16:
         config["bf16"] = {"enabled": True}
     optimizer = AdamW(setup.model.parameters(), lr=setup.learning_rate, fused=True)

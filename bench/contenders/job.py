@@ -37,7 +37,8 @@ def new_setup(
         num_attention_heads=arguments.num_attention_heads,
         seq_length=arguments.seq_length,
     )
-    return Setup(GPT(config).to(device), getattr(torch, dtype), 1e-3, arguments.batch_size, topology)
+    model, folder = GPT(config).to(device), getattr(arguments, "nvme_folder", None)
+    return Setup(model, getattr(torch, dtype), 1e-3, arguments.batch_size, topology, folder)
 
 
 def batch(

@@ -1,0 +1,194 @@
+"""The same model, data, seed and batch under DDP, FSDP2, ZeroRedundancyOptimizer, DeepSpeed and this library.
+
+    python bench/compare.py                                      loopback, 1 Gbit/s, 200 Mbit/s; needs root
+    python bench/compare.py --networks loopback                  without root
+    python bench/compare.py --batch network --dtype bfloat16 --networks loopback 2gbit 1gbit 500mbit 200mbit
+    python bench/compare.py --systems "fsdp2 reshard=True" zero++ delta-hpz --rounds 9
+    PYTHONPATH=FOLDER python bench/compare.py                    with a DeepSpeed that is installed there
+
+The systems take turns in one process group, so that whatever else the machine does falls on all of them alike; on an
+emulated network (network namespaces, ``tc tbf``) a node has two ranks. Peak memory is taken of each system in ranks of
+its own. ``--batch network`` is so small that the network decides, ``compute`` so large that the computation does.
+
+Results: ``--output``.json, written after every turn, .md and .png. The same command goes on where it was stopped.
+A peer that fails, dies or hangs for ``--patience`` is a row with its error; delete the row from the JSON to try again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from comparison.figure import draw
+from comparison.records import Store, System
+from comparison.tables import LOOPBACK, markdown
+from contenders.catalogue import COMPARED, available
+from tqdm import tqdm
+
+from zcomm.bench.emulated_nodes import unavailable_reason
+
+BATCHES = {"network": {"batch_size": 1, "seq_length": 16}, "compute": {"batch_size": 8, "seq_length": 128}}
+MODEL = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4}
+RANKS_PER_NODE = 2
+POLL_S = 0.2
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--networks", nargs="+", default=[LOOPBACK, "1gbit", "200mbit"], help="rates as tc writes them, or loopback")
+    add("--batch", nargs="+", choices=BATCHES, default=list(BATCHES))
+    add("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["bfloat16"])
+    add("--systems", nargs="+", choices=COMPARED, help="default: all that are installed")
+    add("--nodes", type=int, default=2, help=f"of {RANKS_PER_NODE} ranks")
+    add("--rounds", type=int, default=5)
+    add("--steps", type=int, default=1, help="of each system in a round")
+    add("--no-memory", action="store_true", help="without the runs that take peak memory")
+    add("--patience", type=float, default=600, help="seconds without the end of a turn after which a system has hung")
+    add("--output", type=Path, default=Path("runs/compare/compare"), help="without its ending")
+    for name, default in MODEL.items():
+        add(f"--{name.replace('_', '-')}", type=int, default=default)
+    arguments = parser.parse_args()
+    reason = unavailable_reason() if any(name != LOOPBACK for name in arguments.networks) else None
+    if reason is not None:
+        parser.error(f"{reason}; --networks {LOOPBACK} needs none")
+    return arguments
+
+
+def words_of(options: dict[str, Any]) -> list[str]:
+    """As the command line has them."""
+    return [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+
+
+def measure(arguments: argparse.Namespace, store: Store, key: str, words: list[str], names: list[str]) -> None:
+    """Let the systems take the turns that are left; ranks that die or hang are started again without the culprit."""
+    network = key.split()[2]
+    while todo := store.run(key).unfinished(names, arguments.rounds):
+        script = str(Path(__file__).with_name("compare_ranks.py"))
+        launch = {"store": store.path, "key": key, "rounds": arguments.rounds, "steps": arguments.steps}
+        if network == LOOPBACK:
+            launch |= {"num_ranks": arguments.nodes * RANKS_PER_NODE, "ranks_per_node": RANKS_PER_NODE}
+        else:
+            launch |= {"emulate_nodes": arguments.nodes, "ranks_per_node": RANKS_PER_NODE, "rate": network}
+        said = wait(start([script, *words_of(launch), *words, "--systems", *todo]), store.path, arguments.patience)
+        store.values = Store(store.path).values
+        run = store.run(key)
+        if said and run.running not in todo:
+            raise SystemExit(f"{key}: no system was under way when {said}")
+        if said:
+            run.systems.setdefault(run.running, System()).error = said
+            store.keep(key, run)
+
+
+def start(command: list[str]) -> subprocess.Popen[bytes]:
+    """A Python script as a process of its own."""
+    return subprocess.Popen([sys.executable, *command], env={"OMP_NUM_THREADS": "1"} | os.environ)
+
+
+def wait(process: subprocess.Popen[bytes], written: Path, patience_s: float) -> str:
+    """Until the end; what went wrong, or nothing. ``written`` changes with every turn."""
+    begun = time.time()
+    try:
+        while process.poll() is None:
+            time.sleep(POLL_S)
+            changed = written.stat().st_mtime if written.exists() else begun
+            if time.time() - max(begun, changed) > patience_s:
+                return f"no turn ended in {patience_s:g} s"
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)  # it ends its ranks and removes its nodes
+            process.wait()
+    return f"the ranks ended with exit code {process.returncode}" if process.returncode else ""
+
+
+def take_memory(arguments: argparse.Namespace, store: Store, key: str, words: list[str], names: list[str]) -> None:
+    """Peak memory of each system that has none yet, in ranks of its own."""
+    known = store.values["memory"].setdefault(key, {})
+    ranks, script = arguments.nodes * RANKS_PER_NODE, str(Path(__file__).with_name("zero_memory.py"))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    for name in tqdm([name for name in names if name not in known], unit="system", desc=f"{key} memory"):
+        command = [sys.executable, *torchrun, script, name, *words, f"--ranks-per-node={RANKS_PER_NODE}"]
+        environment, quiet = (
+            {"OMP_NUM_THREADS": "1"} | os.environ,
+            {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL},
+        )
+        with subprocess.Popen(command, **quiet, text=True, env=environment) as agent:
+            try:
+                printed, _ = agent.communicate(timeout=arguments.patience)
+            except subprocess.TimeoutExpired:
+                printed = ""
+            finally:
+                agent.terminate()  # torchrun ends its ranks
+        rows = [json.loads(line) for line in printed.splitlines() if line.startswith('{"case"')]
+        known[name] = rows[0] if rows else {"error": "printed no figures"}
+        store.write()
+
+
+def context() -> dict[str, str]:
+    """What ran, and where."""
+    versions = {}
+    for package in ("zcomm-zero", "torch", "deepspeed"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "versions": ", ".join(f"{name} {text}" for name, text in versions.items()),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {time.strftime('%Y-%m-%d', time.gmtime())}",
+    }
+
+
+def report(store: Store, output: Path) -> None:
+    """Write the tables and the picture of everything in the store."""
+    runs = {key: store.run(key) for key in store.values["runs"]}
+    text = markdown(runs, store.values["memory"], store.values["context"])
+    output.with_suffix(".md").write_text(text, encoding="utf-8")
+    if runs:
+        draw(runs, output.with_suffix(".png"))
+
+
+def main() -> int:
+    """Run what is left and write the report."""
+    arguments = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started is ended, too
+    store, names = Store(arguments.output.with_suffix(".json")), arguments.systems or available(COMPARED)
+    store.values["context"] = context()
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(dir=arguments.output.parent) as folder:
+            for batch in arguments.batch:
+                shape = {name: getattr(arguments, name) for name in MODEL} | BATCHES[batch]
+                store.check_shape(batch, shape | {"nodes": arguments.nodes, "steps": arguments.steps})
+                store.write()
+                for dtype in arguments.dtype:
+                    words = words_of(shape | {"dtype": dtype, "nvme_folder": folder})
+                    for network in arguments.networks:
+                        measure(arguments, store, f"{dtype} {batch} {network}", words, names)
+                        report(store, arguments.output)
+                    if not arguments.no_memory:
+                        take_memory(arguments, store, f"{dtype} {batch}", words, names)
+                        report(store, arguments.output)
+    except ValueError as error:
+        sys.stderr.write(f"compare.py: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    print(arguments.output.with_suffix(".md").read_text(encoding="utf-8"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

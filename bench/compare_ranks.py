@@ -1,0 +1,161 @@
+"""The ranks of compare.py: systems take turns in one process group on one network, and rank 0 keeps what they took.
+
+    torchrun --nproc-per-node 4 bench/compare_ranks.py --store FILE.json --key "float32 network loopback" --systems ddp
+
+compare.py starts it; ``--emulate-nodes`` and ``--rate`` are those of ``zcomm bench``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from comparison.records import Run, Store, System
+from contenders.catalogue import COMPARED, ENTRIES, build
+from contenders.contender import Contender
+from contenders.job import add_shape, new_setup
+from contenders.turn import take_steps
+from tqdm import tqdm
+
+import zcomm
+from zcomm import Topology, ZcommError, control
+from zcomm.bench.emulated_nodes import INTERFACE
+from zcomm.bench.interface import sent_nbytes
+from zcomm.bench.launch import on_ranks
+from zcomm.bench.options import add_launch_arguments, check_launch
+from zcomm.volume import inter_node_model_units
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", type=Path, required=True)
+    parser.add_argument("--key", required=True, help="of the run in the store")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--systems", nargs="+", choices=COMPARED, required=True)
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each system, those of the store included")
+    parser.add_argument("--steps", type=int, default=1, help="of each system in a turn")
+    parser.add_argument("--nvme-folder", help="for files of what is offloaded")
+    add_shape(parser)
+    add_launch_arguments(parser)
+    return parser.parse_args()
+
+
+class Turns:
+    """The systems on the ranks of ``topology``."""
+
+    def __init__(self, arguments: argparse.Namespace, topology: Topology, device: torch.device) -> None:
+        self._arguments, self._topology, self._device = arguments, topology, device
+        self._interface = INTERFACE if int(os.environ["GROUP_WORLD_SIZE"]) > 1 else "lo"
+        self._store = Store(arguments.store) if topology.rank == 0 else None
+        self._run = self._store.run(arguments.key) if self._store else Run()
+        cpu = torch.device("cpu")
+        self._run.numel = sum(p.numel() for p in new_setup(arguments, arguments.dtype, cpu).model.parameters())
+        self._run.tokens = topology.world_size * arguments.batch_size * arguments.seq_length
+        self._contenders: dict[str, Contender] = {}
+        self._errors: dict[str, str] = {}
+
+    def take_all(self) -> None:
+        """Build every system, let it take a turn that does not count, in which it allocates; then round after round."""
+        names, rounds = self._arguments.systems, self._arguments.rounds
+        mine = torch.tensor([len(self._run.systems.get(name, System()).seconds) for name in names])
+        taken = control.gather_float64(mine, self._topology)[0].tolist()  # as rank 0's file has it
+        left = {name: rounds - int(count) for name, count in zip(names, taken, strict=True)}
+        total = len(names) + sum(left.values())
+        with tqdm(total=total, unit="turn", disable=self._topology.rank != 0, desc=self._arguments.key) as bar:
+            for name in names:
+                bar.set_postfix_str(name)
+                self._try(name, partial(self._build, name))
+                self._try(name, partial(self._turn, name, is_counted=False))
+                bar.update()
+            for number in range(rounds):
+                for name in names:
+                    if number < left[name]:
+                        bar.set_postfix_str(name)
+                        self._try(name, partial(self._turn, name, is_counted=True))
+                        bar.update()
+        self._keep("")
+
+    def close(self) -> None:
+        """Free what was made for the systems."""
+        for contender in self._contenders.values():
+            contender.close()
+
+    def _build(self, name: str) -> None:
+        setup = new_setup(self._arguments, self._arguments.dtype, self._device, self._topology)
+        self._contenders[name] = build(name, setup)
+
+    def _turn(self, name: str, *, is_counted: bool) -> None:
+        contender, steps, topology = self._contenders[name], self._arguments.steps, self._topology
+        wire, started = sent_nbytes(self._interface), time.perf_counter()
+        with zcomm.traffic() as sent:
+            take_steps(self._arguments, contender, topology, self._device)
+        seconds = time.perf_counter() - started
+        wire = sent_nbytes(self._interface) - wire
+        mine = torch.tensor([seconds, wire, sent.bytes(link="inter")], dtype=torch.float64) / steps
+        of_ranks = control.gather_float64(mine, topology)
+        system = self._run.systems.setdefault(name, System())
+        system.accumulation = contender.accumulation
+        system.losses.setdefault(str(contender.num_steps), contender.loss)
+        if is_counted:
+            system.seconds.append(of_ranks[:, 0].max().item())
+            system.wire_nbytes.append(of_ranks[:, 1].mean().item())
+            if ENTRIES[name].module == "zero_optimizer":
+                counted = of_ranks[:, 2].sum().item()
+                system.units = inter_node_model_units(counted, topology.num_nodes, self._run.numel)
+
+    def _try(self, name: str, call: Callable[[], None]) -> None:
+        """Do it unless the system has failed before; whether it has now is agreed."""
+        if name in self._errors:
+            return
+        self._keep(name)
+        said = ""
+        try:
+            call()
+        except Exception as error:  # a peer's, too: the others go on
+            text = (str(error) or type(error).__name__).splitlines()[0]
+            said = f"{type(error).__name__}: {text}"
+        texts = control.gather_texts(said, self._topology)  # and all begin the next turn together
+        if error := next((text for text in texts if text), ""):
+            self._errors[name] = error
+            self._run.systems.setdefault(name, System()).error = error
+
+    def _keep(self, running: str) -> None:
+        self._run.running = running
+        if self._store is not None:
+            self._store.keep(self._arguments.key, self._run)
+
+
+def take_turns(arguments: argparse.Namespace, topology: Topology, device: torch.device) -> int:
+    """The work of a rank."""
+    turns = Turns(arguments, topology, device)
+    turns.take_all()
+    turns.close()
+    return 0
+
+
+def main() -> int:
+    """Take all turns that the store has not."""
+    arguments = parse_arguments()
+    try:
+        if "LOCAL_RANK" not in os.environ:
+            check_launch(arguments)
+        return on_ranks(
+            arguments, sys.argv[1:], lambda topology, device: take_turns(arguments, topology, device),
+            program=[str(Path(__file__).resolve())],
+        )  # fmt: skip
+    except ZcommError as error:
+        sys.stderr.write(f"compare_ranks.py: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""What the systems of a comparison took: one JSON file, written after every turn, so that a run can go on.
+
+{"context": {...}, "shape": {batch: {...}},
+ "runs":   {"bfloat16 network 200mbit": {"running": "", "systems": {"zero++": {"seconds": [...], ...}}}},
+ "memory": {"bfloat16 network": {"zero++": {"peak_mib": ..., "states_mib": ..., "base_mib": ...}}}}
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Run", "Store", "System"]
+
+
+@dataclass
+class System:
+    """One system on one network: an entry a turn in each list."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Of one optimizer step, the mean over a turn; of the slowest rank."""
+    wire_nbytes: list[float] = field(default_factory=list)
+    """Sent by a node in a step by its interface's counter, the mean over the nodes."""
+    units: float | None = None
+    """Bytes that zcomm counted between nodes in a step, in units of the bfloat16 model."""
+    losses: dict[str, float] = field(default_factory=dict)
+    """By the number of steps taken, averaged over the ranks."""
+    accumulation: int = 1
+    error: str = ""
+
+
+@dataclass
+class Run:
+    """All systems in one precision, with one batch, on one network."""
+
+    running: str = ""
+    """Whose turn it is: known even if the ranks die in it."""
+    tokens: int = 0
+    """Of all ranks in a batch."""
+    numel: int = 0
+    systems: dict[str, System] = field(default_factory=dict)
+
+    def unfinished(self, names: list[str], rounds: int) -> list[str]:
+        """Those of ``names`` that have turns to take and have not failed."""
+        systems = {name: self.systems.get(name, System()) for name in names}
+        return [name for name, system in systems.items() if not system.error and len(system.seconds) < rounds]
+
+
+class Store:
+    """The file."""
+
+    def __init__(self, path: Path) -> None:
+        """Read ``path`` if it exists."""
+        self.path = path
+        self.values: dict[str, Any] = {"context": {}, "shape": {}, "runs": {}, "memory": {}}
+        if path.exists():
+            self.values |= json.loads(path.read_text(encoding="utf-8"))
+
+    def run(self, key: str) -> Run:
+        """What is known of a run; empty if nothing is."""
+        values = self.values["runs"].get(key, {})
+        systems = {name: System(**system) for name, system in values.get("systems", {}).items()}
+        return Run(**values | {"systems": systems})
+
+    def keep(self, key: str, run: Run) -> None:
+        """Write the file, whole or not at all, with ``run``."""
+        self.values["runs"][key] = asdict(run)
+        self.write()
+
+    def write(self) -> None:
+        """Write the file, whole or not at all."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.path.with_suffix(".new")
+        draft.write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")
+        draft.replace(self.path)
+
+    def check_shape(self, batch: str, shape: dict[str, int]) -> None:
+        """Raise ValueError if the file holds runs of another model or batch."""
+        known = self.values["shape"].setdefault(batch, shape)
+        if known != shape:
+            raise ValueError(f"{self.path} holds runs of {known}, not {shape}: choose another --output")

@@ -1,0 +1,21 @@
+"""torch's ZeroRedundancyOptimizer under DDP: optimizer states are divided by whole parameters, nothing else is."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from contenders.contender import Contender, Setup, torch_step
+
+__all__ = ["build"]
+
+
+def build(setup: Setup) -> Contender:
+    """The model under DDP; 16 bit by autocast, as DDP has no masters."""
+    model = DistributedDataParallel(setup.model, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=setup.learning_rate, fused=True)
+    device = next(setup.model.parameters()).device
+    autocast = torch.autocast(device.type, setup.dtype, enabled=setup.dtype != torch.float32)
+    return Contender(torch_step(model, optimizer, autocast))

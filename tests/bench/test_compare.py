@@ -1,0 +1,75 @@
+"""The tables of ``bench/compare.py``, from recorded JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.job import ROOT
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ROOT / "bench"))
+    from comparison import records, tables
+
+PEER = "fsdp2 reshard=True"
+RECORDED = {
+    "runs": {
+        "float32 network loopback": {
+            "tokens": 64, "numel": 10, "systems": {PEER: {"seconds": [0.1, 0.2, 0.1], "wire_nbytes": [9]}},
+        },
+        "float32 network 200mbit": {
+            "running": "", "tokens": 64, "numel": 10,
+            "systems": {
+                "alone": {"seconds": [0.1, 0.1, 0.3], "wire_nbytes": [0, 0, 0], "losses": {"4": 5.1}},
+                PEER: {"seconds": [2.0, 4.0, 1.0], "wire_nbytes": [2e6, 3e6, 4e6], "losses": {"1": 5.5, "4": 5.12345}},
+                "ddp": {"seconds": [1.0, 1.0, 1.0], "wire_nbytes": [1e6] * 3, "losses": {"1": 5.5, "4": 5.12348}},
+                "zero++": {"seconds": [0.5, 0.5, 0.5], "wire_nbytes": [1e5] * 3, "units": 0.76,
+                           "losses": {"1": 5.5, "4": 5.12445}},
+                "zero++ x4": {"seconds": [1.0, 1.0, 1.0], "wire_nbytes": [1e5] * 3, "losses": {"4": 1.0},
+                              "accumulation": 4},
+                "deepspeed stage 3": {"error": "RuntimeError: a | b"},
+            },
+        },
+    },
+    "memory": {"float32 network": {"ddp": {"peak_mib": 1234.5, "states_mib": 50.25, "base_mib": 1.0}}},
+}  # fmt: skip
+
+
+def test_tables_from_recorded_json(tmp_path: Path) -> None:
+    path = tmp_path / "store.json"
+    path.write_text(json.dumps(RECORDED))
+    store = records.Store(path)
+    runs = {key: store.run(key) for key in store.values["runs"]}
+    key = "float32 network 200mbit"
+    rows = {row["system"]: row for row in tables.rows_of(key, runs, store.values["memory"])}
+    plain, ddp, narrow, four, failed = (
+        rows[name] for name in (PEER, "ddp", "zero++", "zero++ x4", "deepspeed stage 3")
+    )
+    assert plain["step_ms"] == 2000
+    assert plain["step_range_ms"] == (1000, 4000)
+    assert plain["tokens_per_s"] == 32
+    assert plain["wire_mb"] == 3
+    assert plain["network_share"] == pytest.approx(0.95)
+    assert plain["compute_share"] == pytest.approx(0.05)  # of 0.05, 0.025 and 0.3
+    assert narrow["vs_fsdp2"] == 4
+    assert four["vs_fsdp2"] == 8
+    assert (ddp["peak_mib"], ddp["states_mib"]) == (1234.5, 50.25)
+    assert ddp["remark"] == ""
+    assert narrow["remark"] == "loss does not agree to 4 decimals: +0.00100 beside FSDP2's after step 4"
+    assert four["remark"] == ""
+    assert "step_ms" not in failed
+    text = tables.markdown(runs, store.values["memory"], {"command": "c"})
+    assert "FSDP2 waits for the network 95.0% of its step." in text
+    assert "| ddp | 1,000.0 | 1,000.0 to 1,000.0 | 64 | 2.00 |  | 10.0% | 1.00 |  | 1,234 | 50.2 | 5.12348 |  |" in text
+    assert "RuntimeError: a / b |" in text
+    assert runs[key].unfinished(["ddp", "deepspeed stage 3", "zero stage 1"], 3) == ["zero stage 1"]
+    assert runs[key].unfinished(["ddp"], 4) == ["ddp"]
+
+
+def test_another_shape_is_refused(tmp_path: Path) -> None:
+    store = records.Store(tmp_path / "store.json")
+    store.check_shape("network", {"hidden_size": 256})
+    with pytest.raises(ValueError, match="choose another --output"):
+        store.check_shape("network", {"hidden_size": 512})
