@@ -123,13 +123,23 @@ class Topology:
         Raises:
             TopologyError: torch.distributed is not initialised although ``WORLD_SIZE`` is more than 1; or, on every
                 rank, nodes with different numbers of ranks.
+            ConfigError: On every rank: ``LOCAL_WORLD_SIZE`` or ``GROUP_RANK`` of one is not what torchrun sets.
         """
         _, rank = _size_and_rank(group)
         if not dist.is_initialized():
             return cls.single()
-        per_node = _integer("LOCAL_WORLD_SIZE", dist.get_world_size(), at_least=1)
-        node = _integer("GROUP_RANK", _global_rank(group, rank) // per_node)
+        wrong: ConfigError | None = None
+        try:
+            per_node = _integer("LOCAL_WORLD_SIZE", dist.get_world_size(), at_least=1)
+            node = _integer("GROUP_RANK", _global_rank(group, rank) // per_node)
+        except ConfigError as error:
+            wrong, node = error, -1
         nodes = backend.gather_ints(node, group)
+        if -1 in nodes:
+            ranks = [rank for rank, node in enumerate(nodes) if node == -1]
+            raise ConfigError(
+                f"LOCAL_WORLD_SIZE and GROUP_RANK must be integers, as torchrun sets them: wrong on ranks {ranks}"
+            ) from wrong
         return cls(ranks_per_node=_equal_runs(nodes), group=group)
 
     @classmethod

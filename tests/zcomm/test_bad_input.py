@@ -107,6 +107,13 @@ def _check_bad_topologies(rank: int) -> None:
     try:
         with pytest.raises(TopologyError, match=r"node of each rank \[0, 0, 0, 1\]"):
             Topology.from_env()
+        for variable in ("GROUP_RANK", "LOCAL_WORLD_SIZE"):
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 2:
+                    patch.setenv(variable, "two")
+                with pytest.raises(zcomm.ConfigError, match=r"wrong on ranks \[2\]") as error:
+                    Topology.from_env()
+            assert (rank == 2) == (f"{variable}=two" in str(error.value.__cause__))
         os.environ["GROUP_RANK"] = str(rank // 2)
         t = Topology.from_env()
         assert (t.num_nodes, t.ranks_per_node, t.node_rank, t.local_rank) == (2, 2, rank // 2, rank % 2)
