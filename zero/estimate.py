@@ -176,7 +176,7 @@ def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: i
         sums_gradients=(config.gradient_accumulation_steps or 1) > 1,
         merged_numel=min(2**20, zero.reduce_bucket_size, zero.allgather_bucket_size),
         has_secondary=zero.zero_hpz_partition_size > 1 or in_node,
-        has_residuals=zero.zeropp_loco_param is not None or (in_node and nodes > 1),
+        has_residuals=in_node and nodes > 1,
         sums_in_node=in_node and (config.gradient_accumulation_steps or 1) > 1,
         keeps_shards=has_changes,
         quantizes_weights=not has_changes
