@@ -9,7 +9,7 @@ import torch.distributed as dist
 from zcomm.backend import Hop, backend_of, gather_ints, timeout_of
 from zcomm.errors import StateError
 
-__all__ = ["close_hop", "destroy_group", "level_group_names", "new_group"]
+__all__ = ["close_hop", "destroy_group", "level_group_names", "new_group", "wait_until_made"]
 
 
 def new_group(
@@ -23,6 +23,14 @@ def new_group(
     chosen = backend or _shortest(backend_of(parent))
     group = dist.new_group(ranks, timeout=timeout_of(parent), backend=chosen, use_local_synchronization=is_local)
     return cast(dist.ProcessGroup, group) if dist.get_rank() in ranks else None
+
+
+def wait_until_made(parent: dist.ProcessGroup | None) -> None:
+    """Return once every rank of ``parent`` is here: the groups that it made before are connected on all of them.
+
+    Without it a fast rank might close a group to which a slow one still connects, which fails there. Collective.
+    """
+    gather_ints(0, parent)
 
 
 def _shortest(backend: str) -> str:

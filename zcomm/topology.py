@@ -68,6 +68,8 @@ class Topology:
         if self._is_local:
             groups.level_group_names(group)
         self._make_hops()
+        if self.world_size > 1:
+            groups.wait_until_made(group)
 
     def _register(self) -> None:
         self.queue = WorkQueue()
@@ -203,6 +205,7 @@ class Topology:
             groups.level_group_names(self._parent)
         group = groups.new_group(list(self.global_ranks), self._parent, is_local=self._is_local, backend="gloo")
         assert group is not None, "a rank outside its own topology"
+        groups.wait_until_made(self._parent)
         return group
 
     @cached_property

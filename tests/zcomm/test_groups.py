@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 import zcomm
 from tests.ranks import device_mesh, run_ranks
-from zcomm import StateError, Topology
+from zcomm import StateError, Topology, groups
 
 
 def _num_threads() -> int:
@@ -46,3 +47,36 @@ def _check_threads_go(rank: int) -> None:
 
 def test_a_closed_topology_keeps_no_thread_and_does_nothing() -> None:
     run_ranks(4, _check_threads_go)
+
+
+def _check_nobody_is_early(rank: int) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    part = device_mesh((2, 2), ("dp", "tp")).get_group("dp")
+    new_group = groups.new_group
+    last = dist.get_world_size() - 1
+    for number, (group, per_node, num_groups) in enumerate([(None, 2, 5), (part, 1, 1)]):
+        made = []
+
+        def slowly(*args: Any, made: list[str] = made, number: int = number, **keywords: Any) -> Any:
+            time.sleep(0.1 if rank == last else 0)
+            made.append(f"{number}:{rank}:{len(made)}")
+            result = new_group(*args, **keywords)
+            store.set(made[-1], "made")
+            return result
+
+        def check(count: int, number: int = number, group: dist.ProcessGroup | None = group) -> None:
+            for other in dist.get_process_group_ranks(group) if group else range(last + 1):
+                assert all(store.check([f"{number}:{other}:{index}"]) for index in range(count)), (other, count)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(groups, "new_group", slowly)
+            topology = Topology(ranks_per_node=per_node, group=group)
+            check(num_groups)
+            topology.background  # noqa: B018
+            check(num_groups + 1)
+        topology.close()
+
+
+def test_groups_may_be_closed_as_soon_as_they_are_made() -> None:
+    """A rank that was already gone when another still connected to it made that one fail."""
+    run_ranks(4, _check_nobody_is_early)
