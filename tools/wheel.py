@@ -4,7 +4,8 @@
     there, with nothing but its own folder on the PATH: import, a collective and training steps on two ranks
 
 Needs g++ and the extra ``wheel``. The C++ runtime is linked into the extension, so that the platform tag depends on the
-build machine's glibc alone (libgcc stays shared: its static form asks for a newer one); torch's libraries are not linked. Takes some minutes, most of them to install torch.
+build machine's glibc alone (libgcc stays shared: its static form asks for a newer one). torch's libraries are not
+linked. Takes some minutes, most of them to install torch.
 """
 
 from __future__ import annotations

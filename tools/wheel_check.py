@@ -24,8 +24,10 @@ def main() -> int:
     assert not kernels.native_unavailable_reason(), kernels.native_unavailable_reason()
     topology = zcomm.Topology(ranks_per_node=1)
     full = torch.empty(2 * 4096)
-    zcomm.all_gather_single(full, torch.full((4096,), dist.get_rank() + 1.0), topology, format="int8")
-    assert full.view(2, -1).eq(torch.tensor([[1.0], [2.0]])).all(), "the gathered values"
+    shards = torch.randn(2, 4096, generator=torch.Generator().manual_seed(0))
+    zcomm.all_gather_single(full, shards[dist.get_rank()], topology, format="int8")
+    error = ((full.view(2, -1) - shards).norm() / shards.norm()).item()
+    assert 0 < error < 0.01, error
     topology.close()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(torch.bfloat16)
@@ -44,7 +46,7 @@ def main() -> int:
     assert losses[-1] < losses[0], losses
     if dist.get_rank() == 0:
         print(f"no compiler on the PATH; native kernels: {kernels.native_description()}")
-        print("int8 all-gather on 2 ranks: exact on values that int8 holds")
+        print(f"int8 all-gather on 2 ranks: relative error {error:.4f}")
         print(f"ZeRO++ stage 3 with zero.CPUAdam on 2 ranks: loss {losses[0]:.3f} -> {losses[-1]:.3f} in 10 steps")
     dist.destroy_process_group()
     return 0
