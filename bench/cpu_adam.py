@@ -13,7 +13,6 @@ fused or cast step: the median over the rounds. ``#wrong`` counts elements furth
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcomm.bench.harness import Column, Report, Timing, interleave
+from zcomm.bench.harness import Column, Report, interleave
 from zero import CPUAdam
 from zero.flat_step import Arrays, Factors, Rule, step_
 
@@ -132,11 +131,6 @@ def count_wrong() -> int:
     return int((stepped[0] - stepped[1]).abs().gt(TOLERANCE * stepped[1].abs().clamp(min=1e-3)).sum())
 
 
-def ratio(of: Timing, to: Timing) -> float:
-    """How many times faster ``of`` is: the median over the rounds."""
-    return statistics.median(b / a for a, b in zip(of.seconds, to.seconds, strict=True))
-
-
 def bench(report: Report, numel: int, num_threads: int, rounds: int) -> None:
     """Print the rows of one size."""
     torch.set_num_threads(num_threads)
@@ -152,7 +146,7 @@ def bench(report: Report, numel: int, num_threads: int, rounds: int) -> None:
             row = {
                 "numel": numel, "threads": num_threads, "params": params, "contender": name,
                 "p50_ms": timing.p50 * 1e3, "gbps": nbytes / timing.p50 / 1e9,
-                "over_bound": ratio(timing, timings["bound"]), "over_torch": ratio(timing, timings[versus]),
+                "over_bound": timing.faster_than(timings["bound"]), "over_torch": timing.faster_than(timings[versus]),
             }  # fmt: skip
             report.row(row, num_wrong=num_wrong if name == "zero" else 0)
 

@@ -30,7 +30,7 @@ def rows_of(key: Key, runs: dict[Key, Run], memory: dict[str, dict[str, Any]]) -
     step = _last_common_step(run)
     rows = []
     for name, system in run.systems.items():
-        row: dict[str, Any] = {"system": name, "remark": _remark(system, run, dtype, step)}
+        row: dict[str, Any] = {"system": name, "remark": _remark(name, system, run, dtype, step)}
         rows.append(row)
         if system.error or not system.seconds:
             continue
@@ -81,11 +81,11 @@ def _last_common_step(run: Run) -> str | None:
     return max(set.intersection(*steps), key=int, default=None) if steps else None
 
 
-def _remark(system: System, run: Run, dtype: str, step: str | None) -> str:
+def _remark(name: str, system: System, run: Run, dtype: str, step: str | None) -> str:
     if system.error:
         return system.error
     peer = run.systems.get(PEER, System())
-    if system.accumulation > 1 or step not in peer.losses or step not in system.losses:
+    if name.startswith("alone") or system.accumulation > 1 or step not in peer.losses or step not in system.losses:
         return ""
     difference = system.losses[step] - peer.losses[step]
     if abs(difference) <= LOSS_TOLERANCE[dtype]:

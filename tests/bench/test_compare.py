@@ -57,6 +57,7 @@ def test_tables_from_recorded_json(tmp_path: Path) -> None:
     assert four["vs_fsdp2"] == 8
     assert (ddp["peak_mib"], ddp["states_mib"]) == (1234.5, 50.25)
     assert ddp["remark"] == ""
+    assert rows["alone"]["remark"] == "", "it trains on a part of the batch"
     assert narrow["remark"] == "loss does not agree to 4 decimals: +0.00100 beside FSDP2's after step 4"
     assert four["remark"] == ""
     assert "step_ms" not in failed

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from zcomm.auto import Table
 from zcomm.bench import bounds
 from zcomm.bench.checking import check
 from zcomm.bench.data import Tiles
-from zcomm.bench.harness import Column, Report
+from zcomm.bench.harness import Column, Report, Timing, interleave
 from zcomm.bench.interface import sent_nbytes
 from zcomm.bench.workloads import Workload, wire_of
 
@@ -202,6 +203,26 @@ def _zcomm(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def test_each_round_of_times_has_an_order_of_its_own() -> None:
+    called: list[str] = []
+    cases = {name: partial(called.append, name) for name in "abcd"}
+    timings = interleave(cases, rounds=40, warmup=2)
+    orders = ["".join(called[i : i + 4]) for i in range(0, len(called), 4)]
+    assert len(orders) == 42
+    assert {"".join(sorted(order)) for order in orders} == {"abcd"}
+    assert len(set(orders)) > 15
+    assert {len(timing.seconds) for timing in timings.values()} == {40}
+    first, called[:] = list(called), []
+    interleave(cases, rounds=40, warmup=2)
+    assert called == first, "ranks would call in different orders"
+
+
+def test_times_are_compared_round_by_round() -> None:
+    mine, none = Timing((1.0, 10.0, 4.0)), Timing((2.0, 5.0, 12.0))
+    assert mine.faster_than(none) == 2.0  # of 2, 1/2 and 3; the medians' ratio is 5/4
+    assert mine.faster_than(mine) == 1.0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_rows_and_plot_of_a_run(tmp_path: Path) -> None:
@@ -221,6 +242,9 @@ def test_rows_and_plot_of_a_run(tmp_path: Path) -> None:
     assert row["busbw_gbps"] == pytest.approx(row["algbw_gbps"] * 3 / 4)
     assert 0 < row["relative_error"] < 0.01
     assert by_key["all_gather", 65536, "torch", "-"]["over_torch"] == 1
+    assert [by_key["all_gather", 65536, "none", hops]["over_none"] for hops in (1, 2)] == [1, 1]
+    assert row["over_none"] > 0
+    assert "over_none" not in by_key["all_gather", 65536, "torch", "-"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert lines[-1]["context"] == "wrong results : 0 OK"
 

@@ -4,11 +4,13 @@ size(B)    the full tensor, uncompressed          sent(B)   one rank sends, coun
 algbw      size / p50                             inter(B)  one node sends to others, counted by zcomm.traffic()
 busbw      algbw x BUSBW_FACTOR                   wire(B)   one node sends, by the interface's own counter
 /torch     p50 of torch's own call over p50       relerr    against exact float64 sums
+/none      how many times faster than the same exchange uncompressed over as many hops: median of the rounds' ratios,
+           each of two calls made one after the other; auto: than over the hops that none has without a probe
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +46,7 @@ COLUMNS = [
     Column("algbw_gbps", "algbw(GB/s)", ".3f", is_measurement=True),
     Column("busbw_gbps", "busbw(GB/s)", ".3f", is_measurement=True),
     Column("over_torch", "/torch", ".2f", is_measurement=True),
+    Column("over_none", " /none", ".3f", is_measurement=True),
     Column("relative_error", "relerr", ".1e"),
 ]
 
@@ -88,9 +91,9 @@ class Case:
         if options.check:
             self.verdict = check(self.workload, self.wire)
 
-    def row(self, timing: Timing, of_torch: Timing) -> dict[str, Any]:
-        """The values of the columns."""
-        work = self.workload
+    def row(self, timings: Mapping[str, Timing]) -> dict[str, Any]:
+        """The values of the columns, by the times of all cases."""
+        work, timing = self.workload, timings[self.name]
         factor = BUSBW_FACTOR[work.collective](work.num_ranks)
         algbw = work.nbytes / timing.p50 / 1e9
         return {
@@ -99,7 +102,7 @@ class Case:
             "hops": "-" if self.wire is None else self.wire.num_hops,
             "op": work.op if work.collective in REDUCTIONS else "-", **self.sent,
             "p50_us": timing.p50 * 1e6, "p99_us": timing.p99 * 1e6, "algbw_gbps": algbw, "busbw_gbps": algbw * factor,
-            "over_torch": of_torch.p50 / timing.p50, "relative_error": self.verdict.relative_error,
+            "over_torch": timings["torch"].p50 / timing.p50, "relative_error": self.verdict.relative_error,
         }  # fmt: skip
 
 
@@ -155,7 +158,17 @@ def _measured(
         reset=reset,
     )  # fmt: skip
     for case in cases:
-        yield case.row(timings[case.name], timings["torch"]), case.verdict.num_wrong
+        yield case.row(timings) | _beside_none(case, timings), case.verdict.num_wrong
+
+
+def _beside_none(case: Case, timings: Mapping[str, Timing]) -> dict[str, float]:
+    """The column, where ``none`` was asked for."""
+    wire = case.wire
+    if wire is None:
+        return {}
+    hops = [2, 1] if wire.is_auto else [wire.num_hops]
+    none = [timings[name] for name in (f"none, {h}" for h in hops) if name in timings]
+    return {"over_none": timings[case.name].faster_than(none[0])} if none else {}
 
 
 def _wires(workload: Workload, options: Options) -> list[Wire]:

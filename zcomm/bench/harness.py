@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
+from random import Random
 from typing import Any, TypeVar
 
 import torch
@@ -48,6 +49,10 @@ class Timing:
         """The 99th percentile; of fewer than 100 times the largest."""
         return sorted(self.seconds)[min(len(self.seconds) - 1, int(0.99 * len(self.seconds)))]
 
+    def faster_than(self, other: Timing) -> float:
+        """How many times: the median over the rounds, in each of which both were timed."""
+        return statistics.median(theirs / mine for mine, theirs in zip(self.seconds, other.seconds, strict=True))
+
 
 Key = TypeVar("Key")
 
@@ -60,13 +65,17 @@ def interleave(
     beginning: Callable[[], object] | None = None,
     ending: Callable[[], object] | None = None,
 ) -> dict[Key, Timing]:
-    """Time each case once a round, in turn, so that a slow moment of the machine falls on all of them.
+    """Time each case once a round, so that a slow moment of the machine falls on all of them.
 
-    ``beginning`` runs before each case, not timed (a barrier), ``ending`` after it, timed (a device's synchronize).
+    Each round has an order of its own, for a call is as fast as the one before leaves caches and threads; the orders
+    are the same in every process. ``beginning`` runs before each case, not timed (a barrier), ``ending`` after it,
+    timed (a device's synchronize).
     """
     seconds: dict[Key, list[float]] = {name: [] for name in cases}
+    order, random = list(cases.items()), Random(0)
     for _ in range(warmup + rounds):
-        for name, call in cases.items():
+        random.shuffle(order)
+        for name, call in order:
             if beginning is not None:
                 beginning()
             start = time.perf_counter()
