@@ -5,12 +5,14 @@ Codec ids: the numbers of ``zcomm.formats.CODECS``, but for float64. ``is_rotate
 dtype ids: 0 float32, 1 bfloat16, 2 float16. Addresses (``*_ptr``) are ints. Strides of arrays count elements, strides
 of messages bytes. The calls release the GIL, may run at the same time, and raise ValueError on bad arguments and on a
 message whose trailer does not carry ``layout_hash``. Each operation has an ``_ref`` twin with the same bits: scalar,
-single-threaded, the oracle of the tests.
+single-threaded, the oracle of the tests; but for those that are made of others.
 """
 
 from typing import TypedDict
 
 Draw = tuple[int, int, int, int, int, int]
+ResidualRows = tuple[int, int, int, int, float]
+"""Address and stride of codes, address and stride of scales, beta."""
 
 FILE_ALIGNMENT: int
 
@@ -111,6 +113,87 @@ def quantize_ref(
     num_threads: int,
 ) -> None:
     """Oracle of quantize."""
+
+def quantize_with_residual(
+    codec: int,
+    block: int,
+    is_rotated: bool,
+    num_messages: int,
+    num_segments: int,
+    segment_numel: int,
+    x_dtype: int,
+    x_ptr: int,
+    message_stride: int,
+    segment_stride: int,
+    out_ptr: int,
+    out_stride_bytes: int,
+    layout_hash: int,
+    draw: Draw | None,
+    residual: ResidualRows,
+    num_threads: int,
+) -> None:
+    """As quantize, of rows and their residual, which is renewed; ``cpp/include/zcomm/feedback.h``."""
+
+def decode_sum_requantize_with_residual(
+    codec: int,
+    block: int,
+    is_rotated: bool,
+    num_messages: int,
+    num_segments: int,
+    segment_numel: int,
+    in_ptr: int,
+    in_stride_bytes: int,
+    layout_hash: int,
+    out_codec: int,
+    out_block: int,
+    out_is_rotated: bool,
+    out_ptr: int,
+    out_stride_bytes: int,
+    out_layout_hash: int,
+    draw: Draw | None,
+    residual: ResidualRows,
+    num_threads: int,
+) -> None:
+    """As decode_sum_requantize, of sums and their residual, which is renewed."""
+
+def quantize_difference(
+    codec: int,
+    block: int,
+    is_rotated: bool,
+    num_messages: int,
+    num_segments: int,
+    segment_numel: int,
+    x_dtype: int,
+    x_ptr: int,
+    held_dtype: int,
+    held_ptr: int,
+    message_stride: int,
+    segment_stride: int,
+    out_ptr: int,
+    out_stride_bytes: int,
+    layout_hash: int,
+    draw: Draw | None,
+    num_threads: int,
+) -> None:
+    """As quantize, of x - held, both with the same strides; ``cpp/include/zcomm/difference.h``."""
+
+def decode_add(
+    codec: int,
+    block: int,
+    is_rotated: bool,
+    num_messages: int,
+    num_segments: int,
+    segment_numel: int,
+    in_ptr: int,
+    in_stride_bytes: int,
+    layout_hash: int,
+    out_dtype: int,
+    out_ptr: int,
+    message_stride: int,
+    segment_stride: int,
+    num_threads: int,
+) -> None:
+    """Add decoded messages to rows, in float32."""
 
 def decode(
     codec: int,
@@ -269,7 +352,7 @@ def optimizer_step_ref(
 # device. ``is_valid_ptr``: an int32 that a message of another hash sets to 0. ``stream``: a cudaStream_t.
 # ``held``: dtype id and address. ``residual``: addresses of codes and scales, their strides in elements, beta.
 
-Residual = tuple[int, int, int, int, float]
+ResidualRows = tuple[int, int, int, int, float]
 
 def cuda_quantize(
     codec: int,

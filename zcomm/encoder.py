@@ -88,7 +88,11 @@ class Encoder:
 
     def sum_and_encode(self, received: Tensor, summed: MessageLayout, out: Tensor, layout: MessageLayout) -> None:
         """Hop 2 of a reduction: sum ``received``; segment s of the sum becomes message s of ``out``."""
-        draw, numel = self.draw(1), layout.segment_numel
+        self.encode_sum(1, received, summed, out, layout)
+
+    def encode_sum(self, hop: int, received: Tensor, summed: MessageLayout, out: Tensor, layout: MessageLayout) -> None:
+        """As :meth:`encode`, of the sum of ``received``, for the route's last hop, whose number is ``hop``."""
+        draw, numel = self.draw(hop), layout.segment_numel
         if draw is None or numel == self.shard_numel:
             if self.residual is None:
                 kernels.decode_sum_requantize(received, summed, out, layout, draw)
@@ -97,6 +101,6 @@ class Encoder:
                 blocks = self.residual.blocks_to_renew(self.first, numel)
                 kernels.decode_sum_requantize(received, summed, out, layout, draw, residual=blocks)
                 return
-        values = self.buffer(1, summed.num_segments, numel, torch.float32, received.device)
+        values = self.buffer(hop, summed.num_segments, numel, torch.float32, received.device)
         kernels.decode_sum(received, summed, values, values.stride(0), 1)
-        self.encode(1, values, out, layout)
+        self.encode(hop, values, out, layout)

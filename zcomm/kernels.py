@@ -106,10 +106,12 @@ def _on_gpu(array: Tensor, *layouts: MessageLayout, draw: Draw | None = None) ->
 
 
 def fuses_residual(array: Tensor, layout: MessageLayout, *others: MessageLayout, draw: Draw | None = None) -> bool:
-    """Whether ``array`` is encoded as ``layout``, after decoding ``others``, and its residual renewed in one launch."""
-    if layout.codec.is_block and on_cuda.serves(array, layout, *others, draw=draw):
+    """Whether ``array`` is encoded as ``layout``, after decoding ``others``, and its residual renewed in one pass."""
+    if not layout.codec.is_block:
+        return False
+    if on_cuda.serves(array, layout, *others, draw=draw) or on_triton.fuses_residual(array, layout, *others):
         return True
-    return on_triton.fuses_residual(array, layout, *others)
+    return _uses_native(array, layout, *others) and calls.may_keep_residual(layout)
 
 
 def _draw(draw: Draw | None) -> tuple[int, ...] | None:
@@ -145,16 +147,12 @@ def quantize(
     if out.numel() and (gpu := _on_gpu(x, layout, draw=draw)):
         gpu.quantize(x, layout, out, message_stride, segment_stride, draw, residual=residual)
     elif out.numel() and _uses_native(x, layout):
+        source = *calls.rows(layout, out.shape[0]), *calls.array(x), message_stride, segment_stride
         target = out.data_ptr(), layout.nbytes, layout.hash, _draw(draw)
-        _call(
-            "quantize",
-            layout,
-            *calls.rows(layout, out.shape[0]),
-            *calls.array(x),
-            message_stride,
-            segment_stride,
-            *target,
-        )
+        if residual is None:
+            _call("quantize", layout, *source, *target)
+        else:
+            _call("quantize_with_residual", layout, *source, *target, calls.residual(residual))
     else:
         quant.quantize(x, layout, out, message_stride, segment_stride, draw)
     message.sign(out, layout)
@@ -195,8 +193,12 @@ def decode_sum_requantize(
     if messages.numel() and (gpu := _on_gpu(out, layout, out_layout, draw=draw)):
         gpu.decode_sum_requantize(messages, layout, out, out_layout, draw, residual=residual)
     elif messages.numel() and _uses_native(out, layout, out_layout):
+        source = *calls.incoming(messages, layout), *calls.wire(out_layout)
         target = out.data_ptr(), out_layout.nbytes, out_layout.hash, _draw(draw)
-        _call("decode_sum_requantize", layout, *calls.incoming(messages, layout), *calls.wire(out_layout), *target)
+        if residual is None:
+            _call("decode_sum_requantize", layout, *source, *target)
+        else:
+            _call("decode_sum_requantize_with_residual", layout, *source, *target, calls.residual(residual))
     else:
         quant.decode_sum_requantize(messages, layout, out, out_layout, draw)
     message.sign(out, out_layout)
@@ -209,6 +211,11 @@ def quantize_difference(x: Tensor, held: Tensor, layout: MessageLayout, out: Ten
     if gpu is not None and gpu.serves(held, layout):
         gpu.quantize(x, layout, out, 0, 0, draw, held=held)
         message.sign(out, layout)
+    elif gpu is None and x.numel() and _uses_native(x, layout) and _uses_native(held, layout):
+        arrays = *calls.array(x), *calls.array(held), 0, 0
+        target = out.data_ptr(), layout.nbytes, layout.hash, _draw(draw)
+        _call("quantize_difference", layout, *calls.rows(layout, 1), *arrays, *target)
+        message.sign(out, layout)
     else:
         wide = torch.float64 if torch.float64 in (x.dtype, held.dtype) else torch.float32
         quantize(x.to(wide, copy=True).sub_(held).float(), layout, out, 0, 0, draw)
@@ -220,6 +227,10 @@ def decode_add(messages: Tensor, layout: MessageLayout, out: Tensor) -> None:
     if out.numel() and (gpu := _on_gpu(out, layout)):
         message.verify(messages, layout)
         gpu.decode(messages, layout, out, out.stride(0), 0, added=True)
+        return
+    if out.numel() and _uses_native(out, layout):
+        message.verify(messages, layout)
+        _call("decode_add", layout, *calls.incoming(messages, layout), *calls.array(out), out.stride(0), 0)
         return
     at_a_time = max(DECODED_NUMEL // max(out.shape[1], 1), 1)
     for some, rows in zip(torch.split(messages, at_a_time), torch.split(out, at_a_time), strict=True):

@@ -10,6 +10,7 @@ from torch import Tensor
 from zcomm import env
 from zcomm.errors import MessageError
 from zcomm.message import MessageLayout
+from zcomm.on_triton import ResidualBlocks
 
 try:
     from zcomm import _native
@@ -25,7 +26,9 @@ __all__ = [
     "array",
     "call",
     "incoming",
+    "may_keep_residual",
     "module",
+    "residual",
     "rows",
     "unavailable_reason",
     "wire",
@@ -33,6 +36,7 @@ __all__ = [
 
 module: Any = _native
 """None if it was not built."""
+RESIDUAL_BLOCK = 256
 DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -69,3 +73,14 @@ def incoming(messages: Tensor, layout: MessageLayout) -> tuple[int, ...]:
 def array(tensor: Tensor) -> tuple[int, int]:
     """Dtype and address."""
     return DTYPE_NUMBERS[tensor.dtype], tensor.data_ptr()
+
+
+def may_keep_residual(layout: MessageLayout) -> bool:
+    """Whether no block of the messages straddles two of a residual."""
+    return RESIDUAL_BLOCK % layout.block == 0 or layout.block % RESIDUAL_BLOCK == 0
+
+
+def residual(blocks: ResidualBlocks) -> tuple[int, int, int, int, float]:
+    """Addresses and strides of codes and scales, and beta."""
+    codes, scales, beta = blocks
+    return codes.data_ptr(), codes.stride(0), scales.data_ptr(), scales.stride(0), beta

@@ -16,18 +16,19 @@ Called by a trainer that accumulates gradients, from one thread.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from zcomm import backend, kernels
-from zcomm.backend import Sent
+from zcomm.backend import Pending, Sent
 from zcomm.chunks import chunks_of, pipelined
 from zcomm.encoder import Encoder, check_random
 from zcomm.errors import LayoutError
 from zcomm.formats import Format, codec_for, get_format
-from zcomm.message import layout_of
+from zcomm.message import MessageLayout, layout_of
 from zcomm.residual import Residual
 from zcomm.route import Route, check_flat, find_route, rows_of
 from zcomm.topology import Topology
@@ -36,6 +37,7 @@ from zcomm.work import Steps, Work, run
 __all__ = ["NodeSums"]
 
 OPERATION = "reduce_scatter"
+Messages = tuple[Tensor, MessageLayout]
 
 
 class NodeSums:
@@ -183,6 +185,10 @@ class NodeSums:
         if rows is None:
             assert added is not None, "nothing to reduce"
             values = added[:, c].contiguous()
+        elif added is None and scale == 1 and self._topology.intra.size > 1 and self._topology.inter.size > 1:
+            received, layout = yield from self._of_node(rows[:, c])
+            yield from self._between_nodes((received, layout), output, c.start)
+            return
         else:
             values = torch.empty(self._topology.num_nodes, output.numel(), device=output.device)
             yield from self._inside_node(rows[:, c], values)
@@ -196,25 +202,32 @@ class NodeSums:
 
     def _inside_node(self, rows: Tensor, values: Tensor) -> Steps:
         """Hop 1: the sums over the node's ranks of ``rows`` [world_size, m] to ``values`` [num_nodes, m], float32."""
-        hop, num_nodes = self._topology.intra, self._topology.num_nodes
-        numel, device = values.shape[1], values.device
-        if hop.size == 1:
+        if self._topology.intra.size == 1:
             values.copy_(rows)
             yield None
             return
-        layout = layout_of(OPERATION, self._inside, rows.dtype, num_nodes, numel)
+        received, layout = yield from self._of_node(rows)
+        kernels.decode_sum(received, layout, values, values.stride(0), 1)
+
+    def _of_node(self, rows: Tensor) -> Generator[Pending | None, None, Messages]:
+        """What the node's ranks send of ``rows`` [world_size, m]: a message of num_nodes segments from each."""
+        hop, num_nodes, device = self._topology.intra, self._topology.num_nodes, rows.device
+        layout = layout_of(OPERATION, self._inside, rows.dtype, num_nodes, rows.shape[1])
         received, sending = layout.new_to_receive(hop.size, device), rows
         if not (rows.is_contiguous() and layout.codec.dtype == rows.dtype):
             sending = layout.new(hop.size, device)
             kernels.quantize(rows, layout, sending, num_nodes * rows.stride(0), rows.stride(0))
         yield backend.all_to_all(received, sending, hop, Sent(OPERATION, str(self._inside), layout.numel))
-        kernels.decode_sum(received, layout, values, values.stride(0), 1)
+        return received, layout
 
-    def _between_nodes(self, values: Tensor, output: Tensor, first: int) -> Steps:
-        """Hop 2: the mean of ``values`` [num_nodes, m], which are lost, to ``output``, columns from ``first``."""
+    def _between_nodes(self, values: Tensor | Messages, output: Tensor, first: int) -> Steps:
+        """Hop 2: the mean of ``values`` [num_nodes, m], which are lost, to ``output``, columns from ``first``.
+
+        With several nodes, ``values`` may also be the messages that they are the sum of.
+        """
         topology = self._topology
-        hop, device = topology.inter, values.device
-        if hop.size == 1:
+        hop, device = topology.inter, output.device
+        if isinstance(values, Tensor) and hop.size == 1:
             output.copy_(values[0].div_(topology.world_size))
             yield None
             return
@@ -222,6 +235,9 @@ class NodeSums:
         sending, received = layout.new(hop.size, device), layout.new_to_receive(hop.size, device)
         route: Route = replace(self._route, hops=((hop, self._between),))
         encoder = Encoder(route, self.shard_numel, None, self.residual, first_hop=1, first=first)
-        encoder.encode(0, values, sending, layout)
+        if isinstance(values, Tensor):
+            encoder.encode(0, values, sending, layout)
+        else:
+            encoder.encode_sum(0, *values, sending, layout)
         yield backend.all_to_all(received, sending, hop, Sent(OPERATION, str(self._between), output.numel()))
         kernels.decode_sum(received, layout, output, 0, topology.world_size)

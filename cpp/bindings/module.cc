@@ -16,6 +16,8 @@
 #include "arguments.h"
 #include "zcomm/check.h"
 #include "zcomm/decode.h"
+#include "zcomm/difference.h"
+#include "zcomm/feedback.h"
 #include "zcomm/file_queue.h"
 #include "zcomm/isa.h"
 #include "zcomm/optimizer_step.h"
@@ -112,6 +114,67 @@ void DecodeSumRequantize(int codec, std::int64_t block, bool is_rotated, std::in
   }
 }
 
+// Addresses and strides in elements of codes and scales; beta
+using ResidualArgument = std::tuple<std::uintptr_t, std::int64_t, std::uintptr_t, std::int64_t, float>;
+
+zcomm::ResidualRows MakeResidual(const ResidualArgument& argument) {
+  const auto& [codes_ptr, codes_stride, scales_ptr, scales_stride, beta] = argument;
+  return {reinterpret_cast<std::int8_t*>(codes_ptr), Size("codes_stride", codes_stride),
+          reinterpret_cast<std::uint16_t*>(scales_ptr), Size("scales_stride", scales_stride), beta};
+}
+
+void QuantizeWithResidual(int codec, std::int64_t block, bool is_rotated, std::int64_t num_messages,
+                          std::int64_t num_segments, std::int64_t segment_numel, int x_dtype, std::uintptr_t x_ptr,
+                          std::int64_t message_stride, std::int64_t segment_stride, std::uintptr_t out_ptr,
+                          std::int64_t out_stride_bytes, std::uint32_t layout_hash, const DrawArgument& draw_argument,
+                          const ResidualArgument& residual, std::int64_t num_threads) {
+  const MessageLayout layout = Layout(codec, block, is_rotated, num_segments, segment_numel);
+  const std::optional<zcomm::Draw> draw = MakeDraw(draw_argument);
+  const auto input = MakeRows<zcomm::ConstRows>(x_dtype, x_ptr, message_stride, segment_stride);
+  const auto output = MakeMessages<zcomm::MutableMessages>(out_ptr, out_stride_bytes, num_messages, layout_hash);
+  zcomm::QuantizeWithResidual(layout, input, output, MakeResidual(residual), draw ? &*draw : nullptr,
+                              Size("num_threads", num_threads));
+}
+
+void DecodeSumRequantizeWithResidual(int codec, std::int64_t block, bool is_rotated, std::int64_t num_messages,
+                                     std::int64_t num_segments, std::int64_t segment_numel, std::uintptr_t in_ptr,
+                                     std::int64_t in_stride_bytes, std::uint32_t layout_hash, int out_codec,
+                                     std::int64_t out_block, bool out_is_rotated, std::uintptr_t out_ptr,
+                                     std::int64_t out_stride_bytes, std::uint32_t out_layout_hash,
+                                     const DrawArgument& draw_argument, const ResidualArgument& residual,
+                                     std::int64_t num_threads) {
+  const std::optional<zcomm::Draw> draw = MakeDraw(draw_argument);
+  const MessageLayout layout = Layout(codec, block, is_rotated, num_segments, segment_numel);
+  const auto input = MakeMessages<zcomm::ConstMessages>(in_ptr, in_stride_bytes, num_messages, layout_hash);
+  const MessageLayout out_layout = Layout(out_codec, out_block, out_is_rotated, 1, segment_numel);
+  const auto output = MakeMessages<zcomm::MutableMessages>(out_ptr, out_stride_bytes, num_segments, out_layout_hash);
+  zcomm::DecodeSumRequantizeWithResidual(layout, input, out_layout, output, MakeResidual(residual),
+                                         draw ? &*draw : nullptr, Size("num_threads", num_threads));
+}
+
+void QuantizeDifference(int codec, std::int64_t block, bool is_rotated, std::int64_t num_messages,
+                        std::int64_t num_segments, std::int64_t segment_numel, int x_dtype, std::uintptr_t x_ptr,
+                        int held_dtype, std::uintptr_t held_ptr, std::int64_t message_stride,
+                        std::int64_t segment_stride, std::uintptr_t out_ptr, std::int64_t out_stride_bytes,
+                        std::uint32_t layout_hash, const DrawArgument& draw_argument, std::int64_t num_threads) {
+  const MessageLayout layout = Layout(codec, block, is_rotated, num_segments, segment_numel);
+  const std::optional<zcomm::Draw> draw = MakeDraw(draw_argument);
+  const auto input = MakeRows<zcomm::ConstRows>(x_dtype, x_ptr, message_stride, segment_stride);
+  const auto output = MakeMessages<zcomm::MutableMessages>(out_ptr, out_stride_bytes, num_messages, layout_hash);
+  zcomm::QuantizeDifference(layout, input, MakeDType(held_dtype), reinterpret_cast<const void*>(held_ptr), output,
+                            draw ? &*draw : nullptr, Size("num_threads", num_threads));
+}
+
+void DecodeAdd(int codec, std::int64_t block, bool is_rotated, std::int64_t num_messages, std::int64_t num_segments,
+               std::int64_t segment_numel, std::uintptr_t in_ptr, std::int64_t in_stride_bytes,
+               std::uint32_t layout_hash, int out_dtype, std::uintptr_t out_ptr, std::int64_t message_stride,
+               std::int64_t segment_stride, std::int64_t num_threads) {
+  const MessageLayout layout = Layout(codec, block, is_rotated, num_segments, segment_numel);
+  const auto input = MakeMessages<zcomm::ConstMessages>(in_ptr, in_stride_bytes, num_messages, layout_hash);
+  const auto output = MakeRows<zcomm::MutableRows>(out_dtype, out_ptr, message_stride, segment_stride);
+  zcomm::DecodeAdd(layout, input, output, Size("num_threads", num_threads));
+}
+
 // grad_factor, weight_decay, keep, rate, beta1, mix1, beta2, mix2, eps, inverse_root
 using FactorsArgument = std::tuple<float, float, float, float, float, float, float, float, float, float>;
 // address and dtype
@@ -173,6 +236,25 @@ void DefineOperations(nb::module_& m) {
   m.def(("optimizer_step" + suffix).c_str(), &OptimizerStep<kRef>, release, "rule"_a, "nesterov"_a, "factors"_a,
         "numel"_a, "param_ptr"_a, "grad"_a, "moment1_ptr"_a, "moment2_ptr"_a, "moment_format"_a, "largest_ptr"_a,
         "out"_a, "draw"_a.none(), "num_threads"_a);
+}
+
+// What is made of the operations above: the oracle is the same made of their own.
+void DefineCompoundOperations(nb::module_& m) {
+  const auto release = nb::call_guard<nb::gil_scoped_release>();
+  m.def("quantize_with_residual", &QuantizeWithResidual, release, "codec"_a, "block"_a, "is_rotated"_a,
+        "num_messages"_a, "num_segments"_a, "segment_numel"_a, "x_dtype"_a, "x_ptr"_a, "message_stride"_a,
+        "segment_stride"_a, "out_ptr"_a, "out_stride_bytes"_a, "layout_hash"_a, "draw"_a.none(), "residual"_a,
+        "num_threads"_a);
+  m.def("decode_sum_requantize_with_residual", &DecodeSumRequantizeWithResidual, release, "codec"_a, "block"_a,
+        "is_rotated"_a, "num_messages"_a, "num_segments"_a, "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a,
+        "layout_hash"_a, "out_codec"_a, "out_block"_a, "out_is_rotated"_a, "out_ptr"_a, "out_stride_bytes"_a,
+        "out_layout_hash"_a, "draw"_a.none(), "residual"_a, "num_threads"_a);
+  m.def("quantize_difference", &QuantizeDifference, release, "codec"_a, "block"_a, "is_rotated"_a, "num_messages"_a,
+        "num_segments"_a, "segment_numel"_a, "x_dtype"_a, "x_ptr"_a, "held_dtype"_a, "held_ptr"_a, "message_stride"_a,
+        "segment_stride"_a, "out_ptr"_a, "out_stride_bytes"_a, "layout_hash"_a, "draw"_a.none(), "num_threads"_a);
+  m.def("decode_add", &DecodeAdd, release, "codec"_a, "block"_a, "is_rotated"_a, "num_messages"_a, "num_segments"_a,
+        "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a, "layout_hash"_a, "out_dtype"_a, "out_ptr"_a,
+        "message_stride"_a, "segment_stride"_a, "num_threads"_a);
 }
 
 // OSError(errno, text, path), which Python makes a FileNotFoundError and so on.
@@ -273,6 +355,7 @@ NB_MODULE(_native, m) {
   m.doc() = "Native CPU kernels of zcomm's wire formats; see _native.pyi.";
   DefineOperations<false>(m);
   DefineOperations<true>(m);
+  DefineCompoundOperations(m);
   m.def(
       "message_nbytes",
       [](int codec, std::int64_t block, bool is_rotated, std::int64_t num_segments, std::int64_t segment_numel) {

@@ -59,6 +59,7 @@ struct BlockKernels {
   // values = values * factor, within +-limit.
   void (*scale)(float* values, std::size_t numel, float factor, float limit);
   void (*add)(float* sum, const float* terms, std::size_t numel);
+  void (*subtract)(float* values, const float* terms, std::size_t numel);
   void (*divide)(float* values, std::size_t numel, float divisor);
   // Copies past the caches: for outputs larger than them, where a plain store would first read the line.
   void (*stream)(void* out, const void* in, std::size_t nbytes);

@@ -88,6 +88,7 @@ constexpr BlockKernels MakeTable() {
   table.rotate = Rotate;
   table.scale = Scale;
   table.add = Add;
+  table.subtract = Subtract;
   table.divide = Divide;
   table.stream = Stream;
   table.step[static_cast<std::size_t>(Rule::kAdam)] = StepAdam<true>;

@@ -37,6 +37,10 @@ void Add(float* __restrict sum, const float* __restrict terms, std::size_t numel
   for (std::size_t i = 0; i < numel; ++i) sum[i] += terms[i];
 }
 
+void Subtract(float* __restrict values, const float* __restrict terms, std::size_t numel) {
+  for (std::size_t i = 0; i < numel; ++i) values[i] -= terms[i];
+}
+
 void Divide(float* values, std::size_t numel, float divisor) {
   for (std::size_t i = 0; i < numel; ++i) values[i] /= divisor;
 }
