@@ -91,7 +91,8 @@ def land(pending: _Waitable, _received: Mapping[int, Tensor]) -> None:
 
 
 def _crc32(part: Tensor) -> int:
-    return zlib.crc32(memoryview(part.reshape(-1).view(torch.uint8).cpu().numpy()))
+    data: Any = part.reshape(-1).view(torch.uint8).cpu().numpy()
+    return zlib.crc32(data)
 
 
 _COUNTS: weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]] = weakref.WeakKeyDictionary()
