@@ -16,12 +16,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zcomm import env
+from zcomm.checked import Exchange, Ranks, checked
 from zcomm.ledger import Call, Ledger, tracked
 from zcomm.profiling import named_wait
 from zcomm.traffic import record
@@ -91,6 +94,17 @@ class Hop:
     """What has been started over it."""
     carrier: Carrier | None = field(default=None, compare=False, repr=False)
     """None: the group itself."""
+    beside: Hop | None = field(default=None, compare=False, repr=False)
+    """The other hop of a collective of two: its ranks hear of damage in this one's messages, too."""
+
+    def ranks(self) -> Ranks:
+        """Who exchanges checksums and verdicts."""
+        assert self.group is not None, "a rank alone exchanges nothing"
+        return Ranks(self.group, self.rank, takes_host_tensors(self.backend), _links(self))
+
+    def next_to(self, other: Hop) -> Hop:
+        """The same hop of a collective whose other one is ``other``."""
+        return replace(self, beside=other)
 
     def with_carrier(self, carrier: Carrier) -> Hop:
         """The same ranks and the same ledger, over ``carrier``."""
@@ -115,7 +129,10 @@ def count(hop: Hop, sent: Sent, nbytes: int) -> None:
             record((sent.operation, sent.format, link), num_peers, sent.numel, nbytes)
 
 
-def _words(hop: Hop, sent: Sent) -> tuple[str, str, str]:
+Words = tuple[str, str, str]
+
+
+def _words(hop: Hop, sent: Sent) -> Words:
     """How a profiler's trace calls an exchange: what, in which format, over which links."""
     return sent.operation, sent.format, "/".join(link for link, count in _links(hop) if count)
 
@@ -143,15 +160,33 @@ def all_gather(output: Tensor, message: Tensor, hop: Hop, sent: Sent) -> Pending
         if output.data_ptr() != message.data_ptr():
             _bytes(output).copy_(_bytes(message))
         return None
+    words = _words(hop, sent)
     if hop.carrier is not None:
-        return named_wait(hop.carrier.all_gather(output, message), *_words(hop, sent))
+        return named_wait(_gather(output, message, hop, words), *words)
     call = Call("all_gather", message.numel() * message.element_size(), message.device.type)
     if device_of(hop.backend, message.device) != message.device:
-        return _through_copies(output, message, hop, _gather, call)
-    return tracked(named_wait(_gather(output, message, hop), *_words(hop, sent)), hop.ledger, call)
+        return _through_copies(output, message, hop, partial(_gather, words=words), call)
+    return tracked(named_wait(_gather(output, message, hop, words), *words), hop.ledger, call)
 
 
-def _gather(output: Tensor, message: Tensor, hop: Hop) -> Pending:
+def _gather(output: Tensor, message: Tensor, hop: Hop, words: Words) -> Pending:
+    pending = _gather_unchecked(output, message, hop)
+    if not env.is_set("ZCOMM_CHECK"):
+        return pending
+    rows = output.view(hop.size, -1) if output.is_contiguous() else output
+    return _checked(pending, hop, words, [message] * hop.size, rows.unbind(0))
+
+
+def _checked(pending: Pending, hop: Hop, words: Words, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Pending:
+    """With its verdict; ``received`` by rank of the hop."""
+    beside = None if hop.beside is None else hop.beside.ranks()
+    others = {peer: part for peer, part in enumerate(received) if peer != hop.rank}
+    return checked(pending, Exchange(words, hop.ranks(), sent, others, beside))
+
+
+def _gather_unchecked(output: Tensor, message: Tensor, hop: Hop) -> Pending:
+    if hop.carrier is not None:
+        return hop.carrier.all_gather(output, message)
     # Decided by what is equal on all ranks; whether rows are contiguous is not.
     is_large = message.numel() * message.element_size() >= DIRECT_NBYTES
     if is_large and message.device.type == "cpu" and hop.size - 1 <= MAX_DIRECT_PEERS:
@@ -208,17 +243,25 @@ def all_to_all(output: Tensor, messages: Tensor, hop: Hop, sent: Sent) -> Pendin
     if hop.group is None:
         _bytes(output).copy_(_bytes(messages))
         return None
+    words = _words(hop, sent)
     if hop.carrier is not None:
-        return named_wait(hop.carrier.all_to_all(output, messages), *_words(hop, sent))
+        return named_wait(_exchange(output, messages, hop, words), *words)
     call = Call("all_to_all", messages.numel() * messages.element_size(), messages.device.type)
     if device_of(hop.backend, messages.device) != messages.device:
-        return _through_copies(output, messages, hop, _exchange, call)
-    return tracked(named_wait(_exchange(output, messages, hop), *_words(hop, sent)), hop.ledger, call)
+        return _through_copies(output, messages, hop, partial(_exchange, words=words), call)
+    return tracked(named_wait(_exchange(output, messages, hop, words), *words), hop.ledger, call)
 
 
-def _exchange(output: Tensor, messages: Tensor, hop: Hop) -> Pending:
-    work = dist.all_to_all_single(_bytes(output), _bytes(messages), group=hop.group, async_op=True)
-    return cast(Pending, work)
+def _exchange(output: Tensor, messages: Tensor, hop: Hop, words: Words) -> Pending:
+    if hop.carrier is not None:
+        pending = hop.carrier.all_to_all(output, messages)
+    else:
+        work = dist.all_to_all_single(_bytes(output), _bytes(messages), group=hop.group, async_op=True)
+        pending = cast(Pending, work)
+    if not env.is_set("ZCOMM_CHECK"):
+        return pending
+    sent, received = (_bytes(tensor).view(hop.size, -1).unbind(0) for tensor in (messages, output))
+    return _checked(pending, hop, words, sent, received)
 
 
 def _through_copies(
@@ -239,10 +282,11 @@ def take_part(call: Call, hop: Hop) -> Pending:
     mine = torch.zeros(call.nbytes, dtype=torch.uint8, device=device)
     hop.ledger.start(call)
     if call.operation == "broadcast":
-        return cast(Pending, dist.broadcast(mine, group=hop.group, group_src=call.src, async_op=True))
+        return _broadcast(mine, call.src, hop)
+    words = (call.operation, "none", "/".join(link for link, count in _links(hop) if count))
     if call.operation == "all_to_all":
-        return _exchange(torch.empty_like(mine), mine, hop)
-    return _gather(mine.new_empty((hop.size, call.nbytes)), mine, hop)
+        return _exchange(torch.empty_like(mine), mine, hop, words)
+    return _gather(mine.new_empty((hop.size, call.nbytes)), mine, hop, words)
 
 
 def broadcast_(tensor: Tensor, src: int, hop: Hop) -> None:
@@ -254,9 +298,18 @@ def broadcast_(tensor: Tensor, src: int, hop: Hop) -> None:
     values = tensor.to(device_of(hop.backend, tensor.device))
     call = Call("broadcast", tensor.numel() * tensor.element_size(), values.device.type, src)
     with hop.ledger.waiting(hop.ledger.start(call)):
-        dist.broadcast(_bytes(values), group=hop.group, group_src=src)
+        _broadcast(_bytes(values), src, hop).wait()
     if values is not tensor:
         tensor.copy_(values)
+
+
+def _broadcast(values: Tensor, src: int, hop: Hop) -> Pending:
+    pending = cast(Pending, dist.broadcast(values, group=hop.group, group_src=src, async_op=True))
+    if not env.is_set("ZCOMM_CHECK"):
+        return pending
+    words, is_src = _words(hop, Sent("broadcast", "none", values.numel())), hop.rank == src
+    received = {} if is_src else {src: values}
+    return checked(pending, Exchange(words, hop.ranks(), [values] * hop.size if is_src else [], received, None))
 
 
 def max_(tensor: Tensor, hop: Hop) -> None:

@@ -22,7 +22,7 @@ class Variable(NamedTuple):
 
 SWITCH = ("0", "1")
 VARIABLES = {
-    "ZCOMM_CHECK": Variable("0", SWITCH, "1: messages carry a checksum, verified when they are decoded"),
+    "ZCOMM_CHECK": Variable("0", SWITCH, "1: every message has a checksum, verified before it is used"),
     "ZCOMM_DEBUG": Variable("0", SWITCH, "1: compare the calls of all ranks before each exchange"),
     "ZCOMM_KERNELS": Variable(
         "auto",

@@ -6,6 +6,7 @@ __all__ = [
     "BackendUnavailableError",
     "CommunicationError",
     "ConfigError",
+    "DamagedError",
     "DivergedError",
     "FormatError",
     "IntegrityError",
@@ -57,6 +58,10 @@ class CommunicationError(ZcommError, RuntimeError):
 
 class MessageError(ZcommError, RuntimeError):
     """A message that is not what this rank was to receive, or that was damaged on the way."""
+
+
+class DamagedError(MessageError):
+    """With ZCOMM_CHECK=1: a message did not come as it was sent. Raised on every rank of the collective."""
 
 
 class IntegrityError(ZcommError, OSError):

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zcomm import backend, groups
+from zcomm import backend, fingerprint, groups
 from zcomm.backend import ALONE, Hop
 from zcomm.background import Background
 from zcomm.errors import ConfigError, StateError, TopologyError
@@ -45,6 +45,7 @@ class Topology:
     Raises:
         TopologyError: ``ranks_per_node`` does not divide the number of ranks; or torch.distributed is not initialised
             although ``WORLD_SIZE`` is more than 1. Raised before any communication.
+        ConfigError: On every rank: one runs another zcomm-zero or torch, or alone has ZCOMM_CHECK=1 or the like.
 
     Collective: every rank of ``group`` constructs it, in the same order relative to other topologies.
     """
@@ -62,6 +63,8 @@ class Topology:
         self.ranks_per_node = ranks_per_node
         self.num_nodes = self.world_size // ranks_per_node
         self.node_rank, self.local_rank = divmod(self.rank, ranks_per_node)
+        if self.world_size > 1:
+            fingerprint.compare(group)
         self._register()
         self._groups: list[dist.ProcessGroup] = []
         self._is_local = self.world_size > 1 and dist.get_world_size() > self.world_size

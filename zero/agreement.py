@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zcomm import LayoutError, StateError, Topology, ZcommError, control
+from zcomm.fingerprint import compare_once
 
 __all__ = ["is_agreed", "on_every_rank", "raise_first", "raise_on_every_rank", "share_text"]
 
@@ -28,9 +29,12 @@ def on_every_rank(call: Callable[[], Result], ranks: Topology | dist.ProcessGrou
         Exception: On a rank where ``call`` raised, that. On the others, zcomm's error of the same class, or an OSError
             of the same errno and file, else StateError, with the number of the first such rank and its text.
         LayoutError: The ranks' facts differ.
+        ConfigError: Ranks run different libraries, or have different switches: seen at the first call for a group.
 
     Cost for each rank: 8 bytes to every other rank; 512 more if there is an error.
     """
+    if not isinstance(ranks, Topology):
+        compare_once(ranks)
     failure, handled = None, sys.exc_info()[1]  # this may be the recovery from an agreed error
     try:
         result = call()

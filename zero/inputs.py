@@ -11,11 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zcomm import ConfigError, Topology
+from zero.agreement import on_every_rank
 from zero.config.plan import Plan, make_plan
 from zero.config.read import Configuration, Source
 from zero.cpu_optimizer import CPUOptimizer
 from zero.masters import as_groups, build_inner, check_elementwise, check_options
 from zero.model_plan import check_model
+from zero.same import check_same
 from zero.settings import Effective
 from zero.tiers.settings import Tier
 
@@ -29,8 +31,23 @@ def check_inputs(
     optimizer: type[Optimizer] | Optimizer,
     config: Source | Configuration | None,
     options: dict[str, Any],
+    ranks: Topology | dist.ProcessGroup | None,
 ) -> Plan:
-    """The plan for what a user gave; raises if it cannot be meant. Nothing is changed or communicated."""
+    """The plan for what a user gave; raises, on every rank, if it cannot be meant or ranks differ. Nothing is changed.
+
+    Collective over ``ranks``; None: all of torch.distributed.
+    """
+    plan = on_every_rank(lambda: _understand(model, optimizer, config, options), ranks)
+    check_same(plan.configuration, optimizer, plan.optimizer_options, ranks)
+    return plan
+
+
+def _understand(
+    model: nn.Module,
+    optimizer: type[Optimizer] | Optimizer,
+    config: Source | Configuration | None,
+    options: dict[str, Any],
+) -> Plan:
     if not (isinstance(optimizer, Optimizer) or (isinstance(optimizer, type) and issubclass(optimizer, Optimizer))):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer class or instance: got {optimizer!r}")
     plan = make_plan(config, options)

@@ -97,7 +97,7 @@ class ZeroOptimizer(Optimizer):
         self._model_parallel, group = (ModelParallel(), None) if group is None else (group.model_parallel, group.group)
         # A wrong option or optimizer is refused, on every rank, before the model is touched.
         ranks = group if topology is None else topology
-        plan = on_every_rank(lambda: check_inputs(model, optimizer, config, options), ranks)
+        plan = check_inputs(model, optimizer, config, options, ranks)
         self._owns_topology = topology is None
         if ranks_per_node is None and topology is None:
             ranks_per_node = plan.configuration.values.zcomm.ranks_per_node

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zero
-from tests.faults import Breaks
+from tests.broken import Breaks
 from tests.ranks import run_ranks
 from tests.zero.delayed import CPU, LAST, masters_of, nvme, train_late
 from tests.zero.models import batch, loss_of, new_model

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.faults import mounted
+from tests.broken import mounted
 from tests.file_faults import (
     FAULTS,
     PAGE,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zero
-from tests.faults import Breaks
+from tests.broken import Breaks
 from tests.ranks import run_ranks
 from tests.zero.models import batch, loss_of, new_model
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer

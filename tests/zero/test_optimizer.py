@@ -314,8 +314,20 @@ def test_sparse_gradient_is_a_named_error() -> None:
 def _check_models_differ(rank: int) -> None:
     with pytest.raises(LayoutError, match="same on every rank"):
         ZeroOptimizer(nn.Linear(3 + rank, 2), torch.optim.SGD, lr=0.1, topology=topology(2))
-    with pytest.raises(LayoutError, match="settings given to ZeroOptimizer must be the same"):
+    bfloat16 = nn.Linear(3, 2, dtype=torch.bfloat16 if rank else torch.float32)
+    with pytest.raises(LayoutError, match="model given to ZeroOptimizer must be the same"):
+        ZeroOptimizer(bfloat16, torch.optim.SGD, lr=0.1, topology=topology(2))
+    message = r"zero_optimization\.stage is 0 on rank 0 and 1 on rank 1"
+    with pytest.raises(ConfigError, match=message):
         ZeroOptimizer(nn.Linear(3, 2), torch.optim.SGD, lr=0.1, stage=rank, topology=topology(2))
+    with pytest.raises(ConfigError, match=r"optimizer: option lr is 0\.1 on rank 0 and 0\.2 on rank 1"):
+        ZeroOptimizer(nn.Linear(3, 2), torch.optim.SGD, lr=0.1 + rank / 10, topology=topology(2))
+    linear = nn.Linear(3, 2)
+    sgd = torch.optim.SGD(linear.parameters(), lr=0.1, momentum=rank / 2)
+    with pytest.raises(ConfigError, match=r"parameter group 0 momentum is 0\.0 on rank 0 and 0\.5 on rank 1"):
+        ZeroOptimizer(linear, sgd, topology=topology(2))
+    with pytest.raises(ConfigError, match="optimizer class is SGD on rank 0 and AdamW on rank 1"):
+        ZeroOptimizer(linear, torch.optim.AdamW if rank else torch.optim.SGD, lr=0.1, topology=topology(2))
 
 
 def test_ranks_that_disagree_all_raise() -> None:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import zero
-from tests.faults import Breaks
+from tests.broken import Breaks
 from tests.file_faults import FAULTS, PAGE, flip
 from tests.ranks import run_ranks, topology
 from tests.zero.models import batch, loss_of, new_model

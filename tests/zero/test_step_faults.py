@@ -20,7 +20,7 @@ from torch import nn
 
 import zero
 from tests import ranks
-from tests.faults import mount, mounted
+from tests.broken import mount, mounted
 from tests.ranks import run_ranks
 from tests.zero.models import new_model
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer

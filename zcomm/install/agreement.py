@@ -21,6 +21,7 @@ import torch.distributed as dist
 from zcomm import backend, errors
 from zcomm.adaptive import AdaptivePrecision
 from zcomm.errors import CommunicationError, ConfigError, ZcommError
+from zcomm.fingerprint import facts
 from zcomm.formats import Format, get_format
 from zcomm.install.choices import Override
 from zcomm.meeting import meet
@@ -55,6 +56,7 @@ def settings_of(
         found |= dict(_fields_of(name, value))
     found["topology"] = "torchrun's" if topology is None else f"{topology.num_nodes} nodes x {topology.ranks_per_node}"
     found |= {name: str(value) for name, value in others.items()}
+    found |= facts()
     try:
         chosen = AdaptivePrecision.of(adaptive)
     except ConfigError:

@@ -1,0 +1,113 @@
+"""Every fault of a job, and what must follow from it. The table in bench/results/faults.md is made from this."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["CONFIGS", "FAULTS", "SAVE_EVERY", "STEPS", "TIMEOUT_S", "Fault", "draw_spec"]
+
+STEPS, SAVE_EVERY = 6, 2
+TIMEOUT_S = 8
+"""Of the process groups."""
+ANY = ".*"
+LOST_PEER = r"CommunicationError|RuntimeError|DistBackendError|DistNetworkError|StateError|CheckpointError|LayoutError"
+"""A peer is gone: who waits for it gets the backend's error, or the one in which that was told."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind."""
+
+    what: str
+    """Is done, on one rank, at a random moment."""
+    must: str
+    """Follow, beside this: nobody hangs; the next start goes on from the last complete checkpoint, to the same bits."""
+    survivors: str = ""
+    """The class of the error of every other rank, as a pattern; empty: there is no error."""
+    victim: str | None = None
+    """The same of the rank itself; None: it has none to tell."""
+    text: str = ANY
+    """In the text of every error."""
+    is_same: bool = False
+    """The class and text are the same on every rank."""
+    goes_on: bool = False
+    """The training ends in the same run."""
+    only: str = ""
+    """The configurations it needs: a pattern."""
+    modes: tuple[str, ...] = ("forked", "torchrun")
+
+
+DIFFERS = "the same ConfigError on every rank, with what differs"
+FAULTS: dict[str, Fault] = {
+    "SIGKILL": Fault("killed", "an error on every survivor", LOST_PEER),
+    "SIGTERM": Fault("terminated", "an error on every survivor", LOST_PEER),
+    "SIGSTOP": Fault("stopped for longer than the timeout", "an error on every survivor within the timeout", LOST_PEER),
+    "disk full, checkpoint": Fault(
+        "no room on the file system of the checkpoints", "the same CheckpointError on every rank", "CheckpointError",
+        "CheckpointError", "could not be written|cannot be made|No space left", is_same=True, modes=("forked",),
+    ),
+    "disk full, NVMe": Fault(
+        "no room on the file system of the states", "an error on every rank before training, with the bytes needed",
+        "OSError|StateError", "OSError|StateError", "are needed and .* free|No space left", only="NVMe",
+        modes=("forked",),
+    ),
+    "bit in a message": Fault(
+        "one bit of one message flipped, ZCOMM_CHECK=1", "the same DamagedError on every rank",
+        "DamagedError", "DamagedError", r"a message was damaged on the way", is_same=True,
+    ),
+    "bit in an NVMe file": Fault(
+        "one bit of a file of states or parameters flipped", "IntegrityError on every rank, or the bit is never read",
+        "IntegrityError|", "IntegrityError|", "", only="NVMe",
+    ),
+    "bit in a checkpoint": Fault(
+        "one bit of any file of the newest checkpoint flipped",
+        "the same CheckpointError on every rank at the next start; the checkpoint before loads",
+        "CheckpointError", "CheckpointError", "", is_same=True, modes=("forked",),
+    ),
+    "NaN": Fault("a NaN in a gradient", "every rank skips the step; training goes on", goes_on=True),
+    "infinity": Fault("an infinity in a gradient", "every rank skips the step; training goes on", goes_on=True),
+    "huge value": Fault("1e30 in a gradient", "training goes on, all ranks finite and equal", goes_on=True),
+    "another model": Fault("one layer wider", "the same LayoutError on every rank", "LayoutError", "LayoutError",
+                           "model given to ZeroOptimizer must be the same"),
+    "another dtype": Fault("parameters in float64", "the same error on every rank", "LayoutError|ConfigError",
+                           "LayoutError|ConfigError", "must be|float64"),
+    "another batch shape": Fault("longer sequences than the model takes", "its own error; an error on every survivor",
+                                 LOST_PEER, ANY),
+    "another configuration": Fault("another learning rate", DIFFERS, "ConfigError", "ConfigError",
+                                   r"lr is .* on rank", is_same=True),
+    "another library": Fault("another version of zcomm-zero", DIFFERS, "ConfigError", "ConfigError",
+                             r"zcomm-zero is .* on rank", is_same=True),
+    "out of memory": Fault("an allocation fails", "its own error; an error on every survivor",
+                           LOST_PEER + "|MemoryError", ANY),
+    "interface down": Fault("the network interface of one machine goes down", "an error on every rank", LOST_PEER,
+                            LOST_PEER, modes=("network",)),
+    "rate zero": Fault("the network of one machine drops everything", "an error on every rank within the timeout",
+                       LOST_PEER, LOST_PEER, modes=("network",)),
+}  # fmt: skip
+
+SMALL = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000, "bf16": {"enabled": True}}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "stage 1": {"stage": 1, **SMALL},
+    "stage 2, NVMe": {"stage": 2, **SMALL, "offload_optimizer": {"device": "nvme"}, "sub_group_size": 1601},
+    "stage 3, ZeRO++": {"stage": 3, **SMALL, "zero_quantized_weights": True, "zero_quantized_gradients": True},
+    "stage 3, NVMe": {
+        "stage": 3, **SMALL, "offload_optimizer": {"device": "nvme"},
+        "offload_param": {"device": "nvme", "max_in_cpu": 0, "buffer_size": 600}, "sub_group_size": 1601,
+    },
+}  # fmt: skip
+
+
+def draw_spec(seed: int, mode: str) -> dict[str, Any]:
+    """What run ``seed`` of a mode does: the faults in turn, everything else at random."""
+    draw = random.Random(f"{mode} {seed}")
+    kinds = [name for name, fault in FAULTS.items() if mode in fault.modes]
+    name = kinds[seed % len(kinds)]
+    fitting = [config for config in CONFIGS if re.search(FAULTS[name].only, config)]
+    return {
+        "seed": seed, "mode": mode, "fault": name, "config": draw.choice(fitting), "victim": draw.randrange(2),
+        "step": draw.randrange(STEPS), "delay_s": draw.random() * 0.12, "draw": draw.random(),
+        "async": draw.random() < 0.5,
+    }  # fmt: skip

@@ -1,0 +1,132 @@
+"""The job on forks of one process that has imported everything: a new pool for each attempt."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import re
+import signal
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tests.broken import mounted
+from tests.faults.definition import FAULTS, SAVE_EVERY, TIMEOUT_S
+from tests.faults.job import flip, live
+from tests.ranks import forkserver
+
+RANKS, SLACK_S = 2, 60
+"""Slack of a slow machine: a hang is for ever."""
+
+Told = dict[str, Any]
+
+
+def _serve(folder: Path, attempt: int, rank: int) -> None:
+    gc.freeze()
+    null = os.open(folder / f"output-{attempt}-{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    store = f"file://{folder}/store-{attempt}"
+    os._exit(live(folder, attempt, init_method=store, rank=rank, world_size=RANKS))
+
+
+def attempt_forked(folder: Path, attempt: int) -> bool:
+    """Run the ranks to their end; whether all ended in time."""
+    processes: list[Any] = []
+    for rank in range(RANKS):
+        processes.append(forkserver().Process(target=_serve, args=(folder, attempt, rank), daemon=True))
+        processes[-1].start()
+    deadline = time.monotonic() + TIMEOUT_S + SLACK_S
+    while time.monotonic() < deadline and any(process.exitcode is None for process in processes):
+        time.sleep(0.02)
+    is_over = all(process.exitcode is not None for process in processes)
+    for process in processes:
+        if process.exitcode is None:
+            os.kill(process.pid, signal.SIGCONT)
+            process.kill()
+        process.join()
+    return is_over
+
+
+def told(folder: Path, attempt: int, what: str) -> dict[int, Told]:
+    """By rank, what was told in an attempt."""
+    found = {rank: folder / f"{attempt}-{rank}-{what}.json" for rank in range(RANKS)}
+    return {rank: json.loads(path.read_text()) for rank, path in found.items() if path.exists()}
+
+
+def _damage(folder: Path, spec: dict[str, Any]) -> None:
+    """A bit of the newest checkpoint, ``latest`` included, between two attempts."""
+    saved = int((folder / "saved").read_text())
+    (folder / "before").write_text(f"step{saved - SAVE_EVERY}" if saved > SAVE_EVERY else "")
+    draw = random.Random(spec["draw"])
+    files = sorted(p for p in (folder / "checkpoints" / f"step{saved}").rglob("*") if p.is_file())
+    flip(draw.choice([*files, folder / "checkpoints" / "latest"]), draw)
+
+
+def run_forked(spec: dict[str, Any], folder: Path, reference: str) -> dict[str, Any]:
+    """One run: the attempt with the fault, then another; what came of it."""
+    (folder / "files").mkdir()
+    (folder / "spec.json").write_text(json.dumps(spec))
+    started = time.monotonic()
+    with ExitStack() as stack:
+        if spec["fault"].startswith("disk full"):
+            room = 2**14 if "NVMe" in spec["fault"] else 2**15
+            stack.enter_context(mounted(folder / "small", room))
+        is_over = attempt_forked(folder, 0)
+    saved = int((folder / "saved").read_text()) if (folder / "saved").exists() else 0
+    if spec["fault"] == "bit in a checkpoint" and saved:
+        _damage(folder, spec)
+        is_over = attempt_forked(folder, 1) and is_over
+    elif (is_over and told(folder, 0, "error")) or len(told(folder, 0, "end")) < RANKS:
+        is_over = attempt_forked(folder, 1) and is_over
+    found = judge(spec, folder, reference, saved) if is_over else {"outcome": "hang"}
+    return {**spec, **found, "took_s": round(time.monotonic() - started, 2)}
+
+
+def judge(spec: dict[str, Any], folder: Path, reference: str, saved: int) -> dict[str, Any]:
+    """Compare what was told with what must follow."""
+    fault = FAULTS[spec["fault"]]
+    is_damaged = spec["fault"] == "bit in a checkpoint"
+    errors = told(folder, 1, "load") if is_damaged else told(folder, 0, "error")
+    problems = [] if fault.goes_on and not errors else list(_wrong_errors(spec, errors))
+    ends = next((found for attempt in (2, 1, 0) if (found := told(folder, attempt, "end"))), {})
+    hashes = {one["hash"] for one in ends.values()}
+    begins = {one["began"] for one in told(folder, 1, "began").values()}
+    outcome = "ok"
+    if problems:
+        outcome = "unnamed"
+    if begins and min(begins) < (saved - SAVE_EVERY * is_damaged):
+        outcome, problems = "lost", [*problems, f"began at {begins}, saved {saved}"]
+    if (
+        len(ends) < RANKS
+        or len(hashes) != 1
+        or (reference != "any" and hashes != {reference})
+        or "not finite" in hashes
+    ):
+        left = {rank: one["text"][:300] for rank, one in told(folder, 1, "error").items()}
+        outcome, problems = "wrong", [*problems, f"{len(ends)} ends, {len(hashes)} hashes, {left}"]
+    fault_at = float((folder / "fault").read_text()) if (folder / "fault").exists() else None
+    late = [one["at"] - fault_at for one in errors.values()] if fault_at else []
+    return {
+        "outcome": outcome, "problems": problems, "errors": {rank: one["error"] for rank, one in errors.items()},
+        "error_after_s": round(max(late), 2) if late else None, "happened": fault_at is not None or is_damaged,
+        "began": sorted(begins), "saved": saved,
+    }  # fmt: skip
+
+
+def _wrong_errors(spec: dict[str, Any], errors: dict[int, Told]) -> Any:
+    fault, victim = FAULTS[spec["fault"]], spec["victim"]
+    for rank in range(RANKS):
+        wanted = fault.victim if rank == victim else fault.survivors
+        if wanted is None:
+            continue
+        if rank not in errors:
+            if not (wanted == "" or wanted.endswith("|") or wanted.startswith("|")):
+                yield f"rank {rank} has no error"
+        elif not re.fullmatch(wanted, errors[rank]["error"]) or not re.search(fault.text, errors[rank]["text"]):
+            yield f"rank {rank}: {errors[rank]['error']}: {errors[rank]['text'][:300]}"
+    if fault.is_same and len({(one["error"], one["text"]) for one in errors.values()}) > 1:
+        yield f"not the same: {[one['text'][:200] for one in errors.values()]}"

@@ -1,0 +1,135 @@
+"""With ZCOMM_CHECK=1 one wrong bit in any message is the same named error on every rank, and nothing of it is used."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zcomm
+from tests.ranks import run_ranks, topology
+from zcomm import DamagedError, checked, control, env
+
+NUMEL = 1200
+VICTIM = 1
+
+
+@contextmanager
+def checking() -> Iterator[None]:
+    """As a process that was started with ZCOMM_CHECK=1."""
+    usual = env.is_set
+    env.is_set = lambda name: name == "ZCOMM_CHECK" or usual(name)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        env.is_set = usual
+
+
+@contextmanager
+def flipped_bit(nth: int, *, at: int = -1, bit: int = 4) -> Iterator[list[int]]:
+    """In what the ``nth`` exchange from here on brings, in one byte from one rank. Yields the senders."""
+    usual, left, senders = checked.land, [nth], []
+
+    def land(pending: Any, received: Mapping[int, Tensor]) -> None:
+        usual(pending, received)
+        left[0] -= 1
+        if left[0] == 0:
+            sender = min(received)
+            flat = received[sender].view(-1).view(torch.uint8)
+            flat[at] ^= bit
+            senders.append(sender)
+
+    checked.land = land
+    try:
+        yield senders
+    finally:
+        checked.land = usual
+
+
+def _calls(rank: int, world_size: int) -> dict[str, tuple[int, Callable[[], object]]]:
+    """By name: how many exchanges it has, and the call."""
+    two_hops, hops = topology(2), min(2, world_size // 2)
+    shard = torch.linspace(-1, 1 + rank, NUMEL)
+    rows, out = shard.repeat(world_size), torch.empty(NUMEL)
+
+    def gather(wire: Any, group: Any = None, *, async_op: bool = False) -> None:
+        full = torch.full((world_size * NUMEL,), float("nan"))
+        try:
+            work = zcomm.all_gather_single(full, shard, group, format=wire, async_op=async_op)
+            if work is not None:
+                work.wait()
+        except DamagedError:
+            assert wire == "none" or full.isnan().all(), "decoded before it was known to be whole"
+            raise
+
+    return {
+        "gather": (1, lambda: gather("none")),
+        "gather int8": (1, lambda: gather("int8")),
+        "gather later": (1, lambda: gather("int4", async_op=True)),
+        "gather two hops": (hops, lambda: gather("none", two_hops)),
+        "gather two hops, recoded": (hops, lambda: gather(("int8", "bf16"), two_hops)),
+        "gather two hops later": (hops, lambda: gather("int8", two_hops, async_op=True)),
+        "scatter": (1, lambda: zcomm.reduce_scatter_single(out, rows, format="bf16")),
+        "scatter two hops": (
+            hops,
+            lambda: zcomm.reduce_scatter_single(out, rows, group=two_hops, format=("int8", "int4")),
+        ),
+        "all reduce": (2, lambda: zcomm.all_reduce(rows.clone(), format="int8")),
+        "all to all": (1, lambda: zcomm.all_to_all_single(torch.empty_like(rows), rows, format="int8")),
+        "maximum": (1, lambda: control.agree_max(torch.ones(3, dtype=torch.int64), two_hops)),
+        "broadcast": (1, lambda: control.broadcast_(torch.ones(5), 0, two_hops)),
+    }
+
+
+def _check(rank: int, world_size: int) -> None:
+    of_ranks: list[Any] = [None] * world_size
+    with checking():
+        for name, (num_exchanges, call) in _calls(rank, world_size).items():
+            call()
+            for nth in range(1, num_exchanges + 1):
+                with flipped_bit(nth if rank == VICTIM else 0), pytest.raises(DamagedError) as error:
+                    call()
+                dist.all_gather_object(of_ranks, str(error.value))
+                assert len(set(of_ranks)) == 1, (name, nth, of_ranks)
+                assert f"what rank {VICTIM} got from rank " in of_ranks[0], (name, nth, of_ranks)
+            call()  # the groups are as before
+        _check_order(rank, world_size)
+
+
+def _check_order(rank: int, world_size: int) -> None:
+    """Ranks that wait in other orders, one of them for nothing."""
+    fulls = [torch.empty(world_size * NUMEL) for _ in range(4)]
+    works: Any = [
+        zcomm.all_gather_single(full, torch.full((NUMEL,), float(rank + i)), async_op=True)
+        for i, full in enumerate(fulls)
+    ]
+    for i in range(3 if rank else 4):
+        works[(i * (1 if rank % 2 else 3)) % 4].wait()
+    expected = torch.arange(float(world_size)).repeat_interleave(NUMEL)
+    works[3].wait()
+    assert torch.equal(fulls[3], expected + 3)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_wrong_bit_is_the_same_error_on_every_rank(world_size: int) -> None:
+    run_ranks(world_size, _check, world_size)
+
+
+def _check_bytes(rank: int) -> None:
+    full, shard = torch.empty(2 * NUMEL), torch.ones(NUMEL)
+    with zcomm.traffic() as plain:
+        zcomm.all_gather_single(full, shard, format="int8")
+    with checking(), zcomm.traffic() as checked_:
+        zcomm.all_gather_single(full, shard, format="int8")
+    assert checked_.bytes() - plain.bytes() == checked_.bytes(operation="check") == 16, checked_.as_dict()
+    assert {t.name for t in threading.enumerate()} >= {"zcomm-check"}
+
+
+def test_what_checksums_cost_is_counted() -> None:
+    run_ranks(2, _check_bytes)

@@ -1,0 +1,37 @@
+"""A rank with another library or another switch is one named error on every rank, before anything is exchanged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import run_ranks
+from zcomm import ConfigError, Topology, fingerprint
+from zero import ZeroOptimizer, initialize
+
+DIFFERENT = {"torch": "2.12.0", "zcomm-zero": "0.0.9", "ZCOMM_CHECK": "1"}
+
+
+def _check(rank: int) -> None:
+    usual = fingerprint.facts
+    for name, value in DIFFERENT.items():
+        fingerprint.facts = lambda name=name, value=value: usual() | ({name: value} if rank == 1 else {})
+        fingerprint._COMPARED.clear()
+        mine = rf"same libraries with the same switches: {name} is \S+ on rank 0 and {value} on rank 1$"
+        try:
+            with pytest.raises(ConfigError, match=mine):
+                Topology(ranks_per_node=2)
+            with pytest.raises(ConfigError, match=mine):
+                ZeroOptimizer(nn.Linear(2, 2), torch.optim.SGD, lr=0.1)
+            with pytest.raises(ConfigError, match=mine):
+                initialize(model=nn.Linear(2, 2), config={"train_micro_batch_size_per_gpu": 1})
+        finally:
+            fingerprint.facts = usual
+    Topology(ranks_per_node=2).close()
+    dist.barrier()
+
+
+def test_another_library_or_switch_on_one_rank() -> None:
+    run_ranks(2, _check)

@@ -1,0 +1,77 @@
+"""What every process of a job must have in common before it exchanges anything: libraries, and switches that change
+what is sent. Compared when a topology is made, and once for each process group that :mod:`zero` begins with.
+
+Cost: 8 bytes to every other rank; where ranks differ a meeting in torch.distributed's store (:mod:`zcomm.meeting`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zcomm import backend, env
+from zcomm.errors import ConfigError
+from zcomm.meeting import meet
+
+__all__ = ["compare", "compare_once", "differing", "facts"]
+
+SWITCHES = ("ZCOMM_CHECK", "ZCOMM_DEBUG", "ZERO_DEBUG")
+
+
+def facts() -> dict[str, str]:
+    """Of this process."""
+    found = {"torch": str(torch.__version__), "byte order": sys.byteorder}
+    try:
+        found["zcomm-zero"] = importlib.metadata.version("zcomm-zero")
+    except importlib.metadata.PackageNotFoundError:
+        found["zcomm-zero"] = "not installed"
+    return found | {name: env.value(name) for name in SWITCHES}
+
+
+def compare(group: dist.ProcessGroup | None) -> None:
+    """Raise ConfigError on every rank of ``group``, with what differs and where, unless all have equal facts.
+
+    Collective, and a barrier. None: all ranks.
+    """
+    text = json.dumps(facts(), sort_keys=True)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    if len(set(backend.gather_ints(int.from_bytes(digest, "little", signed=True), group))) == 1:
+        return
+    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    of_ranks = [json.loads(told) for told in meet(ranks, text, lane="facts", timeout=backend.timeout_of(group))]
+    found = differing(dict(zip(ranks, of_ranks, strict=True)))
+    raise ConfigError(f"every rank must run the same libraries with the same switches: {'; '.join(found)}")
+
+
+def differing(of_ranks: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """Of each fact that is not the same on all ranks, a line with its values and their ranks."""
+    lines = []
+    for name in sorted({name for one in of_ranks.values() for name in one}):
+        by_value: dict[str, list[int]] = {}
+        for rank, one in of_ranks.items():
+            by_value.setdefault(one.get(name, "not given"), []).append(rank)
+        if len(by_value) > 1:
+            parts = [f"{value} on rank {', '.join(map(str, its))}" for value, its in by_value.items()]
+            lines.append(f"{name} is {' and '.join(parts)}")
+    return lines
+
+
+_COMPARED: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def compare_once(group: dist.ProcessGroup | None) -> None:
+    """:func:`compare`, at the first call for ``group``; nothing for this rank alone."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    whole = dist.group.WORLD if group is None else group
+    if whole not in _COMPARED:
+        compare(group)
+        _COMPARED.add(whole)

@@ -1,0 +1,86 @@
+"""What every rank must be given alike for a training to be one: the configuration and the optimizer's settings.
+
+Another learning rate on one rank would be no error anywhere, and a wrong result: that rank's shards would be updated
+with it. Folders may differ, and what only reports.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zcomm import ConfigError, Topology, control
+from zcomm.backend import timeout_of
+from zcomm.fingerprint import differing
+from zcomm.meeting import meet
+from zero.config.read import Configuration
+
+__all__ = ["check_same"]
+
+MAY_DIFFER = {
+    "aio", "autotuning", "comet", "comms_logger", "csv_monitor", "dump_state", "flops_profiler", "log_level",
+    "memory_breakdown", "nebula", "steps_per_print", "tensorboard", "timers", "wall_clock_breakdown", "wandb",
+    "nvme_path",
+}  # fmt: skip
+PLAIN = (bool, int, float, str, type(None))
+
+
+def check_same(
+    configuration: Configuration,
+    optimizer: Optimizer | type[Optimizer] | None,
+    options: Mapping[str, Any],
+    ranks: Topology | dist.ProcessGroup | None,
+) -> None:
+    """Raise ConfigError on every rank, with the keys, values and ranks, unless all were given the same. Collective.
+
+    Args:
+        configuration: Read and checked.
+        optimizer: Its class and the settings of its parameter groups are compared.
+        options: More settings of an optimizer that is yet to be made.
+        ranks: Who is asked; None: all ranks of torch.distributed.
+
+    Cost for each rank: 8 bytes to every other rank; where they differ a meeting in torch.distributed's store.
+    """
+    mine = dict(_flat("", configuration.values)) | dict(_of_optimizer(optimizer)) | dict(_flat("option ", options))
+    text = json.dumps(mine, sort_keys=True)
+    if control.are_equal(text, ranks):
+        return
+    group = ranks.world.group if isinstance(ranks, Topology) else ranks or dist.group.WORLD
+    assert group is not None, "a rank alone is equal to itself"
+    members = dist.get_process_group_ranks(group)
+    texts = meet(members, text, lane="configuration", timeout=timeout_of(group))
+    found = differing(dict(zip(members, map(json.loads, texts), strict=True)))
+    raise ConfigError(f"every rank must be given the same configuration and optimizer: {'; '.join(found)}")
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    """By path, as text, what can be compared as text."""
+    if is_dataclass(value):
+        value = {one.name: getattr(value, one.name) for one in fields(value)}
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if name not in MAY_DIFFER:
+                yield from _flat(f"{path}.{name}" if path and not path.endswith(" ") else f"{path}{name}", inner)
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from _flat(f"{path}[{index}]", inner)
+    elif isinstance(value, PLAIN):
+        yield path, repr(value)
+
+
+def _of_optimizer(optimizer: Optimizer | type[Optimizer] | None) -> Iterator[tuple[str, str]]:
+    if optimizer is None:
+        return
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    yield "optimizer class", cls.__name__
+    for index, group in enumerate(optimizer.param_groups if isinstance(optimizer, Optimizer) else []):
+        settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        for name, value in settings.items():
+            of_one = isinstance(value, Tensor) and value.numel() == 1
+            yield from _flat(f"parameter group {index} {name}", value.item() if of_one else value)
