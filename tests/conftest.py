@@ -13,8 +13,12 @@ SAID = "said at the end"
 """A property of a test, by ``record_property``: a line of the summary. What workers print is lost."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` need a CUDA device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` need a CUDA device; those marked ``long`` somebody who asks for them."""
+    if "long" not in config.option.markexpr:
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes; run with -m long"))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
