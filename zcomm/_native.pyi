@@ -352,8 +352,6 @@ def optimizer_step_ref(
 # device. ``is_valid_ptr``: an int32 that a message of another hash sets to 0. ``stream``: a cudaStream_t.
 # ``held``: dtype id and address. ``residual``: addresses of codes and scales, their strides in elements, beta.
 
-ResidualRows = tuple[int, int, int, int, float]
-
 def cuda_quantize(
     codec: int,
     block: int,
@@ -369,7 +367,7 @@ def cuda_quantize(
     out_stride_bytes: int,
     layout_hash: int,
     held: tuple[int, int] | None,
-    residual: Residual | None,
+    residual: ResidualRows | None,
     stream: int,
 ) -> None:
     """Encode; of x - held, or with a residual (N10)."""
@@ -429,7 +427,7 @@ def cuda_decode_sum_requantize(
     out_ptr: int,
     out_stride_bytes: int,
     out_layout_hash: int,
-    residual: Residual | None,
+    residual: ResidualRows | None,
     is_valid_ptr: int,
     stream: int,
 ) -> None:
