@@ -173,6 +173,7 @@ def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: i
         state_nbytes=width + moments * (width if chosen is None else MomentFormat.of(chosen).nbytes),
         shared_nbytes=width if param_nbytes == width else 0,
         sent_nbytes=gradient_nbytes if _sends_wide(config) or is_encoded else min(param_nbytes, gradient_nbytes),
+        travel_nbytes=min(param_nbytes, gradient_nbytes) if _sends_as_parameters(config) else gradient_nbytes,
         sums_gradients=(config.gradient_accumulation_steps or 1) > 1,
         merged_numel=min(2**20, zero.reduce_bucket_size, zero.allgather_bucket_size),
         has_secondary=zero.zero_hpz_partition_size > 1 or in_node,
@@ -188,6 +189,13 @@ def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: i
         compresses_link=is_encoded and zero.stage >= 1,
         pins_memory=zero.offload_optimizer.pin_memory and zero.offload_param.pin_memory,
     )
+
+
+def _sends_as_parameters(config: Config) -> bool:
+    """Whether gradients travel in the dtype of the parameters, because nothing else is asked for."""
+    own = config.zcomm
+    is_plain = not (config.zero_optimization.zero_quantized_gradients or own.gradient_format or own.mode)
+    return is_plain and config.communication_data_type is None and not own.adaptive.is_on
 
 
 def _sends_wide(config: Config) -> bool:

@@ -1,7 +1,8 @@
 """Bytes on one rank as formulas: arithmetic alone, for the estimate and for planning. Every count is in elements.
 
 P parameters of which T are trainable, N ranks, L of them on a node, U elements in the largest unit (a layer), b bytes
-of an element: b_p of what the forward reads, b_g of gradients at rest, b_w of those on their way, b_s of states.
+of an element: b_p of what the forward reads, b_g of gradients at rest, b_w of those on their way to the host, b_t of
+those on their way to other ranks, b_s of states.
 
     kind                  bytes                                               where           source
     parameters            b_p P; stage 3: b_p P / N                           parameter tier  ZeRO, section 5
@@ -15,7 +16,7 @@ of an element: b_p of what the forward reads, b_g of gradients at rest, b_w of t
                           of (1 + 2/256) T / N, with gradients in memory                      zero.tiers.host
     states                b_s T; from stage 1: b_s T / N                      optimizer tier  ZeRO, section 3.1
       on NVMe             twice as much, if steps may fail                    nvme            zero.tiers.state_files
-    buckets               from stage 2: gradients on their way, 3 b_g B;      device          zero.grads
+    buckets               from stage 2: gradients on their way, 3 b_t B;      device          zero.grads
                           stage 3: and the layer in use, b_p U                                zero.bucket
     prefetch              stage 3: the layer after it, b_p U                  device          zero.gather
     secondary partition   hpZ on several nodes: b_p P / L                     device          ZeRO++, section 3.2
@@ -129,6 +130,8 @@ class Setup:
     """Of them, those of a master that forward reads itself, where it is not offloaded."""
     sent_nbytes: int = 4
     """An element of a gradient on its way to the host, where it rests as it came."""
+    travel_nbytes: int = 4
+    """An element of a gradient between the ranks."""
     sums_gradients: bool = False
     """Whether a step has several micro-batches."""
     merged_numel: int = 2**20
@@ -276,7 +279,7 @@ def _buffers(counts: Counts, setup: Setup) -> list[Usage]:
     live = setup.param_nbytes * unit if setup.stage == 3 else 0
     bucket = unit if setup.stage == 3 else max(unit, setup.merged_numel)
     on_their_way = min(NUM_GRADIENT_BUFFERS * bucket, trainable) if setup.stage >= 2 else 0
-    found.append(Usage("buckets", "device", live + setup.gradient_nbytes * on_their_way))
+    found.append(Usage("buckets", "device", live + setup.travel_nbytes * on_their_way))
     if setup.has_secondary and setup.stage == 3 and setup.num_nodes > 1:
         found.append(Usage("secondary partition", "device", setup.param_nbytes * counts.numel / setup.ranks_per_node))
     if setup.has_residuals and setup.stage >= 1:

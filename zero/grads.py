@@ -34,6 +34,7 @@ from zero.tiers.host_gradient import HostGradient
 __all__ = ["Reducer"]
 
 MAX_IN_FLIGHT = 2  # reductions under way at once; each holds a full gradient buffer
+MUCH_THE_SAME = 1.25  # buckets that are no smaller than the largest by more get buffers that any of them can have
 
 
 class Reducer:
@@ -57,6 +58,7 @@ class Reducer:
         self._stage, self.reduction = effective.stage, Reduction(topologies[0], settings, effective)
         self.all = [self._new(bucket) for bucket in buckets if bucket.is_trainable]
         self.by_bucket = {grads.bucket.index: grads for grads in self.all}
+        self._largest = max((grads.bucket.layout.numel for grads in self.all), default=0)
         self._order = list(reversed(self.all))  # G1: about the order of backward
         self._cursor = 0
         self._in_flight: list[InFlight] = []
@@ -139,7 +141,11 @@ class Reducer:
     def _writable(self, grads: BucketGrads) -> Tensor:
         if self._stage.shards_gradients:
             if grads.full is None:
-                grads.full = self._pool.take(grads.bucket.layout.numel, grads.dtype)
+                dtype, numel = grads.dtype, grads.bucket.layout.numel
+                if self.reduces_now:
+                    dtype = self.reduction.travel_dtype(grads)
+                room = self._largest if self._largest <= MUCH_THE_SAME * numel else numel
+                grads.full = self._pool.take(room, dtype)[:numel]
             return grads.full
         self._finish([flight for flight in self._in_flight if flight.grads is grads])
         if grads.has_result and not any(grads.written) and grads.host is None:

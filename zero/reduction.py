@@ -78,6 +78,15 @@ class Reduction:
             work = sums.reduce(output, full, scale=scale, async_op=self._is_async)
         return [] if work is None else [work]
 
+    def travel_dtype(self, grads: BucketGrads) -> torch.dtype:
+        """What a buffer of local gradients may hold that is reduced in this backward: they are rounded to it anyway.
+
+        A parameter's uses are summed up before, but for those in several checkpointed segments: each is rounded.
+        """
+        is_plain = grads.bucket.gradient_formats is None and grads.in_node is None
+        is_narrower = grads.bucket.dtype.itemsize < grads.dtype.itemsize
+        return grads.bucket.dtype if is_plain and is_narrower and not self._effective.is_adaptive else grads.dtype
+
     def _reduce_scatter(self, grads: BucketGrads, full: Tensor, output: Tensor) -> list[Work]:
         wire = grads.bucket.gradient_formats
         if wire is None:

@@ -196,6 +196,28 @@ def test_unavailable_keys_are_refused_unless_off(raw: dict[str, Any]) -> None:
     assert make_plan({"amp": {"enabled": False}, "gradient_allreduce_op": "mean"}, {}).settings.stage == 0
 
 
+@pytest.mark.parametrize(
+    ("section", "misspelt", "nearest"),
+    [
+        ("amp", {"opt_lvl": "O1"}, r"amp\.opt_lvl \(did you mean 'opt_level'"),
+        ("elasticity", {"min_gpu": 1}, r"elasticity\.min_gpu \(did you mean 'min_gpus'"),
+        ("curriculum_learning", {"schedule_config": {"max_steps": [1]}}, r"schedule_config\.max_steps .*'max_step'"),
+        ("compression_training", {"row_prunning": {}}, r"row_prunning \(did you mean 'row_pruning'"),
+    ],
+)
+def test_a_misspelt_key_of_a_refused_section_is_found(section: str, misspelt: dict[str, Any], nearest: str) -> None:
+    for switch in ({"enabled": False}, {}):
+        with pytest.raises(ConfigError, match=nearest):
+            parse({section: {**switch, **misspelt}}, "dict")
+
+
+def test_every_section_that_is_not_read_has_its_names() -> None:
+    nested = [d for d in definitions(Config) if "dict" in str(d.kind) and not d.path.endswith(".params")]
+    assert not [d.path for d in nested if not d.key.names]
+    known = {"compression_training": {"row_pruning": {"different_groups": {"mine": {"params": {"dense_ratio": 1}}}}}}
+    assert parse(known, "dict").given("compression_training")
+
+
 def test_loco_is_refused_with_what_there_is_instead() -> None:
     loco = {"zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}}
     with pytest.raises(

@@ -8,6 +8,7 @@ from typing import Any
 from zero.config.adaptive import Adaptive
 from zero.config.keys import key, section
 from zero.config.monitors import NAMES, CommsLogger
+from zero.config.refused import NAMES as REFUSED
 from zero.config.zero_section import ZeroOptimization
 
 __all__ = ["ActivationCheckpointing", "Aio", "Bf16", "Config", "DataTypes", "Fp16", "OptimizerChoice", "Zcomm"]
@@ -302,19 +303,29 @@ class Config:
     comet: dict[str, Any] = key({}, "-", inactive=WATCHES, names=NAMES["comet"])
     csv_monitor: dict[str, Any] = key({}, "-", inactive=WATCHES, names=NAMES["csv_monitor"])
     nebula: dict[str, Any] = key({}, "-", inactive="a service of DeepSpeed", names=NAMES["nebula"])
-    amp: dict[str, Any] = key({}, "-", unavailable="Apex AMP (use fp16, bf16 or torch_autocast)")
-    elasticity: dict[str, Any] = key({}, "-", unavailable="elasticity")
-    autotuning: dict[str, Any] = key({}, "-", unavailable="autotuning")
-    compression_training: dict[str, Any] = key({}, "-", unavailable="compression")
-    data_efficiency: dict[str, Any] = key({}, "-", unavailable="data efficiency")
-    curriculum_learning: dict[str, Any] = key({}, "-", unavailable="curriculum learning")
-    progressive_layer_drop: dict[str, Any] = key({}, "-", unavailable="layer drop")
-    eigenvalue: dict[str, Any] = key({}, "-", unavailable="eigenvalues")
-    quantize_training: dict[str, Any] = key({}, "-", unavailable="quantized training")
-    weight_quantization: dict[str, Any] = key({}, "-", unavailable="weight quantization")
-    sparse_attention: dict[str, Any] = key({}, "-", unavailable="sparse attention")
-    tensor_parallel: dict[str, Any] = key({}, "-", unavailable="tensor parallelism")
-    expert_parallel: dict[str, Any] = key({}, "-", unavailable="expert parallelism")
-    pipeline: dict[str, Any] = key({}, "-", unavailable="pipeline parallelism")
-    hybrid_engine: dict[str, Any] = key({}, "-", unavailable="the hybrid engine")
-    compile: dict[str, Any] = key({}, "-", unavailable="compilation (use torch.compile)")
+    amp: dict[str, Any] = key({}, "-", unavailable="Apex AMP (use fp16, bf16 or torch_autocast)", names=REFUSED["amp"])
+    elasticity: dict[str, Any] = key({}, "-", unavailable="elasticity", names=REFUSED["elasticity"])
+    autotuning: dict[str, Any] = key({}, "-", unavailable="autotuning", names=REFUSED["autotuning"])
+    compression_training: dict[str, Any] = key(
+        {}, "-", unavailable="compression", names=REFUSED["compression_training"]
+    )
+    data_efficiency: dict[str, Any] = key({}, "-", unavailable="data efficiency", names=REFUSED["data_efficiency"])
+    curriculum_learning: dict[str, Any] = key(
+        {}, "-", unavailable="curriculum learning", names=REFUSED["curriculum_learning"]
+    )
+    progressive_layer_drop: dict[str, Any] = key(
+        {}, "-", unavailable="layer drop", names=REFUSED["progressive_layer_drop"]
+    )
+    eigenvalue: dict[str, Any] = key({}, "-", unavailable="eigenvalues", names=REFUSED["eigenvalue"])
+    quantize_training: dict[str, Any] = key(
+        {}, "-", unavailable="quantized training", names=REFUSED["quantize_training"]
+    )
+    weight_quantization: dict[str, Any] = key(
+        {}, "-", unavailable="weight quantization", names=REFUSED["weight_quantization"]
+    )
+    sparse_attention: dict[str, Any] = key({}, "-", unavailable="sparse attention", names=REFUSED["sparse_attention"])
+    tensor_parallel: dict[str, Any] = key({}, "-", unavailable="tensor parallelism", names=REFUSED["tensor_parallel"])
+    expert_parallel: dict[str, Any] = key({}, "-", unavailable="expert parallelism", names=REFUSED["expert_parallel"])
+    pipeline: dict[str, Any] = key({}, "-", unavailable="pipeline parallelism", names=REFUSED["pipeline"])
+    hybrid_engine: dict[str, Any] = key({}, "-", unavailable="the hybrid engine", names=REFUSED["hybrid_engine"])
+    compile: dict[str, Any] = key({}, "-", unavailable="compilation (use torch.compile)", names=REFUSED["compile"])

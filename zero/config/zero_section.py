@@ -222,10 +222,19 @@ class ZeroOptimization:
         unavailable="LoCo's moving average of errors, which is another arithmetic than ours: zcomm.mode=delta_hpz has "
         "error feedback, with zcomm.residual_beta (1 where err_beta is 0) and, for reset_T, "
         "zcomm.residual_reset_interval, which counts steps",
+        names=("err_beta", "reset_T"),
     )
     mics_shard_size: int = key(-1, "MiCS", unavailable="MiCS (hpZ is the nearest: zero_hpz_partition_size)")
     mics_hierarchical_params_gather: bool = key(False, "MiCS", false="off", inactive="MiCS only")
-    zenflow: dict[str, Any] | None = key(None, "asynchronous offload", unavailable="zenflow")
+    zenflow: dict[str, Any] | None = key(
+        None,
+        "asynchronous offload",
+        unavailable="zenflow",
+        names=(
+            *("topk_ratio", "select_strategy", "select_interval", "update_interval", "overlap_step", "offload"),
+            *("auto_ratio", "full_warm_up_rounds", "pt_reserved_cores_perc"),
+        ),
+    )
     load_from_fp32_weights: bool = key(
         True, "masters are restored from float32", false="the same as true", inactive="state_dict() holds the masters"
     )
