@@ -11,8 +11,6 @@ single-threaded, the oracle of the tests; but for those that are made of others.
 from typing import TypedDict
 
 Draw = tuple[int, int, int, int, int, int]
-ResidualRows = tuple[int, int, int, int, float]
-"""Address and stride of codes, address and stride of scales, beta."""
 
 FILE_ALIGNMENT: int
 
@@ -129,7 +127,7 @@ def quantize_with_residual(
     out_stride_bytes: int,
     layout_hash: int,
     draw: Draw | None,
-    residual: ResidualRows,
+    residual: Residual,
     num_threads: int,
 ) -> None:
     """As quantize, of rows and their residual, which is renewed; ``cpp/include/zcomm/feedback.h``."""
@@ -151,7 +149,7 @@ def decode_sum_requantize_with_residual(
     out_stride_bytes: int,
     out_layout_hash: int,
     draw: Draw | None,
-    residual: ResidualRows,
+    residual: Residual,
     num_threads: int,
 ) -> None:
     """As decode_sum_requantize, of sums and their residual, which is renewed."""
@@ -352,6 +350,8 @@ def optimizer_step_ref(
 # device. ``is_valid_ptr``: an int32 that a message of another hash sets to 0. ``stream``: a cudaStream_t.
 # ``held``: dtype id and address. ``residual``: addresses of codes and scales, their strides in elements, beta.
 
+Residual = tuple[int, int, int, int, float]
+
 def cuda_quantize(
     codec: int,
     block: int,
@@ -367,7 +367,7 @@ def cuda_quantize(
     out_stride_bytes: int,
     layout_hash: int,
     held: tuple[int, int] | None,
-    residual: ResidualRows | None,
+    residual: Residual | None,
     stream: int,
 ) -> None:
     """Encode; of x - held, or with a residual (N10)."""
@@ -427,7 +427,7 @@ def cuda_decode_sum_requantize(
     out_ptr: int,
     out_stride_bytes: int,
     out_layout_hash: int,
-    residual: ResidualRows | None,
+    residual: Residual | None,
     is_valid_ptr: int,
     stream: int,
 ) -> None:

@@ -18,6 +18,7 @@ Invariants:
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ from zcomm.streams import SideStreams
 __all__ = ["Steps", "Work", "WorkQueue", "nothing", "run", "run_then"]
 
 Steps = Generator[Pending | None, None, None]
+POLL_S = 0.0002
 OnEnd = Callable[[BaseException | None], None]
 """Called with what went wrong, or None, when a collective has ended."""
 
@@ -105,6 +107,15 @@ class Work:
         """
         return self._steps is None or (self._pending is not None and self._pending.is_completed())
 
+    def completes_within(self, seconds: float) -> bool:
+        """Whether it is completed that soon, as :meth:`is_completed` knows; errors are left to :meth:`wait`."""
+        end = time.monotonic() + seconds
+        while not self.is_completed():
+            if time.monotonic() >= end:
+                return False
+            time.sleep(POLL_S)
+        return True
+
 
 class _Queued(Work):
     """A collective that a thread drives."""
@@ -147,6 +158,9 @@ class _Queued(Work):
 
     def is_completed(self) -> bool:
         return self.done.is_set()
+
+    def completes_within(self, seconds: float) -> bool:
+        return self.done.wait(seconds)
 
 
 class WorkQueue:

@@ -1,5 +1,7 @@
 """When the change of each bucket is sent to the other nodes: as its update ends, while the next one is updated.
 
+Small buckets are updated, in runs, as one.
+
     update bucket 0 | update bucket 1 | update bucket 2 |
                     |---- change 0 ---|---- change 1 ---|---- change 2 ...      waited for where the bucket is read
 
@@ -10,7 +12,7 @@ counts before every rank has written everything. Exchanges have the same order e
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import optim
@@ -31,6 +33,9 @@ BY_PARAMETER = (
 )  # fmt: skip
 """What a step of these does to a parameter depends on that parameter, its state and its group's settings alone."""
 
+RUN_NUMEL = 2**18
+"""Elements of a rank's shards below which buckets are updated together: calling an optimizer takes longer than them."""
+
 
 class Changes:
     """The updates of one optimizer, cut by bucket.
@@ -46,6 +51,7 @@ class Changes:
         self._pieces: dict[Bucket, list[MasterPiece]] = {b: [] for b in runtime.buckets if b.is_trainable}
         for piece in pieces:
             self._pieces[piece.bucket].append(piece)
+        self._runs = _runs_of(list(self._pieces))
         self._in_files = [bucket for bucket in self._pieces if runtime.is_in_files(bucket)]
         if runtime.gatherer.replicas:
             runtime.effective = runtime.effective.and_more(details=(self._described(),))
@@ -79,19 +85,36 @@ class Changes:
         """
         failure: Exception | None = None
         groups = numbers_of_groups(self._inner)
-        for bucket, pieces in self._pieces.items():
-            if failure is None and pieces:
+        for buckets in self._runs:
+            if failure is None:
                 try:
-                    step_pieces(self._inner, pieces, factor, groups)
-                    if not isinstance(self._inner, CPUOptimizer):
-                        bucket.update_shard()
+                    self._step(buckets, factor, groups)
                 except Exception as error:
                     failure = error
-            replica = self._runtime.gatherer.replicas.get(bucket.index)
-            if replica is not None and bucket.index in changed:
-                replica.send_change()
+            for bucket in buckets:
+                replica = self._runtime.gatherer.replicas.get(bucket.index)
+                if replica is not None and bucket.index in changed:
+                    replica.send_change()
         if failure is not None:
             raise failure
+
+    def _step(self, buckets: Sequence[Bucket], factor: float, groups: Mapping[int, int]) -> None:
+        pieces = [piece for bucket in buckets for piece in self._pieces[bucket]]
+        if pieces:
+            step_pieces(self._inner, pieces, factor, groups)
+        for bucket in buckets:
+            if self._pieces[bucket] and not isinstance(self._inner, CPUOptimizer):
+                bucket.update_shard()
+
+
+def _runs_of(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
+    """``buckets`` in order, in runs that are updated at a time."""
+    runs: list[list[Bucket]] = [[]]
+    for bucket in buckets:
+        if sum(b.layout.shard_numel for b in runs[-1]) >= RUN_NUMEL:
+            runs.append([])
+        runs[-1].append(bucket)
+    return runs
 
 
 def _is_watched(inner: Optimizer) -> bool:

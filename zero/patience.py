@@ -18,7 +18,6 @@ logger = logging.getLogger("zero")
 
 PATIENCE_S = 10.0
 """And ten times the longest wait so far: a slow network is no reason to go on."""
-POLL_S = 0.0002
 
 
 class Patience:
@@ -32,11 +31,10 @@ class Patience:
         """Whether ``works`` end before it is lost. Once it is, nothing is waited for any more."""
         started = time.perf_counter()
         limit_s = 0.0 if self._is_lost else max(PATIENCE_S, 10 * self._longest_s)
-        while not all(work.is_completed() for work in works):
-            if time.perf_counter() - started >= limit_s:
+        for work in works:
+            if not work.completes_within(max(started + limit_s - time.perf_counter(), 0.0)):
                 self._lose(limit_s)
                 return False
-            time.sleep(POLL_S)
         self._longest_s = max(self._longest_s, time.perf_counter() - started)
         return True
 

@@ -239,3 +239,15 @@ def _check_dropped_gathers(rank: int) -> None:
 
 def test_a_gather_that_nobody_waits_for_does_not_meet_the_next() -> None:
     run_ranks(2, _check_dropped_gathers)
+
+
+@pytest.mark.parametrize("num_exchanges", [1, 2], ids=["driven by the caller", "by the thread"])
+def test_completes_within_a_time(num_exchanges: int) -> None:
+    exchange, queue = Exchange(), WorkQueue()
+    work = run(_steps([], "a", exchange), ANY, async_op=True, queue=queue, num_exchanges=num_exchanges)
+    assert work is not None
+    assert not work.completes_within(0.01)
+    threading.Timer(0.05, exchange.ended.set).start()
+    assert work.completes_within(20)
+    work.wait()
+    queue.close()

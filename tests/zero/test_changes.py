@@ -50,12 +50,13 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": params[::2]}, {"params": params[1::2], "lr": 3e-3}]
 
 
-def _trained(rank: int, optimizer_class: Any, *, early: bool, **options: Any) -> dict[str, Tensor]:
+def _trained(rank: int, optimizer_class: Any, *, early: bool, run_numel: int = 1, **options: Any) -> dict[str, Tensor]:
     model = Small().bfloat16()
     inner = optimizer_class(_groups(model), lr=1e-2)
     if inner.state:  # made before the first step
         inner, options = optimizer_class, {"lr": 1e-2}
     patch = pytest.MonkeyPatch()
+    patch.setattr(changes, "RUN_NUMEL", run_numel)
     if not early:
         patch.setattr(Changes, "are_sent_early", False)
     with zero_optimizer(model, inner, **MODE, **options) as optimizer:
@@ -74,6 +75,9 @@ def _check_bits(rank: int) -> None:
     for optimizer_class, options in (*classes, (zero.CPUAdam, {}), (zero.CPUSGD, on_host), (torch.optim.SGD, on_host)):
         early = _trained(rank, optimizer_class, early=True, **options)
         assert_same_bits(early, _trained(rank, optimizer_class, early=False, **options))
+    for optimizer_class in (torch.optim.AdamW, zero.CPUAdam):
+        together = _trained(rank, optimizer_class, early=True, run_numel=changes.RUN_NUMEL)
+        assert_same_bits(together, _trained(rank, optimizer_class, early=False))
 
 
 def test_every_bucket_by_itself_gives_the_same_bits() -> None:
@@ -102,12 +106,16 @@ def _events(rank: int, optimizer_class: Any, patch: pytest.MonkeyPatch, hook: An
             inner.register_step_post_hook(hook)
         train(model, optimizer, rank, steps=1)
         said = str(optimizer.effective)
-    patch.undo()
+    patch.setattr(changes, "step_pieces", step)
+    patch.setattr(Replica, "send_change", send)
     return events, said
 
 
 def _check_order(rank: int) -> None:
     patch, calls = pytest.MonkeyPatch(), list[int]()
+    together, _ = _events(rank, torch.optim.AdamW, patch)
+    assert together == ["update 0", "send 0", "send 1", "send 2"], "small ones are updated together"
+    patch.setattr(changes, "RUN_NUMEL", 1)
     early, said = _events(rank, torch.optim.AdamW, patch)
     assert early == ["update 0", "send 0", "update 1", "send 1", "update 2", "send 2"]
     assert "the change of a bucket is sent while the next is updated" in said
@@ -117,6 +125,7 @@ def _check_order(rank: int) -> None:
     assert "changes are sent after all updates (OwnAdam is not known to" in said
     events, _ = _events(rank, torch.optim.AdamW, patch, lambda *_: calls.append(1))
     assert (events, len(calls)) == (sends, 1), "a hook sees one step"
+    patch.undo()
 
 
 def test_a_change_is_sent_before_the_next_update() -> None:
@@ -125,6 +134,8 @@ def test_a_change_is_sent_before_the_next_update() -> None:
 
 def _check_failure(rank: int) -> None:
     """One rank fails in the middle of its updates, and nobody waits for a change that never comes."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(changes, "RUN_NUMEL", 1)
     for options, is_told in (({"offload_optimizer": {"device": "cpu"}}, True), ({}, rank == 1)):
         model = Small().bfloat16()
         inner = zero.CPUAdam(_groups(model), lr=1e-2)
@@ -145,6 +156,7 @@ def _check_failure(rank: int) -> None:
             del inner.step_tensor_
             with pytest.raises(StateError, match=r"construct it anew.*none is left") if is_told else nullcontext():
                 optimizer.step()
+    patch.undo()
 
 
 def test_a_rank_that_fails_between_two_changes() -> None:
