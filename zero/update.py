@@ -41,6 +41,10 @@ class Update:
         self._pieces = [piece for piece in pieces if not runtime.is_in_files(piece.bucket)]
         self._late = [piece for piece in pieces if piece.bucket.host is not None]
         self._at_once = [piece for piece in pieces if piece.bucket.host is None]
+        # What is collective goes by buckets, which are the same on every rank: a small model leaves ranks no pieces.
+        trainable = [bucket for bucket in runtime.buckets if bucket.is_trainable]
+        self._buckets_at_once = [bucket for bucket in trainable if bucket.host is None]
+        self._is_on_host = any(bucket.host is not None and not runtime.is_in_files(bucket) for bucket in trainable)
         self.folds = isinstance(inner, CPUOptimizer)
         """Whether unscaling and clipping are a factor of the update, not passes before it."""
         self._failure: Exception | None = None
@@ -94,10 +98,9 @@ class Update:
         delayed.begin(LateStep(self._inner, self._late, factor, gradients, files, self.fail))
         if self._at_once:
             step_pieces(self._inner, self._at_once, factor)
-        buckets = list(dict.fromkeys(piece.bucket for piece in self._at_once))
-        for bucket in buckets if not self.folds else []:
+        for bucket in self._buckets_at_once if not self.folds else []:
             bucket.update_shard()
-        buckets += delayed.write_shards()
+        buckets = self._buckets_at_once + delayed.write_shards()
         if buckets:
             self._publish(sorted(buckets, key=lambda bucket: bucket.index))
 
@@ -112,7 +115,7 @@ class Update:
             self._update_files(files)
         buckets, sends_early = [b for b in self._runtime.buckets if b.is_trainable], self._changes.are_sent_early
         update = self._update_and_send if sends_early else self._update
-        if any(piece.bucket.host is not None for piece in self._pieces):
+        if self._is_on_host:
             try:
                 on_every_rank(update, self._runtime.topology)
             except Exception as error:

@@ -302,3 +302,40 @@ def _check_in_place(rank: int, folder: str) -> None:
 
 def test_without_the_previous_states_a_failed_step_is_the_last(tmp_path: Path) -> None:
     run_ranks(2, _check_in_place, str(tmp_path))
+
+
+def _check_ranks_without_elements(rank: int, folder: str) -> None:
+    """The model fits one shard: the other rank updates nothing, and takes part in everything all the same."""
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 2)
+    start = copy.deepcopy(plain.state_dict())
+    reference = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for _ in range(2):
+        plain(torch.ones(1, 3)).sum().backward()
+        reference.step()
+        reference.zero_grad()
+    for stage in (1, 2, 3):
+        for device in ("cpu", "nvme"):
+            for is_late in (False, True):
+                model = nn.Linear(3, 2)
+                model.load_state_dict(start)
+                options = {
+                    "lr": 0.5,
+                    "stage": stage,
+                    "delayed_update": is_late,
+                    "delay_start": 1,
+                    **_offload(device, folder),
+                }
+                with zero_optimizer(model, zero.CPUSGD, **options) as optimizer:
+                    for _ in range(2):
+                        model(torch.ones(1, 3)).sum().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    optimizer.finish_update()
+                    got = full_values(model)
+                for name, param in plain.named_parameters():
+                    torch.testing.assert_close(got[name], param.detach())
+
+
+def test_ranks_that_have_no_elements_take_part(tmp_path: Path) -> None:
+    run_ranks(2, _check_ranks_without_elements, str(tmp_path))
