@@ -4,7 +4,7 @@
     python bench/compare.py --networks loopback                  without root
     python bench/compare.py --batch network --dtype bfloat16 --networks loopback 2gbit 1gbit 500mbit 200mbit
     python bench/compare.py --systems "fsdp2 reshard=True" zero++ delta-hpz --rounds 9
-    PYTHONPATH=FOLDER python bench/compare.py                    with a DeepSpeed that is installed there
+    pip install -c constraints.txt -e '.[peers]'                 first, with DeepSpeed; or PYTHONPATH=FOLDER of one
 
 The systems take turns in one process group, so that whatever else the machine does falls on all of them alike; on an
 emulated network (network namespaces, ``tc tbf``) a node has two ranks. Peak memory is taken of each system in ranks of

@@ -2,7 +2,7 @@
 
 zero config explain FILE    the effective settings, where each came from, what is inactive and why
 zero config schema          the JSON schema, for editors
-zero config table           the table of all keys, as in the README
+zero config table           the table of all keys, as in docs/configuration.md
 zero io-bench PATH          how fast the disk under a folder is read and written, and which aio settings suit it
 zero export CKPT OUTPUT     the weights of a checkpoint as safetensors
 zero estimate PARAMETERS    the memory of each rank, by kind, for every stage and tier

@@ -1,4 +1,4 @@
-"""The README's examples run as they are printed, on the ranks they ask for."""
+"""The examples of the README and of docs run as they are printed, on the ranks they ask for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from tests.end_to_end.job import ROOT
 from tests.forks import run_on_forks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = "\n".join(path.read_text() for path in DOCUMENTS)
+EXAMPLES = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
 EXPECTED = {
     2: {
         "print(optimizer.effective)": "stage 3",

@@ -29,7 +29,7 @@ from zero.config.keys import definitions, section_type
 from zero.optimizers import KNOWN, ON_HOST, build_optimizer
 from zero.schedulers import SCHEDULERS, build_scheduler
 
-README = Path(__file__).parents[2] / "README.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -241,11 +241,11 @@ def test_every_key_is_described() -> None:
     assert all(re.search(rf"^{re.escape(path)} +=", text, re.MULTILINE) for path in paths)
 
 
-def test_the_table_of_the_readme_is_current(capsys: Any) -> None:
+def test_the_table_of_the_docs_is_current(capsys: Any) -> None:
     assert main(["config", "table"]) == 0
     assert capsys.readouterr().out == markdown_table()
     (table,) = re.findall(
-        r"<!-- config table: .*?-->\n(.*?)<!-- end of config table -->", README.read_text(), re.DOTALL
+        r"<!-- config table: .*?-->\n(.*?)<!-- end of config table -->", DOCUMENT.read_text(), re.DOTALL
     )
     assert table.strip() == markdown_table().strip(), "run: zero config table"
 

@@ -1,4 +1,4 @@
-"""The README's table of keys, from the same definition as the parser."""
+"""The table of keys in docs/configuration.md, from the same definition as the parser."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 zero_section.py, sections.py      dataclasses whose fields are the keys, one ``key(...)`` each
   -> read.py       parsing, types, nearest names        -> activity.py   what has an effect, and why not
   -> explain.py    the effective settings                -> schema.py     the JSON schema of editors
-  -> document.py   the README's table                    -> plan.py       the settings of ZeroOptimizer
+  -> document.py   the table of docs                      -> plan.py       the settings of ZeroOptimizer
 """
 
 from __future__ import annotations

@@ -1,0 +1,133 @@
+"""The README's measured figures come from files under bench/results; links lead somewhere; the version has one place.
+
+A block of the README (a paragraph, an item of a list, a table) that links to a file under bench/results is about what
+was measured: each of its numbers must be in that file, and those of a table's row in one line of it, in that order. A
+table may be linked to by the paragraph before it. Without a link a block has no decimal figure and no number with a
+unit of measurement. Inline code, fenced code and comments are no claims.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RESULT = re.compile(r"\]\((bench/results/[\w./-]+\.md)\)")
+NUMBER = re.compile(r"(?<![\w.-])\d+(?:,\d{3})*(?:\.\d+)?(?:e\d+)?(?!\w)")
+MEASURED = re.compile(
+    r"\d\.\d|\d\s?(%|ms|us|s|min|hours?|[KMGT]i?B|[KMG]bit|tokens|times|TFLOP|x (as|faster|slower))(?![\w])"
+)
+NO_FIGURES = re.compile(
+    r"<!--.*?-->|^```.*?^```|`[^`\n]*`|\]\([^)]*\)|Apache-2\.0|(?:Python|CUDA|NCCL|torch) \d[\d.]*(?: to \d[\d.]*)?",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+class Claim(NamedTuple):
+    """Numbers that must be in one line of a file, or, of prose, anywhere in it."""
+
+    text: str
+    file: str
+    numbers: tuple[str, ...]
+    is_row: bool
+
+
+def numbers_of(text: str) -> tuple[str, ...]:
+    """The numbers of Markdown text outside of code, without thousands separators."""
+    return tuple(number.replace(",", "") for number in NUMBER.findall(NO_FIGURES.sub("] ", text)))
+
+
+def claims_of(text: str) -> Iterator[Claim]:
+    """The claims of a document, each with its file; ValueError for a measured figure without a file."""
+    before: list[str] = []
+    for block in re.split(r"\n\s*\n|\n(?=- )", re.sub(r"<!--.*?-->|^```.*?^```", "\n", text, flags=re.DOTALL | re.M)):
+        is_table = block.lstrip().startswith("|")
+        files = RESULT.findall(block) or (before if is_table else [])
+        before = files if not is_table else []
+        rows = block.strip().splitlines()[2:] if is_table else [block]
+        for row in rows:
+            if not files and (found := MEASURED.search(NO_FIGURES.sub("] ", row))):
+                raise ValueError(f"{found[0]!r} comes from no file under bench/results: {row}")
+            for file in files:
+                yield Claim(row, file, numbers_of(row), is_table)
+
+
+def missing(claim: Claim) -> tuple[str, ...]:
+    """The numbers of a claim that its file does not have."""
+    path = ROOT / claim.file
+    lines = [NUMBER.findall(line.replace(",", "")) for line in path.read_text().splitlines()]
+    if claim.is_row:
+        return min((_missing_in_order(claim.numbers, line) for line in lines), key=len)
+    everywhere = {number for line in lines for number in line}
+    return tuple(n for n in claim.numbers if n not in everywhere)
+
+
+def _missing_in_order(numbers: tuple[str, ...], line: list[str]) -> tuple[str, ...]:
+    left = iter(line)
+    return tuple(n for n in numbers if n not in left)  # each search goes on where the one before has found its number
+
+
+def test_every_measured_number_of_the_readme_is_in_its_file() -> None:
+    claims = list(claims_of(README))
+    assert len(claims) > 30
+    for claim in claims:
+        assert not missing(claim), f"{claim.file} has no {missing(claim)}: {claim.text}"
+
+
+def test_an_altered_figure_is_noticed() -> None:
+    """Each number with another last digit; in prose those of one or two digits, such as 4 ranks, may be there, too."""
+    unnoticed, tried = [], 0
+    for claim in claims_of(README):
+        for index, number in enumerate(claim.numbers):
+            altered = number[:-1] + str((int(number[-1]) + 1) % 10)
+            numbers = (*claim.numbers[:index], altered, *claim.numbers[index + 1 :])
+            if not claim.is_row and len(number) < 3:
+                continue
+            tried += 1
+            if not missing(claim._replace(numbers=numbers)):
+                unnoticed.append((number, altered, claim.text))
+    assert tried > 100
+    assert not unnoticed
+    for line in ("It takes 12 ms.", "It is 3.5 as fast.", "| a | 12.5 |\n|---|---|\n| b | 1.5 |", "Takes 7 % more."):
+        with pytest.raises(ValueError, match="comes from no file"):
+            list(claims_of(f"A paragraph.\n\n{line}\n"))
+
+
+def anchors(path: Path) -> set[str]:
+    """What the headings of a document can be linked to by."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.M), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"<!--.*?-->|^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.M)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_document_is_linked_to() -> None:
+    assert {f"docs/{path.name}" for path in DOCUMENTS[1:]} <= set(re.findall(r"\]\((docs/\w+\.md)", README))
+
+
+def test_the_version_has_one_place() -> None:
+    (version,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest is not None
+    assert newest[1] == version
+    sources = [p for folder in ("zcomm", "zero", "cpp", "cmake") for p in (ROOT / folder).rglob("*") if p.is_file()]
+    told = [
+        p for p in sources if p.suffix in (".py", ".cc", ".h", ".cmake", ".txt") and f'"{version}"' in p.read_text()
+    ]
+    assert not told
