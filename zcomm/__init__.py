@@ -28,6 +28,7 @@ from zcomm.errors import (
     TopologyError,
     ZcommError,
 )
+from zcomm.flight import Flight, flight_record
 from zcomm.formats import FORMATS, Format, get_format
 from zcomm.node_replica import NodeReplica
 from zcomm.node_sums import NodeSums
@@ -56,6 +57,7 @@ __all__ = [
     "DeltaGather",
     "DivergedError",
     "EncodedShard",
+    "Flight",
     "Format",
     "FormatError",
     "Installation",
@@ -79,6 +81,7 @@ __all__ = [
     "all_reduce",
     "all_to_all_single",
     "control",
+    "flight_record",
     "functional",
     "get_format",
     "install_ddp",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -33,6 +34,10 @@ class Ledger:
     def __init__(self) -> None:
         self.num_started = 0
         self.recent: deque[Call] = deque(maxlen=NUM_KEPT)
+        self.times: deque[float] = deque(maxlen=NUM_KEPT)
+        """When they were started, by time.monotonic()."""
+        self.ended: deque[int] = deque(maxlen=NUM_KEPT)
+        """Numbers of exchanges that were waited for to their end."""
         self.waits: dict[int, int] = {}
         """By thread, the exchange that it waits for."""
         self.last_broken = 0
@@ -45,6 +50,7 @@ class Ledger:
         """An exchange has been started; returns its number."""
         self.num_started += 1
         self.recent.append(call)
+        self.times.append(time.monotonic())
         return self.num_started
 
     def waiting(self, number: int) -> AbstractContextManager[None]:
@@ -71,6 +77,8 @@ class _Waiting:
         if self._number <= self._ledger.last_broken:
             self._ledger.settled.wait()
             raise DivergedError(self._ledger.reason) from error
+        if error is None:
+            self._ledger.ended.append(self._number)
 
 
 class _Waitable(Protocol):

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from zcomm import backend
 from zcomm.backend import Hop, Pending
 from zcomm.errors import DivergedError
+from zcomm.lagging import lagging
 from zcomm.ledger import Call
 from zcomm.work import WorkQueue
 
@@ -131,7 +132,7 @@ class Watch:
                 if any(number <= fewest for number in waits):
                     return  # all have started it: it will end
                 furthest[key] = max(furthest.get(key, (0, [])), (num_started, recent))
-        self._store.set(self._key("verdict"), json.dumps([self.compose(texts), furthest]))
+        self._store.set(self._key("verdict"), json.dumps([self.compose(texts) + lagging(hops), furthest]))
 
     def _wake(self, reason: str, furthest: dict[str, tuple[int, list[Any]]]) -> None:
         owed: list[Pending] = []

@@ -85,8 +85,14 @@ class ZeroSettings:
     """Log every change of the order in which layers are used, not the first only."""
     ignore_unused_parameters: bool = True
     """Parameters that no rank had a gradient for are left as they are; False: ``step()`` raises and names them."""
+    bit_ledger: str | None = None
+    """A folder: every rank writes hashes of its gradients and masters there, for ``zero bisect``."""
     tiers: Tiers = ON_DEVICE
     """Where states and parameters rest: the sections ``offload_optimizer``, ``offload_param`` and ``aio``."""
+
+    def _check_ledger(self) -> None:
+        if self.bit_ledger is not None and self.tiers.states.delays_update:
+            raise ConfigError("bit_ledger is not combined with delayed_update: masters change while they are read")
 
     def __post_init__(self) -> None:
         """Refuse what can never be meant."""
@@ -104,6 +110,7 @@ class ZeroSettings:
             raise ConfigError(
                 f"tile_linears_above must be at least 1 element: tile_linears_above={self.tile_linears_above!r}"
             )
+        self._check_ledger()
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name.startswith("stage3_") and (

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from zcomm import StateError
 from zero.agreement import on_every_rank
+from zero.bit_ledger import BitLedger
 from zero.bucket import Bucket
 from zero.changes import Changes
 from zero.cpu_optimizer import CPUOptimizer
@@ -50,6 +51,8 @@ class Update:
         self._failure: Exception | None = None
         self._changes = Changes(runtime, inner, self._pieces)
         runtime.reducer.rounds_means = self.folds
+        folder = runtime.settings.bit_ledger
+        self._ledger = None if folder is None else BitLedger(folder, runtime, pieces)
 
     def check_usable(self) -> None:
         """Raise StateError if an update has failed half way."""
@@ -73,11 +76,15 @@ class Update:
             StateError: An earlier one, after which that could not be said.
         """
         self.check_usable()
+        if self._ledger is not None:
+            self._ledger.write_gradients()
         if not self.folds:
             self._gradients.apply()
         delayed = self._runtime.delayed
         if delayed is None:
             self._run_now()
+            if self._ledger is not None:
+                self._ledger.write_parameters()
             return False
         is_late = delayed.num_updates >= self._runtime.settings.tiers.states.delay_start
         if is_late:
