@@ -134,5 +134,6 @@ def _wrong_errors(spec: dict[str, Any], errors: dict[int, Told]) -> Any:
                 yield f"rank {rank} has no error"
         elif not re.fullmatch(wanted, errors[rank]["error"]) or not re.search(fault.text, errors[rank]["text"]):
             yield f"rank {rank}: {errors[rank]['error']}: {errors[rank]['text'][:300]}"
-    if fault.is_same and len({(one["error"], one["text"]) for one in errors.values()}) > 1:
+    same = {(one["error"], re.sub(r"^rank \d+: ", "", one["text"])) for one in errors.values()}  # the others name whose
+    if fault.is_same and len(same) > 1:
         yield f"not the same: {[one['text'][:200] for one in errors.values()]}"
