@@ -57,9 +57,15 @@ def told(folder: Path, attempt: int, what: str) -> dict[int, Told]:
     return {rank: json.loads(path.read_text()) for rank, path in found.items() if path.exists()}
 
 
+def saved_at_first(folder: Path) -> int:
+    """The last step that the attempt with the fault has saved."""
+    path = folder / "saved-0"
+    return int(path.read_text()) if path.exists() else 0
+
+
 def _damage(folder: Path, spec: dict[str, Any]) -> None:
     """A bit of the newest checkpoint, ``latest`` included, between two attempts."""
-    saved = int((folder / "saved").read_text())
+    saved = saved_at_first(folder)
     (folder / "before").write_text(f"step{saved - SAVE_EVERY}" if saved > SAVE_EVERY else "")
     draw = random.Random(spec["draw"])
     files = sorted(p for p in (folder / "checkpoints" / f"step{saved}").rglob("*") if p.is_file())
@@ -76,7 +82,7 @@ def run_forked(spec: dict[str, Any], folder: Path, reference: str) -> dict[str, 
             room = 2**14 if "NVMe" in spec["fault"] else 2**15
             stack.enter_context(mounted(folder / "small", room))
         is_over = attempt_forked(folder, 0)
-    saved = int((folder / "saved").read_text()) if (folder / "saved").exists() else 0
+    saved = saved_at_first(folder)
     if spec["fault"] == "bit in a checkpoint" and saved:
         _damage(folder, spec)
         is_over = attempt_forked(folder, 1) and is_over
@@ -128,5 +134,6 @@ def _wrong_errors(spec: dict[str, Any], errors: dict[int, Told]) -> Any:
                 yield f"rank {rank} has no error"
         elif not re.fullmatch(wanted, errors[rank]["error"]) or not re.search(fault.text, errors[rank]["text"]):
             yield f"rank {rank}: {errors[rank]['error']}: {errors[rank]['text'][:300]}"
-    if fault.is_same and len({(one["error"], one["text"]) for one in errors.values()}) > 1:
+    same = {(one["error"], re.sub(r"^rank \d+: ", "", one["text"])) for one in errors.values()}  # the others name whose
+    if fault.is_same and len(same) > 1:
         yield f"not the same: {[one['text'][:200] for one in errors.values()]}"

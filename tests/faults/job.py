@@ -116,7 +116,7 @@ class Rank:
         if self.spec["async"]:
             saving.wait()
         if self.rank == 0:
-            (self.folder / "saved").write_text(str(step))
+            (self.folder / f"saved-{self.attempt}").write_text(str(step))
 
     def tell(self, what: str, error: BaseException | None = None, **more: Any) -> None:
         told: dict[str, Any] = {"at": time.time(), **more}
@@ -141,6 +141,10 @@ class Rank:
             fault = self._flipped_message()
         elif self.kind == "bit in an NVMe file":
             self._flip_file()
+        elif self.kind in ("interface down", "rate zero"):
+            self.happened()
+            while not (self.folder / "cut").exists():
+                time.sleep(0.01)
         elif self.kind == "out of memory":
             fault = self._no_memory()
         with fault:

@@ -5,7 +5,7 @@ with a checksum: a reader holds one chunk at a time, whatever the size of a tens
 
     {"format": "zero-checkpoint", "version": 1, "crc32": of the content, "content": {
         "tensors": {KEY: {"dtype": "F32", "numel": 300, "chunks": [[offset, numel, file, position, crc32], ...]}},
-        "files": {NAME: nbytes}, ...}}
+        "files": {NAME: nbytes}, "headers": {NAME: [nbytes, crc32]}, ...}}
 
 DCP's own metadata file is a pickle; this one is read without running anything, and turned into DCP's classes.
 """
@@ -124,6 +124,7 @@ def read_index(folder: Path) -> Index:
     try:
         tensors = {key: _tensor(value) for key, value in content["tensors"].items()}
         _check_files(folder, tensors, content["files"])
+        _check_headers(folder, content.get("headers", {}))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -146,6 +147,18 @@ def _tensor(value: dict[str, Any]) -> StoredTensor:
     if at != value["numel"]:
         raise ValueError(f"chunks must cover the whole tensor: {value!r}")
     return StoredTensor(DTYPES[value["dtype"]], int(value["numel"]), chunks)
+
+
+def _check_headers(folder: Path, headers: Mapping[str, tuple[int, int]]) -> None:
+    """What other readers of the files go by."""
+    for name, (nbytes, crc32) in headers.items():
+        if not is_shard_name(name):
+            raise CheckpointError(f"{folder / METADATA} names a file that no checkpoint has: {name!r}")
+        with (folder / name).open("rb") as file:
+            if zlib.crc32(file.read(nbytes)) != crc32:
+                raise CheckpointError(
+                    f"{folder / name} is damaged: the checksum of its header does not fit; load another checkpoint"
+                )
 
 
 def _check_files(folder: Path, tensors: Mapping[str, StoredTensor], files: Mapping[str, int]) -> None:

@@ -89,8 +89,9 @@ class FolderWriter(StorageWriter):
         written = [result for of_rank in results for result in of_rank]
         chunks: dict[str, list[StoredChunk]] = {}
         files: dict[str, int] = {}
+        headers: dict[str, tuple[int, int]] = {}
         for result in written:
-            chunk, file_nbytes = result.storage_data
+            chunk, file_nbytes, headers[result.storage_data[0].file] = result.storage_data
             chunks.setdefault(result.index.fqn, []).append(chunk)
             files[chunk.file] = file_nbytes
         self._check_visible(files)
@@ -99,9 +100,9 @@ class FolderWriter(StorageWriter):
             assert isinstance(stored, TensorStorageMetadata), "parts are tensors"
             of_key = tuple(sorted(chunks[key], key=lambda chunk: chunk.offset))
             tensors[key] = StoredTensor(stored.properties.dtype, stored.size.numel(), of_key)
-        save_id = secrets.token_hex(4)
+        save_id, content = secrets.token_hex(4), {**self._content, "headers": headers}
         sync_folder(self._folder)
-        replace_file(self._folder / METADATA, write_index(tensors, files, self._content), save_id)
+        replace_file(self._folder / METADATA, write_index(tensors, files, content), save_id)
         sync_folder(self._folder.parent)
         if self._moves_latest:
             replace_file(self._folder.parent / LATEST, self._folder.name.encode(), save_id)
@@ -130,7 +131,7 @@ def _write_shard(path: Path, plan: SavePlan, planner: SavePlanner) -> list[Write
         layout[_entry_name(item.index)] = (item.tensor_data.properties.dtype, (numel,))
     header, entries = make_header(layout)
     nbytes = max((entry.stop for entry in entries.values()), default=len(header))
-    results = []
+    results, of_header = [], (len(header), zlib.crc32(header))
     with path.open("wb") as file:
         file.write(header)
         for item in plan.items:
@@ -141,7 +142,7 @@ def _write_shard(path: Path, plan: SavePlan, planner: SavePlanner) -> list[Write
             entry = entries[_entry_name(item.index)]
             assert item.index.offset is not None, "chunks have offsets"
             chunk = StoredChunk(item.index.offset[0], entry.shape[0], path.name, entry.start, zlib.crc32(data))
-            results.append(WriteResult(item.index, len(data), (chunk, nbytes)))
+            results.append(WriteResult(item.index, len(data), (chunk, nbytes, of_header)))
         file.flush()
         os.fsync(file.fileno())
     return results
