@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zero.agreement import on_every_rank, raise_first
 from zero.bucket import Bucket
 from zero.checkpoints.errors import CheckpointError
+from zero.checkpoints.index import UNREADABLE
 from zero.checkpoints.node_restore import restore_node_parts
 from zero.checkpoints.parts import SCALARS, held_pieces, held_weights, named_buffers
 from zero.checkpoints.random_state import restore_random_state
@@ -47,7 +48,7 @@ def restore(optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, A
             decoded["random"] = request.random_state()
             if wanted.optimizer_states:
                 decoded["inner"] = _inner_state(inside, request)
-    except (CheckpointError, KeyError, TypeError, ValueError) as caught:
+    except (CheckpointError, RuntimeError, *UNREADABLE) as caught:  # torch's own errors of shapes are RuntimeErrors
         error = CheckpointError(f"{request.index.folder} is damaged: {caught!r}")
     raise_first(error, CheckpointError, inside.runtime.topology)
     takes_states = wanted.optimizer_states and not wanted.module_only
