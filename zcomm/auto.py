@@ -100,7 +100,7 @@ class Table:
                 for operation, choices in found["choices"].items()
             }
             return cls(str(found["device"]), rows)
-        except (ZcommError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ZcommError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 f"{path} is not what `zcomm probe` writes: {error!r} in {text[:100]!r}; delete it or probe again"
             ) from error

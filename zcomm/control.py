@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zcomm import backend
-from zcomm.backend import Hop, Sent
+from zcomm.backend import ALONE, Hop, Sent
 from zcomm.errors import TopologyError
 from zcomm.topology import Topology, hop_of_group
 
@@ -25,6 +25,7 @@ __all__ = [
     "gather_float64",
     "gather_texts",
     "texts_over",
+    "whole_texts",
 ]
 
 TEXT_NBYTES = 512
@@ -95,6 +96,28 @@ def texts_over(hop: Hop, text: str) -> list[str]:
     rows = [data[at : at + TEXT_NBYTES] for at in range(0, len(data), TEXT_NBYTES)]
     texts = {row: row.rstrip(b"\0").decode(errors="replace") for row in set(rows)}
     return [texts[row] for row in rows]
+
+
+def whole_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
+    """Every rank's ``text``, of any length, in rank order; None: this rank's alone.
+
+    Cost: two all-gathers, the second of the longest text's bytes.
+    """
+    hop = ALONE if group is None else hop_of_group(group)
+    data = text.encode()
+    lengths = torch.empty(hop.size, dtype=torch.int64)
+    _gather_now(lengths, torch.tensor([len(data)]), hop)
+    longest = int(lengths.max())
+    of_ranks = torch.empty((hop.size, longest), dtype=torch.uint8)
+    _gather_now(of_ranks, torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8), hop)
+    rows = zip(of_ranks.numpy(), lengths.tolist(), strict=True)
+    return [row[:length].tobytes().decode() for row, length in rows]
+
+
+def _gather_now(of_ranks: Tensor, mine: Tensor, hop: Hop) -> None:
+    work = backend.all_gather(of_ranks, mine, hop, Sent("control", "none", mine.numel()))
+    if work is not None:
+        work.wait()
 
 
 def broadcast_(tensor: Tensor, src: int, topology: Topology) -> None:

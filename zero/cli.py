@@ -83,7 +83,7 @@ def _size(text: str) -> int:
     factor = FACTORS.get(number[-1:], 1)
     try:
         nbytes = int(float(number.rstrip("KMGT")) * factor)
-    except ValueError:
+    except (ValueError, OverflowError):  # infinity
         nbytes = 0
     if nbytes < 1:
         raise argparse.ArgumentTypeError(f"a size must be a number of bytes, or like 500MB or 5GB: {text!r}")

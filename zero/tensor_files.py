@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from zcomm import LayoutError
 
-__all__ = ["open_tensors"]
+__all__ = ["is_plain_name", "open_tensors"]
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -50,29 +51,52 @@ def open_tensors(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> Tenso
     if path.is_dir():
         raise LayoutError(f"a folder must have one of {', '.join((*INDEXES, *SINGLES))}: {path} has not")
     if path.suffix == ".json":
-        files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-        opened = [open_tensors(path.parent / Path(name).name) for name in files]
+        opened = [open_tensors(path.parent / name) for name in _names_in(path)]
         return {name: read for tensors in opened for name, read in tensors.items()}
     if path.suffix == ".safetensors":
         return _open_safetensors(path)
-    loaded: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    try:
+        loaded: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        raise LayoutError(f"{path} holds more than tensors by name, or is damaged: {error}") from error
+    if not isinstance(loaded, Mapping) or not all(isinstance(value, Tensor) for value in loaded.values()):
+        raise LayoutError(f"{path} must hold tensors by name: it holds {type(loaded).__name__}")
     return open_tensors(loaded)
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether ``name`` is that of a file, without folders: a path would lead elsewhere."""
+    return name not in ("", ".", "..") and "\0" not in name and Path(name).name == name
+
+
+def _names_in(path: Path) -> list[str]:
+    """The files that an index names, which lie beside it."""
+    try:
+        names = set(json.loads(path.read_text())["weight_map"].values())
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise LayoutError(f"{path} is not the index of files of tensors: {error!r}") from error
+    outside = [name for name in names if not isinstance(name, str) or not is_plain_name(name) or name.endswith(".json")]
+    if outside:
+        raise LayoutError(f"{path} may name files of tensors in its own folder alone: {outside[0]!r}")
+    return sorted(names)
 
 
 def _open_safetensors(path: Path) -> Tensors:
     with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            raise LayoutError(f"{path} is no safetensors file: it is empty")
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     begin = 8 + int.from_bytes(data[:8], "little")
     if len(data) < 8 or begin > len(data):
         raise LayoutError(f"{path} is no safetensors file: {len(data)} bytes, a header of {begin - 8}")
-    header: dict[str, Any] = json.loads(data[8:begin])
-    header.pop("__metadata__", None)
-    for name, entry in header.items():
-        start, stop = entry["data_offsets"]
-        known = DTYPES.get(entry["dtype"])
-        size = 0 if known is None else prod(entry["shape"]) * known.itemsize
-        if known is None or stop - start != size or not 0 <= start <= stop <= len(data) - begin:
-            raise LayoutError(f"{path} is damaged, or of a newer format: {name!r} is said to be {entry}")
+    try:
+        header: dict[str, Any] = json.loads(data[8:begin])
+        header.pop("__metadata__", None)
+        wrong = [name for name, entry in header.items() if not _fits(entry, len(data) - begin)]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise LayoutError(f"{path} is no safetensors file, or its header is damaged: {error!r}") from error
+    if wrong:
+        raise LayoutError(f"{path} is damaged, or of a newer format: {wrong[0]!r} is said to be {header[wrong[0]]}")
 
     def read(entry: dict[str, Any]) -> Tensor:
         start, stop = entry["data_offsets"]
@@ -82,3 +106,11 @@ def _open_safetensors(path: Path) -> Tensors:
         return flat.view(entry["shape"])
 
     return {name: lambda entry=entry: read(entry) for name, entry in header.items()}  # type: ignore[misc]
+
+
+def _fits(entry: dict[str, Any], nbytes: int) -> bool:
+    """Whether an entry of a header is one of ``nbytes`` bytes of data, and agrees with itself."""
+    (start, stop), dtype, shape = entry["data_offsets"], DTYPES.get(entry["dtype"]), entry["shape"]
+    if dtype is None or not all(type(number) is int and number >= 0 for number in (start, stop, *shape)):
+        return False
+    return bool(start <= stop <= nbytes and stop - start == prod(shape) * dtype.itemsize)

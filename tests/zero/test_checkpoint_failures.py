@@ -258,6 +258,7 @@ def test_a_malicious_checkpoint_executes_nothing(tmp_path: Path) -> None:
         "missing": lambda p: _forge(p, lambda c: c.pop("parameters")),
         "list": lambda p: (p / "metadata.json").write_text("[1]"),
     }
+    assert zero.load_checkpoint is not None  # imported, and compiled where there is no cache, before anybody watches
     is_watching = True
     sys.addaudithook(lambda event, _: EVENTS.append(event) if is_watching and event in WATCHED else None)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -200,14 +201,17 @@ def _write(path: Path, shape: str, facts: dict[str, Any]) -> None:
     """Add or replace the table of this shape; readers see the old file or the new one, whole."""
     topologies: dict[str, Any] = {}
     if path.exists():
-        text = path.read_text()
+        text = path.read_text(errors="replace")
         Table.parse(str(path), text, shape=shape)
         topologies = json.loads(text)["topologies"]
     topologies[shape] = facts
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    new.write_text(json.dumps({"version": VERSION, "topologies": topologies}, indent=1) + "\n")
-    new.replace(path)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    number, new = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # mode 600
+    with os.fdopen(number, "w") as file:
+        file.write(json.dumps({"version": VERSION, "topologies": topologies}, indent=1) + "\n")
+    if path.exists():  # its owner may have opened it to others
+        Path(new).chmod(path.stat().st_mode & 0o777)
+    Path(new).replace(path)
 
 
 def check_output(path: Path, shape: str = "") -> None:
@@ -215,4 +219,4 @@ def check_output(path: Path, shape: str = "") -> None:
     if path.is_dir():
         raise ConfigError(f"--output must be a file: {path} is a folder")
     if path.exists():
-        Table.parse(str(path), path.read_text(), shape=shape)
+        Table.parse(str(path), path.read_text(errors="replace"), shape=shape)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from math import prod
+from operator import index as index_of
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from zero.checkpoints.errors import CheckpointError
 from zero.checkpoints.folder import METADATA, check_tag, read_latest, tags_in
-from zero.checkpoints.index import Index, read_index
+from zero.checkpoints.index import UNREADABLE, Index, read_index
 from zero.checkpoints.model_parts import part_of
 from zero.checkpoints.storage import read_chunk
 from zero.checkpoints.tensor_file import DTYPES
@@ -45,8 +47,12 @@ def export_checkpoint(
 
     Tied weights are written once, under their first name. Memory: one chunk, 64 MiB of float32 and its conversion.
     """
-    index = part_of(read_index(_folder(Path(checkpoint), tag)), model_parallel_rank)
-    wanted = _wanted(index, dtype)
+    index = read_index(_folder(Path(checkpoint), tag))
+    try:
+        index = part_of(index, model_parallel_rank)
+        wanted = _wanted(index, dtype)
+    except UNREADABLE as error:
+        raise CheckpointError(f"the metadata of {index.folder} cannot be read: {error!r}") from error
     writer = WeightsWriter(Path(output), {name: entry for name, (_, entry) in wanted.items()}, max_shard_nbytes)
     try:
         for name, (keys, (to_dtype, _)) in wanted.items():
@@ -82,6 +88,10 @@ class Wanted(NamedTuple):
     """The dtype and shape to write."""
 
 
+def _shape(there: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(int(index_of(n)) for n in there["shape"])
+
+
 def _wanted(index: Index, dtype: torch.dtype | None) -> dict[str, Wanted]:
     """What to write, by name."""
     wanted: dict[str, Wanted] = {}
@@ -90,15 +100,21 @@ def _wanted(index: Index, dtype: torch.dtype | None) -> dict[str, Wanted]:
     for kind, section in (("weight", "parameters"), ("buffer", "buffers")):
         for stored_name, there in index.content[section].items():
             name = whole_of.get(stored_name, stored_name)
-            own, shape = DTYPES[there["dtype"]], tuple(there["shape"])
+            own, shape = DTYPES[there["dtype"]], _shape(there)
             key = f"{kind}/{stored_name}"
-            if key not in index.tensors and torch.Size(shape).numel():
+            numel: int = prod(shape)
+            if key not in index.tensors and numel:
                 raise CheckpointError(
                     f"{index.folder} has no values of {stored_name!r}: it was saved with "
                     "exclude_frozen_parameters=True; save it with them"
                 )
+            stored = index.tensors.get(key)
+            if min(shape, default=0) < 0 or numel != (0 if stored is None else stored.numel):
+                raise CheckpointError(f"{index.folder} is damaged: {key!r} has not the elements of its shape {shape}")
             keys, rows = [key], shape[0] if shape else 0
             if name in wanted:
+                if not shape or wanted[name].entry[1][1:] != shape[1:]:
+                    raise CheckpointError(f"{index.folder} is damaged: the tiles of {name!r} do not fit together")
                 keys, rows = [*wanted[name].keys, key], wanted[name].entry[1][0] + rows
             written = dtype if dtype is not None and own.is_floating_point else own
             wanted[name] = Wanted(keys, (written, (rows, *shape[1:]) if shape else ()))

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from zero.checkpoints.errors import CheckpointError
 
@@ -22,6 +24,7 @@ __all__ = [
     "METADATA",
     "check_tag",
     "is_shard_name",
+    "open_own",
     "read_latest",
     "remove_file",
     "remove_stale_shards",
@@ -67,13 +70,34 @@ def read_latest(folder: Path) -> str | None:
     """The tag that ``latest`` names; None if there is no such file.
 
     Raises:
-        CheckpointError: It names nothing that is a tag.
+        CheckpointError: It names nothing that is a tag, or cannot be read.
     """
+    path = folder / LATEST
     try:
-        text = (folder / LATEST).read_text(errors="replace")
+        with open_own(path) as file:
+            text = file.read(1000).decode(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return check_tag(text[:1000].strip())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    return check_tag(text.strip())
+
+
+def open_own(path: Path) -> BinaryIO:
+    """A file of a checkpoint for reading, unbuffered: one that stands there itself, no link to somewhere else, no pipe.
+
+    Raises:
+        CheckpointError: It is a link, or no plain file. OSError: It cannot be opened.
+    """
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a symbolic link, which could lead to any file: copy the checkpoint with its files (cp -rL)"
+        )
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for a writer
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise CheckpointError(f"{path} is no plain file, so no part of a checkpoint")
+    return os.fdopen(number, "rb", buffering=0)
 
 
 def sync_folder(folder: Path) -> None:
@@ -95,7 +119,7 @@ def replace_file(path: Path, data: bytes, save_id: str) -> None:
     """Let ``path`` hold ``data``, durably; a crash leaves what was there before."""
     temporary = path.with_name(f".{path.name}.{save_id}")
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -13,6 +13,7 @@ DCP's own metadata file is a pickle; this one is read without running anything, 
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,14 +30,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from zero.checkpoints.errors import CheckpointError
-from zero.checkpoints.folder import METADATA, is_shard_name, tags_in
+from zero.checkpoints.folder import METADATA, is_shard_name, open_own, tags_in
 from zero.checkpoints.tensor_file import CODES, DTYPES
 
-__all__ = ["CHUNK_NUMEL", "Index", "StoredChunk", "StoredTensor", "read_index", "write_index"]
+__all__ = ["CHUNK_NUMEL", "UNREADABLE", "Index", "StoredChunk", "StoredTensor", "read_index", "write_index"]
 
 CHUNK_NUMEL = 2**24
 """Elements: 64 MiB of float32."""
 FORMAT, VERSION = "zero-checkpoint", 1
+MAX_NUMEL = 2**62
+UNREADABLE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
+"""What reading a document of another form raises: JSON knows infinities, and lists in lists in lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +109,13 @@ def read_index(folder: Path) -> Index:
     """
     path = folder / METADATA
     try:
-        document = json.loads(path.read_bytes())
+        with open_own(path) as file:
+            document = json.loads(file.read())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(_describe_missing(folder)) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except UNREADABLE as error:
         raise CheckpointError(f"{path} is damaged: {error}{_others(folder)}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the metadata of a checkpoint")
@@ -125,9 +130,9 @@ def read_index(folder: Path) -> Index:
         tensors = {key: _tensor(value) for key, value in content["tensors"].items()}
         _check_files(folder, tensors, content["files"])
         _check_headers(folder, content.get("headers", {}))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except UNREADABLE as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     return Index(folder, tensors, content)
 
@@ -144,7 +149,7 @@ def _tensor(value: dict[str, Any]) -> StoredTensor:
         if chunk.offset != at or chunk.numel < 0 or chunk.position < 0:
             raise ValueError(f"chunks must cover a tensor without gaps: {value!r}")
         at += chunk.numel
-    if at != value["numel"]:
+    if at != value["numel"] or at > MAX_NUMEL:
         raise ValueError(f"chunks must cover the whole tensor: {value!r}")
     return StoredTensor(DTYPES[value["dtype"]], int(value["numel"]), chunks)
 
@@ -166,7 +171,8 @@ def _check_files(folder: Path, tensors: Mapping[str, StoredTensor], files: Mappi
         if not is_shard_name(name):  # a path would lead out of the folder
             raise ValueError(f"{name!r} is not the name of a shard")
         try:
-            found = (folder / name).stat().st_size
+            with open_own(folder / name) as file:
+                found = os.fstat(file.fileno()).st_size
         except OSError as error:
             raise CheckpointError(f"{folder / name} is missing ({error.strerror}){_others(folder)}") from error
         if found != nbytes:

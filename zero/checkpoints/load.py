@@ -1,6 +1,6 @@
 """Loading: find, compare, read everything to host memory, or to files, and only then change the model.
 
-    latest -> index -> compared with the model -> DCP reads every rank's parts -> masters, states, generators -> publish
+    latest -> index -> compared with the model -> every rank reads its parts -> masters, states, generators -> publish
                                                   sub-group by sub-group to files -> counts
 
 Until the last step an error, the same on every rank, leaves model and optimizer as they were.
@@ -13,20 +13,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint import state_dict_loader as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-
-from zcomm.background import Background
 from zero.agreement import raise_first, share_text
 from zero.checkpoints.errors import CheckpointError
 from zero.checkpoints.folder import check_tag, read_latest
-from zero.checkpoints.index import Index, read_index
+from zero.checkpoints.index import UNREADABLE, Index, read_index
 from zero.checkpoints.model_parts import part_of, saving_ranks
 from zero.checkpoints.node_restore import make_whole_request
 from zero.checkpoints.planners import LoadPartsPlanner
 from zero.checkpoints.request import Request, Wanted
 from zero.checkpoints.restore import restore
-from zero.checkpoints.save import as_checkpoint_error, wait_for_saves
+from zero.checkpoints.save import wait_for_saves
 from zero.checkpoints.storage import FolderReader
 from zero.checkpoints.weights_in import find_weights, index_of_weights
 from zero.optimizer import ZeroOptimizer
@@ -93,13 +89,13 @@ def load_checkpoint(
         _check_stateful(index, stateful or {}, wanted)
     except CheckpointError as caught:
         error = caught
-    except (KeyError, TypeError, ValueError, AttributeError) as caught:  # a document of another form
+    except UNREADABLE as caught:  # a document of another form
         error = CheckpointError(f"the metadata of the checkpoint in {load_dir} cannot be read: {caught!r}")
     raise_first(error, CheckpointError, ranks)
     assert request is not None, "no error and no request"
     try:
-        _read(request, optimizer.topology.background)
-    except CheckpointError as caught:  # the same on every rank of this part of the model
+        _read(request)
+    except CheckpointError as caught:
         error = caught
     raise_first(error, CheckpointError, ranks)
     loaded = restore(optimizer, request, stateful or {}, wanted)
@@ -112,9 +108,11 @@ def _find(load_dir: Path, tag: str | None, optimizer: ZeroOptimizer, *, only_wei
         return load_dir / check_tag(tag)
     try:
         latest = read_latest(load_dir) or ""
-    except CheckpointError:
-        latest = "\0"
+    except CheckpointError as error:
+        latest = f"\0{error}"
     latest = share_text(latest, 0, optimizer.topology)
+    if latest.startswith("\0"):
+        raise CheckpointError(latest[1:])
     if latest:
         return load_dir / check_tag(latest)
     if only_weights and find_weights(load_dir):
@@ -133,17 +131,8 @@ def _check_stateful(index: Index, stateful: Mapping[str, Any], wanted: Wanted) -
         )
 
 
-def _read(request: Request, background: Background) -> None:
+def _read(request: Request) -> None:
+    """DCP's steps without other ranks: nobody needs what another reads."""
     planner, reader = LoadPartsPlanner(list(request.parts.values())), FolderReader(request.index)
-
-    def read() -> None:
-        if background.group is not None:
-            dcp.load({}, storage_reader=reader, planner=planner, process_group=background.group)
-            return
-        planner.set_up_planner({}, reader.read_metadata(), is_coordinator=True)
-        reader.read_data(planner.create_local_plan(), planner)
-
-    try:
-        background.submit(read).result()
-    except (CheckpointException, CheckpointError) as error:
-        raise as_checkpoint_error(error) from error
+    planner.set_up_planner({}, reader.read_metadata())
+    reader.read_data(planner.create_local_plan(), planner)

@@ -143,7 +143,7 @@ def _write_pickle(runtime: Runtime, path: Path, chosen: set[str]) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:
             torch.save(kept, file)
             file.flush()
             os.fsync(file.fileno())

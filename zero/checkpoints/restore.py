@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zero.agreement import on_every_rank, raise_first
 from zero.bucket import Bucket
 from zero.checkpoints.errors import CheckpointError
+from zero.checkpoints.index import UNREADABLE
 from zero.checkpoints.node_restore import restore_node_parts
 from zero.checkpoints.parts import SCALARS, held_pieces, held_weights, named_buffers
 from zero.checkpoints.random_state import restore_random_state
@@ -47,7 +48,7 @@ def restore(optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, A
             decoded["random"] = request.random_state()
             if wanted.optimizer_states:
                 decoded["inner"] = _inner_state(inside, request)
-    except (CheckpointError, KeyError, TypeError, ValueError) as caught:
+    except (CheckpointError, RuntimeError, *UNREADABLE) as caught:  # torch's own errors of shapes are RuntimeErrors
         error = CheckpointError(f"{request.index.folder} is damaged: {caught!r}")
     raise_first(error, CheckpointError, inside.runtime.topology)
     takes_states = wanted.optimizer_states and not wanted.module_only
@@ -58,7 +59,7 @@ def restore(optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, A
     if wanted.module_only:
         return {}
     if wanted.optimizer_states:
-        optimizer.load_inner_state(decoded["inner"])
+        _restore_inner(optimizer, decoded["inner"], request)
         streamed.stand_ins()
         _restore_loss_scale(optimizer, decoded["loss_scale"])
         inside.adaptive.load_state_dict(decoded["adaptive"])
@@ -89,6 +90,21 @@ def _restore_weights(inside: Inside, request: Request, streamed: StreamedStates)
                 buffer.copy_(request.values(key).view(buffer.shape))
     streamed.commit()
     runtime.publish(runtime.buckets)
+
+
+def _restore_inner(optimizer: ZeroOptimizer, state: dict[str, Any], request: Request) -> None:
+    """Only the inner optimizer knows which states it needs: what it refuses is found when weights have changed."""
+    error = None
+    try:
+        optimizer.load_inner_state(state)
+    except (RuntimeError, *UNREADABLE) as caught:
+        error = CheckpointError(
+            f"{request.index.folder} is damaged: {type(optimizer.inside.inner).__name__} does not take its states "
+            f"({caught!r}); construct model and optimizer anew, and load another checkpoint"
+        )
+    if error is not None:
+        optimizer.inside.fail(error)
+    raise_first(error, CheckpointError, optimizer.topology)
 
 
 def _restore_published(inside: Inside, request: Request) -> None:

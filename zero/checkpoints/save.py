@@ -1,7 +1,7 @@
 """Saving: a snapshot on the main thread, the rest in the background thread of the topology.
 
 main thread   refuse or agree -> snapshot (-> copy it, if asynchronous)
-background    DCP plans over the ranks -> every rank writes and syncs its shard -> metadata.json -> latest
+background    plan over all ranks -> every rank writes and syncs its shard -> metadata.json -> latest
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import state_dict_saver as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-
 from zcomm import Topology
 from zcomm.background import Background
 from zero.agreement import raise_first, share_text
@@ -25,9 +22,10 @@ from zero.checkpoints.model_parts import join_parts, saving_ranks
 from zero.checkpoints.planners import SavePartsPlanner
 from zero.checkpoints.snapshot import Snapshot, take_snapshot
 from zero.checkpoints.storage import FolderWriter
+from zero.checkpoints.together import write_together
 from zero.optimizer import ZeroOptimizer
 
-__all__ = ["Saving", "as_checkpoint_error", "save_checkpoint", "wait_for_saves"]
+__all__ = ["Saving", "save_checkpoint", "wait_for_saves"]
 
 logger = logging.getLogger("zero")
 
@@ -150,35 +148,10 @@ def _check_between_steps(optimizer: ZeroOptimizer) -> None:
 
 
 def _write(snapshot: Snapshot, writer: FolderWriter, background: Background) -> None:
-    planner = SavePartsPlanner(snapshot.parts)
     try:
-        if background.group is None:
-            _write_alone(planner, writer)
-        else:
-            dcp.save({}, storage_writer=writer, planner=planner, process_group=background.group)
-    except (CheckpointException, Exception) as error:
-        failure = as_checkpoint_error(error)
+        write_together(SavePartsPlanner(snapshot.parts), writer, background.group)
+    except Exception as error:
+        is_named = isinstance(error, CheckpointError)
+        failure = error if is_named else CheckpointError(f"{type(error).__name__}: {error}")
         logger.error("%s", failure)
-        raise failure from error
-
-
-def _write_alone(planner: SavePartsPlanner, writer: FolderWriter) -> None:
-    """DCP's steps without other ranks."""
-    planner.set_up_planner({}, is_coordinator=True)
-    writer.set_up_storage_writer(True)
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    (plan,) = writer.prepare_global_plan(plans)
-    writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).value()])
-
-
-def as_checkpoint_error(error: BaseException) -> CheckpointError:
-    """What went wrong on the ranks, as one error whose text is the same on all of them."""
-    if isinstance(error, CheckpointError):
-        return error
-    if not isinstance(error, CheckpointException):
-        return CheckpointError(f"{type(error).__name__}: {error}")
-    texts = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
-    known = [cause for cause in texts.values() if isinstance(cause, CheckpointError)]
-    if known:
-        return CheckpointError(str(known[0]))
-    return CheckpointError("; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, e in texts.items()))
+        raise failure from (None if is_named else error)

@@ -51,6 +51,8 @@ class FolderWriter(StorageWriter):
 
     def __init__(self, folder: Path, content: Mapping[str, Any], *, moves_latest: bool) -> None:
         self._folder, self._content, self._moves_latest = folder, content, moves_latest
+        self.save_id = secrets.token_hex(4)
+        """In the names of the files; the same on every rank."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """One writer is one checkpoint: nothing to do."""
@@ -68,8 +70,7 @@ class FolderWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name the ranks' files."""
-        save_id = secrets.token_hex(4)
-        return [replace(plan, storage_data=shard_name(rank, save_id)) for rank, plan in enumerate(plans)]
+        return [replace(plan, storage_data=shard_name(rank, self.save_id)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, and wait until it is on the disk."""
@@ -100,12 +101,12 @@ class FolderWriter(StorageWriter):
             assert isinstance(stored, TensorStorageMetadata), "parts are tensors"
             of_key = tuple(sorted(chunks[key], key=lambda chunk: chunk.offset))
             tensors[key] = StoredTensor(stored.properties.dtype, stored.size.numel(), of_key)
-        save_id, content = secrets.token_hex(4), {**self._content, "headers": headers}
+        content = {**self._content, "headers": headers}
         sync_folder(self._folder)
-        replace_file(self._folder / METADATA, write_index(tensors, files, content), save_id)
+        replace_file(self._folder / METADATA, write_index(tensors, files, content), self.save_id)
         sync_folder(self._folder.parent)
         if self._moves_latest:
-            replace_file(self._folder.parent / LATEST, self._folder.name.encode(), save_id)
+            replace_file(self._folder.parent / LATEST, self._folder.name.encode(), self.save_id)
         remove_stale_shards(self._folder, set(files))
 
     def _check_visible(self, files: Mapping[str, int]) -> None:
@@ -132,7 +133,7 @@ def _write_shard(path: Path, plan: SavePlan, planner: SavePlanner) -> list[Write
     header, entries = make_header(layout)
     nbytes = max((entry.stop for entry in entries.values()), default=len(header))
     results, of_header = [], (len(header), zlib.crc32(header))
-    with path.open("wb") as file:
+    with path.open("xb") as file:
         file.write(header)
         for item in plan.items:
             values = planner.resolve_data(item)
@@ -205,7 +206,7 @@ def read_chunk(folder: Path, key: str, chunk: StoredChunk, dtype: torch.dtype) -
     """
     path, data = folder / chunk.file, bytearray(chunk.numel * dtype.itemsize)
     try:
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb", buffering=0) as file:  # a user's own weights may be links; see open_own
             file.seek(chunk.position)
             _read_all(file.readinto, memoryview(data))
     except (OSError, EOFError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +87,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         nbytes = path.stat().st_size
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a safetensors file, or its header is damaged: {error}") from error
     if not isinstance(document, dict):
         raise CheckpointError(f"{path} is not a safetensors file: its header is no JSON object")
@@ -98,13 +99,9 @@ def _entry(path: Path, name: str, value: object, base: int, nbytes: int) -> Entr
     try:
         dtype, shape = DTYPES[value["dtype"]], tuple(int(n) for n in value["shape"])  # type: ignore[index]
         start, stop = (base + int(n) for n in value["data_offsets"])  # type: ignore[index]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: the entry of tensor {name!r} cannot be read: {value!r}") from error
-    if (
-        not base <= start <= stop
-        or min(shape, default=0) < 0
-        or stop - start != torch.Size(shape).numel() * dtype.itemsize
-    ):
+    if not base <= start <= stop or min(shape, default=0) < 0 or stop - start != prod(shape) * dtype.itemsize:
         raise CheckpointError(f"{path}: the entry of tensor {name!r} contradicts itself: {value!r}")
     if stop > nbytes:
         raise CheckpointError(f"{path} is truncated: tensor {name!r} ends at byte {stop}, the file at {nbytes}")

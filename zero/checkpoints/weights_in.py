@@ -17,6 +17,7 @@ from zero.checkpoints.parts import named_buffers
 from zero.checkpoints.tensor_file import CODES, Entry, read_header
 from zero.inside import Inside
 from zero.large_linears import rows_by_key
+from zero.tensor_files import is_plain_name
 
 __all__ = ["find_weights", "index_of_weights"]
 
@@ -37,9 +38,9 @@ def _files(path: Path) -> list[Path]:
         return sorted(folder.glob("*.safetensors"))
     try:
         names = set(json.loads(indices[0].read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{indices[0]} is not the index of safetensors files: {error!r}") from error
-    if any(Path(name).name != name for name in names):
+    if not all(isinstance(name, str) and is_plain_name(name) for name in names):
         raise CheckpointError(f"{indices[0]} names files outside its folder")
     return [folder / name for name in sorted(names)]
 

@@ -110,7 +110,7 @@ class WeightsWriter:
     def _open(self, number: int) -> None:
         self._end_file()
         self._number = number
-        self._file = self._temporary(number).open("wb")
+        self._file = self._temporary(number).open("xb")
         header, _ = make_header({name: self._layout[name] for name in self._shards[number]}, {"format": "pt"})
         self._file.write(header)
 

@@ -83,7 +83,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(), object_pairs_hook=without_duplicates)
     except OSError as error:
         raise ConfigError(f"config must be a readable JSON file: {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"config must be JSON: {path}: {error}") from error

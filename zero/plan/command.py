@@ -21,6 +21,8 @@ from zero.plan.report import as_json, draw, table
 
 __all__ = ["add_plan", "run"]
 
+UNREADABLE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
+"""What reading a document of another form raises."""
 RATES = {
     "device_gib": "GiB of a device", "device_gbps": "GB/s of that memory", "tflops": "TFLOP/s of a device",
     "within_gbps": "GB/s a device sends in its node", "between_gbit": "Gbit/s a node sends to others",
@@ -90,6 +92,10 @@ def _model_of(options: argparse.Namespace) -> Model:
             raise ConfigError(
                 f"--model must be one of {', '.join(MODELS)}, or a config.json: {options.model}"
             ) from None
+        except ConfigError:
+            raise
+        except UNREADABLE as error:
+            raise ConfigError(f"{path} is not the configuration of a model: {error!r}") from error
     if options.parameters is not None:
         return Model.of_numel(options.parameters, options.layers or 1, sequence=options.sequence)
     if options.layers is None or options.hidden is None:
@@ -146,10 +152,14 @@ def _probed_links() -> dict[str, Any]:
     path = probe_path()
     try:
         shapes: dict[str, Any] = json.loads(path.read_text())["topologies"]
+        return _links(shapes)
     except FileNotFoundError:
         return {}
-    except (ValueError, KeyError) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{path} is not what `zcomm probe` writes: {error!r}; delete it or probe again") from error
+
+
+def _links(shapes: dict[str, Any]) -> dict[str, Any]:
     if not shapes:
         return {}
     name = max(shapes, key=lambda shape: [int(n) for n in shape.split(" ")[0].split("x")])

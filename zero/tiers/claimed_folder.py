@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -114,13 +115,24 @@ def _try_lock(number: int) -> bool:
     return True
 
 
+def _read_owner(number: int) -> _Owner | None:
+    """What an open file says; None if another user wrote it, who shares the disk, or it is no such file."""
+    status = os.fstat(number)
+    if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+        return None
+    said = json.loads(os.read(number, 4096))
+    if not isinstance(said["pid"], int):  # names a file below /proc
+        return None
+    return _Owner(**said)
+
+
 def _remove_dead(parent: Path) -> None:
     for folder in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError, ValueError, TypeError):  # someone else's, or of another kind: let it be
-            number = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):  # of another kind: let it be
+            number = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                owner = _Owner(**json.loads(os.read(number, 4096)))
-                if owner.is_of_this_host() and not owner.is_alive() and _try_lock(number):
+                owner = _read_owner(number)
+                if owner is not None and owner.is_of_this_host() and not owner.is_alive() and _try_lock(number):
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(number)
