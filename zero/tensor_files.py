@@ -66,7 +66,7 @@ def open_tensors(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> Tenso
 
 def is_plain_name(name: str) -> bool:
     """Whether ``name`` is that of a file, without folders: a path would lead elsewhere."""
-    return name not in ("", ".", "..") and Path(name).name == name
+    return name not in ("", ".", "..") and "\0" not in name and Path(name).name == name
 
 
 def _names_in(path: Path) -> list[str]:

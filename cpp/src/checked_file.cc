@@ -102,8 +102,8 @@ int CheckedFile::Load(int descriptor, std::unique_ptr<CheckedFile>* file) {
                        header.page_nbytes == kPageNbytes && header.checksum == Crc32c(&header, kCheckedNbytes) &&
                        header.data_nbytes <= static_cast<std::uint64_t>(status.st_size);
   if (!is_ours) return EBADMSG;
-  auto loaded = std::make_unique<CheckedFile>(header.data_nbytes);
   if (FileNbytes(header.data_nbytes) != static_cast<std::uint64_t>(status.st_size)) return EBADMSG;
+  auto loaded = std::make_unique<CheckedFile>(header.data_nbytes);
   const std::uint64_t table_offset = kDataOffset + loaded->data_nbytes();
   error = Move(descriptor, false, table_offset, loaded->table_.get(), TableNbytes(loaded->num_pages_));
   if (error == 0) *file = std::move(loaded);

@@ -47,11 +47,12 @@ template <Codec kCodec, bool kRandom, class T>
 inline void EncodeBlock(const Encoder<kCodec>& encoder, const T* x, const float* uniform, std::size_t numel,
                         std::uint8_t* codes) {
   constexpr std::size_t kGroup = kEncodeVectors * kLanes;
+  const auto from = [uniform](std::size_t at) { return kRandom ? uniform + at : nullptr; };  // null stays null
   std::size_t i = 0;
   for (; i + kGroup <= numel; i += kGroup) {
-    EncodeVectors<kCodec, kRandom>(encoder, x + i, uniform + i, codes + NumBytes<kCodec>(i));
+    EncodeVectors<kCodec, kRandom>(encoder, x + i, from(i), codes + NumBytes<kCodec>(i));
   }
-  if (i < numel) EncodeRest<kCodec, kRandom>(encoder, x + i, uniform + i, numel - i, codes + NumBytes<kCodec>(i));
+  if (i < numel) EncodeRest<kCodec, kRandom>(encoder, x + i, from(i), numel - i, codes + NumBytes<kCodec>(i));
 }
 
 // Scales of the `count` blocks of a tile, and their headers.
@@ -94,7 +95,8 @@ inline void EncodeBlocks(const T* x, const float* uniform, std::size_t numel, st
       if (scales.are_finite[i] == 0) {
         std::memset(block_codes, 0, NumBytes<kCodec>(block_numel));
       } else {
-        EncodeBlock<kCodec, kRandom>(Encoder<kCodec>(scales, i), x + begin, uniform + begin, block_numel, block_codes);
+        EncodeBlock<kCodec, kRandom>(Encoder<kCodec>(scales, i), x + begin, kRandom ? uniform + begin : nullptr,
+                                     block_numel, block_codes);
       }
     }
   }

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -60,19 +61,8 @@ def payloads(trace: Path) -> dict[str, bytes]:
     }
 
 
-@contextmanager
-def environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
-
-
 def _probed(path: Path) -> object:
-    with environment(ZCOMM_PROBE=str(path)):
+    with patch.object(command, "probe_path", lambda: path):
         return command._probed_links()
 
 
@@ -229,8 +219,8 @@ def test_a_checkpoint_has_the_modes_of_the_umask_also_while_it_is_written(tmp_pa
     seen = set()
     before = os.replace
 
-    with umask(0o077), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "replace", lambda a, b, **k: (seen.add(_mode(Path(a))), before(a, b, **k)))
+    with umask(0o077), pytest.MonkeyPatch.context() as changed:
+        changed.setattr(os, "replace", lambda a, b, **k: (seen.add(_mode(Path(a))), before(a, b, **k)))
         _, optimizer = _saved(tmp_path / "saves")
         zero.checkpoints.export_checkpoint(tmp_path / "saves", tmp_path / "out.safetensors")
         optimizer.close()
@@ -266,8 +256,8 @@ def test_what_another_user_wrote_is_not_believed(tmp_path: Path, monkeypatch: py
     folder.mkdir()
     owner = {"host": os.uname().nodename, "boot": "another", "pid": 1, "start_time": "1"}
     (folder / "owner").write_text(json.dumps(owner))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with monkeypatch.context() as changed:
+        changed.setattr(os, "geteuid", lambda: os.getuid() + 1)
         _claims(tmp_path)
     assert folder.exists()
     _claims(tmp_path)

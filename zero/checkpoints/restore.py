@@ -59,7 +59,7 @@ def restore(optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, A
     if wanted.module_only:
         return {}
     if wanted.optimizer_states:
-        optimizer.load_inner_state(decoded["inner"])
+        _restore_inner(optimizer, decoded["inner"], request)
         streamed.stand_ins()
         _restore_loss_scale(optimizer, decoded["loss_scale"])
         inside.adaptive.load_state_dict(decoded["adaptive"])
@@ -90,6 +90,21 @@ def _restore_weights(inside: Inside, request: Request, streamed: StreamedStates)
                 buffer.copy_(request.values(key).view(buffer.shape))
     streamed.commit()
     runtime.publish(runtime.buckets)
+
+
+def _restore_inner(optimizer: ZeroOptimizer, state: dict[str, Any], request: Request) -> None:
+    """Only the inner optimizer knows which states it needs: what it refuses is found when weights have changed."""
+    error = None
+    try:
+        optimizer.load_inner_state(state)
+    except (RuntimeError, *UNREADABLE) as caught:
+        error = CheckpointError(
+            f"{request.index.folder} is damaged: {type(optimizer.inside.inner).__name__} does not take its states "
+            f"({caught!r}); construct model and optimizer anew, and load another checkpoint"
+        )
+    if error is not None:
+        optimizer.inside.fail(error)
+    raise_first(error, CheckpointError, optimizer.topology)
 
 
 def _restore_published(inside: Inside, request: Request) -> None:
