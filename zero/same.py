@@ -26,7 +26,7 @@ __all__ = ["check_same"]
 MAY_DIFFER = {
     "aio", "autotuning", "comet", "comms_logger", "csv_monitor", "dump_state", "flops_profiler", "log_level",
     "memory_breakdown", "nebula", "steps_per_print", "tensorboard", "timers", "wall_clock_breakdown", "wandb",
-    "nvme_path",
+    "activations_nvme_path", "bit_ledger", "nvme_path",
 }  # fmt: skip
 PLAIN = (bool, int, float, str, type(None))
 

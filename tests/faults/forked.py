@@ -83,7 +83,7 @@ def run_forked(spec: dict[str, Any], folder: Path, reference: str) -> dict[str, 
             stack.enter_context(mounted(folder / "small", room))
         is_over = attempt_forked(folder, 0)
     saved = saved_at_first(folder)
-    if spec["fault"] == "bit in a checkpoint" and saved:
+    if is_damaged(spec) and saved:
         _damage(folder, spec)
         is_over = attempt_forked(folder, 1) and is_over
     elif (is_over and told(folder, 0, "error")) or len(told(folder, 0, "end")) < RANKS:
@@ -92,19 +92,24 @@ def run_forked(spec: dict[str, Any], folder: Path, reference: str) -> dict[str, 
     return {**spec, **found, "took_s": round(time.monotonic() - started, 2)}
 
 
+def is_damaged(spec: dict[str, Any]) -> bool:
+    """Whether the fault lies in a file, between two attempts."""
+    return bool(spec["fault"] == "bit in a checkpoint")
+
+
 def judge(spec: dict[str, Any], folder: Path, reference: str, saved: int) -> dict[str, Any]:
     """Compare what was told with what must follow."""
     fault = FAULTS[spec["fault"]]
-    is_damaged = spec["fault"] == "bit in a checkpoint"
-    errors = told(folder, 1, "load") if is_damaged else told(folder, 0, "error")
-    problems = [] if fault.goes_on and not errors else list(_wrong_errors(spec, errors))
+    damaged = is_damaged(spec)
+    errors = told(folder, 1, "load") if damaged else told(folder, 0, "error")
+    problems = [] if fault.goes_on and not errors else list(_wrong_errors(spec, errors, set(told(folder, 0, "end"))))
     ends = next((found for attempt in (2, 1, 0) if (found := told(folder, attempt, "end"))), {})
     hashes = {one["hash"] for one in ends.values()}
     begins = {one["began"] for one in told(folder, 1, "began").values()}
     outcome = "ok"
     if problems:
         outcome = "unnamed"
-    if begins and min(begins) < (saved - SAVE_EVERY * is_damaged):
+    if begins and min(begins) < (saved - SAVE_EVERY * damaged):
         outcome, problems = "lost", [*problems, f"began at {begins}, saved {saved}"]
     if (
         len(ends) < RANKS
@@ -118,18 +123,20 @@ def judge(spec: dict[str, Any], folder: Path, reference: str, saved: int) -> dic
     late = [one["at"] - fault_at for one in errors.values()] if fault_at else []
     return {
         "outcome": outcome, "problems": problems, "errors": {rank: one["error"] for rank, one in errors.items()},
-        "error_after_s": round(max(late), 2) if late else None, "happened": fault_at is not None or is_damaged,
+        "error_after_s": round(max(late), 2) if late else None, "happened": fault_at is not None or damaged,
         "began": sorted(begins), "saved": saved,
     }  # fmt: skip
 
 
-def _wrong_errors(spec: dict[str, Any], errors: dict[int, Told]) -> Any:
+def _wrong_errors(spec: dict[str, Any], errors: dict[int, Told], ended: set[int]) -> Any:
     fault, victim = FAULTS[spec["fault"]], spec["victim"]
     for rank in range(RANKS):
         wanted = fault.victim if rank == victim else fault.survivors
         if wanted is None:
             continue
         if rank not in errors:
+            if rank in ended and not is_damaged(spec):
+                continue  # it needed nothing more from the victim
             if not (wanted == "" or wanted.endswith("|") or wanted.startswith("|")):
                 yield f"rank {rank} has no error"
         elif not re.fullmatch(wanted, errors[rank]["error"]) or not re.search(fault.text, errors[rank]["text"]):

@@ -61,8 +61,12 @@ class _Side:
         return nullcontext(SimpleNamespace(cuda_stream=STREAM))
 
 
-def _refuse(*args: Any) -> None:
-    raise AssertionError("an exchange over torch's group")
+def _over_nccl_only(exchange: Any) -> Any:
+    def checked(output: Any, message: Any, hop: Any, words: Any) -> Any:
+        assert hop.carrier is not None, "an exchange over torch's group"
+        return exchange(output, message, hop, words)
+
+    return checked
 
 
 @contextmanager
@@ -75,8 +79,8 @@ def _over_stand_in() -> Iterator[None]:
         patch.setattr(nccl_steps, "_has_kernels", lambda _: False)
         patch.setattr(nccl_bytes, "communicator_over", lambda hops, _: Over(StandIn(hops), sides))
         patch.setattr(nccl_bytes.torch.cuda, "Event", lambda: SimpleNamespace(record=lambda _: None, wait=lambda: None))
-        patch.setattr(backend, "_gather", _refuse)
-        patch.setattr(backend, "_exchange", _refuse)
+        for name in ("_gather", "_exchange"):
+            patch.setattr(backend, name, _over_nccl_only(getattr(backend, name)))
         before = StandIn.calls
         yield
         assert before < StandIn.calls, "nothing went over the stand-in"

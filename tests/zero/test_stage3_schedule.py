@@ -197,6 +197,7 @@ def _logged() -> Iterator[list[str]]:
 
 def _peak_and_sent(rank: int, **options: Any) -> tuple[int, int, list[str]]:
     """Of a step that goes by plan: the most bfloat16 elements gathered at a time, and bytes that all-gathers sent."""
+    options["gradient_format"] = "bf16"  # on the wire: gradients wait in float32
     model = new_model(torch.bfloat16)
     params = [p for p in model.parameters() if p.requires_grad]
     with _logged() as texts, zero_optimizer(model, torch.optim.SGD(params, lr=0.1), stage=3, **options) as optimizer:

@@ -111,10 +111,11 @@ def test_what_cannot_be_tiled_is_refused() -> None:
 
 
 def _peak_numel(model: nn.Module, *, is_frozen: bool) -> int:
-    """Elements of parameters gathered at a time, over two steps, by the pool; gradients have another dtype."""
+    """Elements of parameters gathered at a time, over two steps, by the pool; gradients wait in another dtype."""
     if is_frozen:
         model.get_submodule("1").requires_grad_(False)
-    with zero_optimizer(model, torch.optim.SGD, stage=3, lr=0.1, stage3_prefetch_bucket_size=0) as optimizer:
+    options = {"stage3_prefetch_bucket_size": 0, "gradient_format": "bf16"}
+    with zero_optimizer(model, torch.optim.SGD, stage=3, lr=0.1, **options) as optimizer:
         pool = optimizer.inside.runtime.pool
         for _ in range(2):
             model(torch.randn(2, 8, dtype=torch.bfloat16)).float().sum().backward()

@@ -88,12 +88,12 @@ def _item_of(row: Row) -> WriteItem:
 
 
 def _row_of_result(result: WriteResult) -> Row:
-    chunk, file_nbytes = result.storage_data
-    nbytes = result.size_in_bytes
-    return [result.index.fqn, nbytes, file_nbytes, chunk.offset, chunk.numel, chunk.file, chunk.position, chunk.crc32]
+    chunk, file_nbytes, header = result.storage_data
+    row = [result.index.fqn, result.size_in_bytes, file_nbytes, header]
+    return [*row, chunk.offset, chunk.numel, chunk.file, chunk.position, chunk.crc32]
 
 
 def _result_of(row: Row) -> WriteResult:
-    key, nbytes, file_nbytes, *chunk = row
+    key, nbytes, file_nbytes, header, *chunk = row
     stored = StoredChunk(*chunk)
-    return WriteResult(MetadataIndex(key, (stored.offset,)), nbytes, (stored, file_nbytes))
+    return WriteResult(MetadataIndex(key, (stored.offset,)), nbytes, (stored, file_nbytes, tuple(header)))
