@@ -161,7 +161,7 @@ def test_a_step_by_hand() -> None:
     assert row.times.between == pytest.approx(3 * 1e9 / (10e9 * 0.9), rel=0.01)  # 3 times half of 2 bytes a parameter
     assert row.times.kernels == pytest.approx((4 + 2 + 2) * 1e9 / (1000e9 * 0.9), rel=0.01)
     assert (row.times.within, row.times.pcie, row.times.host, row.times.nvme) == (0, 0, 0, 0)
-    assert row.times.latency == pytest.approx(3 * 3 * 5e-5)  # 3 times, of 5 * 10^8 elements less padding
+    assert row.times.latency == pytest.approx(3 * 3 * 5e-5)  # 3 times, in pieces of less than 5 * 10^8
     assert row.times.step == pytest.approx(row.times.computation + row.times.transfers)
     assert row.tokens_per_s == pytest.approx(2000 / row.times.step)
 
