@@ -59,7 +59,7 @@ def test_steps_by_hand(tmp_path: Path) -> None:
     assert peer.latency == pytest.approx((2 * 3 + 6) * 3 * 700e-6)  # each block, and the rest
     assert ours.between == pytest.approx(2 * NUMEL / node, rel=0.05)  # half of 2 bytes, there and back; padding
     assert ours.within == pytest.approx(2 * NUMEL / (0.5e9 * 0.9), rel=0.05)
-    assert ours.latency == pytest.approx(2 * (300e-6 + 700e-6))
+    assert ours.latency == pytest.approx(2 * (300e-6 + 700e-6) + 2 * 700e-6)  # with its agreements
     assert ours.kernels == pytest.approx(8 * NUMEL / (KERNELS_GBPS * 1e9 * 0.9), rel=0.05)
     assert rows["ddp"].error == pytest.approx(ring.step / 0.1 - 1)
 

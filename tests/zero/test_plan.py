@@ -69,7 +69,10 @@ def _check_each(names: Iterable[str], counted_links: tuple[str, ...]) -> None:
         optimizer.close()
         settings = make_plan(None, {"gradient_accumulation_steps": NUM_MICRO, **options}).settings
         planned = Model.of_module(_layers(), num_layers=3, hidden=WIDTH)
-        found = step_moved(planned, Exchanges.of(settings, 2, 2, torch.bfloat16), NUM_MICRO).values()
+        kinds = step_moved(planned, Exchanges.of(settings, 2, 2, torch.bfloat16), NUM_MICRO)
+        agreements = kinds.pop("agreements").exchanges.inter  # of all ranks at once: one other is in this node
+        assert traffic.calls(operation="control", link="intra") == agreements, f"{name}: {traffic}"
+        found = kinds.values()
         for link in ("intra", "inter"):
             counted = traffic.bytes(link=link) - traffic.bytes(operation="control", link=link)
             assert counted == sum(getattr(moved.sent, link) for moved in found), f"{name}, {link}: {traffic}"
@@ -161,7 +164,9 @@ def test_a_step_by_hand() -> None:
     assert row.times.between == pytest.approx(3 * 1e9 / (10e9 * 0.9), rel=0.01)  # 3 times half of 2 bytes a parameter
     assert row.times.kernels == pytest.approx((4 + 2 + 2) * 1e9 / (1000e9 * 0.9), rel=0.01)
     assert (row.times.within, row.times.pcie, row.times.host, row.times.nvme) == (0, 0, 0, 0)
-    assert row.times.latency == pytest.approx(3 * 3 * 5e-5)  # 3 times, in pieces of less than 5 * 10^8
+    assert row.times.latency == pytest.approx(
+        (3 * 3 + 2) * 5e-5
+    )  # 2 agreements, and 3 times, in pieces of less than 5 * 10^8
     assert row.times.step == pytest.approx(row.times.computation + row.times.transfers)
     assert row.tokens_per_s == pytest.approx(2000 / row.times.step)
 

@@ -1,7 +1,7 @@
 """Bytes that a rank sends in a step, and the exchanges they go in, by what for: :mod:`zcomm.volume` over the buckets.
 
 What :func:`zcomm.traffic` counts, but for the agreements (operation "control"), a few bytes a rank; a message to each
-peer on a link is one exchange. k micro-batches:
+peer on a link is one exchange, and so is an agreement of all ranks. k micro-batches:
 
     stage 0           k or 1 reductions (no_sync), and the gradients gathered once
     stage 1           one reduction at the boundary, and the new parameters gathered once
@@ -39,7 +39,7 @@ from zero.sources import GatherOptions, gather_options
 
 __all__ = ["KINDS", "Exchanges", "Moved", "kernel_nbytes", "step_moved"]
 
-KINDS = ("gathers", "gathers inside the node", "reductions", "new parameters")
+KINDS = ("gathers", "gathers inside the node", "reductions", "new parameters", "agreements")
 """What is sent for, in the order of a step."""
 
 
@@ -131,6 +131,13 @@ class Exchanges:
         of_parts = [(all_gather_sent(n, dtype, *self._nodes, wire), exchanged(n, *self._nodes, wire)) for n in parts]
         return _total([Moved(*part) for part in of_parts])
 
+    def agree(self, num_micro: int) -> Moved:
+        """The agreements of a step: one on what each reduction takes, one on the update; their bytes do not count."""
+        if self.shape.world_size == 1:
+            return NOTHING
+        count = 1 + (num_micro if self.effective.stage.reduces_every_micro_batch else 1)
+        return Moved(Sent(0, 0), Exchanged(0, count) if self.shape.num_nodes > 1 else Exchanged(count, 0))
+
     @property
     def _nodes(self) -> tuple[int, int]:
         return self.shape.num_nodes, self.shape.ranks_per_node
@@ -148,14 +155,16 @@ class Exchanges:
             KINDS[1]: _times(self.gather_inside(layout), inside) if inside else NOTHING,
             KINDS[2]: NOTHING,
             KINDS[3]: NOTHING,
+            KINDS[4]: NOTHING,
         }
         if is_trainable:
             once = self.reduce(layout)
             times = num_micro if stage.reduces_every_micro_batch else 1
             found[KINDS[2]] = _times(once, times)
             if has_copy:  # the second hop once
+                sent, counts = found[KINDS[2]]
                 found[KINDS[2]] = Moved(
-                    *(of_hops._replace(inter=hop.inter) for of_hops, hop in zip(found[KINDS[2]], once, strict=True))
+                    sent._replace(inter=once.sent.inter), counts._replace(inter=once.exchanges.inter)
                 )
             found[KINDS[3]] = self.publish(layout)
         return found
@@ -171,7 +180,7 @@ def step_moved(model: Model, exchanges: Exchanges, num_micro: int = 1) -> dict[s
     for layout, repeats, is_trainable in model.layouts(shape.world_size, merged):
         for kind, moved in exchanges.of_bucket(layout, num_micro, is_trainable=is_trainable).items():
             totals[kind] = _total([totals[kind], _times(moved, repeats)])
-    return totals
+    return totals | {KINDS[4]: exchanges.agree(num_micro)}
 
 
 def kernel_nbytes(model: Model, exchanges: Exchanges, num_micro: int = 1) -> float:
