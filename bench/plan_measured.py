@@ -1,11 +1,12 @@
 """``zero plan`` beside this machine: the steps that bench/compare.py has measured, and what the planner's formulas say.
 
-    computation     step of the same ranks alone, in the same run, after as many micro-batches ("alone", "alone x4")
+    computation     step of the same ranks alone, in the same run, after as many micro-batches ("alone", "alone x4"),
+                    times what the system by itself, in worlds of one rank, takes beside it: bench/plan_alone.py
     bytes           of this library: zero.plan.exchanges. Of peers, B bytes of a tensor on W ranks: gloo sends
                     (W - 1) / W B on every link of a ring to gather, twice that to reduce, to all or to shards
     rates           between nodes the network's name, within them and on loopback the links as `zcomm probe` found them
     latency         of this library's exchanges one each; of a ring's W - 1 a gather, 2 (W - 1) a reduction
-    kernels         bytes that encoding, copying and summing read and write, at the kernels' rate in the probe
+    kernels         bytes that encoding and summing read and write, at the kernels' rate in the probe
 
 Rates and latencies are those with all ranks at it, so that cores which ranks share are in them. What is not planned is
 left out: peers whose exchanges are their own affair (DeepSpeed, ZeroRedundancyOptimizer), and offloading to files.
@@ -28,8 +29,9 @@ from typing import Any, NamedTuple
 import torch
 from comparison.records import Run, Store
 from comparison.tables import LOOPBACK
-from contenders.catalogue import ENTRIES
+from contenders.catalogue import COMPARED, ENTRIES
 from gpt_model import GPT, GPTConfig
+from plan_alone import own_steps
 
 from zcomm.formats import get_format
 from zcomm.message import layout_of
@@ -45,6 +47,10 @@ __all__ = ["Planned", "cluster_of", "page", "planned", "probed", "rate_gbit"]
 RANKS_PER_NODE = 2
 TOLERANCE = 0.2
 UNITS = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0}
+PLANNED = [
+    name for name in COMPARED
+    if ENTRIES[name].module in ("alone", "ddp", "fsdp2", "zero_optimizer") and "offload" not in ENTRIES[name].options
+]  # fmt: skip
 FIRST_BUCKET_NBYTES, BUCKET_NBYTES = 2**20, 25 * 2**20
 """Of DistributedDataParallel."""
 
@@ -71,8 +77,6 @@ class Way(NamedTuple):
     gradient_nbytes: int
     num_gathers: int
     num_reductions: int
-    copies: int
-    """Of the gradients, and of what is gathered: into buffers and out of them."""
 
 
 def rate_gbit(network: str) -> float:
@@ -83,19 +87,32 @@ def rate_gbit(network: str) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
-def probed(path: Path | None, nodes: int) -> dict[str, Any]:
-    """What ``zcomm probe`` has written for such nodes; None: let it measure now, on this machine's loopback."""
-    if path is None:
-        with tempfile.TemporaryDirectory() as folder:
-            return probed(_probe(Path(folder) / "probe.json", nodes), nodes)
+def probed(path: Path | None, store: Store) -> dict[str, Any]:
+    """What is known of this machine: what ``zcomm probe`` writes, and in "own" the systems' steps by themselves.
+
+    ``path``: a file of ``zcomm probe``, or where this is kept if there is none yet. What it lacks is measured now, the
+    links on loopback.
+    """
+    nodes = max(shape["nodes"] for shape in store.values["shape"].values())
     shape = f"{nodes}x{RANKS_PER_NODE} on 1 host"
-    shapes: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["topologies"]
+    with tempfile.TemporaryDirectory() as folder:
+        known = path if path is not None and path.exists() else _probe(Path(folder) / "probe.json", nodes)
+        shapes: dict[str, Any] = json.loads(known.read_text(encoding="utf-8"))["topologies"]
     if shape not in shapes:
         raise ValueError(
             f"{path} has no links of {shape!r}, only of {sorted(shapes)}: leave out --probe to measure them"
         )
-    found: dict[str, Any] = shapes[shape]
-    return found
+    facts: dict[str, Any] = shapes[shape]
+    own = facts.setdefault("own", {})
+    for key in store.values["runs"]:
+        dtype, batch, _ = key.split()
+        if f"{dtype} {batch}" not in own:
+            options = {k: v for k, v in store.values["shape"][batch].items() if k not in ("nodes", "steps")}
+            words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+            own[f"{dtype} {batch}"] = own_steps([*words, f"--dtype={dtype}"], PLANNED, nodes * RANKS_PER_NODE)
+    if path is not None and not path.exists():
+        path.write_text(json.dumps({"version": 1, "topologies": {shape: facts}}, indent=1), encoding="utf-8")
+    return facts
 
 
 def _probe(path: Path, nodes: int) -> Path:
@@ -147,10 +164,10 @@ def _ways(model: Model, dtype: torch.dtype) -> dict[str, Way]:
     buckets = 1 + -(-max(4 * model.numel - FIRST_BUCKET_NBYTES, 0) // BUCKET_NBYTES)
     groups = model.num_layers + 1
     return {
-        "ddp": Way(0, 4, 0, buckets, 2),
-        "ddp bf16 gradients": Way(0, 2, 0, buckets, 2),
-        "fsdp2 reshard=False": Way(1, dtype.itemsize, groups, groups, 1),
-        "fsdp2 reshard=True": Way(2, dtype.itemsize, 2 * groups, groups, 1),
+        "ddp": Way(0, 4, 0, buckets),
+        "ddp bf16 gradients": Way(0, 2, 0, buckets),
+        "fsdp2 reshard=False": Way(1, dtype.itemsize, groups, groups),
+        "fsdp2 reshard=True": Way(2, dtype.itemsize, 2 * groups, groups),
     }
 
 
@@ -164,7 +181,7 @@ def _of_ring(way: Way, model: Model, cluster: Cluster, dtype: torch.dtype) -> tu
     reduced, gathered = way.gradient_nbytes * model.numel, way.times_gathered * dtype.itemsize * model.numel
     nbytes = (2 * reduced + gathered) * others // cluster.world_size
     rounds = others * (2 * way.num_reductions + way.num_gathers)
-    kernels = 2 * way.copies * (reduced + gathered) + 3 * reduced * others / cluster.world_size
+    kernels = 3 * reduced * others / cluster.world_size
     if cluster.between_gbit / 8 < cluster.within_gbps:
         return Moved(Sent(0, nbytes // cluster.ranks_per_node), Exchanged(0, rounds)), kernels
     return Moved(Sent(nbytes, 0), Exchanged(rounds, 0)), kernels
@@ -207,7 +224,7 @@ def planned(store: Store, facts: dict[str, Any]) -> Iterator[Planned]:
             job = Activations(hidden=model.hidden, num_layers=model.num_layers, batch=1, sequence=model.sequence)
             setup = Setup(stage=entry.stage, num_nodes=shape["nodes"], ranks_per_node=RANKS_PER_NODE)
             times = times_of(model.numel, job, setup, cluster, {name: moved}, kernels_nbytes=kernels, num_micro=1)
-            times = replace(times, computation=alone)
+            times = replace(times, computation=alone * _beside_alone(facts["own"][f"{dtype_name} {batch}"], name))
             yield Planned(key, name, times, statistics.median(system.seconds))
 
 
@@ -216,15 +233,19 @@ def _alone(run: Run, accumulation: int) -> float | None:
     return statistics.median(system.seconds) if system is not None and system.seconds else None
 
 
+def _beside_alone(own: dict[str, float], name: str) -> float:
+    return own[name] / own[f"alone x{name[-1]}" if name.endswith(" x4") else "alone"]
+
+
 def page(path: Path, probe: Path | None = None) -> str:
     """As Markdown, from the JSON of compare.py and the links as ``zcomm probe`` found them."""
     store = Store(path)
-    facts = probed(probe, max(shape["nodes"] for shape in store.values["shape"].values()))
+    facts = probed(probe, store)
     rows = list(planned(store, facts))
     if not rows:
         raise ValueError(f"{path} has no system that is planned, measured beside alone: run bench/compare.py")
     near = sum(abs(row.error) <= TOLERANCE for row in rows)
-    one = cluster_of(facts, 2, LOOPBACK)
+    one = cluster_of(facts, 2, LOOPBACK)  # its links do not depend on the number of nodes
     lines = [
         "# `zero plan` beside this machine", "",
         *(f"{name}: {text}  " for name, text in store.values["context"].items()), "",
@@ -234,7 +255,7 @@ def page(path: Path, probe: Path | None = None) -> str:
         f"Links: within a node {one.within_gbps:.3f} GB/s a rank and {one.within_us:.0f} us an exchange; "
         f"between nodes on loopback {one.between_gbit:.2f} Gbit/s and {one.between_us:.0f} us; kernels "
         f"{one.device_gbps:.2f} GB/s; all with all ranks at it.", "",
-        "| run | system | alone, ms | within | between | latency | kernels | planned, ms | measured, ms | difference |",
+        "| run | system | by itself | within | between | latency | kernels | planned, ms | measured, ms | difference |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for row in rows:

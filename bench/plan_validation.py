@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the page, or write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=Path, metavar="FILE", help="JSON of bench/compare.py instead: this machine")
-    parser.add_argument("--probe", type=Path, metavar="FILE", help="of zcomm probe; default: measure the links now")
+    parser.add_argument("--probe", type=Path, metavar="FILE", help="of zcomm probe, or to keep what is measured now")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     text = page() if options.measured is None else plan_measured.page(options.measured, options.probe)

@@ -28,7 +28,11 @@ SHAPE = {"hidden_size": HIDDEN, "num_layers": LAYERS, "num_attention_heads": 4, 
 
 def _files(tmp_path: Path, systems: dict[str, Any], network: str = "200mbit") -> tuple[Path, Path]:
     # kernels that read 2 bytes an element and write 2: half of what they move is what the probe's rate counts
-    probe = {"links": LINKS, "kernels_gbps": {"bf16": {"quantize": KERNELS_GBPS / 2, "decode": KERNELS_GBPS / 2}}}
+    probe: dict[str, Any] = {
+        "links": LINKS,
+        "kernels_gbps": {"bf16": {"quantize": KERNELS_GBPS / 2, "decode": KERNELS_GBPS / 2}},
+    }
+    probe["own"] = {"bfloat16 network": dict.fromkeys(plan_measured.PLANNED, 0.2) | {"alone": 0.1, "alone x4": 0.4}}
     run = {"running": "", "tokens": 64, "numel": NUMEL, "systems": systems}
     measured = {"shape": {"network": SHAPE | {"nodes": 2, "steps": 1}}, "runs": {f"bfloat16 network {network}": run}}
     paths = tmp_path / "compare.json", tmp_path / "probe.json"
@@ -38,8 +42,8 @@ def _files(tmp_path: Path, systems: dict[str, Any], network: str = "200mbit") ->
 
 
 def _rows(paths: tuple[Path, Path]) -> dict[str, Any]:
-    facts = plan_measured.probed(paths[1], 2)
-    return {row.system: row for row in plan_measured.planned(records.Store(paths[0]), facts)}
+    store = records.Store(paths[0])
+    return {row.system: row for row in plan_measured.planned(store, plan_measured.probed(paths[1], store))}
 
 
 def test_steps_by_hand(tmp_path: Path) -> None:
@@ -52,7 +56,7 @@ def test_steps_by_hand(tmp_path: Path) -> None:
     assert set(rows) == {"ddp", "fsdp2 reshard=True", "zero stage 1"}, "what has no step alone, or failed, is left out"
     node = 25e6 * 0.9
     ring, peer, ours = rows["ddp"].times, rows["fsdp2 reshard=True"].times, rows["zero stage 1"].times
-    assert ring.computation == peer.computation == ours.computation == 0.02
+    assert ring.computation == peer.computation == ours.computation == 0.04  # the median, and twice as long by itself
     assert ring.between == pytest.approx(1.5 * 4 * NUMEL / node, rel=0.01)
     assert ring.latency == pytest.approx(6 * 700e-6)  # twice three rounds, all in one bucket
     assert peer.between == pytest.approx((1.5 + 2 * 0.75) * 2 * NUMEL / node, rel=0.01)
@@ -80,7 +84,7 @@ def test_the_page_counts_rows_within_a_fifth(tmp_path: Path, capsys: pytest.Capt
     plan_validation.main(["--measured", str(paths[0]), "--probe", str(paths[1])])
     page = capsys.readouterr().out
     assert "1 of 2 rows within 20%: 50.0%; 1 runs, 2 systems" in page
-    assert "| bfloat16 network 200mbit | zero stage 1 | 20.0 |" in page
+    assert "| bfloat16 network 200mbit | zero stage 1 | 40.0 |" in page
     assert "| -16 % |" in page
 
 
@@ -88,8 +92,10 @@ def test_what_cannot_be_planned(tmp_path: Path) -> None:
     paths = _files(tmp_path, {"ddp": {"seconds": [1.0]}})
     with pytest.raises(ValueError, match="measured beside alone"):
         plan_measured.page(*paths)
+    store = records.Store(paths[0])
+    store.values["shape"]["network"]["nodes"] = 3
     with pytest.raises(ValueError, match="no links of '3x2 on 1 host'"):
-        plan_measured.probed(paths[1], 3)
+        plan_measured.probed(paths[1], store)
     with pytest.raises(ValueError, match="a rate like 200mbit: 'slow'"):
         plan_measured.rate_gbit("slow")
     assert [plan_measured.rate_gbit(name) for name in ("200mbit", "1gbit", "2.5gbit")] == [0.2, 1.0, 2.5]
