@@ -1,7 +1,7 @@
 """``zero plan`` beside this machine: the steps that bench/compare.py has measured, and what the planner's formulas say.
 
-    computation     step of the same ranks alone, in the same run, after as many micro-batches ("alone", "alone x4"),
-                    times what the system by itself, in worlds of one rank, takes beside it: bench/plan_alone.py
+    computation     step of the same ranks alone, in the same run, after as many micro-batches ("alone", "alone x4");
+                    with --own-steps times what the system takes beside it in worlds of one rank: bench/plan_alone.py
     bytes           of this library: zero.plan.exchanges. Of peers, B bytes of a tensor on W ranks: gloo sends
                     (W - 1) / W B on every link of a ring to gather, twice that to reduce, to all or to shards
     rates           between nodes the network's name, within them and on loopback the links as `zcomm probe` found them
@@ -87,8 +87,8 @@ def rate_gbit(network: str) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
-def probed(path: Path | None, store: Store) -> dict[str, Any]:
-    """What is known of this machine: what ``zcomm probe`` writes, and in "own" the systems' steps by themselves.
+def probed(path: Path | None, store: Store, *, has_own: bool = False) -> dict[str, Any]:
+    """What is known of this machine: what ``zcomm probe`` writes; with ``has_own`` also the systems' own steps.
 
     ``path``: a file of ``zcomm probe``, or where this is kept if there is none yet. What it lacks is measured now, the
     links on loopback.
@@ -103,8 +103,8 @@ def probed(path: Path | None, store: Store) -> dict[str, Any]:
             f"{path} has no links of {shape!r}, only of {sorted(shapes)}: leave out --probe to measure them"
         )
     facts: dict[str, Any] = shapes[shape]
-    own = facts.setdefault("own", {})
-    for key in store.values["runs"]:
+    own = facts.setdefault("own", {}) if has_own else facts.pop("own", {})
+    for key in store.values["runs"] if has_own else ():
         dtype, batch, _ = key.split()
         if f"{dtype} {batch}" not in own:
             options = {k: v for k, v in store.values["shape"][batch].items() if k not in ("nodes", "steps")}
@@ -224,7 +224,8 @@ def planned(store: Store, facts: dict[str, Any]) -> Iterator[Planned]:
             job = Activations(hidden=model.hidden, num_layers=model.num_layers, batch=1, sequence=model.sequence)
             setup = Setup(stage=entry.stage, num_nodes=shape["nodes"], ranks_per_node=RANKS_PER_NODE)
             times = times_of(model.numel, job, setup, cluster, {name: moved}, kernels_nbytes=kernels, num_micro=1)
-            times = replace(times, computation=alone * _beside_alone(facts["own"][f"{dtype_name} {batch}"], name))
+            own = facts.get("own", {}).get(f"{dtype_name} {batch}")
+            times = replace(times, computation=alone * (1.0 if own is None else _beside_alone(own, name)))
             yield Planned(key, name, times, statistics.median(system.seconds))
 
 
@@ -237,10 +238,10 @@ def _beside_alone(own: dict[str, float], name: str) -> float:
     return own[name] / own[f"alone x{name[-1]}" if name.endswith(" x4") else "alone"]
 
 
-def page(path: Path, probe: Path | None = None) -> str:
+def page(path: Path, probe: Path | None = None, *, has_own: bool = False) -> str:
     """As Markdown, from the JSON of compare.py and the links as ``zcomm probe`` found them."""
     store = Store(path)
-    facts = probed(probe, store)
+    facts = probed(probe, store, has_own=has_own)
     rows = list(planned(store, facts))
     if not rows:
         raise ValueError(f"{path} has no system that is planned, measured beside alone: run bench/compare.py")

@@ -198,14 +198,20 @@ def _word(fits: bool) -> str:  # noqa: FBT001
     return "fits" if fits else "out of memory"
 
 
+def measured_page(options: argparse.Namespace) -> str:
+    """The page of measurements."""
+    return plan_measured.page(options.measured, options.probe, has_own=options.own_steps)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the page, or write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=Path, metavar="FILE", help="JSON of bench/compare.py instead: this machine")
     parser.add_argument("--probe", type=Path, metavar="FILE", help="of zcomm probe, or to keep what is measured now")
+    parser.add_argument("--own-steps", action="store_true", help="with what a system computes beside the rank alone")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
-    text = page() if options.measured is None else plan_measured.page(options.measured, options.probe)
+    text = page() if options.measured is None else measured_page(options)
     if options.output:
         options.output.write_text(text)
     print(text, end="")
