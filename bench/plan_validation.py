@@ -1,6 +1,7 @@
-"""``zero plan`` beside what the papers have published: the tables of bench/results/plan.md.
+"""``zero plan`` beside what the papers have published: the tables of bench/results/plan.md; or beside measurements.
 
     python bench/plan_validation.py [--output bench/results/plan.md]
+    python bench/plan_validation.py --measured compare.json [--probe probe.json] [--output bench/results/measured.md]
 
 Inputs are the papers' set-ups; the two constants of zero.plan.times are the same in every line. GB are 10^9 bytes.
 """
@@ -12,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+
+import plan_measured
 
 from zero.formulas import Counts, Setup, Tier, usage_of
 from zero.plan import CLUSTERS, Job, Model, largest_model, plan
@@ -195,12 +198,20 @@ def _word(fits: bool) -> str:  # noqa: FBT001
     return "fits" if fits else "out of memory"
 
 
+def measured_page(options: argparse.Namespace) -> str:
+    """The page of measurements."""
+    return plan_measured.page(options.measured, options.probe, has_own=options.own_steps)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the page, or write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="JSON of bench/compare.py instead: this machine")
+    parser.add_argument("--probe", type=Path, metavar="FILE", help="of zcomm probe, or to keep what is measured now")
+    parser.add_argument("--own-steps", action="store_true", help="with what a system computes beside the rank alone")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
-    text = page()
+    text = page() if options.measured is None else measured_page(options)
     if options.output:
         options.output.write_text(text)
     print(text, end="")

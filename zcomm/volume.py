@@ -23,10 +23,12 @@ from zcomm.formats import Format, get_format, is_same_wire
 from zcomm.message import layout_of
 
 __all__ = [
+    "Exchanged",
     "Sent",
     "all_gather_sent",
     "all_reduce_sent",
     "all_to_all_sent",
+    "exchanged",
     "inter_node_model_units",
     "one_hop_sent",
     "reduce_scatter_sent",
@@ -39,6 +41,13 @@ Pair = tuple[Wire, Wire]
 
 class Sent(NamedTuple):
     """Bytes that one rank sends."""
+
+    intra: int
+    inter: int
+
+
+class Exchanged(NamedTuple):
+    """Exchanges that one rank takes part in, each with all its peers on that kind of link at once."""
 
     intra: int
     inter: int
@@ -106,6 +115,16 @@ def all_to_all_sent(part_numel: int, dtype: torch.dtype, num_nodes: int, ranks_p
 def secondary_gather_sent(numel: int, dtype: torch.dtype, ranks_per_node: int) -> Sent:
     """A gather of a SecondaryPartition of ``numel`` elements."""
     return Sent((ranks_per_node - 1) * -(-numel // ranks_per_node) * dtype.itemsize, 0)
+
+
+def exchanged(shard_numel: int, num_nodes: int, ranks_per_node: int, wire: Pair) -> Exchanged:
+    """Exchanges of an all-gather, reduce-scatter or all-to-all of such shards over a Topology: one a hop and chunk."""
+    if num_nodes * ranks_per_node == 1 or not shard_numel:
+        return Exchanged(0, 0)
+    if num_nodes == 1 or ranks_per_node == 1:
+        return Exchanged(int(num_nodes == 1), int(num_nodes > 1))
+    chunks = len(chunks_of(shard_numel, *(get_format(part) for part in wire)))
+    return Exchanged(chunks, chunks)
 
 
 def inter_node_model_units(bytes_of_all_ranks: float, num_nodes: int, numel: int) -> float:

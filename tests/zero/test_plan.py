@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from zcomm import ConfigError, Topology
 from zero.cli import main
 from zero.config import explain, make_plan, parse
 from zero.plan import CLUSTERS, Cluster, Job, Model, largest_model, plan
-from zero.plan.exchanges import Exchanges, step_sent
+from zero.plan.exchanges import Exchanges, step_moved
 
 WIDTH, NUM_MICRO = 96, 2
 SENT = {
@@ -41,9 +42,20 @@ def _layers() -> nn.Module:
 
 
 def _check_sent(rank: int) -> None:
+    _check_each(SENT, ("intra", "inter"))
+
+
+def _check_chunks(rank: int) -> None:
+    """Inside nodes the pieces of a chunk may go together, and are counted apart."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zcomm.chunks, "MIN_CHUNK_NUMEL", 4096)
+        _check_each(("stage 1", "ZeRO++", "delta-hpZ"), ("inter",))
+
+
+def _check_each(names: Iterable[str], counted_links: tuple[str, ...]) -> None:
     ranks = Topology(ranks_per_node=2)
-    for name, options in SENT.items():
-        model = _layers()
+    for name in names:
+        model, options = _layers(), SENT[name]
         optimizer = zero.ZeroOptimizer(
             model, torch.optim.SGD, topology=ranks, lr=0.1, gradient_accumulation_steps=NUM_MICRO, **options
         )
@@ -57,16 +69,23 @@ def _check_sent(rank: int) -> None:
         optimizer.close()
         settings = make_plan(None, {"gradient_accumulation_steps": NUM_MICRO, **options}).settings
         planned = Model.of_module(_layers(), num_layers=3, hidden=WIDTH)
-        found = step_sent(planned, Exchanges.of(settings, 2, 2, torch.bfloat16), NUM_MICRO).values()
-        for link, expected in (("intra", sum(s.intra for s in found)), ("inter", sum(s.inter for s in found))):
+        kinds = step_moved(planned, Exchanges.of(settings, 2, 2, torch.bfloat16), NUM_MICRO)
+        agreements = kinds.pop("agreements").exchanges.inter  # of all ranks at once: one other is in this node
+        assert traffic.calls(operation="control", link="intra") == agreements, f"{name}: {traffic}"
+        found = kinds.values()
+        for link in ("intra", "inter"):
             counted = traffic.bytes(link=link) - traffic.bytes(operation="control", link=link)
-            assert counted == expected, f"{name}, {link}: {traffic}"
+            assert counted == sum(getattr(moved.sent, link) for moved in found), f"{name}, {link}: {traffic}"
+            calls = traffic.calls(link=link) - traffic.calls(operation="control", link=link)  # there is one peer
+            expected = sum(getattr(moved.exchanges, link) for moved in found)
+            assert link not in counted_links or calls == expected, f"{name}, {link}: {traffic}"
     ranks.close()
 
 
-def test_planned_bytes_are_those_that_ranks_send() -> None:
-    """To the byte, but for agreements; on 2 nodes x 2 ranks."""
-    run_ranks(4, _check_sent)
+@pytest.mark.parametrize("check", [_check_sent, _check_chunks])
+def test_planned_bytes_and_exchanges_are_those_of_ranks(check: Callable[[int], None]) -> None:
+    """To the byte and to the exchange, but for agreements; on 2 nodes x 2 ranks, whole and in chunks."""
+    run_ranks(4, check)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +155,7 @@ def test_a_plan_is_quick_and_its_configurations_are_read(num_nodes: int) -> None
 
 def test_a_step_by_hand() -> None:
     """10^9 parameters in one layer at stage 3 on 2 nodes x 1 rank: what each part takes, from the rates."""
-    cluster = Cluster(num_nodes=2, ranks_per_node=1, tflops=100, between_gbit=80, device_gbps=1000)
+    cluster = Cluster(num_nodes=2, ranks_per_node=1, tflops=100, between_gbit=80, between_us=50, device_gbps=1000)
     model = Model.of_numel(1e9, 1, sequence=1000)
     rows = plan(model, cluster, Job(is_checkpointed=False))
     (row,) = (row for row in rows if (row.stage, row.variant, row.tier) == (3, "plain", "device"))
@@ -145,6 +164,9 @@ def test_a_step_by_hand() -> None:
     assert row.times.between == pytest.approx(3 * 1e9 / (10e9 * 0.9), rel=0.01)  # 3 times half of 2 bytes a parameter
     assert row.times.kernels == pytest.approx((4 + 2 + 2) * 1e9 / (1000e9 * 0.9), rel=0.01)
     assert (row.times.within, row.times.pcie, row.times.host, row.times.nvme) == (0, 0, 0, 0)
+    assert row.times.latency == pytest.approx(
+        (3 * 3 + 2) * 5e-5
+    )  # 2 agreements, and 3 times, in pieces of less than 5 * 10^8
     assert row.times.step == pytest.approx(row.times.computation + row.times.transfers)
     assert row.tokens_per_s == pytest.approx(2000 / row.times.step)
 

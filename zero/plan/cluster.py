@@ -11,7 +11,12 @@ __all__ = ["CLUSTERS", "Cluster"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Equal nodes of equal devices. GB and GB/s are 10^9 bytes, GiB 2^30, Gbit/s 10^9 bits; all rates are peak ones."""
+    """Equal nodes of equal devices. GB and GB/s are 10^9 bytes, GiB 2^30, Gbit/s 10^9 bits; all rates are peak ones.
+
+    Latencies are by default those of NCCL's own model for its ring and protocol "Simple": 8.4 us, and 3.4 us a step on
+    NVLink or 9.6 us on a network (``src/graph/tuning.cc``). An exchange counts as one step, as its messages are under
+    way at the same time, however many ranks there are.
+    """
 
     num_nodes: int = 1
     ranks_per_node: int = 8
@@ -25,6 +30,10 @@ class Cluster:
     """GB/s that a device sends to others of its node."""
     between_gbit: float = 800.0
     """Gbit/s that a node sends to others."""
+    within_us: float = 11.8
+    """Microseconds that an exchange inside the node takes, however little it sends."""
+    between_us: float = 18.0
+    """The same between nodes."""
     host_gib: float = 1024.0
     """Memory of a node's host."""
     host_gbps: float = 200.0

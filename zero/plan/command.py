@@ -27,6 +27,7 @@ RATES = {
     "device_gib": "GiB of a device", "device_gbps": "GB/s of that memory", "tflops": "TFLOP/s of a device",
     "within_gbps": "GB/s a device sends in its node", "between_gbit": "Gbit/s a node sends to others",
     "host_gib": "GiB of a host", "host_gbps": "GB/s of its memory", "pcie_gbps": "GB/s of a device to its host",
+    "within_us": "us of an exchange in the node", "between_us": "us of one between nodes",
     "nvme_gib": "GiB of a node's disks", "nvme_read_gbps": "GB/s they are read", "nvme_write_gbps": "GB/s written",
 }  # fmt: skip
 
@@ -168,6 +169,8 @@ def _links(shapes: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"num_nodes": nodes, "ranks_per_node": ranks}
     if "within" in links:
         found["within_gbps"] = links["within"]["bandwidth_gbps"]
+        found["within_us"] = links["within"]["latency_us"]
     if "between" in links:
         found["between_gbit"] = 8 * links["between"]["bandwidth_gbps"]
+        found["between_us"] = links["between"]["latency_us"]
     return found

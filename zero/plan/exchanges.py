@@ -1,6 +1,7 @@
-"""Bytes that a rank sends in a step, by what for: the formulas of :mod:`zcomm.volume` over a model's buckets.
+"""Bytes that a rank sends in a step, and the exchanges they go in, by what for: :mod:`zcomm.volume` over the buckets.
 
-What :func:`zcomm.traffic` counts, but for the agreements (operation "control"), a few bytes a rank. k micro-batches:
+What :func:`zcomm.traffic` counts, but for the agreements (operation "control"), a few bytes a rank; a message to each
+peer on a link is one exchange, and so is an agreement of all ranks. k micro-batches:
 
     stage 0           k or 1 reductions (no_sync), and the gradients gathered once
     stage 1           one reduction at the boundary, and the new parameters gathered once
@@ -14,12 +15,20 @@ What :func:`zcomm.traffic` counts, but for the agreements (operation "control"),
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
 from zcomm import Topology
-from zcomm.volume import Sent, all_gather_sent, one_hop_sent, reduce_scatter_sent, secondary_gather_sent
+from zcomm.volume import (
+    Exchanged,
+    Sent,
+    all_gather_sent,
+    exchanged,
+    one_hop_sent,
+    reduce_scatter_sent,
+    secondary_gather_sent,
+)
 from zero.layout import BucketLayout
 from zero.model_plan import MERGED_NUMEL
 from zero.node_mode import resolve_mode
@@ -28,10 +37,20 @@ from zero.reduction import WIRE_NAMES
 from zero.settings import Effective, ZeroSettings
 from zero.sources import GatherOptions, gather_options
 
-__all__ = ["KINDS", "Exchanges", "kernel_nbytes", "step_sent"]
+__all__ = ["KINDS", "Exchanges", "Moved", "kernel_nbytes", "step_moved"]
 
-KINDS = ("gathers", "gathers inside the node", "reductions", "new parameters")
+KINDS = ("gathers", "gathers inside the node", "reductions", "new parameters", "agreements")
 """What is sent for, in the order of a step."""
+
+
+class Moved(NamedTuple):
+    """What a rank moves."""
+
+    sent: Sent
+    exchanges: Exchanged
+
+
+NOTHING = Moved(Sent(0, 0), Exchanged(0, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +87,19 @@ class Exchanges:
         options = gather_options(settings, effective, topology)
         return cls(settings, effective, options, shape, dtype, settings.gradient_dtype or torch.float32)
 
-    def gather(self, layout: BucketLayout) -> Sent:
+    def gather(self, layout: BucketLayout) -> Moved:
         """All of a bucket's parameters, from all ranks."""
         wire = (self.effective.weight_format,) * 2
-        parts = [stop - start for start, stop in self.options.columns(layout)]
-        return _total([all_gather_sent(n, self.dtype, *self._nodes, wire) for n in parts])
+        return self._gathered([stop - start for start, stop in self.options.columns(layout)], self.dtype, wire)
 
-    def gather_inside(self, layout: BucketLayout) -> Sent:
+    def gather_inside(self, layout: BucketLayout) -> Moved:
         """The same from the node's own copy."""
         parts = [(stop - start) * layout.world_size for start, stop in self.options.columns(layout)]
-        return _total([secondary_gather_sent(n, self.dtype, self.shape.ranks_per_node) for n in parts])
+        per_node = self.shape.ranks_per_node
+        sent = [secondary_gather_sent(n, self.dtype, per_node) for n in parts]
+        return _total([Moved(part, Exchanged(int(per_node > 1), 0)) for part in sent])
 
-    def reduce(self, layout: BucketLayout) -> Sent:
+    def reduce(self, layout: BucketLayout) -> Moved:
         """A bucket's gradients to the shards."""
         wire = self.effective.gradient_formats
         if wire is None:
@@ -87,27 +107,43 @@ class Exchanges:
             wire = (narrow, narrow)
         ends = layout.chunks(self.settings.reduce_bucket_size)
         parts = [stop - start for start, stop in ends] if self.effective.change_format is None else [layout.shard_numel]
-        return _total([reduce_scatter_sent(n, self.gradient_dtype, *self._nodes, wire) for n in parts])
+        return _total(
+            [
+                Moved(reduce_scatter_sent(n, self.gradient_dtype, *self._nodes, wire), exchanged(n, *self._nodes, wire))
+                for n in parts
+            ]
+        )
 
-    def publish(self, layout: BucketLayout) -> Sent:
+    def publish(self, layout: BucketLayout) -> Moved:
         """Below stage 3: new parameters, or at stage 0 whole gradients. In delta-hpZ the changes."""
-        if self.effective.change_format is not None:
-            peers = self.shape.num_nodes - 1
-            return one_hop_sent(layout.shard_numel, torch.float32, 0, peers, self.effective.change_format)
+        if (wire := self.effective.change_format) is not None:
+            sent = one_hop_sent(layout.shard_numel, torch.float32, 0, self.shape.num_nodes - 1, wire)
+            return Moved(sent, Exchanged(0, int(self.shape.num_nodes > 1)))  # one hop, never cut
         if self.effective.stage.shards_parameters:
-            return Sent(0, 0)
+            return NOTHING
         if not self.effective.stage.shards_states:
             parts, wire, dtype = layout.chunks(self.settings.reduce_bucket_size), "none", self.gradient_dtype
         else:
             parts, wire, dtype = layout.chunks(self.options.max_numel), self.effective.weight_format, self.dtype
-        return _total([all_gather_sent(stop - start, dtype, *self._nodes, (wire, wire)) for start, stop in parts])
+        return self._gathered([stop - start for start, stop in parts], dtype, (wire, wire))
+
+    def _gathered(self, parts: list[int], dtype: torch.dtype, wire: tuple[str, str]) -> Moved:
+        of_parts = [(all_gather_sent(n, dtype, *self._nodes, wire), exchanged(n, *self._nodes, wire)) for n in parts]
+        return _total([Moved(*part) for part in of_parts])
+
+    def agree(self, num_micro: int) -> Moved:
+        """The agreements of a step: one on what each reduction takes, one on the update; their bytes do not count."""
+        if self.shape.world_size == 1:
+            return NOTHING
+        count = 1 + (num_micro if self.effective.stage.reduces_every_micro_batch else 1)
+        return Moved(Sent(0, 0), Exchanged(0, count) if self.shape.num_nodes > 1 else Exchanged(count, 0))
 
     @property
     def _nodes(self) -> tuple[int, int]:
         return self.shape.num_nodes, self.shape.ranks_per_node
 
-    def of_bucket(self, layout: BucketLayout, num_micro: int, *, is_trainable: bool) -> dict[str, Sent]:
-        """What one bucket sends in a step of ``num_micro`` micro-batches, by kind."""
+    def of_bucket(self, layout: BucketLayout, num_micro: int, *, is_trainable: bool) -> dict[str, Moved]:
+        """What one bucket moves in a step of ``num_micro`` micro-batches, by kind."""
         stage, has_copy = self.effective.stage, self.effective.change_format is not None
         whole, inside = (0, 0) if not stage.shards_parameters else (2 * num_micro, 0)
         if has_copy:
@@ -115,30 +151,36 @@ class Exchanges:
         elif self.effective.has_secondary:
             whole, inside = 1, whole - 1
         found = {
-            KINDS[0]: _times(self.gather(layout), whole) if whole else Sent(0, 0),
-            KINDS[1]: _times(self.gather_inside(layout), inside) if inside else Sent(0, 0),
-            KINDS[2]: Sent(0, 0),
-            KINDS[3]: Sent(0, 0),
+            KINDS[0]: _times(self.gather(layout), whole) if whole else NOTHING,
+            KINDS[1]: _times(self.gather_inside(layout), inside) if inside else NOTHING,
+            KINDS[2]: NOTHING,
+            KINDS[3]: NOTHING,
+            KINDS[4]: NOTHING,
         }
         if is_trainable:
             once = self.reduce(layout)
             times = num_micro if stage.reduces_every_micro_batch else 1
-            found[KINDS[2]] = Sent(once.intra * times, once.inter) if has_copy else _times(once, times)
+            found[KINDS[2]] = _times(once, times)
+            if has_copy:  # the second hop once
+                sent, counts = found[KINDS[2]]
+                found[KINDS[2]] = Moved(
+                    sent._replace(inter=once.sent.inter), counts._replace(inter=once.exchanges.inter)
+                )
             found[KINDS[3]] = self.publish(layout)
         return found
 
 
-def step_sent(model: Model, exchanges: Exchanges, num_micro: int = 1) -> dict[str, Sent]:
-    """Bytes that each rank sends in a step, by kind and link."""
+def step_moved(model: Model, exchanges: Exchanges, num_micro: int = 1) -> dict[str, Moved]:
+    """Bytes that each rank sends in a step, and exchanges that it takes part in, by kind and link."""
     settings, shape = exchanges.settings, exchanges.shape
     merged = min(MERGED_NUMEL, settings.reduce_bucket_size, settings.allgather_bucket_size)
     if exchanges.effective.stage.shards_parameters:
         merged = 0
-    totals = dict.fromkeys(KINDS, Sent(0, 0))
+    totals = dict.fromkeys(KINDS, NOTHING)
     for layout, repeats, is_trainable in model.layouts(shape.world_size, merged):
-        for kind, sent in exchanges.of_bucket(layout, num_micro, is_trainable=is_trainable).items():
-            totals[kind] = _total([totals[kind], _times(sent, repeats)])
-    return totals
+        for kind, moved in exchanges.of_bucket(layout, num_micro, is_trainable=is_trainable).items():
+            totals[kind] = _total([totals[kind], _times(moved, repeats)])
+    return totals | {KINDS[4]: exchanges.agree(num_micro)}
 
 
 def kernel_nbytes(model: Model, exchanges: Exchanges, num_micro: int = 1) -> float:
@@ -174,9 +216,16 @@ def _wire_nbytes(wire: str, dtype: torch.dtype) -> float:
     return one_hop_sent(numel, dtype, 1, 0, wire).intra / numel
 
 
-def _times(sent: Sent, factor: int) -> Sent:
-    return Sent(sent.intra * factor, sent.inter * factor)
+def _times(moved: Moved, factor: int) -> Moved:
+    sent, counts = moved
+    return Moved(
+        Sent(sent.intra * factor, sent.inter * factor), Exchanged(counts.intra * factor, counts.inter * factor)
+    )
 
 
-def _total(parts: list[Sent]) -> Sent:
-    return Sent(sum(part.intra for part in parts), sum(part.inter for part in parts))
+def _total(parts: list[Moved]) -> Moved:
+    sent, counts = [part.sent for part in parts], [part.exchanges for part in parts]
+    return Moved(
+        Sent(sum(part.intra for part in sent), sum(part.inter for part in sent)),
+        Exchanged(sum(part.intra for part in counts), sum(part.inter for part in counts)),
+    )

@@ -16,7 +16,7 @@ from zero.config.read import parse
 from zero.estimate import TIERS, Estimate, estimate, tiers_of_stage
 from zero.formulas import Activations
 from zero.plan.cluster import Cluster
-from zero.plan.exchanges import Exchanges, kernel_nbytes, step_sent
+from zero.plan.exchanges import Exchanges, Moved, kernel_nbytes, step_moved
 from zero.plan.model import Model
 from zero.plan.times import Times, times_of
 
@@ -78,8 +78,8 @@ class Row:
     """DeepSpeed's JSON, as :func:`zero.initialize` takes it."""
     memory: Estimate
     """Bytes of a rank, by kind and place."""
-    sent: Mapping[str, Sent]
-    """Bytes that a rank sends in a step."""
+    moved: Mapping[str, Moved]
+    """Bytes that a rank sends in a step, and the exchanges they go in, by kind."""
     times: Times
     tokens: int
     """Of all ranks in a step."""
@@ -99,7 +99,8 @@ class Row:
     @property
     def nbytes_sent(self) -> Sent:
         """Of all kinds."""
-        return Sent(sum(s.intra for s in self.sent.values()), sum(s.inter for s in self.sent.values()))
+        sent = [moved.sent for moved in self.moved.values()]
+        return Sent(sum(s.intra for s in sent), sum(s.inter for s in sent))
 
 
 def plan(model: Model, cluster: Cluster, job: Job | None = None) -> list[Row]:
@@ -201,11 +202,11 @@ def _row(model: Model, cluster: Cluster, job: Job, stage: int, variant: str, tie
     memory = estimate(model.counts(cluster.world_size), configuration, nodes, per_node, activations=shape, prints=False)
     dtype = torch.bfloat16 if job.precision == "bf16" else torch.float16
     exchanges = Exchanges.of(settings, nodes, per_node, dtype)
-    sent, kernels = step_sent(model, exchanges, job.num_micro), kernel_nbytes(model, exchanges, job.num_micro)
+    moved, kernels = step_moved(model, exchanges, job.num_micro), kernel_nbytes(model, exchanges, job.num_micro)
     setup = replace(memory.setup, stage=stage, tier=TIERS[tier])
-    times = times_of(model.numel, shape, setup, cluster, sent, kernels_nbytes=kernels, num_micro=job.num_micro)
+    times = times_of(model.numel, shape, setup, cluster, moved, kernels_nbytes=kernels, num_micro=job.num_micro)
     tokens = job.batch * model.sequence * job.num_micro * cluster.world_size
-    return Row(stage, variant, tier, config, memory, sent, times, tokens, _lacks(memory, cluster))
+    return Row(stage, variant, tier, config, memory, moved, times, tokens, _lacks(memory, cluster))
 
 
 def _lacks(memory: Estimate, cluster: Cluster) -> tuple[str, ...]:

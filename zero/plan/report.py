@@ -15,9 +15,9 @@ __all__ = ["as_json", "draw", "table"]
 PLACES = ("device", "host", "nvme")
 HEADER = (
     f"{'stage':>5}  {'variant':<9}  {'tier':<14} {'device':>8} {'host':>8} {'nvme':>8} {'within':>8} {'between':>8} "
-    f"{'compute':>8} {'links':>8} {'rest':>8} {'step':>8} {'overlap':>7} {'tokens/s':>10}"
+    f"{'compute':>8} {'links':>8} {'latency':>8} {'rest':>8} {'step':>8} {'overlap':>7} {'tokens/s':>10}"
 )
-UNITS = f"{'':>32} {'GiB':>8} {'GiB':>8} {'GiB':>8} {'GB':>8} {'GB':>8} {'s':>8} {'s':>8} {'s':>8} {'s':>8} {'most':>7}"
+UNITS = f"{'':>32} {'GiB':>8} {'GiB':>8} {'GiB':>8} {'GB':>8} {'GB':>8} " + 5 * f"{'s':>8} " + f"{'most':>7}"
 
 
 def table(rows: Sequence[Row], model: Model, cluster: Cluster) -> str:
@@ -47,10 +47,10 @@ def _line(row: Row) -> str:
     places = " ".join(f"{_gib(row.memory.nbytes(place)):>8}" for place in PLACES)
     rest = times.transfers - times.communication
     end = f"{row.tokens_per_s:>10,.0f}" if row.fits else f"  no room: {', '.join(row.lacks)}"
+    parts = (times.computation, times.communication - times.latency, times.latency, rest, times.step)
     return (
         f"{row.stage:>5}  {row.variant:<9}  {row.tier:<14} {places} {sent.intra / 1e9:>8.2f} {sent.inter / 1e9:>8.2f} "
-        f"{times.computation:>8.3f} {times.communication:>8.3f} {rest:>8.3f} {times.step:>8.3f} "
-        f"{100 * times.overlap:>5.0f} % {end}"
+        f"{' '.join(f'{part:>8.3f}' for part in parts)} {100 * times.overlap:>5.0f} % {end}"
     )
 
 
@@ -71,7 +71,8 @@ def _record(row: Row) -> dict[str, object]:
         "tier": row.tier,
         "lacks": list(row.lacks),
         "memory_nbytes": {f"{use.kind}, {use.place}": use.nbytes for use in row.memory.usage()},
-        "sent_nbytes": {kind: sent._asdict() for kind, sent in row.sent.items()},
+        "sent_nbytes": {kind: moved.sent._asdict() for kind, moved in row.moved.items()},
+        "exchanges": {kind: moved.exchanges._asdict() for kind, moved in row.moved.items()},
         "times_s": {name: getattr(times, name) for name in times.__slots__},
         "step_s": times.step,
         "overlap": times.overlap,
@@ -88,7 +89,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure = Figure(figsize=(8.0, 1.0 + 0.3 * len(fits)), layout="constrained")
     axes = figure.add_subplot()
     names, left = [f"{row.stage}, {row.variant}, {row.tier}" for row in fits], [0.0] * len(fits)
-    for kind in ("computation", "within", "between", "kernels", "pcie", "host", "nvme"):
+    for kind in ("computation", "within", "between", "latency", "kernels", "pcie", "host", "nvme"):
         widths = [getattr(row.times, kind) for row in fits]
         axes.barh(names, widths, left=left, label=kind)
         left = [start + width for start, width in zip(left, widths, strict=True)]

@@ -4,6 +4,8 @@
                    checkpoints; over the peak x COMPUTE_EFFICIENCY
     links          bytes sent inside the node over its rate, bytes of all L ranks   zero.plan.exchanges
                    between nodes over the node's; both x LINK_EFFICIENCY
+    latency        exchanges of a rank, each as long as one takes that sends        zero.plan.exchanges;
+                   next to nothing, on its kind of link                             zero.plan.cluster
     kernels        bytes that encoding, decoding and summing what is sent read      zero.plan.exchanges
                    and write on the device, over its memory's rate
     PCIe           offloaded states: gradients down, k times 2 P / N, new           ZeRO-Offload, section 4.1:
@@ -28,9 +30,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zcomm.volume import Sent
 from zero.formulas import RECOMPUTATION, Activations, Setup
 from zero.plan.cluster import Cluster
+from zero.plan.exchanges import Moved
 
 __all__ = ["COMPUTE_EFFICIENCY", "LINK_EFFICIENCY", "Times", "flops_of", "times_of"]
 
@@ -49,6 +51,8 @@ class Times:
     """On the links inside the node."""
     between: float
     """On those between nodes."""
+    latency: float
+    """Of the exchanges on both, beside what their bytes take."""
     kernels: float
     """On the device, beside the model's own."""
     pcie: float
@@ -59,7 +63,7 @@ class Times:
     @property
     def communication(self) -> float:
         """On both kinds of links."""
-        return self.within + self.between
+        return self.within + self.between + self.latency
 
     @property
     def transfers(self) -> float:
@@ -88,7 +92,7 @@ def times_of(
     shape: Activations,
     setup: Setup,
     cluster: Cluster,
-    sent: Mapping[str, Sent],
+    moved: Mapping[str, Moved],
     *,
     kernels_nbytes: float,
     num_micro: int,
@@ -100,13 +104,13 @@ def times_of(
         shape: One micro-batch of a rank.
         setup: How the model is trained.
         cluster: Where.
-        sent: Bytes that a rank sends in the step.
+        moved: Bytes that a rank sends in the step, and its exchanges.
         kernels_nbytes: What kernels read and write for it.
         num_micro: Backwards a step.
     """
     tokens = shape.batch * shape.sequence * num_micro
     per_node, own = cluster.ranks_per_node, numel / cluster.world_size
-    inter = sum(part.inter for part in sent.values()) * per_node
+    sent, counts = [part.sent for part in moved.values()], [part.exchanges for part in moved.values()]
     pcie, host, read, written = 0.0, 0.0, 0.0, 0.0
     if setup.offloads_states:
         share = own * setup.offloaded_share
@@ -121,8 +125,9 @@ def times_of(
             written += setup.param_nbytes * own * per_node
     return Times(
         computation=flops_of(numel, tokens, shape) / _rate(cluster.tflops * 1e12, COMPUTE_EFFICIENCY),
-        within=sum(part.intra for part in sent.values()) / _rate(cluster.within_gbps * 1e9),
-        between=inter / _rate(cluster.between_gbit * 1e9 / 8),
+        within=sum(part.intra for part in sent) / _rate(cluster.within_gbps * 1e9),
+        between=sum(part.inter for part in sent) * per_node / _rate(cluster.between_gbit * 1e9 / 8),
+        latency=1e-6 * sum(p.intra * cluster.within_us + p.inter * cluster.between_us for p in counts),
         kernels=kernels_nbytes / _rate(cluster.device_gbps * 1e9),
         pcie=pcie / _rate(cluster.pcie_gbps * 1e9),
         host=host / _rate(cluster.host_gbps * 1e9),

@@ -1,0 +1,267 @@
+"""``zero plan`` beside this machine: the steps that bench/compare.py has measured, and what the planner's formulas say.
+
+    computation     step of the same ranks alone, in the same run, after as many micro-batches ("alone", "alone x4");
+                    with --own-steps times what the system takes beside it in worlds of one rank: bench/plan_alone.py
+    bytes           of this library: zero.plan.exchanges. Of peers, B bytes of a tensor on W ranks: gloo sends
+                    (W - 1) / W B on every link of a ring to gather, twice that to reduce, to all or to shards
+    rates           between nodes the network's name, within them and on loopback the links as `zcomm probe` found them
+    latency         of this library's exchanges one each; of a ring's W - 1 a gather, 2 (W - 1) a reduction
+    kernels         bytes that encoding and summing read and write, at the kernels' rate in the probe
+
+Rates and latencies are those with all ranks at it, so that cores which ranks share are in them. What is not planned is
+left out: peers whose exchanges are their own affair (DeepSpeed, ZeroRedundancyOptimizer), and offloading to files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from comparison.records import Run, Store
+from comparison.tables import LOOPBACK
+from contenders.catalogue import COMPARED, ENTRIES
+from gpt_model import GPT, GPTConfig
+from plan_alone import own_steps
+
+from zcomm.formats import get_format
+from zcomm.message import layout_of
+from zcomm.volume import Exchanged, Sent
+from zero.config import make_plan
+from zero.formulas import Activations, Setup
+from zero.plan import Cluster, Model
+from zero.plan.exchanges import Exchanges, Moved, kernel_nbytes, step_moved
+from zero.plan.times import Times, times_of
+
+__all__ = ["Planned", "cluster_of", "page", "planned", "probed", "rate_gbit"]
+
+RANKS_PER_NODE = 2
+TOLERANCE = 0.2
+UNITS = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0}
+PLANNED = [
+    name for name in COMPARED
+    if ENTRIES[name].module in ("alone", "ddp", "fsdp2", "zero_optimizer") and "offload" not in ENTRIES[name].options
+]  # fmt: skip
+FIRST_BUCKET_NBYTES, BUCKET_NBYTES = 2**20, 25 * 2**20
+"""Of DistributedDataParallel."""
+
+
+class Planned(NamedTuple):
+    """One system on one network."""
+
+    key: str
+    system: str
+    times: Times
+    measured: float
+    """Seconds, the median."""
+
+    @property
+    def error(self) -> float:
+        """Relative."""
+        return self.times.step / self.measured - 1
+
+
+class Way(NamedTuple):
+    """How a system moves the model's gradients and parameters."""
+
+    times_gathered: int
+    gradient_nbytes: int
+    num_gathers: int
+    num_reductions: int
+
+
+def rate_gbit(network: str) -> float:
+    """Gbit/s of a rate as ``tc`` writes it."""
+    found = re.fullmatch(r"([\d.]+)([kmg]bit)", network)
+    if found is None:
+        raise ValueError(f"a network is {LOOPBACK}, or a rate like 200mbit: {network!r}")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def probed(path: Path | None, store: Store, *, has_own: bool = False) -> dict[str, Any]:
+    """What is known of this machine: what ``zcomm probe`` writes; with ``has_own`` also the systems' own steps.
+
+    ``path``: a file of ``zcomm probe``, or where this is kept if there is none yet. What it lacks is measured now, the
+    links on loopback.
+    """
+    nodes = max(shape["nodes"] for shape in store.values["shape"].values())
+    shape = f"{nodes}x{RANKS_PER_NODE} on 1 host"
+    with tempfile.TemporaryDirectory() as folder:
+        known = path if path is not None and path.exists() else _probe(Path(folder) / "probe.json", nodes)
+        shapes: dict[str, Any] = json.loads(known.read_text(encoding="utf-8"))["topologies"]
+    if shape not in shapes:
+        raise ValueError(
+            f"{path} has no links of {shape!r}, only of {sorted(shapes)}: leave out --probe to measure them"
+        )
+    facts: dict[str, Any] = shapes[shape]
+    own = facts.setdefault("own", {}) if has_own else facts.pop("own", {})
+    for key in store.values["runs"] if has_own else ():
+        dtype, batch, _ = key.split()
+        if f"{dtype} {batch}" not in own:
+            options = {k: v for k, v in store.values["shape"][batch].items() if k not in ("nodes", "steps")}
+            words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+            own[f"{dtype} {batch}"] = own_steps([*words, f"--dtype={dtype}"], PLANNED, nodes * RANKS_PER_NODE)
+    if path is not None and not path.exists():
+        path.write_text(json.dumps({"version": 1, "topologies": {shape: facts}}, indent=1), encoding="utf-8")
+    return facts
+
+
+def _probe(path: Path, nodes: int) -> Path:
+    shape = [f"--num-ranks={nodes * RANKS_PER_NODE}", f"--ranks-per-node={RANKS_PER_NODE}"]
+    once = ["--minbytes=4K", "--maxbytes=4K", "--iters=31", "--warmup-iters=3", f"--output={path}"]
+    command = [sys.executable, "-m", "zcomm", "probe", *shape, *once]
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+    return path
+
+
+def cluster_of(facts: dict[str, Any], nodes: int, network: str) -> Cluster:
+    """The machine on that network."""
+    links = facts["links"]
+    loopback_gbit = 8 * links["between"]["bandwidth_gbps"]
+    return Cluster(
+        num_nodes=nodes,
+        ranks_per_node=RANKS_PER_NODE,
+        within_gbps=links["within"]["bandwidth_gbps"],
+        within_us=links["within"]["latency_us"],
+        between_gbit=loopback_gbit if network == LOOPBACK else min(rate_gbit(network), loopback_gbit),
+        between_us=links["between"]["latency_us"],
+        device_gbps=_kernels_gbps(facts["kernels_gbps"]),
+    )
+
+
+def _kernels_gbps(rates: dict[str, dict[str, float]]) -> float:
+    """GB/s that the kernels read and write: the probe's are of bfloat16 elements alone, without their messages."""
+    numel, seconds, nbytes = 2**20, 0.0, 0.0
+    for name, of_kernels in rates.items():
+        wire = layout_of("probe", get_format(name), torch.bfloat16, 1, numel).nbytes
+        for rate in of_kernels.values():
+            seconds += 2 * numel / (rate * 1e9)
+            nbytes += 2 * numel + wire
+    return nbytes / seconds / 1e9
+
+
+def model_of(shape: dict[str, int], dtype: torch.dtype) -> Model:
+    """That of compare.py."""
+    names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    with torch.device("meta"):
+        module = GPT(GPTConfig(**{name: shape[name] for name in names})).to(dtype)
+    layers, hidden, sequence = shape["num_layers"], shape["hidden_size"], shape["seq_length"]
+    return Model.of_module(module, num_layers=layers, hidden=hidden, sequence=sequence)
+
+
+def _ways(model: Model, dtype: torch.dtype) -> dict[str, Way]:
+    """Of the peers: DDP's gradients are float32; FSDP2 moves each block, and the rest."""
+    buckets = 1 + -(-max(4 * model.numel - FIRST_BUCKET_NBYTES, 0) // BUCKET_NBYTES)
+    groups = model.num_layers + 1
+    return {
+        "ddp": Way(0, 4, 0, buckets),
+        "ddp bf16 gradients": Way(0, 2, 0, buckets),
+        "fsdp2 reshard=False": Way(1, dtype.itemsize, groups, groups),
+        "fsdp2 reshard=True": Way(2, dtype.itemsize, 2 * groups, groups),
+    }
+
+
+def _of_ring(way: Way, model: Model, cluster: Cluster, dtype: torch.dtype) -> tuple[Moved, float]:
+    """What a ring moves, and bytes that its kernels read and write.
+
+    All links are busy at once: the slowest one counts, which is that between nodes if it is slower than one inside. A
+    node's other ranks send nothing out of it.
+    """
+    others = cluster.world_size - 1
+    reduced, gathered = way.gradient_nbytes * model.numel, way.times_gathered * dtype.itemsize * model.numel
+    nbytes = (2 * reduced + gathered) * others // cluster.world_size
+    rounds = others * (2 * way.num_reductions + way.num_gathers)
+    kernels = 3 * reduced * others / cluster.world_size
+    if cluster.between_gbit / 8 < cluster.within_gbps:
+        return Moved(Sent(0, nbytes // cluster.ranks_per_node), Exchanged(0, rounds)), kernels
+    return Moved(Sent(nbytes, 0), Exchanged(rounds, 0)), kernels
+
+
+def _of_zero(options: dict[str, Any], model: Model, cluster: Cluster, dtype: torch.dtype) -> tuple[Moved, float]:
+    """What this library moves, and bytes that its kernels read and write."""
+    asked = dict(options)
+    num_micro = asked.pop("accumulation", 1)
+    if asked.pop("stays_in_node", False):
+        asked["hpz_partition_size"] = cluster.ranks_per_node
+    settings = make_plan(None, asked | {"gradient_accumulation_steps": num_micro}).settings
+    exchanges = Exchanges.of(settings, cluster.num_nodes, cluster.ranks_per_node, dtype)
+    moved = step_moved(model, exchanges, num_micro).values()
+    sent, counts = [part.sent for part in moved], [part.exchanges for part in moved]
+    total = Moved(
+        Sent(sum(p.intra for p in sent), sum(p.inter for p in sent)),
+        Exchanged(sum(p.intra for p in counts), sum(p.inter for p in counts)),
+    )
+    return total, kernel_nbytes(model, exchanges, num_micro)
+
+
+def planned(store: Store, facts: dict[str, Any]) -> Iterator[Planned]:
+    """Every system that is planned, and that has been measured beside ``alone``."""
+    for key in store.values["runs"]:
+        run, (dtype_name, batch, network) = store.run(key), key.split()
+        shape, dtype = store.values["shape"][batch], getattr(torch, dtype_name)
+        cluster, model = cluster_of(facts, shape["nodes"], network), model_of(shape, dtype)
+        ways = _ways(model, dtype)
+        for name, system in run.systems.items():
+            entry, alone = ENTRIES[name], _alone(run, system.accumulation)
+            if name in ways:
+                moved, kernels = _of_ring(ways[name], model, cluster, dtype)
+            elif entry.module == "zero_optimizer" and "offload" not in entry.options:
+                moved, kernels = _of_zero(entry.options, model, cluster, dtype)
+            else:
+                continue
+            if alone is None or system.error or not system.seconds:
+                continue
+            job = Activations(hidden=model.hidden, num_layers=model.num_layers, batch=1, sequence=model.sequence)
+            setup = Setup(stage=entry.stage, num_nodes=shape["nodes"], ranks_per_node=RANKS_PER_NODE)
+            times = times_of(model.numel, job, setup, cluster, {name: moved}, kernels_nbytes=kernels, num_micro=1)
+            own = facts.get("own", {}).get(f"{dtype_name} {batch}")
+            times = replace(times, computation=alone * (1.0 if own is None else _beside_alone(own, name)))
+            yield Planned(key, name, times, statistics.median(system.seconds))
+
+
+def _alone(run: Run, accumulation: int) -> float | None:
+    system = run.systems.get("alone" if accumulation == 1 else f"alone x{accumulation}")
+    return statistics.median(system.seconds) if system is not None and system.seconds else None
+
+
+def _beside_alone(own: dict[str, float], name: str) -> float:
+    return own[name] / own[f"alone x{name[-1]}" if name.endswith(" x4") else "alone"]
+
+
+def page(path: Path, probe: Path | None = None, *, has_own: bool = False) -> str:
+    """As Markdown, from the JSON of compare.py and the links as ``zcomm probe`` found them."""
+    store = Store(path)
+    facts = probed(probe, store, has_own=has_own)
+    rows = list(planned(store, facts))
+    if not rows:
+        raise ValueError(f"{path} has no system that is planned, measured beside alone: run bench/compare.py")
+    near = sum(abs(row.error) <= TOLERANCE for row in rows)
+    one = cluster_of(facts, 2, LOOPBACK)  # its links do not depend on the number of nodes
+    lines = [
+        "# `zero plan` beside this machine", "",
+        *(f"{name}: {text}  " for name, text in store.values["context"].items()), "",
+        f"{near} of {len(rows)} rows within {TOLERANCE:.0%}: {near / len(rows):.1%}; {len({row.key for row in rows})} "
+        f"runs, {len({row.system for row in rows})} systems. `python bench/plan_validation.py --measured FILE.json`;",
+        "formulas: `bench/plan_measured.py`, `zero/plan/times.py`; nothing is fitted to a row.", "",
+        f"Links: within a node {one.within_gbps:.3f} GB/s a rank and {one.within_us:.0f} us an exchange; "
+        f"between nodes on loopback {one.between_gbit:.2f} Gbit/s and {one.between_us:.0f} us; kernels "
+        f"{one.device_gbps:.2f} GB/s; all with all ranks at it.", "",
+        "| run | system | by itself | within | between | latency | kernels | planned, ms | measured, ms | difference |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for row in rows:
+        of = row.times
+        parts = (of.computation, of.within, of.between, of.latency, of.kernels, of.step, row.measured)
+        cells = " | ".join(f"{1e3 * part:,.1f}" for part in parts)
+        lines.append(f"| {row.key} | {row.system} | {cells} | {100 * row.error:+.0f} % |")
+    return "\n".join(lines) + "\n"

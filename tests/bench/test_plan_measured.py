@@ -1,0 +1,105 @@
+"""``bench/plan_validation.py --measured``, from recorded JSON: what it plans, by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.job import ROOT
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ROOT / "bench"))
+    import plan_measured
+    import plan_validation
+    from comparison import records
+
+HIDDEN, LAYERS, SEQUENCE = 64, 2, 16
+NUMEL = LAYERS * (12 * HIDDEN**2 + 13 * HIDDEN) + (256 + SEQUENCE + 2 + 256) * HIDDEN
+KERNELS_GBPS = 2.5
+LINKS = {
+    "within": {"latency_us": 300.0, "bandwidth_gbps": 0.5},
+    "between": {"latency_us": 700.0, "bandwidth_gbps": 1.0},
+}
+SHAPE = {"hidden_size": HIDDEN, "num_layers": LAYERS, "num_attention_heads": 4, "seq_length": SEQUENCE, "batch_size": 1}
+
+
+def _files(tmp_path: Path, systems: dict[str, Any], network: str = "200mbit") -> tuple[Path, Path]:
+    # kernels that read 2 bytes an element and write 2: half of what they move is what the probe's rate counts
+    probe: dict[str, Any] = {
+        "links": LINKS,
+        "kernels_gbps": {"bf16": {"quantize": KERNELS_GBPS / 2, "decode": KERNELS_GBPS / 2}},
+    }
+    probe["own"] = {"bfloat16 network": dict.fromkeys(plan_measured.PLANNED, 0.2) | {"alone": 0.1, "alone x4": 0.4}}
+    run = {"running": "", "tokens": 64, "numel": NUMEL, "systems": systems}
+    measured = {"shape": {"network": SHAPE | {"nodes": 2, "steps": 1}}, "runs": {f"bfloat16 network {network}": run}}
+    paths = tmp_path / "compare.json", tmp_path / "probe.json"
+    for path, values in zip(paths, (measured, {"topologies": {"2x2 on 1 host": probe}}), strict=True):
+        path.write_text(json.dumps(values))
+    return paths
+
+
+def _rows(paths: tuple[Path, Path], *, has_own: bool = False) -> dict[str, Any]:
+    store = records.Store(paths[0])
+    return {
+        row.system: row for row in plan_measured.planned(store, plan_measured.probed(paths[1], store, has_own=has_own))
+    }
+
+
+def test_steps_by_hand(tmp_path: Path) -> None:
+    """At 200 Mbit/s: 25 MB/s of a node, nine tenths of it."""
+    times = {"alone": [0.01, 0.03, 0.02], "ddp": [0.1], "fsdp2 reshard=True": [0.1], "zero stage 1": [0.05]}
+    systems = {name: {"seconds": seconds} for name, seconds in times.items()}
+    systems |= {"deepspeed stage 1": {"seconds": [0.1]}, "zero stage 3 offload": {"seconds": [0.1]}}
+    systems |= {"zero stage 2": {"error": "died"}, "zero++ x4": {"seconds": [0.1], "accumulation": 4}}
+    paths = _files(tmp_path, systems)
+    rows = _rows(paths)
+    assert set(rows) == {"ddp", "fsdp2 reshard=True", "zero stage 1"}, "what has no step alone, or failed, is left out"
+    node = 25e6 * 0.9
+    ring, peer, ours = rows["ddp"].times, rows["fsdp2 reshard=True"].times, rows["zero stage 1"].times
+    assert ring.computation == peer.computation == ours.computation == 0.02  # the median
+    assert _rows(paths, has_own=True)["ddp"].times.computation == 0.04  # by itself it takes twice as long
+    assert ring.between == pytest.approx(1.5 * 4 * NUMEL / node, rel=0.01)
+    assert ring.latency == pytest.approx(6 * 700e-6)  # twice three rounds, all in one bucket
+    assert peer.between == pytest.approx((1.5 + 2 * 0.75) * 2 * NUMEL / node, rel=0.01)
+    assert peer.latency == pytest.approx((2 * 3 + 6) * 3 * 700e-6)  # each block, and the rest
+    assert ours.between == pytest.approx(2 * NUMEL / node, rel=0.05)  # half of 2 bytes, there and back; padding
+    assert ours.within == pytest.approx(2 * NUMEL / (0.5e9 * 0.9), rel=0.05)
+    assert ours.latency == pytest.approx(2 * (300e-6 + 700e-6) + 2 * 700e-6)  # with its agreements
+    assert ours.kernels == pytest.approx(8 * NUMEL / (KERNELS_GBPS * 1e9 * 0.9), rel=0.05)
+    assert rows["ddp"].error == pytest.approx(ring.step / 0.1 - 1)
+
+
+def test_on_loopback_links_are_those_of_the_probe(tmp_path: Path) -> None:
+    systems = {"alone": {"seconds": [0.02]}, "ddp": {"seconds": [0.1]}, "zero stage 1": {"seconds": [0.05]}}
+    rows = _rows(_files(tmp_path, systems, "loopback"))
+    assert rows["ddp"].times.within == pytest.approx(1.5 * 4 * NUMEL / (0.5e9 * 0.9), rel=0.01)
+    assert rows["ddp"].times.between == 0
+    assert rows["zero stage 1"].times.between == pytest.approx(2 * NUMEL / (1e9 * 0.9), rel=0.05)
+
+
+def test_the_page_counts_rows_within_a_fifth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    systems = {"alone": {"seconds": [0.02]}, "ddp": {"seconds": [9.0]}, "zero stage 1": {"seconds": [1.0]}}
+    paths = _files(tmp_path, systems)
+    exact = _rows(paths)["zero stage 1"].times.step
+    paths = _files(tmp_path, systems | {"zero stage 1": {"seconds": [1.19 * exact]}})
+    plan_validation.main(["--measured", str(paths[0]), "--probe", str(paths[1])])
+    page = capsys.readouterr().out
+    assert "1 of 2 rows within 20%: 50.0%; 1 runs, 2 systems" in page
+    assert "| bfloat16 network 200mbit | zero stage 1 | 20.0 |" in page
+    assert "| -16 % |" in page
+
+
+def test_what_cannot_be_planned(tmp_path: Path) -> None:
+    paths = _files(tmp_path, {"ddp": {"seconds": [1.0]}})
+    with pytest.raises(ValueError, match="measured beside alone"):
+        plan_measured.page(*paths)
+    store = records.Store(paths[0])
+    store.values["shape"]["network"]["nodes"] = 3
+    with pytest.raises(ValueError, match="no links of '3x2 on 1 host'"):
+        plan_measured.probed(paths[1], store)
+    with pytest.raises(ValueError, match="a rate like 200mbit: 'slow'"):
+        plan_measured.rate_gbit("slow")
+    assert [plan_measured.rate_gbit(name) for name in ("200mbit", "1gbit", "2.5gbit")] == [0.2, 1.0, 2.5]
