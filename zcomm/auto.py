@@ -63,6 +63,13 @@ class Choice(NamedTuple):
 NONE = Choice.parse("none", 2)
 
 
+class Resolved(NamedTuple):
+    """Formats for :func:`zcomm.route.find_route`."""
+
+    format: Any
+    num_hops: int
+
+
 @dataclass(frozen=True)
 class Table:
     """The choices for the links of one Topology."""
@@ -70,6 +77,8 @@ class Table:
     device: str = ""
     choices: dict[str, list[tuple[int, Choice]]] = field(default_factory=dict)
     """By operation, ascending in the bytes of the full tensor from which they hold."""
+    known: dict[tuple[Any, ...], Resolved] = field(default_factory=dict, compare=False, repr=False)
+    """What calls have been told before."""
 
     @property
     def has_one_hop(self) -> bool:
@@ -156,13 +165,6 @@ def _from_first_rank(text: str, topology: Topology) -> str:
     return bytes(content.tolist()).decode().strip("\0")
 
 
-class Resolved(NamedTuple):
-    """Formats for :func:`zcomm.route.find_route`."""
-
-    format: Any
-    num_hops: int
-
-
 def resolve(
     format: Any,
     operation: str,
@@ -181,6 +183,10 @@ def resolve(
         return Resolved(format, 2)
     if not isinstance(group, Topology):
         return Resolved("none", 2)
-    choice = table_of(group).choose(operation, numel * tensor.element_size(), tensor.device)
-    pair = (choice.inside, choice.between) if first == "intra" else (choice.between, choice.inside)
-    return Resolved(pair, choice.num_hops if numbering == "rank" else 2)
+    known, call = table_of(group).known, (operation, numel, tensor.dtype, tensor.device.type, first, numbering)
+    found = known.get(call)
+    if found is None:
+        choice = table_of(group).choose(operation, numel * tensor.element_size(), tensor.device)
+        pair = (choice.inside, choice.between) if first == "intra" else (choice.between, choice.inside)
+        found = known[call] = Resolved(pair, choice.num_hops if numbering == "rank" else 2)
+    return found

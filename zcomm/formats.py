@@ -162,6 +162,8 @@ def get_format(
         format = FORMATS.get(format) or _parsed(format)
     if not isinstance(format, Format):
         raise FormatError(f"format must be a name or a zcomm.Format: got {format!r}")
+    if block is symmetric is rounding is rotation is None:
+        return format
     given = {"block": block, "symmetric": symmetric, "rounding": rounding, "rotation": rotation}
     changed: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     return replace(format, **changed) if changed else format

@@ -117,7 +117,8 @@ class Workload:
 
     def ours(self, wire: Wire) -> None:
         """zcomm's, over one hop or two."""
-        group = self.topology if wire.is_auto or wire.num_hops == 2 else None
+        is_forced = wire.num_hops == 1 and self.topology.has_two_hops and not wire.is_auto
+        group = None if is_forced else self.topology  # connections of other calls are as warm as its own
         forward, backward = self._formats(wire)
         key = self._next_key(wire)
         if self.collective == "all_gather":
