@@ -162,7 +162,7 @@ def get_format(
         format = FORMATS.get(format) or _parsed(format)
     if not isinstance(format, Format):
         raise FormatError(f"format must be a name or a zcomm.Format: got {format!r}")
-    if block is symmetric is rounding is rotation is None:
+    if block is None and symmetric is None and rounding is None and rotation is None:
         return format
     given = {"block": block, "symmetric": symmetric, "rounding": rounding, "rotation": rotation}
     changed: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
