@@ -39,6 +39,8 @@ __all__ = ["AUTO", "Choice", "Table", "probe_path", "resolve", "shape_of", "tabl
 
 AUTO = "auto"
 VERSION = 1
+MOST_KNOWN = 4096
+"""Calls of other sizes than these are rare; each takes a few hundred bytes."""
 
 
 class Choice(NamedTuple):
@@ -186,6 +188,8 @@ def resolve(
     known, call = table_of(group).known, (operation, numel, tensor.dtype, tensor.device.type, first, numbering)
     found = known.get(call)
     if found is None:
+        if len(known) >= MOST_KNOWN:
+            known.clear()
         choice = table_of(group).choose(operation, numel * tensor.element_size(), tensor.device)
         pair = (choice.inside, choice.between) if first == "intra" else (choice.between, choice.inside)
         found = known[call] = Resolved(pair, choice.num_hops if numbering == "rank" else 2)

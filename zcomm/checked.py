@@ -77,7 +77,8 @@ class Exchange:
 def checked(pending: _Waitable, exchange: Exchange) -> _Waitable:
     """``pending``, which has just been started, with its verdict."""
     ranks = exchange.ranks
-    by_place = {part.data_ptr(): _crc32(part) for part in exchange.sent}
+    parts = {part.data_ptr(): part for part in exchange.sent}  # a gather sends the same to all
+    by_place = {place: _crc32(part) for place, part in parts.items()}
     sums = [by_place[part.data_ptr()] for part in exchange.sent] or [0] * len(ranks.global_ranks)
     judged = _Judged(pending, exchange, sums, _numbers(exchange))
     if ranks.takes_host_tensors:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import sys
 import weakref
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,13 +29,24 @@ SWITCHES = ("ZCOMM_CHECK", "ZCOMM_DEBUG", "ZERO_DEBUG")
 
 
 def facts() -> dict[str, str]:
-    """Of this process."""
-    found = {"torch": str(torch.__version__), "byte order": sys.byteorder}
+    """Of this process; switches as they are set, also wrongly."""
+    found = {"torch": str(torch.__version__), "byte order": sys.byteorder, "zcomm-zero": _own_version()}
+    return found | {name: _setting(name) for name in SWITCHES}
+
+
+def _setting(name: str) -> str:
     try:
-        found["zcomm-zero"] = importlib.metadata.version("zcomm-zero")
+        return env.value(name)
+    except ConfigError:
+        return os.environ[name]
+
+
+@cache
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("zcomm-zero")
     except importlib.metadata.PackageNotFoundError:
-        found["zcomm-zero"] = "not installed"
-    return found | {name: env.value(name) for name in SWITCHES}
+        return "not installed"
 
 
 def compare(group: dist.ProcessGroup | None) -> None:
@@ -44,6 +57,8 @@ def compare(group: dist.ProcessGroup | None) -> None:
     text = json.dumps(facts(), sort_keys=True)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     if len(set(backend.gather_ints(int.from_bytes(digest, "little", signed=True), group))) == 1:
+        for name in SWITCHES:
+            env.value(name)  # wrong on all ranks, if on any
         return
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     of_ranks = [json.loads(told) for told in meet(ranks, text, lane="facts", timeout=backend.timeout_of(group))]

@@ -30,7 +30,7 @@ from zcomm.errors import LayoutError
 from zcomm.formats import Format, codec_for, get_format
 from zcomm.message import MessageLayout, layout_of
 from zcomm.residual import Residual
-from zcomm.route import Route, check_flat, find_route, rows_of
+from zcomm.route import Route, check_flat, find_route, linked, rows_of
 from zcomm.topology import Topology
 from zcomm.work import Steps, Work, run
 
@@ -226,7 +226,8 @@ class NodeSums:
         With several nodes, ``values`` may also be the messages that they are the sum of.
         """
         topology = self._topology
-        hop, device = topology.inter, output.device
+        hop = linked(topology.intra, topology.inter)[1] if topology.has_two_hops else topology.inter
+        device = output.device
         if isinstance(values, Tensor) and hop.size == 1:
             output.copy_(values[0].div_(topology.world_size))
             yield None

@@ -102,8 +102,7 @@ def find_route(
     t = group
     if t.has_two_hops and num_hops == 2:
         both = _carried(carrier, *((t.intra, t.inter) if first == "intra" else (t.inter, t.intra)))
-        if env.is_set("ZCOMM_CHECK"):
-            both = both[0].next_to(both[1]), both[1].next_to(both[0])
+        both = linked(*both)
         return Route(
             operation,
             tuple(zip(both, pair, strict=True)),
@@ -119,6 +118,11 @@ def find_route(
     chosen = pair[0] if is_intra == (first == "intra") else pair[1]
     hops = ((_carried(carrier, t.world)[0], chosen),)
     return Route(operation, hops, t.num_nodes, t.ranks_per_node, t.local_rank, t.queue, t.world, t.node_rank, carrier)
+
+
+def linked(first: Hop, second: Hop) -> tuple[Hop, Hop]:
+    """The two hops of a collective of all ranks: with ZCOMM_CHECK=1 those of each hear of damage in the other's."""
+    return (first.next_to(second), second.next_to(first)) if env.is_set("ZCOMM_CHECK") else (first, second)
 
 
 def hop_inside(topology: Topology, backend: BackendName | None = None) -> Hop:

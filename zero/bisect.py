@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zcomm import ConfigError
-from zero.bit_ledger import MAGIC, RECORD, file_of
+from zero.bit_ledger import MAGIC, PARAMETER, RECORD, file_of
 
 __all__ = ["Parting", "find", "run"]
 
@@ -37,9 +37,8 @@ class _Run:
         self.header, first = _read(folder, 0)
         self.names: list[list[Any]] = self.header["parameters"]
         self.of_ranks = [first] + [_read(folder, rank)[1] for rank in range(1, self.header["world_size"])]
-        self.num_updates = min(max((update for update, _, _ in hashes), default=0) for hashes in self.of_ranks)
-        if not self.header["is_whole"]:  # a small model leaves ranks nothing to record
-            self.num_updates = max(max((update for update, _, _ in hashes), default=0) for hashes in self.of_ranks)
+        ends = [max((u for u, kind, _ in hashes if kind == PARAMETER), default=0) for hashes in self.of_ranks if hashes]
+        self.num_updates = min(ends, default=0)  # an update ends with its parameters; a small model leaves ranks none
         self.whole: dict[Key, int] = defaultdict(int)
         for hashes in self.of_ranks[: 1 if self.header["is_whole"] else None]:
             for key, value in hashes.items():

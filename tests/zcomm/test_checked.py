@@ -100,6 +100,19 @@ def _check(rank: int, world_size: int) -> None:
                 assert f"what rank {VICTIM} got from rank " in of_ranks[0], (name, nth, of_ranks)
             call()  # the groups are as before
         _check_order(rank, world_size)
+        if world_size == 4:
+            _check_node_sums(rank)
+
+
+def _check_node_sums(rank: int) -> None:
+    """Its hop between nodes is one of all ranks."""
+    sums, out, texts = zcomm.NodeSums(topology(2), NUMEL, ("int8", "int4")), torch.empty(NUMEL), [""] * 4
+    sums.add(torch.linspace(-1, rank, 4 * NUMEL))
+    with flipped_bit(1 if rank == VICTIM else 0), pytest.raises(DamagedError) as error:
+        sums.reduce(out)
+    dist.all_gather_object(texts, str(error.value))
+    assert len(set(texts)) == 1, texts
+    assert f"what rank {VICTIM} got from rank 3" in texts[0]
 
 
 def _check_order(rank: int, world_size: int) -> None:

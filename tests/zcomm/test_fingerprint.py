@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import run_ranks
-from zcomm import ConfigError, Topology, fingerprint
+from zcomm import ConfigError, Topology, env, fingerprint
 from zero import ZeroOptimizer, initialize
 
 DIFFERENT = {"torch": "2.12.0", "zcomm-zero": "0.0.9", "ZCOMM_CHECK": "1"}
@@ -29,6 +29,17 @@ def _check(rank: int) -> None:
                 initialize(model=nn.Linear(2, 2), config={"train_micro_batch_size_per_gpu": 1})
         finally:
             fingerprint.facts = usual
+    with pytest.MonkeyPatch.context() as patch:
+        for wrong_on, match in [
+            ((1,), "ZCOMM_CHECK is 0 on rank 0 and yes on rank 1$"),
+            ((0, 1), "must be one of 0, 1: "),
+        ]:
+            if rank in wrong_on:
+                patch.setenv("ZCOMM_CHECK", "yes")
+            env.value.cache_clear()
+            with pytest.raises(ConfigError, match=match):
+                Topology(ranks_per_node=2)
+    env.value.cache_clear()
     Topology(ranks_per_node=2).close()
     dist.barrier()
 

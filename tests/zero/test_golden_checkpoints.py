@@ -18,6 +18,7 @@ import zero
 from tests.ranks import run_ranks
 from tests.zero.test_checkpoint import whole_state
 from tests.zero.training import zero_optimizer
+from zero.checkpoints import load
 
 FOLDER = Path(__file__).parents[1] / "golden" / "checkpoints"
 STAGES = (1, 2, 3)
@@ -56,6 +57,28 @@ def is_equal(got: Any, expected: Any) -> bool:
     if isinstance(expected, Tensor):
         return torch.equal(got, expected)
     return type(got) is type(expected) and bool(got == expected)
+
+
+def _fail_to_read(rank: int, release: str) -> None:
+    model = new_small(seed=1)
+    with zero_optimizer(model, new_inner(model), stage=2) as optimizer:
+        before = whole_state(optimizer, model)
+        for name in ("_read", "make_whole_request"):
+
+            def full(*_: Any) -> None:
+                raise RuntimeError("no memory")
+
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 1:
+                    patch.setattr(load, name, full)
+                with pytest.raises(zero.CheckpointError, match="cannot be read: RuntimeError"):
+                    zero.load_checkpoint(optimizer, FOLDER / release, "stage2")
+        after = whole_state(optimizer, model)
+        assert all(is_equal(after[key], value) for key, value in before.items())
+
+
+def test_whatever_goes_wrong_while_one_rank_reads_is_an_error_on_all() -> None:
+    run_ranks(2, _fail_to_read, min(folder.name for folder in FOLDER.iterdir()))
 
 
 def _load(rank: int, release: str) -> None:

@@ -4,8 +4,8 @@ size(B)    the full tensor, uncompressed          sent(B)   one rank sends, coun
 algbw      size / p50                             inter(B)  one node sends to others, counted by zcomm.traffic()
 busbw      algbw x BUSBW_FACTOR                   wire(B)   one node sends, by the interface's own counter
 /torch     p50 of torch's own call over p50       relerr    against exact float64 sums
-/none      how many times faster than the same exchange uncompressed over as many hops: median of the rounds' ratios,
-           each of two calls made one after the other; auto: than over the hops that none has without a probe
+/none      how many times faster than the same exchange uncompressed over as many hops: median of the ratios of the
+           calls of a round; auto: than over the hops that none has without a probe
 """
 
 from __future__ import annotations

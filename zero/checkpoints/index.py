@@ -128,8 +128,7 @@ def read_index(folder: Path) -> Index:
         raise CheckpointError(f"{path} is damaged: its checksum does not fit{_others(folder)}")
     try:
         tensors = {key: _tensor(value) for key, value in content["tensors"].items()}
-        _check_files(folder, tensors, content["files"])
-        _check_headers(folder, content.get("headers", {}))
+        _check_files(folder, tensors, content["files"], content.get("headers", {}))
     except CheckpointError:
         raise
     except UNREADABLE as error:
@@ -154,31 +153,30 @@ def _tensor(value: dict[str, Any]) -> StoredTensor:
     return StoredTensor(DTYPES[value["dtype"]], int(value["numel"]), chunks)
 
 
-def _check_headers(folder: Path, headers: Mapping[str, tuple[int, int]]) -> None:
-    """What other readers of the files go by."""
-    for name, (nbytes, crc32) in headers.items():
-        if not is_shard_name(name):
-            raise CheckpointError(f"{folder / METADATA} names a file that no checkpoint has: {name!r}")
-        with (folder / name).open("rb") as file:
-            if zlib.crc32(file.read(nbytes)) != crc32:
-                raise CheckpointError(
-                    f"{folder / name} is damaged: the checksum of its header does not fit; load another checkpoint"
-                )
-
-
-def _check_files(folder: Path, tensors: Mapping[str, StoredTensor], files: Mapping[str, int]) -> None:
+def _check_files(
+    folder: Path, tensors: Mapping[str, StoredTensor], files: Mapping[str, int], headers: Mapping[str, tuple[int, int]]
+) -> None:
+    """Files are whole in length, and so are their headers, by which other readers go."""
+    if not headers.keys() <= files.keys():
+        raise ValueError(f"headers of files that it does not have: {sorted(headers)}")
     for name, nbytes in files.items():
         if not is_shard_name(name):  # a path would lead out of the folder
             raise ValueError(f"{name!r} is not the name of a shard")
         try:
             with open_own(folder / name) as file:
                 found = os.fstat(file.fileno()).st_size
+                header_nbytes, crc32 = headers.get(name, (0, 0))  # of no bytes the checksum is 0
+                is_damaged = not 0 <= header_nbytes <= found or zlib.crc32(file.read(header_nbytes)) != crc32
         except OSError as error:
             raise CheckpointError(f"{folder / name} is missing ({error.strerror}){_others(folder)}") from error
         if found != nbytes:
             raise CheckpointError(
                 f"{folder / name} is truncated or replaced: it has {found} bytes, {nbytes} were written"
                 f"{_others(folder)}"
+            )
+        if is_damaged:
+            raise CheckpointError(
+                f"{folder / name} is damaged: the checksum of its header does not fit{_others(folder)}"
             )
     for tensor in tensors.values():
         for chunk in tensor.chunks:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from zero.agreement import raise_first, share_text
 from zero.checkpoints.errors import CheckpointError
 from zero.checkpoints.folder import check_tag, read_latest
-from zero.checkpoints.index import UNREADABLE, Index, read_index
+from zero.checkpoints.index import Index, read_index
 from zero.checkpoints.model_parts import part_of, saving_ranks
 from zero.checkpoints.node_restore import make_whole_request
 from zero.checkpoints.planners import LoadPartsPlanner
@@ -64,7 +64,8 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: No such checkpoint; it is incomplete, truncated or damaged; parameters, shapes, dtypes or
-            groups differ. The same on every rank, and nothing is changed.
+            groups differ. The same on every rank, and nothing is changed, unless the text says that model and
+            optimizer are to be constructed anew.
 
     On as many ranks as it was saved on, each rank's random generators go on, too, and training has the same bits as if
     it had not stopped. Ranks beyond the saved ones keep their generators. Gradients that are held are dropped.
@@ -89,7 +90,7 @@ def load_checkpoint(
         _check_stateful(index, stateful or {}, wanted)
     except CheckpointError as caught:
         error = caught
-    except UNREADABLE as caught:  # a document of another form
+    except Exception as caught:  # the others wait: a document of another form, no memory
         error = CheckpointError(f"the metadata of the checkpoint in {load_dir} cannot be read: {caught!r}")
     raise_first(error, CheckpointError, ranks)
     assert request is not None, "no error and no request"
@@ -97,6 +98,8 @@ def load_checkpoint(
         _read(request)
     except CheckpointError as caught:
         error = caught
+    except Exception as caught:  # the others wait
+        error = CheckpointError(f"{request.index.folder} cannot be read: {caught!r}")
     raise_first(error, CheckpointError, ranks)
     loaded = restore(optimizer, request, stateful or {}, wanted)
     return Loaded(request.index.folder, loaded)

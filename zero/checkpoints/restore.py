@@ -102,9 +102,11 @@ def _restore_inner(optimizer: ZeroOptimizer, state: dict[str, Any], request: Req
             f"{request.index.folder} is damaged: {type(optimizer.inside.inner).__name__} does not take its states "
             f"({caught!r}); construct model and optimizer anew, and load another checkpoint"
         )
-    if error is not None:
-        optimizer.inside.fail(error)
-    raise_first(error, CheckpointError, optimizer.topology)
+    try:
+        raise_first(error, CheckpointError, optimizer.topology)
+    except CheckpointError as failed:  # weights have changed on every rank
+        optimizer.inside.fail(failed)
+        raise
 
 
 def _restore_published(inside: Inside, request: Request) -> None:
