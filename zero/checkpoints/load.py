@@ -64,8 +64,7 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: No such checkpoint; it is incomplete, truncated or damaged; parameters, shapes, dtypes or
-            groups differ. The same on every rank, and nothing is changed, unless the text says that model and
-            optimizer are to be constructed anew.
+            groups differ. The same on every rank; nothing is changed, or the text says what is to be made anew.
 
     On as many ranks as it was saved on, each rank's random generators go on, too, and training has the same bits as if
     it had not stopped. Ranks beyond the saved ones keep their generators. Gradients that are held are dropped.
@@ -98,8 +97,6 @@ def load_checkpoint(
         _read(request)
     except CheckpointError as caught:
         error = caught
-    except Exception as caught:  # the others wait
-        error = CheckpointError(f"{request.index.folder} cannot be read: {caught!r}")
     raise_first(error, CheckpointError, ranks)
     loaded = restore(optimizer, request, stateful or {}, wanted)
     return Loaded(request.index.folder, loaded)
@@ -136,6 +133,11 @@ def _check_stateful(index: Index, stateful: Mapping[str, Any], wanted: Wanted) -
 
 def _read(request: Request) -> None:
     """DCP's steps without other ranks: nobody needs what another reads."""
-    planner, reader = LoadPartsPlanner(list(request.parts.values())), FolderReader(request.index)
-    planner.set_up_planner({}, reader.read_metadata())
-    reader.read_data(planner.create_local_plan(), planner)
+    try:
+        planner, reader = LoadPartsPlanner(list(request.parts.values())), FolderReader(request.index)
+        planner.set_up_planner({}, reader.read_metadata())
+        reader.read_data(planner.create_local_plan(), planner)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the others wait for it
+        raise CheckpointError(f"{request.index.folder} cannot be read: {error!r}") from error
