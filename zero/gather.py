@@ -19,6 +19,7 @@ import torch
 
 from zcomm import DivergedError, Work
 from zero.bucket import Bucket, BucketState
+from zero.delayed import DelayedUpdate
 from zero.full_copy import FullCopy
 from zero.order_check import OrderCheck
 from zero.pool import BufferPool
@@ -86,6 +87,8 @@ class Gatherer:
         """Of all gathers issued so far, in order: they match those of other ranks only if it is the same there."""
         self._num_divergences = 0 if self._check is None else self._check.num_divergences
         self.by_storage: dict[int, Bucket] = {}
+        self.late: DelayedUpdate | None = None
+        """An update during which forward goes on: whoever gathers a bucket catches up with it."""
 
     def acquire(self, bucket: Bucket, mode: Mode | None = None) -> None:
         """Make ``bucket`` FULL. ``mode``: the use is part of an iteration, so its place in the order is recorded."""
@@ -95,7 +98,9 @@ class Gatherer:
         if bucket.state is not BucketState.FULL:
             self._issue(bucket)
         for start in starts:
-            self._issue(self._buckets[start.bucket], start.stop)
+            ahead = self._buckets[start.bucket]
+            if self.late is None or not self.late.is_waited_for(ahead):  # this bucket's forward has time to update it
+                self._issue(ahead, start.stop)
         if mode is not None:
             self._read_ahead(mode)
         if bucket.state is BucketState.GATHERING:
@@ -178,6 +183,8 @@ class Gatherer:
     def _issue(self, bucket: Bucket, stop: int | None = None) -> None:
         """Start the exchanges of ``bucket`` up to number ``stop`` that have not started yet."""
         if bucket.state is BucketState.SHARDED:
+            if self.late is not None:
+                self.late.catch_up(bucket)
             full = self._pool.take(bucket.layout.numel, bucket.dtype)
             bucket.begin_gather(full)
             works = self._works[bucket.index] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero.cpu_optimizer import CPUOptimizer
+from zero.delayed import Progress
 from zero.masters import MasterPiece
-from zero.steps import step_pieces
+from zero.steps import numbers_of_groups, step_pieces
 from zero.tiers.file_update import FileUpdate
 from zero.tiers.host_gradient import HostGradient
 from zero.tiers.state_files import StateFiles
@@ -76,17 +78,23 @@ class LateStep:
         return copied
 
     @torch.no_grad()
-    def run(self) -> None:
-        """Step the pieces, and write the parameters of all their buckets."""
+    def run(self, progress: Progress) -> None:
+        """Step the pieces, with zero's own optimizers bucket by bucket, and write the parameters of their buckets."""
         for group, settings in zip(self._copy.param_groups, self._settings, strict=True):
             group.update(settings)  # it may run again
         if self._files is not None:
             self._files.run(self._factor, all_buckets=True)
             return
-        step_pieces(self._copy, self._pieces, self._factor)
-        if not isinstance(self._copy, CPUOptimizer):
-            for bucket in dict.fromkeys(piece.bucket for piece in self._pieces):
+        in_turn = isinstance(self._copy, CPUOptimizer)
+        if not in_turn:  # a step may change a group's settings: there is one
+            step_pieces(self._copy, self._pieces, self._factor)
+        groups = numbers_of_groups(self._copy)
+        for bucket, pieces in groupby(self._pieces, lambda piece: piece.bucket):
+            if in_turn:
+                step_pieces(self._copy, list(pieces), self._factor, groups)
+            else:
                 bucket.update_shard()
+            progress.add(bucket)
 
     def commit(self) -> None:
         """Give the original the states, and the settings that the optimizer itself has changed."""

@@ -92,7 +92,7 @@ def _check(settings: ZeroSettings) -> None:
     if mode not in MODES:
         raise ConfigError(f"mode must be one of {', '.join(MODES)}, or absent: mode={mode!r}")
     refused = {
-        "delayed_update (receivers would be two updates behind)": tiers.states.delays_update,
+        "delayed_update or overlapped_update (receivers would be behind)": tiers.states.delays_update,
         "compressed_link (what nodes hold follows the parameters, not the masters)": tiers.states.compresses_link,
     }
     if mode == "delta_hpz":

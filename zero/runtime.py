@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -211,7 +212,10 @@ class Runtime:
         files, tier = self.state_files, self.settings.tiers.states
         late = [bucket for bucket in self.buckets if bucket.host is not None]
         if tier.delays_update and late:
-            self.delayed = on_every_rank(lambda: DelayedUpdate(late, self.topology), self.topology)
+            overlaps = tier.overlaps_update
+            build = partial(DelayedUpdate, late, self.topology, is_overlapped=overlaps)
+            self.delayed = on_every_rank(build, self.topology)
+            self.gatherer.late = self.delayed if overlaps else None
         if files is not None:
             dtype = next(iter(files.groups_of)).master.dtype
             files.reserve_moments(on_every_rank(lambda: moments_of(inner, dtype), self.topology))

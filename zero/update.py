@@ -6,7 +6,8 @@
 
 A GPU keeps the factor of clipping to itself, and the host does not wait; but the host's optimizers need to know it.
 
-With ``delayed_update`` what rests in host memory or files is updated during the next step: see :mod:`zero.delayed`.
+With ``delayed_update`` what rests in host memory or files is updated during the next step, with ``overlapped_update``
+what rests in host memory during the next forward: see :mod:`zero.delayed`.
 What rests in files is updated first: nothing of it counts until every rank has written everything.
 """
 
@@ -40,7 +41,8 @@ class Update:
     ) -> None:
         self._runtime, self._inner, self._gradients = runtime, inner, gradients
         self._pieces = [piece for piece in pieces if not runtime.is_in_files(piece.bucket)]
-        self._late = [piece for piece in pieces if piece.bucket.host is not None]
+        late = [piece for piece in pieces if piece.bucket.host is not None]
+        self._late = sorted(late, key=lambda piece: not piece.bucket.is_resident)  # which the next forward needs first
         self._at_once = [piece for piece in pieces if piece.bucket.host is None]
         # What is collective goes by buckets, which are the same on every rank: a small model leaves ranks no pieces.
         trainable = [bucket for bucket in runtime.buckets if bucket.is_trainable]
@@ -65,7 +67,7 @@ class Update:
     def run(self) -> bool:
         """Update with the gradients times their factor, and publish. Collective.
 
-        A delayed update is begun instead, and what the one before it has made of the parameters is published.
+        A late or overlapped update is begun instead, and what the one before has made of the parameters is published.
 
         Returns:
             Whether the update is delayed: it has taken the gradients, and none are left.
@@ -87,7 +89,9 @@ class Update:
                 self._ledger.write_parameters()
             return False
         is_late = delayed.num_updates >= self._runtime.settings.tiers.states.delay_start
-        if is_late:
+        if is_late and delayed.is_overlapped:
+            self._run_overlapped(delayed)
+        elif is_late:
             self._run_late(delayed)
         else:
             self._runtime.finish_update(publishes=True)
@@ -96,9 +100,27 @@ class Update:
         return is_late
 
     def _run_late(self, delayed: DelayedUpdate) -> None:
+        delayed.finish()
+        self._begin(delayed)
+        buckets = self._buckets_at_once + delayed.write_shards()
+        if buckets:
+            self._publish(sorted(buckets, key=lambda bucket: bucket.index))
+
+    def _run_overlapped(self, delayed: DelayedUpdate) -> None:
+        """Residents, which are small and which anybody may read, are waited for."""
+        runtime = self._runtime
+        runtime.finish_update(publishes=True)  # what no forward has used
+        self._begin(delayed)
+        residents = [bucket for bucket in delayed.buckets if bucket.is_resident]
+        for bucket in residents:
+            delayed.catch_up(bucket)
+        runtime.gatherer.parameters_changed(bucket for bucket in delayed.buckets if not bucket.is_resident)
+        if buckets := self._buckets_at_once + residents:
+            self._publish(sorted(buckets, key=lambda bucket: bucket.index))
+
+    def _begin(self, delayed: DelayedUpdate) -> None:
         """What rests on the device, if anything, is updated at once."""
         runtime, factor = self._runtime, self._gradients.factor.item()
-        delayed.finish()
         self._gradients.hand_over(widens=False)
         files = None if runtime.file_update is None else runtime.state_files
         gradients = runtime.reducer.hand_off()
@@ -107,9 +129,6 @@ class Update:
             step_pieces(self._inner, self._at_once, factor)
         for bucket in self._buckets_at_once if not self.folds else []:
             bucket.update_shard()
-        buckets = self._buckets_at_once + delayed.write_shards()
-        if buckets:
-            self._publish(sorted(buckets, key=lambda bucket: bucket.index))
 
     def fail(self, error: Exception) -> None:
         """Something is half done: no update will run any more."""

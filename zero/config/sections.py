@@ -226,6 +226,13 @@ class Zcomm:
         minimum=0,
         active_if="delayed update",
     )
+    overlapped_update: bool = key(
+        False,
+        "the update of a step runs on the host during the next forward, where each layer waits for its own: the same "
+        "numbers as without (stage 3, states in host memory)",
+        false="step() waits for its update",
+        active_if="offload_optimizer",
+    )
     compressed_link: bool = key(
         False,
         "gradients of offloaded states go to the host as int8, and what a step changes in 16-bit parameters comes back "

@@ -61,6 +61,7 @@ def describe_states(buckets: list[Bucket], tier: StateTier, inner: Optimizer) ->
     update = f"{type(inner).__module__.partition('.')[0]}'s {type(inner).__name__}"
     part = "" if share == 1 else f"{share:.0%} of the "
     late = f", during the next step after the first {tier.delay_start}" if tier.delays_update else ""
+    late = ", during the next forward, where each layer waits for its own" if tier.overlaps_update else late
     link = "gradients go there as int8, changes of parameters come back as int4"
     of_link = (link,) if any(bucket.is_compressed for bucket in trainable) else ()
     return (f"{part}masters and moments rest in {place}, updated on the host by {update}{late}", *formats, *of_link)
