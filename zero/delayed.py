@@ -25,7 +25,7 @@ Source: "ZeRO-Offload: Democratizing Billion-Scale Model Training" (arXiv:2101.0
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
@@ -40,11 +40,11 @@ __all__ = ["DelayedUpdate", "Job", "Progress"]
 
 
 class Progress:
-    """The buckets that a running update is through with."""
+    """The buckets that a running update is through with; ``updated``: those it has nothing to do for."""
 
-    def __init__(self) -> None:
+    def __init__(self, updated: Iterable[Bucket] = ()) -> None:
         self._changed = threading.Condition()
-        self._updated: set[Bucket] = set()
+        self._updated = set(updated)
         self._has_ended = False
 
     def add(self, bucket: Bucket) -> None:
@@ -68,6 +68,9 @@ class Progress:
 
 class Job(Protocol):
     """The update of one step."""
+
+    buckets: Collection[Bucket]
+    """Those with something to update on this rank."""
 
     def run(self, progress: Progress) -> None:
         """Update masters and moments, and write the new parameters to ``bucket.staged``; in the thread."""
@@ -134,7 +137,7 @@ class DelayedUpdate:
         self._future = self._start(job)
 
     def _start(self, job: Job) -> Future[None]:
-        progress = self._progress = Progress()
+        progress = self._progress = Progress(bucket for bucket in self.buckets if bucket not in job.buckets)
         future = self._thread.submit(job.run, progress)
         future.add_done_callback(lambda _: progress.end())
         return future

@@ -52,6 +52,7 @@ class LateStep:
         self._leaves = [
             [(param, _leaf(param)) for param in group["params"]] for group in inner.param_groups
         ]  # parameters without a gradient keep their places
+        self.buckets = frozenset(piece.bucket for piece in pieces)
         leaf_of = {id(param): leaf for pairs in self._leaves for param, leaf in pairs}
         self._pieces = [replace(piece, master=leaf_of[id(piece.master)]) for piece in pieces]
         for piece, copied in zip(pieces, self._pieces, strict=True):

@@ -133,18 +133,20 @@ def _check_looking(rank: int, folder: str) -> None:
         got = _train(model, optimizer, rank, range(3))
         state = copy.deepcopy(optimizer.state_dict())
         zero.save_checkpoint(optimizer, folder, "step2")
-        assert_same_bits(full_values(model), masters_of(model))
         model.eval()
         with torch.no_grad():
             first = loss_of(model, *batch(99, 0, rank)).item()
+            half = copy.deepcopy(optimizer.state_dict())  # the unused layer has not caught up
             optimizer.finish_update()
             assert first == loss_of(model, *batch(99, 0, rank)).item(), "an evaluation has the last update"
         model.train()
+        assert_same_bits(full_values(model), masters_of(model))
         got += _train(model, optimizer, rank, range(3, STEPS))
         assert got == expected, "looking at a run changes it"
         assert_same_bits(masters_of(model), last)
-        optimizer.load_state_dict(state)
-        assert _train(model, optimizer, rank, range(3, STEPS)) == expected[3:], "from a state dict"
+        for saved in (state, half):
+            optimizer.load_state_dict(saved)
+            assert _train(model, optimizer, rank, range(3, STEPS)) == expected[3:], "from a state dict"
         with torch.no_grad(), zero.GatheredParameters([model.shared.bias], modifier_rank=LAST):
             if rank == LAST:
                 model.shared.bias[3] = 5.0
@@ -160,6 +162,41 @@ def _check_looking(rank: int, folder: str) -> None:
 
 def test_what_looks_at_a_run_sees_the_last_update_and_does_not_change_it(tmp_path: Any) -> None:
     run_ranks(2, _check_looking, str(tmp_path))
+
+
+class Behind(zero.CPUAdam):
+    """In a thread, the second block's update waits until the first block's forward has run."""
+
+    has_run, num_overdue, num_updates, num_tensors, waiting = threading.Event(), 0, 0, 0, 0
+
+    def step_tensor_(self, param: Tensor, *args: Any, **kwargs: Any) -> None:
+        """As of CPUAdam."""
+        Behind.num_updates += 1
+        if Behind.num_updates % Behind.num_tensors == Behind.waiting:
+            Behind.num_overdue += not Behind.has_run.wait(10)
+        super().step_tensor_(param, *args, **kwargs)
+
+
+def _check_overlap(rank: int) -> None:
+    model = new_model(is_tied=False)
+    model.blocks[0].register_forward_hook(lambda *_: Behind.has_run.set())
+    options = OVERLAPPED | {"stage3_prefetch_bucket_size": 10**6}
+    with zero_optimizer(model, Behind, lr=1e-2, **options) as optimizer:
+        names = [piece.bucket.name for piece in optimizer.inside.pieces]
+        Behind.num_tensors, Behind.waiting = len(names), names.index("blocks.1") + 1
+        Behind.num_overdue = Behind.num_updates = 0
+        for step in range(4):
+            loss_of(model, *batch(step, 0, rank)).backward()
+            Behind.has_run.clear()
+            optimizer.step()
+        loss_of(model, *batch(4, 0, rank))
+        assert Behind.num_updates == 4 * Behind.num_tensors
+        assert Behind.num_overdue == 0, "the first layer's forward waited for the next one's update"
+
+
+def test_a_layer_waits_for_no_other_layers_update() -> None:
+    """Even where a plan says to gather layers ahead."""
+    run_ranks(2, _check_overlap)
 
 
 class Failing(zero.CPUAdam):
