@@ -32,6 +32,7 @@ from zero.tiers.settings import Tier
 
 HELD_OUT_WINDOWS = 64
 PROMPT_NBYTES = 48
+OVERLAPS = (" delayed", " overlapped")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -68,6 +69,9 @@ def parse_arguments() -> argparse.Namespace:
         "--moment-format", choices=("float32", "bfloat16", "int8"), help="so, updated by zero.CPUAdam with such moments"
     )
     zero.add_argument("--delayed-update", action="store_true", help="so, and updated during the next step")
+    zero.add_argument(
+        "--overlapped-update", action="store_true", help="so, and updated during the next forward, layer by layer"
+    )
     zero.add_argument(
         "--compressed-link", action="store_true", help="so, and gradients go there as int8, changes come back as int4"
     )
@@ -172,7 +176,7 @@ def _name_of(optimizer: ZeroOptimizer, dtype: torch.dtype) -> str:
     name = name if any(switches.values()) else f"plain {name}"
     states = optimizer.inside.runtime.settings.tiers.states
     if states.tier is not Tier.DEVICE:
-        name += " offload" + (" delayed" if states.delays_update else "")
+        name += " offload" + (OVERLAPS[states.overlaps_update] if states.delays_update else "")
         name += " compressed link" if optimizer.inside.runtime.tracked else ""
     inner = optimizer.inside.inner
     if isinstance(inner, CPUAdam) and inner.moment_format.value != "float32":
@@ -199,10 +203,13 @@ def build_runs(arguments: argparse.Namespace, topology: Topology, device: torch.
 def _offload(arguments: argparse.Namespace) -> dict[str, Any]:
     moments = {} if arguments.moment_format is None else {"moment_format": arguments.moment_format}
     link = {"compressed_link": True} if arguments.compressed_link else {}
-    if not (arguments.offload_optimizer or arguments.delayed_update or moments or link):
+    late = {"overlapped_update": True} if arguments.overlapped_update else {}
+    if not (arguments.offload_optimizer or arguments.delayed_update or moments or link or late):
         return {}
     delay = {"delayed_update": arguments.delayed_update, "delay_start": arguments.delay_start}
-    return {"offload_optimizer": {"device": "cpu"}} | moments | link | (delay if arguments.delayed_update else {})
+    return (
+        {"offload_optimizer": {"device": "cpu"}} | moments | link | late | (delay if arguments.delayed_update else {})
+    )
 
 
 def my_rows(tensors: tuple[Tensor, Tensor], run: Run) -> tuple[Tensor, Tensor]:
