@@ -163,10 +163,15 @@ def all_gather(output: Tensor, message: Tensor, hop: Hop, sent: Sent) -> Pending
     words = _words(hop, sent)
     if hop.carrier is not None:
         return named_wait(_gather(output, message, hop, words), *words)
-    call = Call("all_gather", message.numel() * message.element_size(), message.device.type)
+    call = _call("all_gather", message, hop)
     if device_of(hop.backend, message.device) != message.device:
         return _through_copies(output, message, hop, partial(_gather, words=words), call)
     return tracked(named_wait(_gather(output, message, hop, words), *words), hop.ledger, call)
+
+
+def _call(operation: str, mine: Tensor, hop: Hop) -> Call:
+    nbytes = mine.numel() * mine.element_size()
+    return Call(operation, nbytes, mine.device.type, is_heard_beside=hop.beside is not None)
 
 
 def _gather(output: Tensor, message: Tensor, hop: Hop, words: Words) -> Pending:
@@ -246,7 +251,7 @@ def all_to_all(output: Tensor, messages: Tensor, hop: Hop, sent: Sent) -> Pendin
     words = _words(hop, sent)
     if hop.carrier is not None:
         return named_wait(_exchange(output, messages, hop, words), *words)
-    call = Call("all_to_all", messages.numel() * messages.element_size(), messages.device.type)
+    call = _call("all_to_all", messages, hop)
     if device_of(hop.backend, messages.device) != messages.device:
         return _through_copies(output, messages, hop, partial(_exchange, words=words), call)
     return tracked(named_wait(_exchange(output, messages, hop, words), *words), hop.ledger, call)
@@ -277,7 +282,10 @@ def _through_copies(
 
 
 def take_part(call: Call, hop: Hop) -> Pending:
-    """Start an exchange like ``call``, whose values nobody will use: ranks wait for this one in it."""
+    """Start an exchange like ``call``, whose values nobody will use: ranks wait for this one in it.
+
+    ``hop`` has another beside it if the call's had one.
+    """
     device = torch.device("cuda", torch.cuda.current_device()) if call.device_type == "cuda" else torch.device("cpu")
     mine = torch.zeros(call.nbytes, dtype=torch.uint8, device=device)
     hop.ledger.start(call)

@@ -218,12 +218,14 @@ class Topology:
         Made at the first use, which is collective, and closed with this one; for more than one rank only.
         """
         topologies = (self, self.companion, self.companion.companion)
-        all_hops = [hop for t in topologies for hop in (t.world, t.intra, t.inter, t.on_host)]
-        hops = {id(hop): hop for hop in all_hops if hop.group is not None}
+        all_hops: list[tuple[Hop, Hop]] = []
+        for t in topologies:
+            all_hops += [(t.world, ALONE), (t.intra, t.inter), (t.inter, t.intra), (t.on_host, ALONE)]
+        hops = {id(hop): (hop, beside) for hop, beside in all_hops if hop.group is not None}
         number = {rank: index for index, rank in enumerate(self.global_ranks)}
         watched = [
-            Watched(hop, tuple(number[rank] for rank in dist.get_process_group_ranks(hop.group)))
-            for hop in hops.values()
+            Watched(hop, tuple(number[rank] for rank in dist.get_process_group_ranks(hop.group)), beside)
+            for hop, beside in hops.values()
         ]
         return Watch(watched, [t.queue for t in topologies], self.rank, self.world_size)
 
