@@ -42,12 +42,12 @@ __all__ = [
     "device_of",
     "gather_ints",
     "group_named",
-    "max_",
     "sum_",
     "take_part",
     "takes_host_tensors",
     "timeout_of",
     "together",
+    "words_of",
 ]
 
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single and deprecated the old name.
@@ -132,7 +132,7 @@ def count(hop: Hop, sent: Sent, nbytes: int) -> None:
 Words = tuple[str, str, str]
 
 
-def _words(hop: Hop, sent: Sent) -> Words:
+def words_of(hop: Hop, sent: Sent) -> Words:
     """How a profiler's trace calls an exchange: what, in which format, over which links."""
     return sent.operation, sent.format, "/".join(link for link, count in _links(hop) if count)
 
@@ -160,7 +160,7 @@ def all_gather(output: Tensor, message: Tensor, hop: Hop, sent: Sent) -> Pending
         if output.data_ptr() != message.data_ptr():
             _bytes(output).copy_(_bytes(message))
         return None
-    words = _words(hop, sent)
+    words = words_of(hop, sent)
     if hop.carrier is not None:
         return named_wait(_gather(output, message, hop, words), *words)
     call = _call("all_gather", message, hop)
@@ -248,7 +248,7 @@ def all_to_all(output: Tensor, messages: Tensor, hop: Hop, sent: Sent) -> Pendin
     if hop.group is None:
         _bytes(output).copy_(_bytes(messages))
         return None
-    words = _words(hop, sent)
+    words = words_of(hop, sent)
     if hop.carrier is not None:
         return named_wait(_exchange(output, messages, hop, words), *words)
     call = _call("all_to_all", messages, hop)
@@ -315,19 +315,9 @@ def _broadcast(values: Tensor, src: int, hop: Hop) -> Pending:
     pending = cast(Pending, dist.broadcast(values, group=hop.group, group_src=src, async_op=True))
     if not env.is_set("ZCOMM_CHECK"):
         return pending
-    words, is_src = _words(hop, Sent("broadcast", "none", values.numel())), hop.rank == src
+    words, is_src = words_of(hop, Sent("broadcast", "none", values.numel())), hop.rank == src
     received = {} if is_src else {src: values}
     return checked(pending, Exchange(words, hop.ranks(), [values] * hop.size if is_src else [], received, None))
-
-
-def max_(tensor: Tensor, hop: Hop) -> None:
-    """Overwrite an integer ``tensor`` with the elementwise maximum over the ranks."""
-    of_ranks = tensor.new_empty((hop.size, tensor.numel()))
-    work = all_gather(of_ranks, tensor, hop, Sent("control", "none", tensor.numel()))
-    if work is not None:
-        work.wait()
-    if tensor.numel():
-        tensor.view(-1).copy_(of_ranks.amax(0))
 
 
 def sum_(tensor: Tensor, group: dist.ProcessGroup | None) -> torch.futures.Future[Tensor]:
