@@ -34,7 +34,9 @@ from zero.tiers.host_gradient import HostGradient
 __all__ = ["Reducer"]
 
 MAX_IN_FLIGHT = 2  # reductions under way at once; each holds a full gradient buffer
-MUCH_THE_SAME = 1.25  # buckets that are no smaller than the largest by more get buffers that any of them can have
+# Buckets that are no smaller than the largest by more get buffers that any of them can have. All that are out at once,
+# in flight, complete and being filled, then waste no more than the one buffer more that another size would take.
+MUCH_THE_SAME = 1 + 1 / (MAX_IN_FLIGHT + 2)
 
 
 class Reducer:
