@@ -160,18 +160,18 @@ def all_gather(output: Tensor, message: Tensor, hop: Hop, sent: Sent) -> Pending
         if output.data_ptr() != message.data_ptr():
             _bytes(output).copy_(_bytes(message))
         return None
-    words = words_of(hop, sent)
+    return _start(output, message, hop, "all_gather", words_of(hop, sent))
+
+
+def _start(output: Tensor, mine: Tensor, hop: Hop, operation: str, words: Words) -> Pending | None:
+    """Start exchanging ``mine``; what goes over the group itself is entered into its ledger."""
+    start = partial(_gather if operation == "all_gather" else _exchange, words=words)
     if hop.carrier is not None:
-        return named_wait(_gather(output, message, hop, words), *words)
-    call = _call("all_gather", message, hop)
-    if device_of(hop.backend, message.device) != message.device:
-        return _through_copies(output, message, hop, partial(_gather, words=words), call)
-    return tracked(named_wait(_gather(output, message, hop, words), *words), hop.ledger, call)
-
-
-def _call(operation: str, mine: Tensor, hop: Hop) -> Call:
-    nbytes = mine.numel() * mine.element_size()
-    return Call(operation, nbytes, mine.device.type, is_heard_beside=hop.beside is not None)
+        return named_wait(start(output, mine, hop), *words)
+    call = Call(operation, mine.numel() * mine.element_size(), mine.device.type, is_heard_beside=hop.beside is not None)
+    if device_of(hop.backend, mine.device) != mine.device:
+        return _through_copies(output, mine, hop, start, call)
+    return tracked(named_wait(start(output, mine, hop), *words), hop.ledger, call)
 
 
 def _gather(output: Tensor, message: Tensor, hop: Hop, words: Words) -> Pending:
@@ -248,13 +248,7 @@ def all_to_all(output: Tensor, messages: Tensor, hop: Hop, sent: Sent) -> Pendin
     if hop.group is None:
         _bytes(output).copy_(_bytes(messages))
         return None
-    words = words_of(hop, sent)
-    if hop.carrier is not None:
-        return named_wait(_exchange(output, messages, hop, words), *words)
-    call = _call("all_to_all", messages, hop)
-    if device_of(hop.backend, messages.device) != messages.device:
-        return _through_copies(output, messages, hop, partial(_exchange, words=words), call)
-    return tracked(named_wait(_exchange(output, messages, hop, words), *words), hop.ledger, call)
+    return _start(output, messages, hop, "all_to_all", words_of(hop, sent))
 
 
 def _exchange(output: Tensor, messages: Tensor, hop: Hop, words: Words) -> Pending:
