@@ -1,13 +1,14 @@
-"""The README's measured figures come from files under bench/results; links lead somewhere; the version has one place.
+"""Measured figures of the README and docs come from files under bench/results; links lead somewhere; one version.
 
-A block of the README (a paragraph, an item of a list, a table) that links to a file under bench/results is about what
+A block of a document (a paragraph, an item of a list, a table) that links to a file under bench/results is about what
 was measured: each of its numbers must be in that file, and those of a table's row in one line of it, in that order. A
 table may be linked to by the paragraph before it. Without a link a block has no decimal figure and no number with a
-unit of measurement. Inline code, fenced code and comments are no claims.
+unit of measurement. Inline code, fenced code, comments and the generated table of the configuration are no claims.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,10 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+CONFIG_TABLE = re.compile(r"<!-- config table: .*?-->.*?<!-- end of config table -->", re.DOTALL)
+"""Compared with the program by another test."""
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RESULT = re.compile(r"\]\((bench/results/[\w./-]+\.md)\)")
+RESULT = re.compile(r"\]\((?:\.\./)?(bench/results/[\w./-]+\.md)\)")
 NUMBER = re.compile(r"(?<![\w.-])\d+(?:,\d{3})*(?:\.\d+)?(?:e\d+)?(?!\w)")
 MEASURED = re.compile(
     r"\d\.\d|\d\s?(%|ms|us|s|min|hours?|[KMGT]i?B|[KMG]bit|tokens|times|TFLOP|x (as|faster|slower))(?![\w])"
@@ -46,6 +48,7 @@ def numbers_of(text: str) -> tuple[str, ...]:
 def claims_of(text: str) -> Iterator[Claim]:
     """The claims of a document, each with its file; ValueError for a measured figure without a file."""
     before: list[str] = []
+    text = CONFIG_TABLE.sub("\n", text)
     for block in re.split(r"\n\s*\n|\n(?=- )", re.sub(r"<!--.*?-->|^```.*?^```", "\n", text, flags=re.DOTALL | re.M)):
         is_table = block.lstrip().startswith("|")
         files = RESULT.findall(block) or (before if is_table else [])
@@ -73,17 +76,18 @@ def _missing_in_order(numbers: tuple[str, ...], line: list[str]) -> tuple[str, .
     return tuple(n for n in numbers if n not in left)  # each search goes on where the one before has found its number
 
 
-def test_every_measured_number_of_the_readme_is_in_its_file() -> None:
-    claims = list(claims_of(README))
-    assert len(claims) > 30
-    for claim in claims:
+def test_every_measured_number_is_in_its_file() -> None:
+    claims = {path.name: list(claims_of(path.read_text())) for path in DOCUMENTS}
+    assert len(claims["README.md"]) > 30
+    assert sum(map(len, claims.values())) > 60
+    for claim in itertools.chain(*claims.values()):
         assert not missing(claim), f"{claim.file} has no {missing(claim)}: {claim.text}"
 
 
 def test_an_altered_figure_is_noticed() -> None:
     """Each number with another last digit; in prose those of one or two digits, such as 4 ranks, may be there, too."""
     unnoticed, tried = [], 0
-    for claim in claims_of(README):
+    for claim in itertools.chain(*(claims_of(path.read_text()) for path in DOCUMENTS)):
         for index, number in enumerate(claim.numbers):
             altered = number[:-1] + str((int(number[-1]) + 1) % 10)
             numbers = (*claim.numbers[:index], altered, *claim.numbers[index + 1 :])
@@ -118,7 +122,9 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 def test_every_document_is_linked_to() -> None:
-    assert {f"docs/{path.name}" for path in DOCUMENTS[1:]} <= set(re.findall(r"\]\((docs/\w+\.md)", README))
+    assert {f"docs/{path.name}" for path in DOCUMENTS[1:]} <= set(
+        re.findall(r"\]\((docs/\w+\.md)", (ROOT / "README.md").read_text())
+    )
 
 
 def test_the_version_has_one_place() -> None:

@@ -42,12 +42,12 @@ __all__ = [
     "device_of",
     "gather_ints",
     "group_named",
-    "max_",
     "sum_",
     "take_part",
     "takes_host_tensors",
     "timeout_of",
     "together",
+    "words_of",
 ]
 
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single and deprecated the old name.
@@ -132,7 +132,7 @@ def count(hop: Hop, sent: Sent, nbytes: int) -> None:
 Words = tuple[str, str, str]
 
 
-def _words(hop: Hop, sent: Sent) -> Words:
+def words_of(hop: Hop, sent: Sent) -> Words:
     """How a profiler's trace calls an exchange: what, in which format, over which links."""
     return sent.operation, sent.format, "/".join(link for link, count in _links(hop) if count)
 
@@ -160,13 +160,18 @@ def all_gather(output: Tensor, message: Tensor, hop: Hop, sent: Sent) -> Pending
         if output.data_ptr() != message.data_ptr():
             _bytes(output).copy_(_bytes(message))
         return None
-    words = _words(hop, sent)
+    return _start(output, message, hop, "all_gather", words_of(hop, sent))
+
+
+def _start(output: Tensor, mine: Tensor, hop: Hop, operation: str, words: Words) -> Pending | None:
+    """Start exchanging ``mine``; what goes over the group itself is entered into its ledger."""
+    start = partial(_gather if operation == "all_gather" else _exchange, words=words)
     if hop.carrier is not None:
-        return named_wait(_gather(output, message, hop, words), *words)
-    call = Call("all_gather", message.numel() * message.element_size(), message.device.type)
-    if device_of(hop.backend, message.device) != message.device:
-        return _through_copies(output, message, hop, partial(_gather, words=words), call)
-    return tracked(named_wait(_gather(output, message, hop, words), *words), hop.ledger, call)
+        return named_wait(start(output, mine, hop), *words)
+    call = Call(operation, mine.numel() * mine.element_size(), mine.device.type, is_heard_beside=hop.beside is not None)
+    if device_of(hop.backend, mine.device) != mine.device:
+        return _through_copies(output, mine, hop, start, call)
+    return tracked(named_wait(start(output, mine, hop), *words), hop.ledger, call)
 
 
 def _gather(output: Tensor, message: Tensor, hop: Hop, words: Words) -> Pending:
@@ -243,13 +248,7 @@ def all_to_all(output: Tensor, messages: Tensor, hop: Hop, sent: Sent) -> Pendin
     if hop.group is None:
         _bytes(output).copy_(_bytes(messages))
         return None
-    words = _words(hop, sent)
-    if hop.carrier is not None:
-        return named_wait(_exchange(output, messages, hop, words), *words)
-    call = Call("all_to_all", messages.numel() * messages.element_size(), messages.device.type)
-    if device_of(hop.backend, messages.device) != messages.device:
-        return _through_copies(output, messages, hop, partial(_exchange, words=words), call)
-    return tracked(named_wait(_exchange(output, messages, hop, words), *words), hop.ledger, call)
+    return _start(output, messages, hop, "all_to_all", words_of(hop, sent))
 
 
 def _exchange(output: Tensor, messages: Tensor, hop: Hop, words: Words) -> Pending:
@@ -277,7 +276,10 @@ def _through_copies(
 
 
 def take_part(call: Call, hop: Hop) -> Pending:
-    """Start an exchange like ``call``, whose values nobody will use: ranks wait for this one in it."""
+    """Start an exchange like ``call``, whose values nobody will use: ranks wait for this one in it.
+
+    ``hop`` has another beside it if the call's had one.
+    """
     device = torch.device("cuda", torch.cuda.current_device()) if call.device_type == "cuda" else torch.device("cpu")
     mine = torch.zeros(call.nbytes, dtype=torch.uint8, device=device)
     hop.ledger.start(call)
@@ -307,19 +309,9 @@ def _broadcast(values: Tensor, src: int, hop: Hop) -> Pending:
     pending = cast(Pending, dist.broadcast(values, group=hop.group, group_src=src, async_op=True))
     if not env.is_set("ZCOMM_CHECK"):
         return pending
-    words, is_src = _words(hop, Sent("broadcast", "none", values.numel())), hop.rank == src
+    words, is_src = words_of(hop, Sent("broadcast", "none", values.numel())), hop.rank == src
     received = {} if is_src else {src: values}
     return checked(pending, Exchange(words, hop.ranks(), [values] * hop.size if is_src else [], received, None))
-
-
-def max_(tensor: Tensor, hop: Hop) -> None:
-    """Overwrite an integer ``tensor`` with the elementwise maximum over the ranks."""
-    of_ranks = tensor.new_empty((hop.size, tensor.numel()))
-    work = all_gather(of_ranks, tensor, hop, Sent("control", "none", tensor.numel()))
-    if work is not None:
-        work.wait()
-    if tensor.numel():
-        tensor.view(-1).copy_(of_ranks.amax(0))
 
 
 def sum_(tensor: Tensor, group: dist.ProcessGroup | None) -> torch.futures.Future[Tensor]:

@@ -6,6 +6,7 @@ They are between hosts (:attr:`Topology.on_host`): no device is waited for, but 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 from zcomm import backend
 from zcomm.backend import ALONE, Hop, Sent
 from zcomm.errors import TopologyError
+from zcomm.first_rank import gather_to_first, scatter_from_first
 from zcomm.topology import Topology, hop_of_group
 
 __all__ = [
@@ -24,8 +26,8 @@ __all__ = [
     "gather_beside",
     "gather_float64",
     "gather_texts",
-    "texts_over",
-    "whole_texts",
+    "text_from_first",
+    "texts_to_first",
 ]
 
 TEXT_NBYTES = 512
@@ -33,18 +35,16 @@ TEXT_NBYTES = 512
 
 def agree_max(values: Tensor, topology: Topology) -> Tensor:
     """The elementwise maximum of int64 ``values`` over all ranks, on the CPU, the same on every rank."""
-    agreed = values.to("cpu", torch.int64, copy=True)
+    mine = values.to("cpu", torch.int64).contiguous()
     _keep_order(topology)
-    backend.max_(agreed, topology.on_host)
-    return agreed
+    return _gather(mine, topology.on_host).amax(0).view(mine.shape)
 
 
 def any_(flag: Tensor, topology: Topology) -> Tensor:
     """Whether the bool scalar ``flag`` is true on any rank, on its device. On CUDA the host waits for nothing."""
-    agreed = flag.to(torch.uint8, copy=True).view(1)
+    mine = flag.to(torch.uint8).view(1)
     _keep_order(topology)
-    backend.max_(agreed, _hop_for(agreed, topology))
-    return agreed.bool().view(())
+    return _gather(mine, _hop_for(mine, topology)).amax().bool()
 
 
 def gather_float64(values: Tensor, topology: Topology) -> Tensor:
@@ -56,11 +56,7 @@ def gather_beside(values: Tensor, topology: Topology) -> Tensor:
     """Every rank's ``values`` [n] as [world_size, n], in rank order, on their device. CUDA: no host waits."""
     mine = values.contiguous()
     _keep_order(topology)
-    of_ranks = mine.new_empty((topology.world_size, mine.numel()))
-    work = backend.all_gather(of_ranks, mine, _hop_for(mine, topology), Sent("control", "none", mine.numel()))
-    if work is not None:
-        work.wait()
-    return of_ranks
+    return _gather(mine, _hop_for(mine, topology))
 
 
 def are_equal(text: str, ranks: Topology | dist.ProcessGroup | None) -> bool:
@@ -70,54 +66,63 @@ def are_equal(text: str, ranks: Topology | dist.ProcessGroup | None) -> bool:
     hop = ranks.on_host if isinstance(ranks, Topology) else hop_of_group(ranks)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], dtype=torch.int64)
-    of_ranks = torch.empty(hop.size, dtype=torch.int64)
-    work = backend.all_gather(of_ranks, mine, hop, Sent("control", "none", 1))
-    if work is not None:
-        work.wait()
-    return bool((of_ranks == mine).all())
+    return bool((_gather(mine, hop) == mine).all())
 
 
 def gather_texts(text: str, ranks: Topology | dist.ProcessGroup | None) -> list[str]:
     """The first 512 bytes of every rank's ``text``, in rank order. None: all ranks of torch.distributed."""
-    if not isinstance(ranks, Topology):
-        return texts_over(hop_of_group(ranks), text)
-    _keep_order(ranks)
-    return texts_over(ranks.on_host, text)
-
-
-def texts_over(hop: Hop, text: str) -> list[str]:
-    """As :func:`gather_texts`, where nothing else is under way."""
+    if isinstance(ranks, Topology):
+        _keep_order(ranks)
+    hop = ranks.on_host if isinstance(ranks, Topology) else hop_of_group(ranks)
     mine = torch.frombuffer(bytearray(text.encode()[:TEXT_NBYTES].ljust(TEXT_NBYTES, b"\0")), dtype=torch.uint8)
-    of_ranks = torch.empty((hop.size, TEXT_NBYTES), dtype=torch.uint8)
-    work = backend.all_gather(of_ranks, mine, hop, Sent("control", "none", TEXT_NBYTES))
-    if work is not None:
-        work.wait()
-    data = of_ranks.numpy().tobytes()
+    data = _gather(mine, hop).numpy().tobytes()
     rows = [data[at : at + TEXT_NBYTES] for at in range(0, len(data), TEXT_NBYTES)]
     texts = {row: row.rstrip(b"\0").decode(errors="replace") for row in set(rows)}
     return [texts[row] for row in rows]
 
 
-def whole_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    """Every rank's ``text``, of any length, in rank order; None: this rank's alone.
+def texts_to_first(text: str, group: dist.ProcessGroup | None) -> list[str]:
+    """On the first rank every rank's ``text``, of any length, in rank order; on the others []. None: this rank alone.
 
-    Cost: two all-gathers, the second of the longest text's bytes.
+    Cost: 8 bytes to every other rank, and from each to the first as many as the longest text has.
     """
-    hop = ALONE if group is None else hop_of_group(group)
-    data = text.encode()
-    lengths = torch.empty(hop.size, dtype=torch.int64)
-    _gather_now(lengths, torch.tensor([len(data)]), hop)
-    longest = int(lengths.max())
-    of_ranks = torch.empty((hop.size, longest), dtype=torch.uint8)
-    _gather_now(of_ranks, torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8), hop)
-    rows = zip(of_ranks.numpy(), lengths.tolist(), strict=True)
-    return [row[:length].tobytes().decode() for row, length in rows]
+    hop, data = _hop_of(group), text.encode()
+    lengths = _gather(torch.tensor([len(data)]), hop).flatten().tolist()
+    mine = torch.frombuffer(bytearray(data.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+    of_ranks = gather_to_first(mine, hop)
+    if of_ranks is None:
+        return []
+    return [row[:length].tobytes().decode() for row, length in zip(of_ranks.numpy(), lengths, strict=True)]
 
 
-def _gather_now(of_ranks: Tensor, mine: Tensor, hop: Hop) -> None:
+def text_from_first(texts: Sequence[str], group: dist.ProcessGroup | None) -> str:
+    """What the first rank has for this one among its ``texts``, one a rank; those of other ranks do not count.
+
+    Cost: 8 bytes to every other rank, and from the first to each as many as the longest text has.
+    """
+    hop = _hop_of(group)
+    data = [text.encode() for text in texts] if hop.rank == 0 else []
+    lengths = torch.tensor([len(part) for part in data] or [0] * hop.size)
+    backend.broadcast_(lengths, 0, hop)
+    longest, rows = int(lengths.max()), None
+    if data:
+        whole = bytearray(b"".join(part.ljust(longest, b"\0") for part in data))
+        rows = torch.frombuffer(whole, dtype=torch.uint8).view(hop.size, longest)
+    mine = scatter_from_first(rows, longest, hop)
+    return mine.numpy()[: int(lengths[hop.rank])].tobytes().decode()
+
+
+def _gather(mine: Tensor, hop: Hop) -> Tensor:
+    """Every rank's ``mine``, of any shape, as [hop size, numel]."""
+    of_ranks = mine.new_empty((hop.size, mine.numel()))
     work = backend.all_gather(of_ranks, mine, hop, Sent("control", "none", mine.numel()))
     if work is not None:
         work.wait()
+    return of_ranks
+
+
+def _hop_of(group: dist.ProcessGroup | None) -> Hop:
+    return ALONE if group is None else hop_of_group(group)
 
 
 def broadcast_(tensor: Tensor, src: int, topology: Topology) -> None:

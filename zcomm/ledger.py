@@ -26,6 +26,8 @@ class Call(NamedTuple):
     device_type: str
     src: int = 0
     """Broadcasts: the rank whose values are sent."""
+    is_heard_beside: bool = False
+    """Whether it ends only once the ranks of the other hop have judged theirs: the same one of those so marked."""
 
 
 class Ledger:
@@ -33,6 +35,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.num_started = 0
+        self.num_beside = 0
+        """How many of these ended, or will, with the other hop's."""
         self.recent: deque[Call] = deque(maxlen=NUM_KEPT)
         self.times: deque[float] = deque(maxlen=NUM_KEPT)
         """When they were started, by time.monotonic()."""
@@ -49,6 +53,7 @@ class Ledger:
     def start(self, call: Call) -> int:
         """An exchange has been started; returns its number."""
         self.num_started += 1
+        self.num_beside += call.is_heard_beside
         self.recent.append(call)
         self.times.append(time.monotonic())
         return self.num_started

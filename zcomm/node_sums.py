@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from zcomm import backend, kernels
-from zcomm.backend import Pending, Sent
+from zcomm.backend import Hop, Pending, Sent
 from zcomm.chunks import chunks_of, pipelined
 from zcomm.encoder import Encoder, check_random
 from zcomm.errors import LayoutError
@@ -85,7 +85,7 @@ class NodeSums:
         return 0 if self._rows is None else self._rows.nbytes
 
     def add(self, input: Tensor, *, async_op: bool = False) -> Work | None:
-        """Add the node's sum of ``input`` to the rows. Collective inside the node.
+        """Add the node's sum of ``input`` to the rows. Collective inside the node; with ZCOMM_CHECK=1 over all ranks.
 
         Args:
             input: floating point, [world_size * n] contiguous; must not be changed before an asynchronous call has
@@ -94,6 +94,7 @@ class NodeSums:
 
         Raises:
             LayoutError: ``input`` does not fit. Raised before any communication.
+            DamagedError: With ZCOMM_CHECK=1, on every rank: a message of some node was damaged.
 
         Cost for each rank: one message of num_nodes segments to every other rank of the node.
         """
@@ -200,6 +201,13 @@ class NodeSums:
         if scale != 1:
             output.mul_(scale)
 
+    @property
+    def _hops(self) -> tuple[Hop, Hop]:
+        """Inside the node and between nodes. With ZCOMM_CHECK=1 all ranks hear of damage in either."""
+        topology = self._topology
+        both = topology.intra, topology.inter
+        return linked(*both) if topology.has_two_hops else both
+
     def _inside_node(self, rows: Tensor, values: Tensor) -> Steps:
         """Hop 1: the sums over the node's ranks of ``rows`` [world_size, m] to ``values`` [num_nodes, m], float32."""
         if self._topology.intra.size == 1:
@@ -211,7 +219,7 @@ class NodeSums:
 
     def _of_node(self, rows: Tensor) -> Generator[Pending | None, None, Messages]:
         """What the node's ranks send of ``rows`` [world_size, m]: a message of num_nodes segments from each."""
-        hop, num_nodes, device = self._topology.intra, self._topology.num_nodes, rows.device
+        hop, num_nodes, device = self._hops[0], self._topology.num_nodes, rows.device
         layout = layout_of(OPERATION, self._inside, rows.dtype, num_nodes, rows.shape[1])
         received, sending = layout.new_to_receive(hop.size, device), rows
         if not (rows.is_contiguous() and layout.codec.dtype == rows.dtype):
@@ -225,9 +233,7 @@ class NodeSums:
 
         With several nodes, ``values`` may also be the messages that they are the sum of.
         """
-        topology = self._topology
-        hop = linked(topology.intra, topology.inter)[1] if topology.has_two_hops else topology.inter
-        device = output.device
+        topology, hop, device = self._topology, self._hops[1], output.device
         if isinstance(values, Tensor) and hop.size == 1:
             output.copy_(values[0].div_(topology.world_size))
             yield None

@@ -51,6 +51,12 @@ class Topology:
     """
 
     def __init__(self, *, ranks_per_node: int, group: dist.ProcessGroup | None = None) -> None:
+        self._place(ranks_per_node, group)
+        if self.world_size > 1:
+            fingerprint.compare(group)
+        self._connect()
+
+    def _place(self, ranks_per_node: int, group: dist.ProcessGroup | None) -> None:
         self._parent = group
         self.world_size, self.rank = _size_and_rank(group)
         if isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int) or ranks_per_node < 1:
@@ -63,16 +69,16 @@ class Topology:
         self.ranks_per_node = ranks_per_node
         self.num_nodes = self.world_size // ranks_per_node
         self.node_rank, self.local_rank = divmod(self.rank, ranks_per_node)
-        if self.world_size > 1:
-            fingerprint.compare(group)
+
+    def _connect(self) -> None:
         self._register()
         self._groups: list[dist.ProcessGroup] = []
         self._is_local = self.world_size > 1 and dist.get_world_size() > self.world_size
         if self._is_local:
-            groups.level_group_names(group)
+            groups.level_group_names(self._parent)
         self._make_hops()
         if self.world_size > 1:
-            groups.wait_until_made(group)
+            groups.wait_until_made(self._parent)
 
     def _register(self) -> None:
         self.queue = WorkQueue()
@@ -179,7 +185,10 @@ class Topology:
         """The same nodes with process groups, and so an order of collectives, of their own. Collective."""
         if self.world_size == 1:
             return Topology.single()
-        return Topology(ranks_per_node=self.ranks_per_node, group=self._parent)
+        clone = object.__new__(Topology)  # its ranks have been compared
+        clone._place(self.ranks_per_node, self._parent)
+        clone._connect()
+        return clone
 
     @cached_property
     def companion(self) -> Topology:
@@ -218,12 +227,14 @@ class Topology:
         Made at the first use, which is collective, and closed with this one; for more than one rank only.
         """
         topologies = (self, self.companion, self.companion.companion)
-        all_hops = [hop for t in topologies for hop in (t.world, t.intra, t.inter, t.on_host)]
-        hops = {id(hop): hop for hop in all_hops if hop.group is not None}
+        all_hops: list[tuple[Hop, Hop]] = []
+        for t in topologies:
+            all_hops += [(t.world, ALONE), (t.intra, t.inter), (t.inter, t.intra), (t.on_host, ALONE)]
+        hops = {id(hop): (hop, beside) for hop, beside in all_hops if hop.group is not None}
         number = {rank: index for index, rank in enumerate(self.global_ranks)}
         watched = [
-            Watched(hop, tuple(number[rank] for rank in dist.get_process_group_ranks(hop.group)))
-            for hop in hops.values()
+            Watched(hop, tuple(number[rank] for rank in dist.get_process_group_ranks(hop.group)), beside)
+            for hop, beside in hops.values()
         ]
         return Watch(watched, [t.queue for t in topologies], self.rank, self.world_size)
 

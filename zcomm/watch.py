@@ -4,6 +4,7 @@ A thread looks twice a second whether this rank waits, and does nothing else whi
 not moved between two looks tells the others, in torch.distributed's store, what it has started and what it waits for:
 
     every rank waits, and each exchange waited for lacks a rank     nobody can ever go on: rank 0 gives the reasons
+      (with ZCOMM_CHECK=1, of two hops: or the verdict of one)
     every rank has heard that                                       waits will end with DivergedError
     every rank's thread starts what its rank owes the others        all waits end
 
@@ -23,7 +24,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -45,6 +46,23 @@ class Watched(NamedTuple):
 
     hop: Hop
     ranks: tuple[int, ...]
+    beside: Hop
+    """The other hop of a collective of two, if there is one."""
+
+
+class Account(NamedTuple):
+    """What one rank has started over a hop, and what of it it waits for."""
+
+    ranks: list[int]
+    num_started: int
+    waits: list[int]
+    recent: list[Call]
+    num_beside: int
+
+    def num_beside_until(self, number: int) -> int:
+        """Of the exchanges up to that one, how many end with the other hop's."""
+        after = self.recent[len(self.recent) - (self.num_started - number) :] if number < self.num_started else []
+        return self.num_beside - sum(call.is_heard_beside for call in after)
 
 
 class Watch:
@@ -114,24 +132,22 @@ class Watch:
         drivers = {queue.thread_id for queue in self._queues}
         waiting = {thread for queue in self._queues for thread in list(queue.waits)}
         hops = {}
-        for key, (hop, ranks) in self._hops.items():
-            waits = list(hop.ledger.waits.items())
+        for key, (hop, ranks, _) in self._hops.items():
+            waits, ledger = list(hop.ledger.waits.items()), hop.ledger
             waiting |= {thread for thread, _ in waits}
-            hops[key] = (ranks, hop.ledger.num_started, [number for _, number in waits], list(hop.ledger.recent))
+            numbers = [number for _, number in waits]
+            hops[key] = Account(list(ranks), ledger.num_started, numbers, list(ledger.recent), ledger.num_beside)
         if any(queue.waits and queue.thread_id not in waiting for queue in self._queues):
             return None  # its thread computes, and will go on to the next exchange
         return json.dumps([hops]) if waiting - drivers else None
 
     def _judge(self) -> None:
-        accounts = [json.loads(self._store.get(self._key(rank))) for rank in range(self._world_size)]
-        texts, hops = [text for text, _ in accounts], [hops for _, hops in accounts]
-        furthest: dict[str, tuple[int, list[Call]]] = {}
-        for of_rank in hops:
-            for key, (ranks, num_started, waits, recent) in of_rank.items():
-                fewest = min(hops[rank][key][1] for rank in ranks)
-                if any(number <= fewest for number in waits):
-                    return  # all have started it: it will end
-                furthest[key] = max(furthest.get(key, (0, [])), (num_started, recent))
+        told = [json.loads(self._store.get(self._key(rank))) for rank in range(self._world_size)]
+        hops = [{key: _read(account) for key, account in of_rank.items()} for _, of_rank in told]
+        if any(_will_end(key, account, hops) for of_rank in hops for key, account in of_rank.items()):
+            return
+        furthest = _furthest(hops)
+        texts = [text for text, _ in told]
         self._store.set(self._key("verdict"), json.dumps([self.compose(texts) + lagging(hops), furthest]))
 
     def _wake(self, reason: str, furthest: dict[str, tuple[int, list[Any]]]) -> None:
@@ -141,10 +157,11 @@ class Watch:
         self._store.add(self._key("heard"), 1)
         while self._store.add(self._key("heard"), 0) < self._world_size:  # nobody may wake who would not raise
             time.sleep(0.02)
-        for key, (hop, _) in self._hops.items():
+        for key, (hop, _, beside) in self._hops.items():
             number, recent = furthest[key]
             missing = number - hop.ledger.num_started
-            owed += [backend.take_part(Call(*call), hop) for call in recent[len(recent) - missing :] if missing]
+            for call in [Call(*call) for call in recent[len(recent) - missing :] if missing]:
+                owed.append(backend.take_part(call, hop.next_to(beside) if call.is_heard_beside else hop))
         for queue in self._queues:
             queue.cancel_all(DivergedError(reason))
         for watched in self._hops.values():
@@ -152,6 +169,44 @@ class Watch:
         self.num_found, self._last, self._has_told = self.num_found + 1, None, False
         for pending in owed:
             pending.wait()
+
+
+def _read(account: list[Any]) -> Account:
+    ranks, num_started, waits, recent, num_beside = account
+    return Account(ranks, num_started, waits, [Call(*call) for call in recent], num_beside)
+
+
+def _kind(key: str) -> str:
+    """Hops of one kind, between them, hold every rank once."""
+    return key.partition(".")[0]
+
+
+def _will_end(key: str, account: Account, hops: Sequence[Mapping[str, Account]]) -> bool:
+    """Whether something that is waited for ends by itself: all whom it needs have started it."""
+    fewest = min(hops[rank][key].num_started for rank in account.ranks)
+    of_kind = [other.num_beside for of_rank in hops for name, other in of_rank.items() if _kind(name) == _kind(key)]
+    return any(n <= fewest and account.num_beside_until(n) <= min(of_kind) for n in account.waits)
+
+
+def _furthest(hops: Sequence[Mapping[str, Account]]) -> dict[str, tuple[int, list[Call]]]:
+    """How many exchanges each hop needs for all to end, with the last calls.
+
+    The rank that has started the most says so, of each hop, and of hops of one kind for those that end together.
+    """
+    of_hops: dict[str, Account] = {}
+    of_kinds: dict[str, Account] = {}
+    for of_rank in hops:
+        for key, account in of_rank.items():
+            of_hops[key] = max(of_hops.get(key, account), account, key=lambda one: one.num_started)
+            of_kinds[_kind(key)] = max(of_kinds.get(_kind(key), account), account, key=lambda one: one.num_beside)
+    furthest = {}
+    for key, account in of_hops.items():
+        ahead = of_kinds[_kind(key)]
+        missing = ahead.num_beside - account.num_beside
+        together = [call for call in ahead.recent if call.is_heard_beside]
+        calls = account.recent + together[len(together) - missing :]
+        furthest[key] = (account.num_started + missing, calls)
+    return furthest
 
 
 def _compose(texts: Sequence[str]) -> str:

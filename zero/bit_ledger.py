@@ -86,23 +86,31 @@ class BitLedger:
             self._path.write_bytes(line)
 
         on_every_rank(begin, runtime.topology)
+        self._end = len(line)
+        """Of the records of updates that have been applied."""
 
     def write_gradients(self) -> None:
-        """Before an update."""
-        self._num_updates += 1
-        self._write(GRADIENT, self._gradients())
+        """Before an update; in place of what an attempt at it has left that failed."""
+        self._of_attempt = self._write(GRADIENT, self._gradients(), self._end)
 
     def write_parameters(self) -> None:
         """After it."""
-        self._write(PARAMETER, self._masters())
+        self._end = self._write(PARAMETER, self._masters(), self._of_attempt)
+        self._num_updates += 1
 
-    def _write(self, kind: int, values: Iterator[tuple[int, int, Tensor]]) -> None:
-        def write() -> None:
-            rows = [(self._num_updates, kind, number, 0, hash_bits(part, first)) for number, first, part in values]
-            with self._path.open("ab") as file:
+    def _write(self, kind: int, values: Iterator[tuple[int, int, Tensor]], at: int) -> int:
+        """Write records from byte ``at`` on, the last of the file; returns its new end."""
+
+        def write() -> int:
+            update = self._num_updates + 1
+            rows = [(update, kind, number, 0, hash_bits(part, first)) for number, first, part in values]
+            with self._path.open("r+b") as file:
+                file.truncate(at)
+                file.seek(at)
                 file.write(np.array(rows, dtype=RECORD).tobytes())
+                return file.tell()
 
-        on_every_rank(write, self._runtime.topology)
+        return on_every_rank(write, self._runtime.topology)
 
     def _gradients(self) -> Iterator[tuple[int, int, Tensor]]:
         reducer, is_sharded = self._runtime.reducer, self._runtime.stage.shards_states

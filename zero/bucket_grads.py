@@ -40,11 +40,42 @@ class BucketGrads:
     """What ``.grad`` shows from stage 1 on."""
     used: list[bool] = field(default_factory=list)
     """Parameters that have had a gradient since zero_grad, on any rank once agreed."""
-    num_arrived: int = 0
-    """Gradients that came in the running backward."""
+    arrived: set[int] = field(default_factory=set)
+    """Parameters whose gradients came in the running backward."""
+    repeated: dict[int, Tensor] = field(default_factory=dict)
+    """By parameter, the sums of gradients that came again before they were reduced, in ``dtype``, which ``full`` is
+    too narrow for."""
     has_result: bool = False
     is_gathered: bool = True
     """Stage 0: the other ranks' shards are in ``full`` too."""
+
+    def put(self, slot: int, grad: Tensor, full: Tensor) -> None:
+        """Add the gradient of a parameter to what ``full`` holds of it."""
+        at = self.bucket.layout.slots[slot]
+        view = full[at.offset : at.offset + at.numel].view(at.shape)
+        if not self.written[slot]:
+            view.copy_(grad)
+        elif full.dtype == self.dtype:
+            view.add_(grad)
+        elif slot in self.repeated:
+            self.repeated[slot].add_(grad)
+        else:
+            self.repeated[slot] = view.to(self.dtype).add_(grad)
+        self.written[slot] = self.used[slot] = True
+        self.arrived.add(slot)
+
+    def complete(self, full: Tensor) -> None:
+        """Write to ``full``, which will be reduced, all that it lacks: sums of what came again, and zeros."""
+        layout = self.bucket.layout
+        for slot, total in self.repeated.items():
+            start = layout.slots[slot].offset
+            full[start : start + total.numel()].copy_(total.view(-1))
+        self.repeated.clear()
+        for at, is_written in zip(layout.slots, self.written, strict=True):
+            if not is_written:
+                full[at.offset : at.offset + at.numel].zero_()
+        for start, stop in layout.gaps:
+            full[start:stop].zero_()
 
     @property
     def has_sums(self) -> bool:

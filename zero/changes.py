@@ -1,6 +1,6 @@
 """When the change of each bucket is sent to the other nodes: as its update ends, while the next one is updated.
 
-Small buckets are updated, in runs, as one.
+Small buckets are updated, in runs, as one: of at most RUN_NUMEL elements, so that no change waits for more of others.
 
     update bucket 0 | update bucket 1 | update bucket 2 |
                     |---- change 0 ---|---- change 1 ---|---- change 2 ...      waited for where the bucket is read
@@ -34,7 +34,12 @@ BY_PARAMETER = (
 """What a step of these does to a parameter depends on that parameter, its state and its group's settings alone."""
 
 RUN_NUMEL = 2**18
-"""Elements of a rank's shards below which buckets are updated together: calling an optimizer takes longer than them."""
+"""Elements of a rank's shards up to which buckets are updated together.
+
+On one core of a server calling an optimizer took 13 us (SGD) and 43 us (AdamW), and 2^18 elements 69 and 600 us: that
+is the most that a change waits for the updates of other buckets. Two runs that follow each other have more elements
+together, so there are at most two calls for each 2^18 elements, which take a fraction of the updates' time.
+"""
 
 
 class Changes:
@@ -108,11 +113,14 @@ class Changes:
 
 
 def _runs_of(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
-    """``buckets`` in order, in runs that are updated at a time."""
-    runs: list[list[Bucket]] = [[]]
+    """``buckets`` in order, in runs that are updated at a time: of RUN_NUMEL elements at most, or of one bucket."""
+    runs: list[list[Bucket]] = []
+    numel = 0
     for bucket in buckets:
-        if sum(b.layout.shard_numel for b in runs[-1]) >= RUN_NUMEL:
+        numel += bucket.layout.shard_numel
+        if not runs or numel > RUN_NUMEL:
             runs.append([])
+            numel = bucket.layout.shard_numel
         runs[-1].append(bucket)
     return runs
 

@@ -34,7 +34,9 @@ from zero.tiers.host_gradient import HostGradient
 __all__ = ["Reducer"]
 
 MAX_IN_FLIGHT = 2  # reductions under way at once; each holds a full gradient buffer
-MUCH_THE_SAME = 1.25  # buckets that are no smaller than the largest by more get buffers that any of them can have
+# Buckets that are no smaller than the largest by more get buffers that any of them can have. All that are out at once,
+# in flight, complete and being filled, then waste no more than the one buffer more that another size would take.
+MUCH_THE_SAME = 1 + 1 / (MAX_IN_FLIGHT + 2)
 
 
 class Reducer:
@@ -64,6 +66,8 @@ class Reducer:
         self._in_flight: list[InFlight] = []
         self._patience = Patience()
         self.reduces_now = self._completes = True
+        self.holds_unreduced = False
+        """Whether any rank may hold gradients that ``no_sync`` left it with; the same on every rank."""
         self.is_last: Callable[[], bool] = lambda: True
         """Whether the running backward is the last of a step."""
         self.rounds_means = False
@@ -109,10 +113,11 @@ class Reducer:
         """A backward starts; ``reduces_now`` is False within ``no_sync`` and accumulation windows."""
         self._drop_what_users_cleared()
         self._cursor, self.reduces_now = 0, reduces_now
+        self.holds_unreduced |= not reduces_now
         self._completes = not self.reduction.stays_in_node or self.is_last()
         with torch._C.DisableTorchFunctionSubclass():
             for grads in self.all:
-                grads.num_arrived = 0
+                grads.arrived.clear()
                 for param in grads.bucket.params:
                     param.grad = None  # autograd must not add to a stand-in
 
@@ -126,15 +131,8 @@ class Reducer:
             raise LayoutError(
                 f"gradients must be dense: the gradient of {at.name!r} is {grad.layout}; use sparse=False"
             )
-        full = self._writable(grads)
-        view = full[at.offset : at.offset + at.numel].view(at.shape)
-        if grads.written[slot]:
-            view.add_(grad)
-        else:
-            view.copy_(grad)
+        grads.put(slot, grad, self._writable(grads))
         param.grad = None
-        grads.written[slot] = grads.used[slot] = True
-        grads.num_arrived += 1
         if self.reduces_now:
             self._issue_complete()
 
@@ -142,7 +140,7 @@ class Reducer:
         if self._stage.shards_gradients:
             if grads.full is None:
                 dtype, numel = grads.dtype, grads.bucket.layout.numel
-                if self.reduces_now:
+                if self.reduces_now and not self.holds_unreduced:  # else a rank may have it in full width already
                     dtype = self.reduction.travel_dtype(grads)
                 room = self._largest if self._largest <= MUCH_THE_SAME * numel else numel
                 grads.full = self._pool.take(room, dtype)[:numel]
@@ -157,7 +155,7 @@ class Reducer:
     def _issue_complete(self) -> None:
         while self._cursor < len(self._order):
             grads = self._order[self._cursor]
-            if grads.num_arrived < len(grads.bucket.params):
+            if len(grads.arrived) < len(grads.bucket.params):
                 return
             self._cursor += 1
             self._issue(grads)
@@ -167,6 +165,7 @@ class Reducer:
         if self.reduces_now:
             self._agree_and_issue_rest()
         self._finish(list(self._in_flight))
+        self.holds_unreduced &= not self.reduces_now
         self._gather_results()
         self.show_grads()
         if self.reduces_now and self._completes:
@@ -213,11 +212,7 @@ class Reducer:
     def _issue(self, grads: BucketGrads) -> None:
         self._make_room(MAX_IN_FLIGHT)
         layout, full = grads.bucket.layout, self._writable(grads)
-        for slot, is_written in zip(layout.slots, grads.written, strict=True):
-            if not is_written:
-                full[slot.offset : slot.offset + slot.numel].zero_()
-        for start, stop in layout.gaps:
-            full[start:stop].zero_()
+        grads.complete(full)
         borrowed = [full] if self._stage.shards_gradients else []
         output = grads.result if self._completes else None
         if self._completes and (output is None or (grads.has_result and grads.host is None)):
@@ -290,6 +285,7 @@ class Reducer:
     def _drop(self, grads: BucketGrads, slot: int) -> None:
         """Forget the gradient of one parameter: what is summed up of it, and what is not reduced yet."""
         grads.used[slot] = grads.written[slot] = False
+        grads.repeated.pop(slot, None)
         if not any(grads.used):
             grads.has_result = False
             if grads.host is not None:
@@ -332,7 +328,9 @@ class Reducer:
                 self._finish(self._in_flight[:1])
         with torch._C.DisableTorchFunctionSubclass():
             for grads in self.all:
-                grads.has_result, grads.carry, grads.num_arrived = False, None, 0
+                grads.has_result, grads.carry = False, None
+                grads.arrived.clear()
+                grads.repeated.clear()
                 roll_back(grads)
                 if grads.host is not None:
                     grads.host.clear()

@@ -186,8 +186,9 @@ class Hooks:
             self._begin_backward()
 
         def after(param: Tensor) -> None:  # noqa: ARG001
+            num_before = len(grads.arrived)
             self._reducer.arrive(grads, slot)
-            if grads.num_arrived == len(grads.written):
+            if num_before < len(grads.arrived) == len(grads.written):
                 self._end_of_use_in_backward([grads.bucket])
 
         self._handles += [param.register_hook(before), param.register_post_accumulate_grad_hook(after)]  # type: ignore[no-untyped-call]

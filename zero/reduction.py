@@ -81,7 +81,8 @@ class Reduction:
     def travel_dtype(self, grads: BucketGrads) -> torch.dtype:
         """What a buffer of local gradients may hold that is reduced in this backward: they are rounded to it anyway.
 
-        A parameter's uses are summed up before, but for those in several checkpointed segments: each is rounded.
+        A parameter's uses are summed up before. Of several checkpointed segments (reentrant ones) the first gradient is
+        rounded to it, the sum with the others again; and those that come after the bucket was reduced by themselves.
         """
         is_plain = grads.bucket.gradient_formats is None and grads.in_node is None
         is_narrower = grads.bucket.dtype.itemsize < grads.dtype.itemsize

@@ -178,10 +178,12 @@ class Runtime:
     def no_sync(self) -> Iterator[None]:
         """Backwards inside keep their gradients on this rank."""
         before, self._syncs = self._syncs, False
+        self.reducer.holds_unreduced = True  # if only on ranks that have a backward here
         try:
             yield
         finally:
             self._syncs = before
+            self.reducer.holds_unreduced = True
 
     def step_ended(self) -> None:
         """Start the next step's bookkeeping: what is gathered, or on its way, has the old values."""

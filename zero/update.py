@@ -85,8 +85,7 @@ class Update:
         delayed = self._runtime.delayed
         if delayed is None:
             self._run_now()
-            if self._ledger is not None:
-                self._ledger.write_parameters()
+            self._note_parameters()
             return False
         is_late = delayed.num_updates >= self._runtime.settings.tiers.states.delay_start
         if is_late and delayed.is_overlapped:
@@ -98,6 +97,15 @@ class Update:
             self._run_now()
         delayed.num_updates += 1
         return is_late
+
+    def _note_parameters(self) -> None:
+        """The update is not taken back if that fails, and could not be tried again."""
+        if self._ledger is not None:
+            try:
+                self._ledger.write_parameters()
+            except Exception as error:
+                self.fail(error)
+                raise
 
     def _run_late(self, delayed: DelayedUpdate) -> None:
         delayed.finish()

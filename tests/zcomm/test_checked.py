@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from torch import Tensor
 
 import zcomm
 from tests.ranks import run_ranks, topology
-from zcomm import DamagedError, checked, control, env
+from zcomm import DamagedError, DivergedError, checked, control, env
 
 NUMEL = 1200
 VICTIM = 1
@@ -105,14 +108,23 @@ def _check(rank: int, world_size: int) -> None:
 
 
 def _check_node_sums(rank: int) -> None:
-    """Its hop between nodes is one of all ranks."""
+    """Its hop between nodes is one of all ranks, and damage inside a node is told to the others."""
     sums, out, texts = zcomm.NodeSums(topology(2), NUMEL, ("int8", "int4")), torch.empty(NUMEL), [""] * 4
-    sums.add(torch.linspace(-1, rank, 4 * NUMEL))
-    with flipped_bit(1 if rank == VICTIM else 0), pytest.raises(DamagedError) as error:
-        sums.reduce(out)
-    dist.all_gather_object(texts, str(error.value))
-    assert len(set(texts)) == 1, texts
-    assert f"what rank {VICTIM} got from rank 3" in texts[0]
+    full = torch.linspace(-1, rank, 4 * NUMEL)
+    sums.add(full)
+    calls: list[tuple[int, int, Callable[[], object]]] = [
+        (1, 3, lambda: sums.reduce(out)),
+        (1, 0, lambda: sums.add(full)),
+        (1, 0, lambda: sums.reduce(out, full)),
+        (2, 3, lambda: sums.reduce(out, full)),
+    ]
+    for nth, sender, call in calls:
+        with flipped_bit(nth if rank == VICTIM else 0), pytest.raises(DamagedError) as error:
+            call()
+        dist.all_gather_object(texts, str(error.value))
+        assert len(set(texts)) == 1, texts
+        assert f"what rank {VICTIM} got from rank {sender}" in texts[0]
+        sums.clear()
 
 
 def _check_order(rank: int, world_size: int) -> None:
@@ -132,6 +144,37 @@ def _check_order(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_wrong_bit_is_the_same_error_on_every_rank(world_size: int) -> None:
     run_ranks(world_size, _check, world_size)
+
+
+def _check_diverging(rank: int) -> None:
+    """Ranks of two hops in other calls: some wait for verdicts alone, in exchanges that all their ranks have begun."""
+    with checking():
+        t = zcomm.Topology(ranks_per_node=2)
+        t.watch.period_s = 0.1
+        shard, full = torch.full((NUMEL,), float(rank)), torch.empty(4 * NUMEL)
+        expected = torch.arange(4.0).repeat_interleave(NUMEL)
+
+        def gather(over: zcomm.Topology) -> None:
+            zcomm.all_gather_single(full, shard, over, format="int8")
+
+        def scatter() -> None:
+            zcomm.reduce_scatter_single(torch.empty(NUMEL), expected, group=t, format="bf16")
+
+        for leaving in ([3], [1, 2, 3], [0, 2]):
+            start, leaves = time.perf_counter(), rank in leaving
+            for call in (partial(gather, t.companion if leaves else t), scatter if leaves else partial(gather, t)):
+                with pytest.raises(DivergedError, match="wait for one another"):
+                    call()
+            assert time.perf_counter() - start < 20
+            for _ in range(2):
+                zcomm.all_gather_single(full, shard, t, format="none")
+                assert torch.equal(full, expected)
+        t.close()
+    gc.collect()  # the errors hold frames, and those the groups, whose threads end with them
+
+
+def test_ranks_that_wait_for_one_anothers_verdicts_are_found() -> None:
+    run_ranks(4, _check_diverging)
 
 
 def _check_bytes(rank: int) -> None:

@@ -46,3 +46,17 @@ def _check(rank: int) -> None:
 
 def test_another_library_or_switch_on_one_rank() -> None:
     run_ranks(2, _check)
+
+
+def _check_clones(rank: int) -> None:
+    compared = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fingerprint, "compare", compared.append)
+        topology = Topology(ranks_per_node=2)
+        assert topology.companion.companion.world_size == 2
+        assert compared == [None]
+        topology.close()
+
+
+def test_clones_do_not_compare_again() -> None:
+    run_ranks(2, _check_clones)

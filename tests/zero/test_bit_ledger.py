@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from tests.ranks import run_ranks
 from tests.zero.models import batch, loss_of, new_model
 from tests.zero.training import zero_optimizer
-from zcomm import ConfigError
+from zcomm import ConfigError, StateError
 from zero import GatheredParameters, ZeroOptimizer, bisect, utils
 from zero.bit_ledger import file_of, hash_bits
 from zero.cli import main
@@ -76,6 +77,42 @@ def test_runs_of_other_world_sizes_and_stages_are_compared(tmp_path: Path) -> No
     assert found == (3, "gradient", "second", None, False)
     found, _ = bisect.find(tmp_path / "23", tmp_path / "changed")
     assert found == (3, "gradient", "second", (1,), False)
+
+
+def _train_on_a_full_disk(rank: int, folder: str) -> None:
+    """Rank 1 cannot write gradients, whose step is tried again; later not the parameters, which nobody goes on from."""
+    model, path = Whole(), file_of(folder, 1)
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def step(nbytes: int | None) -> None:
+        if rank == 1 and nbytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + nbytes, usual[1]))
+        try:
+            optimizer.step()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=2, bit_ledger=folder) as optimizer:
+        for update in range(4):
+            before = path.stat().st_size if rank == 1 else 0
+            model(torch.full((700,), 2.0)).backward()
+            if update == 1:
+                with pytest.raises(OSError, match="too large"):
+                    step(8)
+            if update < 3:
+                step(None)
+                optimizer.zero_grad()
+                grown = (path.stat().st_size if rank == 1 else 0) - before
+        with pytest.raises(OSError, match="too large"):
+            step(grown // 2)
+        with pytest.raises(StateError, match=r"after some parameters were updated.*too large"):
+            step(None)
+
+
+def test_a_disk_that_is_full_ends_no_run_half_way(tmp_path: Path) -> None:
+    run_ranks(2, _train_whole, str(tmp_path / "usual"), 2, 2, None)
+    run_ranks(2, _train_on_a_full_disk, str(tmp_path / "full"))
+    assert bisect.find(tmp_path / "usual", tmp_path / "full") == (None, 3)
 
 
 def _train(rank: int, folder: str, edit: int | None, options: dict[str, Any]) -> None:

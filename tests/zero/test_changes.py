@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +110,23 @@ def _events(rank: int, optimizer_class: Any, patch: pytest.MonkeyPatch, hook: An
     patch.setattr(changes, "step_pieces", step)
     patch.setattr(Replica, "send_change", send)
     return events, said
+
+
+@pytest.mark.parametrize(
+    ("numels", "expected"),
+    [
+        ([], []),
+        ([3, 4, 3, 1, 9], [[3, 4, 3], [1, 9]]),
+        ([1, 99, 1, 1], [[1], [99], [1, 1]]),
+        ([10, 10, 99, 99], [[10], [10], [99], [99]]),
+    ],
+)
+def test_no_bucket_waits_for_more_than_a_run(numels: list[int], expected: list[list[int]]) -> None:
+    buckets: Any = [SimpleNamespace(layout=SimpleNamespace(shard_numel=numel)) for numel in numels]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(changes, "RUN_NUMEL", 10)
+        runs = changes._runs_of(buckets)
+    assert [[bucket.layout.shard_numel for bucket in run] for run in runs] == expected
 
 
 def _check_order(rank: int) -> None:

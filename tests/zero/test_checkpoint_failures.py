@@ -24,6 +24,7 @@ from tests.zero.models import groups_of, loss_of, new_model
 from tests.zero.test_checkpoint import assert_equal_bits, whole_state
 from tests.zero.training import train, zero_optimizer
 from zero import CheckpointError
+from zero.checkpoints.planners import SavePartsPlanner
 
 
 def _refuses(rank: int, call: Callable[[], object], *words: str) -> None:
@@ -184,6 +185,32 @@ def _check_save_errors(rank: int, folder: Path, stage: int) -> None:
         assert len(list((folder / "good").glob("shard_*"))) == 2, "shards of the save before are gone"
 
 
+def _check_planning_errors(rank: int, folder: Path) -> None:
+    """What fails in planning, on whichever rank; a file that is somebody else's is refused, and left as it is."""
+    model = new_model()
+    with zero_optimizer(model, stage=2) as optimizer, pytest.MonkeyPatch.context() as patch:
+
+        def fail(*_: Any) -> None:
+            raise LookupError(f"of rank {rank}")
+
+        for step, failing in (("create_local_plan", 1), ("create_global_plan", 0), ("finish_plan", 1)):
+            with patch.context() as inside:
+                if rank == failing:
+                    inside.setattr(SavePartsPlanner, step, fail)
+                _refuses(rank, lambda: zero.save_checkpoint(optimizer, folder, "x"), f"LookupError: of rank {failing}")
+        patch.setattr("secrets.token_hex", lambda _: f"{rank:08x}")
+        other = folder / "x" / "shard_00001_00000000.safetensors"
+        other.parent.mkdir(exist_ok=True)
+        other.write_text("of another save")
+        torch.distributed.barrier()
+        words = ("shard_00001_00000000.safetensors is another save's", "save again")
+        _refuses(rank, lambda: zero.save_checkpoint(optimizer, folder, "x"), *words)
+        assert other.read_text() == "of another save"
+        patch.setattr("secrets.token_hex", lambda _: "12345678")
+        zero.save_checkpoint(optimizer, folder, "x")
+        assert zero.load_checkpoint(optimizer, folder).path == folder / "x"
+
+
 def _check_all(rank: int, path: str, stage: int) -> None:
     folder = Path(path)
     _check_load_errors(rank, folder, stage)
@@ -198,6 +225,8 @@ def _check_all(rank: int, path: str, stage: int) -> None:
     _check_other_models(rank, folder, stage)
     _check_loads_what_was_asked(rank, folder, stage)
     _check_save_errors(rank, folder, stage)
+    if stage == 1:
+        _check_planning_errors(rank, folder)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import zcomm
 import zero
 from tests.ranks import run_ranks
 from tests.zero.models import as_vector, batch, loss_of, new_model, relative_error
 from tests.zero.training import full_values, zero_optimizer
-from zcomm import ConfigError
+from zcomm import ConfigError, env
 from zero.loss_scale import StaticLossScale
 
 STAGES = (0, 1, 2, 3)
@@ -54,6 +55,74 @@ def _check_accumulation(rank: int) -> None:
 
 def test_gradients_accumulate_in_float32_unless_asked() -> None:
     run_ranks(2, _check_accumulation)
+
+
+class Segments(nn.Module):
+    """The gradient of ``w`` comes in parts: 1 from the segment whose backward is first, then 16 times 2^-8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.w, self.last = (nn.Parameter(torch.zeros(600, dtype=torch.bfloat16)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first
+        for gradient in (*[2**-8] * 16, 1.0):
+            x = checkpoint(self._segment, x, gradient, use_reentrant=True)
+        return (x + self.last).sum()
+
+    def _segment(self, x: Tensor, gradient: float) -> Tensor:
+        return x + self.w * gradient
+
+
+def _check_segments(rank: int) -> None:
+    """2^-8 is half a unit of bfloat16 at 1."""
+    model, x = Segments(), torch.zeros(600, dtype=torch.bfloat16, requires_grad=True)
+    with zero_optimizer(model, _sgd(model.parameters()), stage=2) as optimizer, zcomm.traffic() as sent:
+        model(x).backward()
+        optimizer.step()
+        assert set((-full_values(model)["w"]).tolist()) == {1.0625}
+        assert set((-full_values(model)["first"]).tolist()) == {1.0}
+    assert sent.calls(operation="reduce_scatter") == 1, "a gradient that comes again completes no bucket"
+
+
+def test_gradients_that_come_several_times_are_summed_in_float32() -> None:
+    run_ranks(2, _check_segments)
+
+
+class Two(nn.Module):
+    """Two parameters of different modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sum(dtype=torch.bfloat16) for _ in range(2))
+
+    def forward(self, *used: int) -> Tensor:
+        return torch.stack([self.layers[i](1.0) for i in used]).sum()
+
+
+def _check_widths(rank: int) -> None:
+    """Within ``no_sync`` rank 1 uses one parameter, or none; the ranks' exchanges, which are compared, stay equal."""
+    usual, model = env.is_set, Two()
+    options = {"stage": 2, "reduce_bucket_size": 600}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        zero_optimizer(model, _sgd(model.parameters()), **options) as optimizer,
+    ):
+        patch.setattr(env, "is_set", lambda name: name == "ZCOMM_DEBUG" or usual(name))
+        assert len(optimizer.inside.runtime.buckets) == 2
+        for used, backwards in (((0,), 1), ((), 1), ((0,), 0)):
+            with optimizer.no_sync():
+                if rank == 0 or used:
+                    model(*((0, 1) if rank == 0 else used)).backward()
+            for _ in range(backwards):
+                model(0, 1).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert -full_values(model)["layers.1.w"][0] == 3 * 0.5 + 2
+
+
+def test_the_width_of_gradients_goes_by_what_all_ranks_know() -> None:
+    run_ranks(2, _check_widths)
 
 
 def _check_wire(rank: int) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,12 +24,14 @@ __all__ = [
     "LATEST",
     "METADATA",
     "check_tag",
+    "create_file",
     "is_shard_name",
     "open_own",
     "read_latest",
     "remove_file",
     "remove_stale_shards",
     "replace_file",
+    "replacing",
     "shard_name",
     "sync_folder",
     "tags_in",
@@ -115,19 +118,41 @@ def remove_file(path: Path) -> None:
         path.unlink()
 
 
-def replace_file(path: Path, data: bytes, save_id: str) -> None:
-    """Let ``path`` hold ``data``, durably; a crash leaves what was there before."""
-    temporary = path.with_name(f".{path.name}.{save_id}")
-    try:
-        with temporary.open("xb") as file:
-            file.write(data)
+@contextmanager
+def create_file(path: Path) -> Iterator[BinaryIO]:
+    """A new file, which is durable at the end; after an error it is gone.
+
+    Raises:
+        FileExistsError: There is one, which is left as it is.
+    """
+    with path.open("xb") as file:
+        try:
+            yield file
             file.flush()
             os.fsync(file.fileno())
+        except BaseException:
+            remove_file(path)
+            raise
+
+
+@contextmanager
+def replacing(path: Path, save_id: str) -> Iterator[BinaryIO]:
+    """A file that is ``path`` at the end, durably; after an error, or a crash, that is what was there before."""
+    temporary = path.with_name(f".{path.name}.{save_id}")
+    with create_file(temporary) as file:
+        yield file
+    try:
         temporary.replace(path)
-    except BaseException:
+    except OSError:
         remove_file(temporary)
         raise
     sync_folder(path.parent)
+
+
+def replace_file(path: Path, data: bytes, save_id: str) -> None:
+    """Let ``path`` hold ``data``, durably; a crash leaves what was there before."""
+    with replacing(path, save_id) as file:
+        file.write(data)
 
 
 def remove_stale_shards(folder: Path, kept: set[str]) -> None:

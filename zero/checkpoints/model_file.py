@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zero.agreement import raise_first
 from zero.checkpoints.errors import CheckpointError
-from zero.checkpoints.folder import remove_file
+from zero.checkpoints.folder import replacing
 from zero.checkpoints.parts import named_buffers
 from zero.checkpoints.weights_out import Layout, WeightsWriter
 from zero.large_linears import rows_by_key
@@ -140,14 +140,9 @@ def _write_pickle(runtime: Runtime, path: Path, chosen: set[str]) -> None:
     if runtime.topology.rank != 0:
         return
     kept = {name: value for name, value in whole.items() if name not in names or names[name] in chosen}
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as file:
+        with replacing(path, secrets.token_hex(4)) as file:
             torch.save(kept, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
     except (OSError, RuntimeError) as error:  # torch's writer hides the system's error
-        remove_file(temporary)
         raise CheckpointError(f"{path} could not be written: {error}") from error

@@ -22,7 +22,7 @@ from zero.checkpoints.errors import CheckpointError
 from zero.checkpoints.folder import (
     LATEST,
     METADATA,
-    remove_file,
+    create_file,
     remove_stale_shards,
     replace_file,
     shard_name,
@@ -52,7 +52,7 @@ class FolderWriter(StorageWriter):
     def __init__(self, folder: Path, content: Mapping[str, Any], *, moves_latest: bool) -> None:
         self._folder, self._content, self._moves_latest = folder, content, moves_latest
         self.save_id = secrets.token_hex(4)
-        """In the names of the files; the same on every rank."""
+        """In the names of the files; the first rank's counts, which names them all."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """One writer is one checkpoint: nothing to do."""
@@ -77,8 +77,9 @@ class FolderWriter(StorageWriter):
         path = self._folder / str(plan.storage_data)
         try:
             return _done(_write_shard(path, plan, planner))
+        except FileExistsError as error:
+            raise CheckpointError(f"{path} is another save's, and is left as it is: save again") from error
         except OSError as error:
-            remove_file(path)
             free = shutil.disk_usage(self._folder).free if self._folder.is_dir() else 0
             raise CheckpointError(
                 f"{path} could not be written: {error.strerror} ({free / 2**30:.2f} GiB are free there): make room or "
@@ -133,7 +134,7 @@ def _write_shard(path: Path, plan: SavePlan, planner: SavePlanner) -> list[Write
     header, entries = make_header(layout)
     nbytes = max((entry.stop for entry in entries.values()), default=len(header))
     results, of_header = [], (len(header), zlib.crc32(header))
-    with path.open("xb") as file:
+    with create_file(path) as file:
         file.write(header)
         for item in plan.items:
             values = planner.resolve_data(item)
@@ -144,8 +145,6 @@ def _write_shard(path: Path, plan: SavePlan, planner: SavePlanner) -> list[Write
             assert item.index.offset is not None, "chunks have offsets"
             chunk = StoredChunk(item.index.offset[0], entry.shape[0], path.name, entry.start, zlib.crc32(data))
             results.append(WriteResult(item.index, len(data), (chunk, nbytes, of_header)))
-        file.flush()
-        os.fsync(file.fileno())
     return results
 
 

@@ -1,6 +1,9 @@
 """The steps of a save that ranks do together: DCP's planners and our storage, and JSON between the ranks.
 
-    every rank's items -> all compute the same plan -> each writes its shard -> the first writes metadata.json
+    every rank's items -> the first plans -> each writes its shard -> the first writes metadata.json
+
+Items and what was written go to the first rank, and from it to each rank only what concerns that rank: an answer for
+every round, which is the same error on all ranks if one could not do its part.
 
 DCP's own driver sends plans, results and errors as pickles, which the receiver runs; here they are read as data.
 """
@@ -8,13 +11,12 @@ DCP's own driver sends plans, results and errors as pickles, which the receiver 
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -36,40 +38,73 @@ def write_together(planner: SavePartsPlanner, writer: FolderWriter, group: dist.
 
     Raises:
         CheckpointError: A rank could not do its part. The same on every rank.
+
+    Cost for each rank: a line for each of its chunks to the first rank, twice.
     """
-    rank = 0 if group is None else group.rank()
+    is_first = group is None or group.rank() == 0
+    metadata: list[Metadata] = []
 
-    def plan() -> list[Any]:
-        planner.set_up_planner({}, is_coordinator=rank == 0)
-        writer.set_up_storage_writer(rank == 0)
-        return [secrets.token_hex(4), [_row_of(item) for item in planner.create_local_plan().items]]
+    def propose() -> list[Row]:
+        planner.set_up_planner({}, is_coordinator=is_first)
+        writer.set_up_storage_writer(is_first)
+        return [_row_of(item) for item in planner.create_local_plan().items]
 
-    planned = _on_all(plan, group)
-    plans, metadata = planner.create_global_plan([SavePlan([_item_of(row) for row in rows]) for _, rows in planned])
-    writer.save_id = planned[0][0]
-    own = planner.finish_plan(writer.prepare_global_plan(plans)[rank])
-    results = _on_all(lambda: [_row_of_result(result) for result in writer.write_data(own, planner).value()], group)
+    def plan(of_ranks: list[list[Row]]) -> list[Any]:
+        plans, of_all = planner.create_global_plan([SavePlan([_item_of(row) for row in rows]) for rows in of_ranks])
+        metadata.append(of_all)
+        named = writer.prepare_global_plan(plans)
+        return [[one.storage_data, _kept(one, rows)] for one, rows in zip(named, of_ranks, strict=True)]
 
-    def finish() -> None:
-        if rank == 0:
-            writer.finish(metadata, [[_result_of(row) for row in rows] for rows in results])
+    name, kept = _by_the_first(propose, plan, group)
 
-    _on_all(finish, group)
+    def write() -> list[Row]:
+        items = planner.plan.items
+        own = planner.finish_plan(SavePlan([items[number] for number in kept], storage_data=name))
+        return [_row_of_result(result) for result in writer.write_data(own, planner).value()]
+
+    def finish(of_ranks: list[list[Row]]) -> list[Any]:
+        writer.finish(metadata[0], [[_result_of(row) for row in rows] for rows in of_ranks])
+        return [None] * len(of_ranks)
+
+    _by_the_first(write, finish, group)
 
 
-def _on_all(call: Callable[[], Any], group: dist.ProcessGroup | None) -> list[Any]:
-    """What ``call`` returned on every rank, in rank order, or the first rank's error on all."""
+def _by_the_first(
+    call: Callable[[], Any], judge: Callable[[list[Any]], list[Any]], group: dist.ProcessGroup | None
+) -> Any:
+    """What the first rank's ``judge`` gives this rank, from what ``call`` returned on every rank, in rank order.
+
+    Raises:
+        CheckpointError: The error of the first rank whose ``call`` failed, or of ``judge``; on all ranks.
+    """
+    texts = control.texts_to_first(json.dumps(_said(call)), group)
+    answers = []
+    if texts:
+        of_ranks = [json.loads(text) for text in texts]
+        failed = [said for said in of_ranks if "error" in said]
+        said = failed[0] if failed else _said(lambda: judge([said["value"] for said in of_ranks]))
+        of_each = [said] * len(texts) if "error" in said else [{"value": value} for value in said["value"]]
+        answers = [json.dumps(one) for one in of_each]
+    answer = json.loads(control.text_from_first(answers, group))
+    if "error" in answer:
+        raise CheckpointError(answer["error"])
+    return answer["value"]
+
+
+def _said(call: Callable[[], Any]) -> dict[str, Any]:
+    """What ``call`` returns, or its error, as JSON for the other ranks, which wait for it."""
     try:
-        said = {"value": call()}
+        return {"value": call()}
     except CheckpointError as error:
-        said = {"error": str(error)}
-    except Exception as error:  # the others wait for an answer
-        said = {"error": f"{type(error).__name__}: {error}"}
-    of_ranks = [json.loads(text) for text in control.whole_texts(json.dumps(said), group)]
-    errors = [said["error"] for said in of_ranks if "error" in said]
-    if errors:
-        raise CheckpointError(errors[0])
-    return [said["value"] for said in of_ranks]
+        return {"error": str(error)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _kept(plan: SavePlan, rows: Sequence[Row]) -> list[int]:
+    """Which of the items that a rank has proposed, as ``rows``, are in its plan."""
+    numbers = {(row[0], row[1]): number for number, row in enumerate(rows)}
+    return [numbers[item.index.fqn, item.index.offset[0]] for item in plan.items if item.index.offset is not None]
 
 
 def _row_of(item: WriteItem) -> Row:

@@ -94,7 +94,7 @@ class WeightsWriter:
         """Remove what was written without a name; nothing is left to do after :meth:`finish`."""
         if self._file is not None:
             self._file.close()
-        for number in range(len(self._shards)):
+        for number in range(self._number + 1):
             remove_file(self._temporary(number))
 
     def _numel(self, name: str) -> int:
@@ -109,8 +109,8 @@ class WeightsWriter:
 
     def _open(self, number: int) -> None:
         self._end_file()
-        self._number = number
         self._file = self._temporary(number).open("xb")
+        self._number = number
         header, _ = make_header({name: self._layout[name] for name in self._shards[number]}, {"format": "pt"})
         self._file.write(header)
 
