@@ -69,8 +69,9 @@ class Progress:
 class Job(Protocol):
     """The update of one step."""
 
-    buckets: Collection[Bucket]
-    """Those with something to update on this rank."""
+    @property
+    def buckets(self) -> Collection[Bucket]:
+        """Those with something to update on this rank."""
 
     def run(self, progress: Progress) -> None:
         """Update masters and moments, and write the new parameters to ``bucket.staged``; in the thread."""
