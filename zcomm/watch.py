@@ -33,6 +33,7 @@ from zcomm.backend import Hop, Pending
 from zcomm.errors import DivergedError
 from zcomm.lagging import lagging
 from zcomm.ledger import Call
+from zcomm.starts import prefix_of_start
 from zcomm.work import WorkQueue
 
 __all__ = ["Watch", "Watched"]
@@ -68,8 +69,10 @@ class Watch:
         """Between two looks; up to four times as much while nothing changes for long."""
         store: Any = dist.distributed_c10d._get_default_store()
         name = next(watched.hop.group.group_name for watched in hops if watched.hop.group is not None)
-        self._prefix = f"zcomm/watch/{name}"
         self._store = store.clone() if hasattr(store, "clone") else store
+        group = hops[0].hop.group
+        timeout = backend.timeout_of(group) if group is not None else None
+        self._prefix = prefix_of_start(self._store, f"zcomm/watch/{name}", rank, world_size, timeout)
         self.num_found = 0
         """How often ranks have been found that wait for one another."""
         self._last: str | None = None
