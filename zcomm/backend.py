@@ -12,11 +12,10 @@ returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from zcomm import env
 from zcomm.checked import Exchange, Ranks, checked
-from zcomm.ledger import Call, Ledger, tracked
+from zcomm.ledger import Call, Ledger, failing, tracked
 from zcomm.profiling import named_wait
 from zcomm.traffic import record
 
@@ -165,8 +164,10 @@ def all_gather(output: Tensor, message: Tensor, hop: Hop, sent: Sent) -> Pending
         return named_wait(_gather(output, message, hop, words), *words)
     call = Call("all_gather", message.numel() * message.element_size(), message.device.type)
     if device_of(hop.backend, message.device) != message.device:
-        return _through_copies(output, message, hop, partial(_gather, words=words), call)
-    return tracked(named_wait(_gather(output, message, hop, words), *words), hop.ledger, call)
+        return _through_copies(output, message, hop, words, call)
+    with failing():
+        pending = named_wait(_gather(output, message, hop, words), *words)
+    return tracked(pending, hop.ledger, call, sent.format)
 
 
 def _gather(output: Tensor, message: Tensor, hop: Hop, words: Words) -> Pending:
@@ -248,8 +249,10 @@ def all_to_all(output: Tensor, messages: Tensor, hop: Hop, sent: Sent) -> Pendin
         return named_wait(_exchange(output, messages, hop, words), *words)
     call = Call("all_to_all", messages.numel() * messages.element_size(), messages.device.type)
     if device_of(hop.backend, messages.device) != messages.device:
-        return _through_copies(output, messages, hop, partial(_exchange, words=words), call)
-    return tracked(named_wait(_exchange(output, messages, hop, words), *words), hop.ledger, call)
+        return _through_copies(output, messages, hop, words, call)
+    with failing():
+        pending = named_wait(_exchange(output, messages, hop, words), *words)
+    return tracked(pending, hop.ledger, call, sent.format)
 
 
 def _exchange(output: Tensor, messages: Tensor, hop: Hop, words: Words) -> Pending:
@@ -264,13 +267,13 @@ def _exchange(output: Tensor, messages: Tensor, hop: Hop, words: Words) -> Pendi
     return _checked(pending, hop, words, sent, received)
 
 
-def _through_copies(
-    output: Tensor, source: Tensor, hop: Hop, start: Callable[[Tensor, Tensor, Hop], Pending], call: Call
-) -> Pending | None:
+def _through_copies(output: Tensor, source: Tensor, hop: Hop, words: Words, call: Call) -> Pending | None:
     device = device_of(hop.backend, source.device)
     received = torch.empty(output.shape, dtype=output.dtype, device=device)
-    pending = start(received, source.to(device), hop)
-    with hop.ledger.waiting(hop.ledger.start(call._replace(device_type=device.type))):
+    start = _gather if call.operation == "all_gather" else _exchange
+    with failing():
+        pending = start(received, source.to(device), hop, words)
+    with hop.ledger.waiting(hop.ledger.start(call._replace(device_type=device.type), words[1])):
         pending.wait()
         output.copy_(received)
     return None
@@ -345,7 +348,8 @@ def gather_ints(value: int, group: dist.ProcessGroup | None) -> list[int]:
     device = device_of(backend_of(group), torch.device("cpu"))
     mine = torch.tensor([value], dtype=torch.int64, device=device)
     of_ranks = mine.new_empty(dist.get_world_size(group))
-    cast(Pending, _all_gather(of_ranks, mine, group=group, async_op=True)).wait()
+    with failing():
+        cast(Pending, _all_gather(of_ranks, mine, group=group, async_op=True)).wait()
     return [int(v) for v in of_ranks.tolist()]
 
 

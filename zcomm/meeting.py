@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zcomm.errors import CommunicationError
+from zcomm.ledger import failing
 from zcomm.starts import prefix_of_start
 
 __all__ = ["meet"]
@@ -46,7 +47,8 @@ def meet(ranks: Sequence[int], said: str, *, lane: str, timeout: timedelta | Non
     Raises:
         CommunicationError: Not all came in time. Names the ranks and, where known, what they do instead.
     """
-    return _meetings().meet(tuple(ranks), said, lane, timeout or dist.default_pg_timeout)
+    with failing():
+        return _meetings().meet(tuple(ranks), said, lane, timeout or dist.default_pg_timeout)
 
 
 class _Meetings:

@@ -118,9 +118,9 @@ class Watch:
         waiting = {thread for queue in self._queues for thread in list(queue.waits)}
         hops = {}
         for key, (hop, ranks) in self._hops.items():
-            waits = list(hop.ledger.waits.items())
-            waiting |= {thread for thread, _ in waits}
-            hops[key] = (ranks, hop.ledger.num_started, [number for _, number in waits], list(hop.ledger.recent))
+            num_started, waits, recent = hop.ledger.account()
+            waiting |= set(waits)
+            hops[key] = (ranks, num_started, list(waits.values()), recent)
         if any(queue.waits and queue.thread_id not in waiting for queue in self._queues):
             return None  # its thread computes, and will go on to the next exchange
         return json.dumps([hops]) if waiting - drivers else None
