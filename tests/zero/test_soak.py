@@ -29,6 +29,8 @@ from tests.zero.training import full_values
 NUM_LOOKS, SHORT = 12, 36
 LONG = int(os.environ.get("ZERO_SOAK_STEPS", "10000"))
 SECONDS = float(os.environ.get("ZERO_SOAK_SECONDS", "1e9"))
+EVERY, FEWEST_LOOKS = 25, 6
+"""Of a long run: steps between two looks, and looks of a slice."""
 MOST_GROWTH_NBYTES = 4 * 2**20
 """Of resident memory from the middle to the end: allocators and caches, not what a step would leave each time."""
 
@@ -99,8 +101,8 @@ def _check_soak(rank: int, path: str, name: str, steps: int, seconds: float) -> 
     engine = zero.initialize(model=model, optimizer=adam, config=_config(folder, name)).engine
     if (folder / "saved").exists():
         engine.load_checkpoint(folder / "saved")
-    first, every = engine.global_steps, max(steps // 200, steps // NUM_LOOKS if steps == SHORT else 1)
-    while engine.global_steps < steps and not (len(seen) >= NUM_LOOKS and _is_late(begun + seconds)):
+    first, every, is_over = engine.global_steps, SHORT // NUM_LOOKS if steps == SHORT else EVERY, False
+    while engine.global_steps < steps and not is_over:
         step = engine.global_steps
         for micro in range(2):
             engine.backward(loss_of(engine, *batch(step % 50, micro, rank)))
@@ -111,9 +113,11 @@ def _check_soak(rank: int, path: str, name: str, steps: int, seconds: float) -> 
             engine.zero_grad()
             saving.wait()
             seen.append(_look(folder))
+            is_over = len(seen) >= FEWEST_LOOKS and _is_late(begun + seconds)
     digest, done = _digest(model), engine.global_steps
     engine.destroy()
     later = seen[len(seen) // 2 :]
+    assert later, f"no step was left to do after {first} of {steps}: remove {folder} to begin anew"
     assert len({one[1:] for one in later}) == 1, later
     growth = later[-1].resident - later[0].resident
     assert growth < MOST_GROWTH_NBYTES, [one.resident >> 10 for one in seen]
