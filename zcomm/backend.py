@@ -12,7 +12,7 @@ returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zcomm import env
 from zcomm.checked import Exchange, Ranks, checked
-from zcomm.ledger import Call, Ledger, tracked
+from zcomm.ledger import Call, Ledger, failing, tracked
 from zcomm.profiling import named_wait
 from zcomm.traffic import record
 
@@ -160,18 +160,21 @@ def all_gather(output: Tensor, message: Tensor, hop: Hop, sent: Sent) -> Pending
         if output.data_ptr() != message.data_ptr():
             _bytes(output).copy_(_bytes(message))
         return None
-    return _start(output, message, hop, "all_gather", words_of(hop, sent))
+    return _start(output, message, hop, "all_gather", sent)
 
 
-def _start(output: Tensor, mine: Tensor, hop: Hop, operation: str, words: Words) -> Pending | None:
+def _start(output: Tensor, mine: Tensor, hop: Hop, operation: str, sent: Sent) -> Pending | None:
     """Start exchanging ``mine``; what goes over the group itself is entered into its ledger."""
+    words = words_of(hop, sent)
     start = partial(_gather if operation == "all_gather" else _exchange, words=words)
     if hop.carrier is not None:
         return named_wait(start(output, mine, hop), *words)
     call = Call(operation, mine.numel() * mine.element_size(), mine.device.type, is_heard_beside=hop.beside is not None)
     if device_of(hop.backend, mine.device) != mine.device:
-        return _through_copies(output, mine, hop, start, call)
-    return tracked(named_wait(start(output, mine, hop), *words), hop.ledger, call)
+        return _through_copies(output, mine, hop, words, call)
+    with failing():
+        pending = named_wait(start(output, mine, hop), *words)
+    return tracked(pending, hop.ledger, call, sent.format)
 
 
 def _gather(output: Tensor, message: Tensor, hop: Hop, words: Words) -> Pending:
@@ -248,7 +251,7 @@ def all_to_all(output: Tensor, messages: Tensor, hop: Hop, sent: Sent) -> Pendin
     if hop.group is None:
         _bytes(output).copy_(_bytes(messages))
         return None
-    return _start(output, messages, hop, "all_to_all", words_of(hop, sent))
+    return _start(output, messages, hop, "all_to_all", sent)
 
 
 def _exchange(output: Tensor, messages: Tensor, hop: Hop, words: Words) -> Pending:
@@ -263,13 +266,13 @@ def _exchange(output: Tensor, messages: Tensor, hop: Hop, words: Words) -> Pendi
     return _checked(pending, hop, words, sent, received)
 
 
-def _through_copies(
-    output: Tensor, source: Tensor, hop: Hop, start: Callable[[Tensor, Tensor, Hop], Pending], call: Call
-) -> Pending | None:
+def _through_copies(output: Tensor, source: Tensor, hop: Hop, words: Words, call: Call) -> Pending | None:
     device = device_of(hop.backend, source.device)
     received = torch.empty(output.shape, dtype=output.dtype, device=device)
-    pending = start(received, source.to(device), hop)
-    with hop.ledger.waiting(hop.ledger.start(call._replace(device_type=device.type))):
+    start = _gather if call.operation == "all_gather" else _exchange
+    with failing():
+        pending = start(received, source.to(device), hop, words)
+    with hop.ledger.waiting(hop.ledger.start(call._replace(device_type=device.type), words[1])):
         pending.wait()
         output.copy_(received)
     return None
@@ -337,7 +340,8 @@ def gather_ints(value: int, group: dist.ProcessGroup | None) -> list[int]:
     device = device_of(backend_of(group), torch.device("cpu"))
     mine = torch.tensor([value], dtype=torch.int64, device=device)
     of_ranks = mine.new_empty(dist.get_world_size(group))
-    cast(Pending, _all_gather(of_ranks, mine, group=group, async_op=True)).wait()
+    with failing():
+        cast(Pending, _all_gather(of_ranks, mine, group=group, async_op=True)).wait()
     return [int(v) for v in of_ranks.tolist()]
 
 

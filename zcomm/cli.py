@@ -3,6 +3,7 @@
 zcomm env      the report for a bug report
 zcomm bench    collectives, measured and checked
 zcomm probe    links and kernels, measured; what is fastest, for format="auto"
+zcomm flight   what the ranks' flight recorders say: who lags, whose calls differ, who waits for what
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from zcomm import report
+from zcomm.flight_files import compare, newest_start, read_files
 
 __all__ = ["main"]
 
@@ -23,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     if options.command == "env":
         return _print_environment(as_json=options.json)
+    if options.command == "flight":
+        return _print_flight(options.folder)
     from zcomm.bench.command import run
 
     return run(options, words)
@@ -39,7 +44,19 @@ def _parser() -> argparse.ArgumentParser:
     environment.add_argument("--json", action="store_true", help="as JSON")
     add_bench(commands.add_parser("bench", help="measure and check collectives, beside torch.distributed's own"))
     add_probe(commands.add_parser("probe", help='measure links and kernels, and what is fastest, for format="auto"'))
+    flight = commands.add_parser("flight", help="compare the files that ranks with ZCOMM_FLIGHT=FOLDER have left")
+    flight.add_argument("folder", metavar="FOLDER", type=Path, help="that folder, its last start; or one start of it")
     return parser
+
+
+def _print_flight(folder: Path) -> int:
+    start = newest_start(folder)
+    files = read_files(start)
+    if not files:
+        sys.stderr.write(f"zcomm flight: {start} holds no file of a rank with ZCOMM_FLIGHT\n")
+        return 2
+    sys.stdout.write("\n".join([f"{start}: {len(files)} files", *compare(files)]) + "\n")
+    return 0
 
 
 def _print_environment(*, as_json: bool) -> int:

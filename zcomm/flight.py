@@ -1,7 +1,8 @@
 """The flight recorder: the last 64 exchanges that this rank has started over each hop of a topology, for a dump.
 
 It is always on: the ledgers of the hops remember them anyway, for :mod:`zcomm.watch`, which names the ranks that lag
-when it finds ranks that wait for one another.
+when it finds ranks that wait for one another. With ZCOMM_FLIGHT they are in files, too, which outlive the ranks and are
+compared when an exchange fails (:mod:`zcomm.flight_files`).
 """
 
 from __future__ import annotations
@@ -27,22 +28,26 @@ class Flight(NamedTuple):
     nbytes: int
     """Of the tensor that this rank gave."""
     state: str
-    """"started", "waited for" or "ended", as far as this rank has asked."""
+    """"started", "waited for", "ended" or "failed", as far as this rank has asked."""
     age_s: float
     """Seconds since it was started."""
+    format: str
+    """Of the messages."""
+    bucket: str
+    """Of zero: what it was for; empty for a caller's own collectives."""
 
 
 def flight_record(topology: Topology) -> list[Flight]:
     """The last 64 exchanges of each hop of ``topology``, oldest first. Not collective: any thread may call it."""
-    now, seen, flights = time.monotonic(), set[int](), list[Flight]()
+    now, seen, flights = time.time(), set[int](), list[Flight]()
     for hop in (topology.world, topology.intra, topology.inter, topology.__dict__.get("on_host")):
         if hop is None or hop.group is None or id(hop.ledger) in seen:
             continue
-        ledger, ranks = hop.ledger, tuple(dist.get_process_group_ranks(hop.group))
-        seen.add(id(ledger))
-        calls, times = list(ledger.recent), list(ledger.times)
-        first, waited = ledger.num_started - len(calls) + 1, set(ledger.waits.values())
-        for number, (call, begun) in enumerate(zip(calls, times, strict=False), first):
-            state = "waited for" if number in waited else "ended" if number in ledger.ended else "started"
-            flights.append(Flight(ranks, number, call.operation, call.nbytes, state, now - begun))
+        ranks = tuple(dist.get_process_group_ranks(hop.group))
+        seen.add(id(hop.ledger))
+        for entry in hop.ledger.entries():
+            call, age_s = entry.call, now - entry.begun
+            flights.append(
+                Flight(ranks, entry.number, call.operation, call.nbytes, entry.state, age_s, entry.format, entry.bucket)
+            )
     return sorted(flights, key=lambda flight: -flight.age_s)

@@ -5,16 +5,22 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from zcomm.errors import DivergedError
 
-__all__ = ["Call", "Ledger", "tracked"]
+__all__ = ["NUM_KEPT", "ON_FAILURE", "Call", "Entry", "Ledger", "current_bucket", "failing", "in_bucket", "tracked"]
 
 NUM_KEPT = 64
 """Calls remembered; ranks are never so many exchanges apart."""
+ON_FAILURE: list[Callable[[BaseException], None]] = []
+"""Called in the thread that an exchange, or a meeting of ranks, ends with an error in; they raise nothing."""
+
+State = Literal["started", "waited for", "ended", "failed"]
 
 
 class Call(NamedTuple):
@@ -30,33 +36,95 @@ class Call(NamedTuple):
     """Whether it ends only once the ranks of the other hop have judged theirs: the same one of those so marked."""
 
 
+@dataclass(slots=True)
+class Entry:
+    """One exchange, as this rank has seen it."""
+
+    number: int
+    """Of the exchanges of its hop, from 1; the same on every rank."""
+    call: Call
+    format: str
+    bucket: str
+    """What the caller calls it, as :func:`in_bucket` says; empty: nothing."""
+    begun: float
+    """By time.time()."""
+    state: State = "started"
+
+
+_HERE = threading.local()
+
+
+def current_bucket() -> str:
+    """What :func:`in_bucket` says in this thread."""
+    return getattr(_HERE, "bucket", "")
+
+
+@contextmanager
+def in_bucket(name: str) -> Iterator[None]:
+    """Collectives called inside are for bucket ``name``: so the flight recorder calls their exchanges."""
+    before, _HERE.bucket = current_bucket(), name
+    try:
+        yield
+    finally:
+        _HERE.bucket = before
+
+
 class Ledger:
-    """The exchanges of one hop, numbered from 1: the same on every rank that makes the same calls."""
+    """The exchanges of one hop, numbered from 1: the same on every rank that makes the same calls.
+
+    Any thread may call anything; what one look returns was true at one moment.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self.num_started = 0
         self.num_beside = 0
         """How many of these ended, or will, with the other hop's."""
-        self.recent: deque[Call] = deque(maxlen=NUM_KEPT)
-        self.times: deque[float] = deque(maxlen=NUM_KEPT)
-        """When they were started, by time.monotonic()."""
-        self.ended: deque[int] = deque(maxlen=NUM_KEPT)
-        """Numbers of exchanges that were waited for to their end."""
-        self.waits: dict[int, int] = {}
+        self._entries: deque[Entry] = deque(maxlen=NUM_KEPT)
+        self._waits: dict[int, int] = {}
         """By thread, the exchange that it waits for."""
+        self.keep: Callable[[Entry], None] | None = None
+        """Is told of every entry, when it is made and when its state changes; one call at a time."""
         self.last_broken = 0
         """Exchanges up to this one carry no values: they were completed only to wake those who waited."""
         self.reason = ""
         self.settled = threading.Event()
         """Whether all that this rank owed to broken exchanges has been started."""
 
-    def start(self, call: Call) -> int:
-        """An exchange has been started; returns its number."""
-        self.num_started += 1
-        self.num_beside += call.is_heard_beside
-        self.recent.append(call)
-        self.times.append(time.monotonic())
-        return self.num_started
+    def start(self, call: Call, wire: str = "none") -> int:
+        """An exchange has been started, of messages in format ``wire``; returns its number."""
+        with self._lock:
+            self.num_started += 1
+            self.num_beside += call.is_heard_beside
+            entry = Entry(self.num_started, call, wire, current_bucket(), time.time())
+            self._entries.append(entry)
+            if self.keep is not None:
+                self.keep(entry)
+            return entry.number
+
+    def entries(self) -> list[Entry]:
+        """Copies of the last :data:`NUM_KEPT`, oldest first."""
+        with self._lock:
+            return [replace(entry) for entry in self._entries]
+
+    def account(self) -> tuple[int, dict[int, int], list[Call], int]:
+        """How many were started; by thread, which is waited for; the last calls; how many end with the other hop's."""
+        with self._lock:
+            calls = [entry.call for entry in self._entries]
+            return self.num_started, dict(self._waits), calls, self.num_beside
+
+    def _move(self, number: int, state: State) -> None:
+        with self._lock:
+            if state == "waited for":
+                self._waits[threading.get_ident()] = number
+            else:
+                self._waits.pop(threading.get_ident(), None)
+            place = number - self.num_started + len(self._entries) - 1
+            if place >= 0:
+                entry = self._entries[place]
+                entry.state = state
+                if self.keep is not None:
+                    self.keep(entry)
 
     def waiting(self, number: int) -> AbstractContextManager[None]:
         """This thread waits inside for exchange ``number``; DivergedError at the end if it was broken."""
@@ -73,17 +141,35 @@ class _Waiting:
         self._ledger, self._number = ledger, number
 
     def __enter__(self) -> None:
-        self._ledger.waits[threading.get_ident()] = self._number
+        self._ledger._move(self._number, "waited for")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ledger.waits.pop(threading.get_ident(), None)
-        if self._number <= self._ledger.last_broken:
+        is_broken = self._number <= self._ledger.last_broken
+        self._ledger._move(self._number, "ended" if error is None and not is_broken else "failed")
+        if is_broken:
             self._ledger.settled.wait()
-            raise DivergedError(self._ledger.reason) from error
-        if error is None:
-            self._ledger.ended.append(self._number)
+            diverged = DivergedError(self._ledger.reason)
+            _tell(diverged)
+            raise diverged from error
+        if error is not None:
+            _tell(error)
+
+
+def _tell(error: BaseException) -> None:
+    for tell in ON_FAILURE:
+        tell(error)
+
+
+@contextmanager
+def failing() -> Iterator[None]:
+    """What raises inside is an exchange, or a meeting of ranks, that failed."""
+    try:
+        yield
+    except BaseException as error:
+        _tell(error)
+        raise
 
 
 class _Waitable(Protocol):
@@ -104,6 +190,6 @@ class _Tracked:
         return self._pending.is_completed()
 
 
-def tracked(pending: _Waitable, ledger: Ledger, call: Call) -> _Waitable:
-    """``pending``, which has just been started, entered into ``ledger``."""
-    return _Tracked(pending, ledger, ledger.start(call))
+def tracked(pending: _Waitable, ledger: Ledger, call: Call, wire: str) -> _Waitable:
+    """``pending``, which has just been started with messages in format ``wire``, entered into ``ledger``."""
+    return _Tracked(pending, ledger, ledger.start(call, wire))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -23,11 +24,14 @@ from typing import Any
 import torch.distributed as dist
 
 from zcomm.errors import CommunicationError
+from zcomm.ledger import failing
+from zcomm.starts import prefix_of_start
 
 __all__ = ["meet"]
 
 GO = "go"
 PREFIX = "zcomm/meeting"
+LAST = f"{PREFIX}/last{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
 FIRST_LOOK_S, LAST_LOOK_S = 0.0005, 0.02
 
 
@@ -43,7 +47,8 @@ def meet(ranks: Sequence[int], said: str, *, lane: str, timeout: timedelta | Non
     Raises:
         CommunicationError: Not all came in time. Names the ranks and, where known, what they do instead.
     """
-    return _meetings().meet(tuple(ranks), said, lane, timeout or dist.default_pg_timeout)
+    with failing():
+        return _meetings().meet(tuple(ranks), said, lane, timeout or dist.default_pg_timeout)
 
 
 class _Meetings:
@@ -54,21 +59,26 @@ class _Meetings:
         self._client = store.clone() if hasattr(store, "clone") else store  # a request of another thread may block
         self._rank = dist.get_rank()
         self._num_held: dict[str, int] = {}
+        self._places: dict[str, str] = {}
+        """By ranks and lane, the prefix of their meetings."""
         self._has_multi_get = bool(self._client.has_extended_api())
 
     def meet(self, ranks: tuple[int, ...], said: str, lane: str, timeout: timedelta) -> list[str]:
         name = hashlib.sha256(json.dumps([ranks, lane]).encode()).hexdigest()[:16]
+        if name not in self._places:
+            index = ranks.index(self._rank)
+            self._places[name] = prefix_of_start(self._client, f"{PREFIX}/{name}", index, len(ranks), timeout)
         number = self._num_held[name] = self._num_held.get(name, 0) + 1
-        place = f"{PREFIX}/{name}/{number}"
+        place = f"{self._places[name]}/{number}"
         keys = [f"{place}/{rank}" for rank in ranks]
         self._client.set(f"{place}/{self._rank}", said)
-        self._client.set(f"{PREFIX}/last/{self._rank}", json.dumps([place, ranks, said]))
+        self._client.set(f"{LAST}/{self._rank}", json.dumps([place, ranks, said]))
         outcome = self._outcome(place, ranks, keys, timeout)
         if outcome != GO:
             raise CommunicationError(outcome)
         texts = [value.decode() for value in self._read(keys)]
         if number > 1:  # all have come here, so all have read what was said there
-            self._client.delete_key(f"{PREFIX}/{name}/{number - 1}/{self._rank}")
+            self._client.delete_key(f"{self._places[name]}/{number - 1}/{self._rank}")
         return texts
 
     def _outcome(self, place: str, ranks: tuple[int, ...], keys: list[str], timeout: timedelta) -> str:
@@ -96,7 +106,7 @@ class _Meetings:
 
     def _elsewhere(self, rank: int) -> str:
         """What ``rank`` does, as far as it has told."""
-        key = f"{PREFIX}/last/{rank}"
+        key = f"{LAST}/{rank}"
         if not self._client.check([key]):
             return "has made no call yet"
         place, ranks, said = json.loads(self._client.get(key))

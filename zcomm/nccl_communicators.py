@@ -20,6 +20,7 @@ from zcomm.backend import Hop
 from zcomm.carrier import nccl_unavailable_reason
 from zcomm.errors import BackendUnavailableError, CommunicationError
 from zcomm.nccl_library import nccl_library
+from zcomm.starts import prefix_of_start
 from zcomm.streams import SideStreams
 
 __all__ = ["Communicator", "agree_on_nccl", "close_communicators", "communicator_over", "inside_first"]
@@ -82,8 +83,9 @@ def _make(hops: Sequence[Hop], device: torch.device) -> Communicator:
 
 def _store(hop: Hop, round_: str) -> Any:
     assert hop.group is not None, "one rank has nobody to talk to"
-    number = _rounds(hop, round_)
-    return distributed_c10d.PrefixStore(f"{PREFIX}/{round_}/{number}", hop.group.get_group_store())
+    store, prefix = hop.group.get_group_store(), f"{PREFIX}/{round_}/{_rounds(hop, round_)}"
+    prefix = prefix_of_start(store, prefix, hop.rank, hop.size, backend.timeout_of(hop.group))
+    return distributed_c10d.PrefixStore(prefix, store)
 
 
 def _rounds(hop: Hop, round_: str) -> int:

@@ -22,6 +22,7 @@ from zcomm import backend, fingerprint, groups
 from zcomm.backend import ALONE, Hop
 from zcomm.background import Background
 from zcomm.errors import ConfigError, StateError, TopologyError
+from zcomm.flight_files import attach
 from zcomm.ledger import Ledger
 from zcomm.nccl_communicators import close_communicators
 from zcomm.watch import Watch, Watched
@@ -125,6 +126,7 @@ class Topology:
                 self._groups.append(group)
                 name = backend.backend_of(group)
                 hop = Hop(group, len(ranks), ranks.index(self.rank), num_intra_peers, num_inter_peers, name)
+                attach(hop.ledger, global_ranks)
         return hop
 
     @classmethod
@@ -210,7 +212,9 @@ class Topology:
             return self.world
         group = self._new_gloo_group()
         self._groups.append(group)
-        return replace(self.world, group=group, backend="gloo", ledger=Ledger())
+        hop = replace(self.world, group=group, backend="gloo", ledger=Ledger())
+        attach(hop.ledger, self.global_ranks)
+        return hop
 
     def _new_gloo_group(self) -> dist.ProcessGroup:
         if self._is_local:

@@ -34,6 +34,7 @@ from zcomm.backend import Hop, Pending
 from zcomm.errors import DivergedError
 from zcomm.lagging import lagging
 from zcomm.ledger import Call
+from zcomm.starts import prefix_of_start
 from zcomm.work import WorkQueue
 
 __all__ = ["Watch", "Watched"]
@@ -86,8 +87,10 @@ class Watch:
         """Between two looks; up to four times as much while nothing changes for long."""
         store: Any = dist.distributed_c10d._get_default_store()
         name = next(watched.hop.group.group_name for watched in hops if watched.hop.group is not None)
-        self._prefix = f"zcomm/watch/{name}"
         self._store = store.clone() if hasattr(store, "clone") else store
+        group = hops[0].hop.group
+        timeout = backend.timeout_of(group) if group is not None else None
+        self._prefix = prefix_of_start(self._store, f"zcomm/watch/{name}", rank, world_size, timeout)
         self.num_found = 0
         """How often ranks have been found that wait for one another."""
         self._last: str | None = None
@@ -133,10 +136,9 @@ class Watch:
         waiting = {thread for queue in self._queues for thread in list(queue.waits)}
         hops = {}
         for key, (hop, ranks, _) in self._hops.items():
-            waits, ledger = list(hop.ledger.waits.items()), hop.ledger
-            waiting |= {thread for thread, _ in waits}
-            numbers = [number for _, number in waits]
-            hops[key] = Account(list(ranks), ledger.num_started, numbers, list(ledger.recent), ledger.num_beside)
+            num_started, waits, recent, num_beside = hop.ledger.account()
+            waiting |= set(waits)
+            hops[key] = Account(list(ranks), num_started, list(waits.values()), recent, num_beside)
         if any(queue.waits and queue.thread_id not in waiting for queue in self._queues):
             return None  # its thread computes, and will go on to the next exchange
         return json.dumps([hops]) if waiting - drivers else None

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from zcomm.backend import Pending
 from zcomm.errors import StateError
+from zcomm.ledger import current_bucket, in_bucket
 from zcomm.streams import SideStreams
 
 __all__ = ["Steps", "Work", "WorkQueue", "nothing", "run", "run_then"]
@@ -52,6 +53,7 @@ class Work:
         self._error: BaseException | None = None
         self._lock = threading.RLock()
         self._event: torch.cuda.Event | None = None
+        self._bucket = current_bucket()
 
     def start(self) -> None:
         """Run up to the first exchange."""
@@ -81,7 +83,7 @@ class Work:
         """Run up to the next exchange, or to the end."""
         assert self._steps is not None, "a finished collective was advanced"
         try:
-            with torch.no_grad():
+            with torch.no_grad(), in_bucket(self._bucket):
                 self._pending = next(self._steps)
         except StopIteration:
             self._steps = self._pending = None

@@ -5,15 +5,19 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from zcomm import ConfigError, StateError
+from zcomm.starts import outlives_ranks, prefix_of_start
 from zero.model_parallel import ModelParallel
 
 __all__ = ["DataParallel", "RankDataLoader", "data_parallel", "init_distributed", "local_device"]
@@ -21,14 +25,22 @@ __all__ = ["DataParallel", "RankDataLoader", "data_parallel", "init_distributed"
 DATA_AXES = ("dp", "data", "data_parallel", "fsdp")
 
 
-def init_distributed(dist_backend: str | None = None, *, distributed_port: int = 29500) -> None:
+def init_distributed(
+    dist_backend: str | None = None, *, distributed_port: int = 29500, timeout: timedelta | None = None
+) -> None:
     """Start torch.distributed unless it runs: from torchrun's environment, or as the only process if there is none.
 
-    The process group is destroyed when the interpreter exits, if nobody has destroyed it before.
+    The process group is destroyed when the interpreter exits, if nobody has destroyed it before. After a restart by
+    torchrun, whose store outlives the ranks, the new ranks do not read what the dead ones have left in it (torch's own
+    ``init_process_group()`` does, and fails over gloo).
 
     Args:
         dist_backend: Default: nccl where there is a GPU, else gloo.
         distributed_port: Where the environment has an address but no port.
+        timeout: Of starting, and of each exchange. Default: torch's for the backend.
+
+    Raises:
+        CommunicationError: After a restart, not all ranks came within ``timeout``.
     """
     if dist.is_initialized():
         return
@@ -36,10 +48,19 @@ def init_distributed(dist_backend: str | None = None, *, distributed_port: int =
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
-        dist.init_process_group(backend)
+        start: dict[str, Any] = _start_over(timeout) if outlives_ranks() else {}
+        dist.init_process_group(backend, timeout=timeout, **start)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     atexit.register(_end)
+
+
+def _start_over(timeout: timedelta | None) -> dict[str, Any]:
+    """For init_process_group: a store in which ranks of earlier starts have left nothing."""
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout or dist.default_pg_timeout))
+    store.set_timeout(timeout or dist.default_pg_timeout)
+    prefix = prefix_of_start(store, "zero", rank, world_size, timeout)
+    return {"store": distributed_c10d.PrefixStore(prefix, store), "rank": rank, "world_size": world_size}
 
 
 def _end() -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zcomm import LayoutError, NodeSums, Residual, Span, Topology, Work, reduce_scatter_single
+from zcomm.ledger import in_bucket
 from zero.bucket_grads import BucketGrads
 from zero.layout import Slot
 from zero.loss_scale import LossScale
@@ -96,15 +97,16 @@ class Reduction:
         rows, works = full.view(self._topology.world_size, -1), []
         chunks = grads.bucket.layout.chunks(self._settings.reduce_bucket_size)
         for start, stop in chunks:
-            work = reduce_scatter_single(
-                output[start:stop],
-                full if len(chunks) == 1 else rows[:, start:stop],
-                "avg",
-                group=self._topology,
-                format=wire,
-                numbering="local",
-                async_op=self._is_async,
-            )
+            with in_bucket(grads.bucket.name):
+                work = reduce_scatter_single(
+                    output[start:stop],
+                    full if len(chunks) == 1 else rows[:, start:stop],
+                    "avg",
+                    group=self._topology,
+                    format=wire,
+                    numbering="local",
+                    async_op=self._is_async,
+                )
             if work is not None:
                 works.append(work)
         return works

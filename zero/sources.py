@@ -16,6 +16,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from zcomm import NodeReplica, SecondaryPartition, Topology, Work, all_gather_single
+from zcomm.ledger import in_bucket
 from zero.bucket import Bucket
 from zero.layout import BucketLayout
 from zero.settings import Effective, ZeroSettings
@@ -65,7 +66,8 @@ def gather_options(settings: ZeroSettings, effective: Effective, topology: Topol
 def start_gather(bucket: Bucket, full: Tensor, shard: Tensor, options: GatherOptions) -> list[Work]:
     """Start filling ``full`` from every rank's ``shard`` of ``bucket``."""
     wire, columns = "none" if options.is_exact else bucket.weight_format, bucket.layout.chunks(options.max_numel)
-    works = [_gather_columns(full, shard[start:stop], (start, stop), options, wire) for start, stop in columns]
+    with in_bucket(bucket.name):
+        works = [_gather_columns(full, shard[start:stop], (start, stop), options, wire) for start, stop in columns]
     return [work for work in works if work is not None]
 
 

@@ -54,8 +54,12 @@ class References:
 def run_one(mode: str, seed: int, references: References) -> dict[str, Any]:
     """One run, in a folder of its own."""
     spec = draw_spec(seed, mode)
-    with tempfile.TemporaryDirectory() as folder:
-        return RUN[mode](spec, Path(folder), references.of(spec))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        line = RUN[mode](spec, folder, references.of(spec))
+        if line["outcome"] == "hang":
+            line["stacks"] = [path.read_text()[-4000:] for path in sorted(folder.glob("hang-*"))]
+    return line
 
 
 def table(lines: list[dict[str, Any]]) -> str:

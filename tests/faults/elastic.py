@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -11,48 +12,96 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch.distributed.run
 
 from tests.faults.definition import TIMEOUT_S
 from tests.faults.forked import RANKS, SLACK_S, attempt_forked, judge, saved_at_first, told
+from tests.ranks import forkserver
 from zcomm.bench.emulated_nodes import INTERFACE, Node, emulated_nodes, unavailable_reason
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 240
+LIMIT_S = 150
+COLD_EVERY = 8
+"""Of so many seeds one starts torchrun as a command, and ranks as commands; the others are forks: imports take long."""
 
 
 def run_elastic(spec: dict[str, Any], folder: Path, reference: str) -> dict[str, Any]:
-    """One run: torchrun starts the ranks, and again after the fault."""
+    """One run: torchrun starts the ranks, and again after the fault. Its store outlives them."""
     (folder / "files").mkdir()
     (folder / "spec.json").write_text(json.dumps(spec))
-    options = ["--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=2"]
-    started, is_over = time.monotonic(), True
-    with _agent(folder, [], options, dict(os.environ)) as agent:
-        try:
-            agent.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            is_over = False
+    started, job = time.monotonic(), ["-m", "tests.faults.job", str(folder)]
+    if spec["seed"] % COLD_EVERY:
+        job = ["--run-path", "--start-method=fork", str(ROOT / "tests" / "faults" / "job.py"), str(folder), "fork"]
+    agent_of = _forked_agent if spec["seed"] % COLD_EVERY else _agent
+    options = ["--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=2", "--monitor-interval=1", *job]
+    with agent_of(folder, options) as agent:
+        is_over = agent.ends_within(LIMIT_S)
     found = judge(spec, folder, reference, saved_at_first(folder)) if is_over else {"outcome": "hang"}
     return {**spec, **found, "took_s": round(time.monotonic() - started, 2)}
 
 
+class _Agent(NamedTuple):
+    """torchrun, under way."""
+
+    ends_within: Callable[[float], bool]
+    """Waits so many seconds for its end."""
+
+
 @contextmanager
-def _agent(
-    folder: Path, prefix: list[str], options: list[str], environment: dict[str, str]
-) -> Iterator[subprocess.Popen[bytes]]:
-    """torchrun, killed at the end with what it has started."""
-    # It keeps one store for all restarts unless told otherwise: new ranks would read what the dead ones wrote.
-    variables = environment | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    command = [*prefix, sys.executable, "-m", "torch.distributed.run", *options, "--monitor-interval=0.2"]
-    command += ["-m", "tests.faults.job", str(folder)]
+def _agent(folder: Path, options: list[str], node: Node | None = None) -> Iterator[_Agent]:
+    """torchrun as a command, killed at the end with what it has started."""
+    variables = (dict(os.environ) if node is None else node.environment()) | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", *options]
+    if node is not None:
+        command = node.command([]) + command
     with (folder / "output").open("ab") as output:
         agent = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=output, start_new_session=True)
+
+        def ends_within(seconds: float) -> bool:
+            with suppress(subprocess.TimeoutExpired):
+                agent.wait(seconds)
+            return agent.poll() is not None
+
         try:
-            yield agent
+            yield _Agent(ends_within)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(agent.pid, signal.SIGKILL)
+            _kill_session(agent.pid)
             agent.wait()
+
+
+@contextmanager
+def _forked_agent(folder: Path, options: list[str]) -> Iterator[_Agent]:
+    """torchrun's own code on a fork of a process that has imported everything, with its ranks as forks of that."""
+    agent: Any = forkserver().Process(target=_serve_agent, args=(folder, options))
+    agent.start()
+
+    def ends_within(seconds: float) -> bool:
+        agent.join(seconds)
+        return agent.exitcode is not None
+
+    try:
+        yield _Agent(ends_within)
+    finally:
+        _kill_session(agent.pid)
+        agent.join()
+
+
+def _kill_session(leader: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _serve_agent(folder: Path, options: list[str]) -> None:
+    gc.freeze()
+    os.setsid()
+    number = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(number, 1)
+    os.dup2(number, 2)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.chdir(ROOT)
+    torch.distributed.run.main(options)
 
 
 def run_on_two_machines(spec: dict[str, Any], folder: Path, reference: str) -> dict[str, Any]:
@@ -66,9 +115,10 @@ def run_on_two_machines(spec: dict[str, Any], folder: Path, reference: str) -> d
         for index, node in enumerate(nodes):
             options = [
                 f"--nnodes={RANKS}", "--nproc-per-node=1", f"--node-rank={index}", f"--master-addr={nodes[0].name}",
-                "--master-port=29500", "--max-restarts=0",
+                "--master-port=29500", "--max-restarts=0", "--monitor-interval=0.2",
+                "-m", "tests.faults.job", str(folder),
             ]  # fmt: skip
-            stack.enter_context(_agent(folder, node.command([]), options, node.environment()))
+            stack.enter_context(_agent(folder, options, node))
         is_cut = _wait((folder / "fault").exists, LIMIT_S)
         _cut(nodes[spec["victim"]], spec["fault"])
         (folder / "fault").write_text(str(time.time()))

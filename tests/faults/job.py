@@ -9,6 +9,7 @@ FOLDER/fault                when the fault happened
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import os
@@ -32,7 +33,7 @@ from tests.faults.definition import CONFIGS, SAVE_EVERY, STEPS, TIMEOUT_S
 from tests.zero.models import batch, loss_of, new_model
 from zcomm import checked, env, fingerprint
 
-LR = 1e-2
+LR, HANG_S = 1e-2, 60
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGSTOP": signal.SIGSTOP}
 SPOILED = {"NaN": float("nan"), "infinity": float("inf"), "huge value": 1e30}
 
@@ -251,11 +252,15 @@ def digest(model: torch.nn.Module, optimizer: zero.ZeroOptimizer) -> str:
 def live(folder: Path, attempt: int, **group: Any) -> int:
     """The whole life of a rank; its exit code."""
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(HANG_S, file=(folder / f"hang-{os.getpid()}").open("w"))
     spec = json.loads((folder / "spec.json").read_text())
     if spec["fault"] == "bit in a message":
         os.environ["ZCOMM_CHECK"] = "1"
         env.value.cache_clear()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S), **group)
+    if group:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S), **group)
+    else:
+        zero.init_distributed("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     rank = Rank(folder, attempt)
     try:
         rank.train()
@@ -267,6 +272,10 @@ def live(folder: Path, attempt: int, **group: Any) -> int:
 
 
 if __name__ == "__main__":
+    is_fork = sys.argv[2:] == ["fork"]
+    if is_fork:  # torchrun's own handler came with it
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     code = live(Path(sys.argv[1]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
     sys.stdout.flush()
-    os._exit(code)
+    if code or not is_fork:  # a fork says by its return that it has ended
+        os._exit(code)

@@ -113,7 +113,7 @@ MUTANTS = [
     Mutant("checkpoint: skipped checksum of the metadata", "zero/checkpoints/index.py",
            '    if document.get("crc32") != _checksum(content):', "    if False:", SAVED[1:]),
     Mutant("checkpoint: latest before metadata.json", "zero/checkpoints/storage.py",
-           "        self._check_visible(files)\n", "        replace_file(self._folder.parent / LATEST, self._folder.name.encode(), self.save_id)\n        raise OSError\n",
+           "        self._check_visible(files)\n", "        replace_file(self._folder.parent / LATEST, latest_line(self._folder.name), self.save_id)\n        raise OSError\n",
            SAVED[1:]),
     Mutant("checkpoint: links are followed", "zero/checkpoints/folder.py", "    if path.is_symlink():\n", "    if False:\n",
            ("tests/security/test_untrusted_files.py",)),

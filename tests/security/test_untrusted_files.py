@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import stat
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from zcomm import ConfigError, LayoutError, kernels
 from zcomm.auto import Table
 from zcomm.bench import probe
 from zero import CheckpointError
+from zero.checkpoints.folder import read_latest
 from zero.checkpoints.weights_in import index_of_weights
 from zero.cli import main
 from zero.config import read_source
@@ -178,6 +180,25 @@ def test_a_checkpoint_has_no_links_and_no_pipes(tmp_path: Path) -> None:
             zero.load_checkpoint(optimizer, tmp_path / change.__name__)
     assert zero.load_checkpoint(optimizer, tmp_path, "good").path == tmp_path / "good"
     optimizer.close()
+
+
+def test_no_flipped_bit_and_no_cut_of_latest_names_another_checkpoint(tmp_path: Path) -> None:
+    for tag in ("step1", "step2", "step12", "step14", "step16"):
+        (tmp_path / tag).mkdir()
+        (tmp_path / tag / "metadata.json").write_text("{}")
+    line = b"crc32=%08x step12" % zlib.crc32(b"step12")
+    (tmp_path / "latest").write_bytes(line)
+    assert read_latest(tmp_path) == "step12"
+    flipped = [line[: i // 8] + bytes([line[i // 8] ^ 1 << i % 8]) + line[i // 8 + 1 :] for i in range(8 * len(line))]
+    for damaged in (*flipped, *(line[:stop] for stop in range(len(line)))):
+        (tmp_path / "latest").write_bytes(damaged)
+        try:
+            named = read_latest(tmp_path)
+        except CheckpointError:
+            continue
+        assert not (tmp_path / str(named) / "metadata.json").exists(), damaged
+    (tmp_path / "latest").write_text("step2\n")  # by hand, or by an older release
+    assert read_latest(tmp_path) == "step2"
 
 
 def _mode(path: Path) -> int:

@@ -1,13 +1,30 @@
-"""The flight recorder, and what it says of a rank that leaves out an exchange."""
+"""The flight recorder: what it says of a rank that leaves out an exchange, and what is left of ranks that are gone."""
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
 import zcomm
-from tests.ranks import run_ranks
-from zcomm import DivergedError, flight_record
+from tests.ranks import forkserver, run_ranks
+from zcomm import DivergedError, backend, env, flight_record
+from zcomm.cli import main
+from zcomm.ledger import NUM_KEPT, Call, Ledger, in_bucket
+from zcomm.meeting import meet
+
+TIMEOUT_S = 2
 
 
 def _gather(t: zcomm.Topology, numel: int) -> None:
@@ -25,6 +42,14 @@ def _check_skipped_exchange(rank: int) -> None:
     last = t.world.ledger.num_started
     assert [flight.number for flight in record] == list(range(last - 63, last + 1))
     assert {(flight.operation, flight.nbytes, flight.state) for flight in record} == {("all_gather", 32, "ended")}
+    assert {(flight.format, flight.bucket) for flight in record} == {("none", "")}
+    with in_bucket("layer 3"):
+        works = [
+            zcomm.all_gather_single(torch.empty(128), torch.ones(64), t, format="int8", async_op=True) for _ in "ab"
+        ]
+    assert [work.wait() for work in works if work is not None] == [None, None]
+    assert {flight[-2:] for flight in flight_record(t)[-1:]} == {("int8", "layer 3")}
+    last = t.world.ledger.num_started
     assert all(flight.ranks == (0, 1) and 0 <= flight.age_s < 200 for flight in record)
     lags = (
         rf"rank 1 lags in the exchanges of ranks 0, 1: it has started {last} of {last + 1}, and not number {last + 1}"
@@ -37,3 +62,123 @@ def _check_skipped_exchange(rank: int) -> None:
 
 def test_a_rank_that_leaves_out_an_exchange_is_named_with_it() -> None:
     run_ranks(2, _check_skipped_exchange)
+
+
+def test_threads_do_not_disturb_one_another_in_a_ledger() -> None:
+    ledger, told = Ledger(), list[int]()
+    ledger.keep = lambda entry: told.append(entry.number)
+    is_over, looks = threading.Event(), 0
+
+    def start(thread: int) -> list[tuple[int, int]]:
+        return [
+            (ledger.start(Call("all_gather", 10_000 * thread + i, "cpu")), 10_000 * thread + i) for i in range(2000)
+        ]
+
+    def look() -> int:
+        num_looks = 0
+        while not is_over.is_set():
+            numbers = [entry.number for entry in ledger.entries()]
+            assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True
+            num_started, _, recent, _ = ledger.account()
+            assert len(recent) == min(num_started, NUM_KEPT)
+            num_looks += 1
+        return num_looks
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(5) as pool:
+            looking = pool.submit(look)
+            calls = [call for of_thread in pool.map(start, range(4)) for call in of_thread]
+            is_over.set()
+            looks = looking.result()
+    finally:
+        sys.setswitchinterval(before)
+    assert sorted(number for number, _ in calls) == list(range(1, 8001)) == told
+    assert looks > 0
+    assert {(entry.number, entry.call.nbytes) for entry in ledger.entries()} <= set(calls)
+
+
+def _leave_out(_: zcomm.Topology) -> None:
+    time.sleep(600)
+
+
+def _die(_: zcomm.Topology) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _crash(_: zcomm.Topology) -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _gather_another(t: zcomm.Topology) -> None:
+    with in_bucket("last"):
+        _gather(t, 32)
+
+
+def _meet(t: zcomm.Topology) -> None:
+    meet([0, 1], "here", lane="test", timeout=backend.timeout_of(t.world.group))
+
+
+def _make_topology(_: zcomm.Topology) -> None:
+    zcomm.Topology(ranks_per_node=1)
+
+
+WAYS: dict[str, tuple[Any, Any, str]] = {
+    "a collective's own timeout": (_gather_another, _leave_out, "rank 1 lags: it has started 3 of 4"),
+    "a peer that was killed": (_gather_another, _die, "rank 1 lags: it has started 3 of 4"),
+    "a peer that crashed": (_gather_another, _crash, "rank 1 lags: it has started 3 of 4"),
+    "a meeting": (_meet, _leave_out, "rank 0 ended with CommunicationError: of ranks 0, 1 not all came within 2 s: 1"),
+    "a Topology": (_make_topology, _leave_out, "rank 0 ended with "),
+}
+
+
+def _live(rank: int, folder: Path, way: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["ZCOMM_FLIGHT"] = str(folder)
+    env.value.cache_clear()
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timeout)
+    logging.basicConfig(filename=folder / f"log{rank}", force=True)
+    t = zcomm.Topology(ranks_per_node=2)
+    for _ in range(3):
+        _gather(t, 8)
+    try:
+        WAYS[way][rank](t)
+    except Exception as error:
+        (folder / f"error{rank}").write_text(repr(error))
+    logging.shutdown()
+    os._exit(0)
+
+
+def test_however_an_exchange_fails_the_ranks_records_are_left_and_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    context = forkserver()
+    jobs: dict[str, list[Any]] = {}
+    for number, way in enumerate(WAYS):
+        (tmp_path / str(number)).mkdir()
+        jobs[way] = [context.Process(target=_live, args=(rank, tmp_path / str(number), way)) for rank in range(2)]
+        for process in jobs[way]:
+            process.start()
+    try:
+        for number, (way, (_, _, text)) in enumerate(WAYS.items()):
+            folder = tmp_path / str(number)
+            jobs[way][0].join(70)
+            assert (folder / "error0").exists(), way
+            log = (folder / "log0").read_text()
+            assert text in log, (way, log)  # dumped and compared by itself
+            assert "flight recorders in" in log
+            assert main(["flight", str(folder)]) == 0  # and later
+            assert text in capsys.readouterr().out
+            if WAYS[way][0] is _gather_another:
+                assert "and not number 4, all_gather of 128 bytes, none, bucket last" in log
+                assert "rank 0: all_gather of 128 bytes, none, bucket last, failed" in log.replace(
+                    "waited for", "failed"
+                )
+    finally:
+        for processes in jobs.values():
+            for process in processes:
+                process.kill()
+                process.join()
+    assert main(["flight", str(tmp_path / "none")]) == 2

@@ -1,8 +1,10 @@
 """Names and durability: which files a checkpoint consists of, and how a file comes to be whole or not at all.
 
-    SAVE_DIR/latest                          the tag of the newest complete checkpoint
+    SAVE_DIR/latest                          checksum and tag of the newest complete checkpoint
     SAVE_DIR/TAG/metadata.json               what there is and where; a checkpoint is complete once this file is there
     SAVE_DIR/TAG/shard_RANK_ID.safetensors   what one rank wrote; ID is that of the save
+
+``latest`` is one line, ``crc32=1a2b3c4d TAG``; a tag alone, written by hand or by an older release, is taken as it is.
 
 Saving under a tag that exists writes new shards beside the old ones, replaces metadata.json, and then deletes the old
 ones: at every moment one complete checkpoint is there.
@@ -13,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +29,7 @@ __all__ = [
     "check_tag",
     "create_file",
     "is_shard_name",
+    "latest_line",
     "open_own",
     "read_latest",
     "remove_file",
@@ -39,6 +43,8 @@ __all__ = [
 
 LATEST = "latest"
 METADATA = "metadata.json"
+SEALED = re.compile(r"crc32=[0-9a-f]{8} (.+)", re.DOTALL)
+"""What ``latest`` holds."""
 SHARD = re.compile(r"shard_\d{5,}_[0-9a-f]{8}\.safetensors")
 
 
@@ -69,21 +75,35 @@ def tags_in(folder: Path) -> list[str]:
     return [name for _, name in sorted(found)]
 
 
+def latest_line(tag: str) -> bytes:
+    """What ``latest`` holds to name ``tag``. The checksum comes first: a line that was cut off has a wrong one."""
+    return f"crc32={zlib.crc32(tag.encode()):08x} {tag}".encode()
+
+
 def read_latest(folder: Path) -> str | None:
     """The tag that ``latest`` names; None if there is no such file.
 
     Raises:
-        CheckpointError: It names nothing that is a tag, or cannot be read.
+        CheckpointError: It names nothing that is a tag, is damaged, or cannot be read.
     """
     path = folder / LATEST
     try:
         with open_own(path) as file:
-            text = file.read(1000).decode(errors="replace")
+            line = file.read(1000)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    return check_tag(text.strip())
+    line = line.rstrip(b"\n")
+    sealed = SEALED.fullmatch(line.decode(errors="replace"))
+    if sealed is None:
+        return check_tag(line.decode(errors="replace").strip())
+    if line != latest_line(sealed[1]):
+        raise CheckpointError(
+            f"{path} is damaged: it has not the checksum it was written with. Pass tag=, or write one into it, alone; "
+            f"complete checkpoints are {tags_in(folder)[-5:]}"
+        )
+    return check_tag(sealed[1])
 
 
 def open_own(path: Path) -> BinaryIO:

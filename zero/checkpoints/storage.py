@@ -23,6 +23,7 @@ from zero.checkpoints.folder import (
     LATEST,
     METADATA,
     create_file,
+    latest_line,
     remove_stale_shards,
     replace_file,
     shard_name,
@@ -107,7 +108,7 @@ class FolderWriter(StorageWriter):
         replace_file(self._folder / METADATA, write_index(tensors, files, content), self.save_id)
         sync_folder(self._folder.parent)
         if self._moves_latest:
-            replace_file(self._folder.parent / LATEST, self._folder.name.encode(), self.save_id)
+            replace_file(self._folder.parent / LATEST, latest_line(self._folder.name), self.save_id)
         remove_stale_shards(self._folder, set(files))
 
     def _check_visible(self, files: Mapping[str, int]) -> None:
