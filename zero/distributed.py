@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from zcomm import ConfigError, StateError
@@ -55,10 +57,10 @@ def init_distributed(
 
 def _start_over(timeout: timedelta | None) -> dict[str, Any]:
     """For init_process_group: a store in which ranks of earlier starts have left nothing."""
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout or dist.default_pg_timeout))
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout or dist.default_pg_timeout))
     store.set_timeout(timeout or dist.default_pg_timeout)
     prefix = prefix_of_start(store, "zero", rank, world_size, timeout)
-    return {"store": dist.PrefixStore(prefix, store), "rank": rank, "world_size": world_size}
+    return {"store": PrefixStore(prefix, store), "rank": rank, "world_size": world_size}
 
 
 def _end() -> None:
