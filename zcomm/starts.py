@@ -26,7 +26,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore
 
 from zcomm.errors import CommunicationError
 
@@ -55,7 +55,7 @@ def prefix_of_start(store: Any, prefix: str, rank: int, size: int, timeout: time
     """
     if not outlives_ranks() or size == 1:
         return prefix
-    start = _Start(distributed_c10d.PrefixStore(f"{prefix}/start", store), rank, size)
+    start = _Start(PrefixStore(f"{prefix}/start", store), rank, size)
     return f"{prefix}/{start.agree(timeout or dist.default_pg_timeout)}"
 
 

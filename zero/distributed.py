@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -60,7 +60,7 @@ def _start_over(timeout: timedelta | None) -> dict[str, Any]:
     store, rank, world_size = next(rendezvous("env://", timeout=timeout or dist.default_pg_timeout))
     store.set_timeout(timeout or dist.default_pg_timeout)
     prefix = prefix_of_start(store, "zero", rank, world_size, timeout)
-    return {"store": distributed_c10d.PrefixStore(prefix, store), "rank": rank, "world_size": world_size}
+    return {"store": PrefixStore(prefix, store), "rank": rank, "world_size": world_size}
 
 
 def _end() -> None:
