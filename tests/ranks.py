@@ -10,12 +10,13 @@ import atexit
 import gc
 import os
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from zcomm import Topology
 
 TIMEOUT_S = int(os.environ.get("ZCOMM_TEST_TIMEOUT_S", "240"))
 """For one call: only a hang takes that long, also on a machine whose disk or cores are busy with something else."""
+AFTER_FAILURE_S = 5
 PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "zcomm", "zero", "pytest", "hypothesis"]
 
 _POOLS: dict[int, Pool] = {}
@@ -75,23 +77,37 @@ def run_ranks(world_size: int, fn: Callable[..., None], *args: object) -> None:
     if world_size not in _POOLS:
         _POOLS[world_size] = Pool(world_size)
     pool = _POOLS[world_size]
-    failures = []
+    failures: dict[int, str] = {}
     for rank, pipe in enumerate(pool.pipes):
         try:
             pipe.send((fn, args))
         except OSError:
-            failures.append(f"rank {rank}: its process is gone")
-    for rank, pipe in enumerate(pool.pipes):
-        try:
-            if not pipe.poll(TIMEOUT_S if not failures else 5):
-                failures.append(f"rank {rank}: no answer in time")
-            elif (text := pipe.recv()) is not None:
-                failures.append(f"rank {rank}:\n{text}")
-        except (EOFError, OSError):
-            failures.append(f"rank {rank}: died with exit code {pool.processes[rank].exitcode}")
+            failures[rank] = " its process is gone"
+    waiting = {pipe: rank for rank, pipe in enumerate(pool.pipes) if rank not in failures}
+    stop = time.monotonic() + (TIMEOUT_S if not failures else AFTER_FAILURE_S)
+    while waiting:
+        ready = wait(list(waiting), max(0.0, stop - time.monotonic()))
+        if not ready:
+            failures |= dict.fromkeys(waiting.values(), " no answer in time")
+            break
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            if (text := _answer(pipe, pool.processes[rank])) is not None:
+                failures[rank] = text
+                stop = min(stop, time.monotonic() + AFTER_FAILURE_S)  # others may wait for this rank
     if failures:
         _POOLS.pop(world_size).close(kill=True)  # a failed rank may have left the others inside a collective
-        raise AssertionError("\n".join(failures))
+        raise AssertionError("\n".join(f"rank {rank}:{failures[rank]}" for rank in sorted(failures)))
+
+
+def _answer(pipe: Connection, process: Any) -> str | None:
+    """What a rank has to say: None if all was well."""
+    try:
+        text = pipe.recv()
+    except (EOFError, OSError):
+        return f" died with exit code {process.exitcode}"
+    return None if text is None else f"\n{text}"
 
 
 @atexit.register

@@ -327,7 +327,7 @@ class ZeroOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001  (torch's signature)
         """Forget all gradients; ``param.grad`` becomes None, whatever ``set_to_none`` says."""
         self._runtime.hooks.recover()
-        self._runtime.reducer.zero()
+        self._runtime.give_up_step()
         self._gradients.clear()
         self._adaptive.clear()
         self._gradients.factor = GradFactor()

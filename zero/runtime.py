@@ -185,6 +185,11 @@ class Runtime:
             self._syncs = before
             self.reducer.holds_unreduced = True
 
+    def give_up_step(self) -> None:
+        """Forget all gradients: the next backward is the first of another step."""
+        self.reducer.zero()
+        self._num_backwards = 0
+
     def step_ended(self) -> None:
         """Start the next step's bookkeeping: what is gathered, or on its way, has the old values."""
         self._num_backwards = 0

@@ -6,8 +6,6 @@
 namespace zcomm {
 namespace {
 
-constexpr float kLargest = std::numeric_limits<float>::max();
-
 CodeRange RangeOf(const MessageLayout& layout, const ConstMessages& input, std::size_t segment, std::size_t begin,
                   std::size_t numel) {
   return {input.data + HeaderNbytes(layout.codec) * segment * layout.blocks_per_segment,

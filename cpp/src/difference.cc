@@ -1,7 +1,6 @@
 #include "zcomm/difference.h"
 
 #include <algorithm>
-#include <limits>
 #include <vector>
 
 #include "parallel_rows.h"
@@ -9,8 +8,6 @@
 
 namespace zcomm {
 namespace {
-
-constexpr DecodeTarget kToFloat{std::numeric_limits<float>::max(), 1.0F, DType::kFloat32, false};
 
 // Float32 values of two arrays.
 struct Tile {
@@ -50,9 +47,7 @@ void QuantizeDifference(const MessageLayout& layout, const ConstRows& input, DTy
                                      {draw, first + at}, output.data + message * output.stride_nbytes, &workspace);
                      }
                    });
-  for (std::size_t i = 0; i < output.count; ++i) {
-    WriteTrailer(layout, output.layout_hash, output.data + i * output.stride_nbytes);
-  }
+  WriteTrailers(layout, output);
 }
 
 void DecodeAdd(const MessageLayout& layout, const ConstMessages& input, const MutableRows& output,

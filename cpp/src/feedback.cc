@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <vector>
 
 #include "parallel_rows.h"
@@ -11,9 +10,6 @@
 
 namespace zcomm {
 namespace {
-
-constexpr float kLargest = std::numeric_limits<float>::max();
-constexpr DecodeTarget kToFloat{kLargest, 1.0F, DType::kFloat32, false};
 
 // Whole blocks of the message and of the residual that make about a tile.
 std::size_t TileOf(const MessageLayout& layout) {
@@ -92,12 +88,6 @@ void CheckOutput(const MessageLayout& layout, const MutableMessages& output, con
   ZCOMM_CHECK(
       output.count == 0 || layout.segment_numel == 0 || (residual.codes != nullptr && residual.scales != nullptr),
       "the residual has no data");
-}
-
-void WriteTrailers(const MessageLayout& layout, const MutableMessages& output) {
-  for (std::size_t i = 0; i < output.count; ++i) {
-    WriteTrailer(layout, output.layout_hash, output.data + i * output.stride_nbytes);
-  }
 }
 
 // Calls fill(row, begin, end, values, workspace) for every tile, and encodes the values.

@@ -54,6 +54,12 @@ void WriteTrailer(const MessageLayout& layout, std::uint32_t layout_hash, std::u
   std::memcpy(message + layout.trailer_offset(), &layout_hash, sizeof(layout_hash));
 }
 
+void WriteTrailers(const MessageLayout& layout, const MutableMessages& messages) {
+  for (std::size_t i = 0; i < messages.count; ++i) {
+    WriteTrailer(layout, messages.layout_hash, messages.data + i * messages.stride_nbytes);
+  }
+}
+
 void CheckTrailers(const MessageLayout& layout, const ConstMessages& messages) {
   if (!IsBlockCodec(layout.codec)) return;
   for (std::size_t i = 0; i < messages.count; ++i) {

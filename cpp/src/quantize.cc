@@ -21,9 +21,7 @@ void Quantize(const MessageLayout& layout, const ConstRows& input, const Mutable
                                    ElementAt(input.data, input.dtype, offset), {draw, offset},
                                    output.data + message * output.stride_nbytes, &workspace);
                    });
-  for (std::size_t i = 0; i < output.count; ++i) {
-    WriteTrailer(layout, output.layout_hash, output.data + i * output.stride_nbytes);
-  }
+  WriteTrailers(layout, output);
 }
 
 }  // namespace zcomm

@@ -1,7 +1,6 @@
 #include "zcomm/reduce.h"
 
 #include <algorithm>
-#include <limits>
 #include <vector>
 
 #include "parallel_rows.h"
@@ -10,8 +9,6 @@
 
 namespace zcomm {
 namespace {
-
-constexpr float kLargest = std::numeric_limits<float>::max();
 
 void CheckInput(const MessageLayout& layout, const ConstMessages& input, std::size_t num_threads) {
   CheckThreads(num_threads);
@@ -48,7 +45,6 @@ void DecodeSumRequantize(const MessageLayout& layout, const ConstMessages& input
   CheckMessages(out_layout, AsConst(output), "output");
   CheckTrailers(layout, input);
   const BlockKernels& kernels = ActiveKernels();
-  const DecodeTarget target{kLargest, 1.0F, DType::kFloat32, false};
   // Whole blocks of the output, and no fewer than the input needs for a rotation.
   const std::size_t unit = TileOfBlocks(out_layout);
   const std::size_t least = layout.is_rotated ? layout.block : 1;
@@ -60,14 +56,13 @@ void DecodeSumRequantize(const MessageLayout& layout, const ConstMessages& input
                      Workspace workspace;
                      for (std::size_t at = begin; at < end; at += tile_numel) {
                        const std::size_t numel = std::min(tile_numel, end - at);
-                       DecodeSumRange(kernels, layout, input, segment, at, at + numel, target, sum.data(), &workspace);
+                       DecodeSumRange(kernels, layout, input, segment, at, at + numel, kToFloat, sum.data(),
+                                      &workspace);
                        QuantizeRange(kernels, out_layout, 0, at, at + numel, DType::kFloat32, sum.data(),
                                      {draw, segment * layout.segment_numel + at}, message, &workspace);
                      }
                    });
-  for (std::size_t i = 0; i < output.count; ++i) {
-    WriteTrailer(out_layout, output.layout_hash, output.data + i * output.stride_nbytes);
-  }
+  WriteTrailers(out_layout, output);
 }
 
 }  // namespace zcomm

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "block_kernels.h"
@@ -43,6 +44,10 @@ struct DecodeTarget {
   DType dtype;
   bool stream;
 };
+
+// Where a sum goes on in float32.
+inline constexpr float kLargest = std::numeric_limits<float>::max();
+inline constexpr DecodeTarget kToFloat{kLargest, 1.0F, DType::kFloat32, false};
 
 // Decodes and sums elements [begin, end) of a segment of the messages; `out` points at element `begin`. `begin` is
 // even.

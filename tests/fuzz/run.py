@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 CORPUS, FINDINGS = ROOT / "tests" / "fuzz" / "corpus", ROOT / "tests" / "fuzz" / "findings"
 NATIVE = ("decode", "checked_file")
 BUILD = ROOT / "build-fuzz"
+EMPTY = 'extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }'
 WORDS = [
     b"1e999", b"-1", b"NaN", b"null", b"[]", b"{}", b'""', b"true", b"9223372036854775808", b"1.5", b"[[[[",
     b'"../../x"', b'"/etc/passwd"', b"\\u0000", b"\xff", b"0", b"18446744073709551615", b'{"$":"tuple"}', b"--", b" ",
@@ -138,6 +139,9 @@ def build_native() -> str | None:
     """Build the C++ fuzzers; why not, if they cannot be."""
     if shutil.which("clang++-19") is None:
         return "there is no clang++-19"
+    words = ["clang++-19", "-fsanitize=fuzzer,address", "-x", "c++", "-", "-o", os.devnull]
+    if subprocess.run(words, input=EMPTY, text=True, capture_output=True, check=False).returncode != 0:
+        return "clang++-19 cannot link a fuzzer: install libclang-rt-19-dev"
     options = {
         "CMAKE_CXX_COMPILER": "clang++-19", "CMAKE_BUILD_TYPE": "RelWithDebInfo", "ZCOMM_BUILD_FUZZERS": "ON",
         "ZCOMM_SANITIZE": "fuzzer-no-link;address;undefined", "ZCOMM_CUDA": "OFF",

@@ -1,31 +1,55 @@
 """Which of the mistakes in listed.py the tests notice: ``python -m tests.mutants.run [--only TEXT] [--seconds N]``.
 
-Each is made in a copy of the repository, and its tests run there. Outcomes are kept in tests/mutants/outcomes.json, by
-the text of the mutant: a later call goes on where this one stopped. ``--table`` prints them for README.md.
+Each is made in a copy of the repository, and its tests run there; before, they have passed in the copy as it is.
+Outcomes are kept in tests/mutants/outcomes.json, by the text of the mutant: a later call goes on where this one
+stopped. ``--table`` prints them for README.md.
+
+    caught        a test failed, because of what it checks
+    survived      all passed: a test is missing
+    late          a test failed by a timeout, and the mistake is no hang by nature: says nothing
+    broken        the copy cannot be imported, or a name is missing: no mistake that anybody would make
+    not applied   the text to replace is not there once
+
+Most of what a run of pytest costs is importing torch. This process does it once, and forks for each run; there, what
+ranks are is a fork, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import multiprocessing
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import zlib
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tests.mutants.listed import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 OUTCOMES = Path(__file__).parent / "outcomes.json"
-# An editable install has a finder that would find the repository instead of the copy.
-SITE = """import sys
-sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__.lower()]
-"""
-TIMEOUT_S = 280
+PRELOADED = (
+    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.testing", "pytest", "numpy",
+)  # fmt: skip
+OURS = re.compile(r"(tests|zcomm|zero|triton_kernels)(\.|$)")
+TIMEOUT_S = 240
+BATCH = 6
+"""Of tests that pass or not together in the copy as it is."""
+LATE = re.compile(r"no answer in time|Timed out waiting|Timeout \(?>|\+ Timeout \+")
+BROKEN = re.compile(r"\b(SyntaxError|IndentationError|NameError|UnboundLocalError|ImportError|ModuleNotFoundError): ")
+ERROR = re.compile(r"^E\s+(?:[\w.]+Error|Failed)\b(?!: rank \d).*$", re.MULTILINE)
+FAILED = re.compile(r"^FAILED (tests/\S+?\.py::.*?)(?: - (.*))?$", re.MULTILINE)
+Outcome = dict[str, str]
 
 
 def key_of(mutant: Mutant) -> str:
@@ -33,57 +57,130 @@ def key_of(mutant: Mutant) -> str:
     return f"{zlib.crc32(repr(mutant).encode()):08x}"
 
 
-def copy_to(folder: Path) -> None:
-    """The tracked files, and the compiled module."""
-    files = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.splitlines()
-    for name in files:
-        if (ROOT / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
-    find = "import zcomm._native; print(zcomm._native.__file__)"
-    native = subprocess.run([sys.executable, "-c", find], check=True, capture_output=True, text=True).stdout.strip()
-    (folder / "zcomm" / Path(native).name).symlink_to(native)
-    (folder / "zcomm" / "triton_kernels").symlink_to(folder / "triton_kernels")
-    (folder / "sitecustomize.py").write_text(SITE)
+class Copy:
+    """The tracked files, and the compiled module, in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._stamp = folder, 10**9
+        words = ["git", "ls-files"]
+        files = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+        for name in files:
+            if (ROOT / name).exists():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+        find = "import zcomm._native; print(zcomm._native.__file__)"
+        native = subprocess.run([sys.executable, "-c", find], check=True, capture_output=True, text=True).stdout.strip()
+        (folder / "zcomm" / Path(native).name).symlink_to(native)
+        (folder / "zcomm" / "triton_kernels").symlink_to(folder / "triton_kernels")
+
+    def read(self, file: str) -> str:
+        """The text of one file."""
+        return (self._folder / file).read_text()
+
+    def write(self, file: str, text: str) -> None:
+        """Change one file; the time makes old bytecode worthless, also within a second."""
+        path, self._stamp = self._folder / file, self._stamp + 10
+        path.write_text(text)
+        os.utime(path, (self._stamp, self._stamp))
+
+    def run(self, tests: Sequence[str]) -> tuple[int | None, str]:
+        """Run tests until one fails: pytest's exit status, None if it took too long, and its output."""
+        with tempfile.TemporaryFile() as said:
+            pid = os.fork()
+            if pid == 0:
+                self._live(tests, said.fileno())
+            code, stop = None, time.monotonic() + TIMEOUT_S
+            while code is None and time.monotonic() < stop:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                code = os.waitstatus_to_exitcode(status) if ended else None
+                time.sleep(0.05)
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # the ranks, too
+            if code is None:
+                os.waitpid(pid, 0)
+            said.seek(0)
+            return code, said.read().decode(errors="replace")
+
+    def _live(self, tests: Sequence[str], said: int) -> None:
+        """What the fork does: it does not return."""
+        code = 99
+        try:
+            os.setsid()
+            os.dup2(said, 1)
+            os.dup2(said, 2)
+            os.chdir(self._folder)
+            os.environ.update(PYTHONPATH=str(self._folder), ZCOMM_TEST_TIMEOUT_S="120")
+            # an editable install has a finder that would find the repository instead of the copy
+            sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in type(f).__module__.lower()]
+            sys.path.insert(0, str(self._folder))
+            for name in [name for name in sys.modules if OURS.match(name)]:
+                del sys.modules[name]
+            ranks = importlib.import_module("tests.ranks")
+            assert Path(str(ranks.__file__)).is_relative_to(self._folder), "another copy"
+            ranks.forkserver = lambda: multiprocessing.get_context("fork")  # type: ignore[attr-defined]
+            words = ["-q", "-x", "-p", "no:cacheprovider", "--tb=short", "--rootdir=.", *tests]
+            code = int(importlib.import_module("pytest").main(words))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
 
 
-def outcome_of(mutant: Mutant, folder: Path) -> dict[str, str]:
+def is_late(code: int | None, text: str) -> bool:
+    """Whether all that went wrong is that something took too long: ranks wait for one that has failed."""
+    if code is None:
+        return True
+    errors = [line for line in ERROR.findall(text) if not LATE.search(line)]
+    return bool(LATE.search(text)) and not errors
+
+
+def outcome_of(mutant: Mutant, copy: Copy) -> Outcome:
     """Run the tests of ``mutant`` in the copy until one fails."""
-    path = folder / mutant.file
-    before = path.read_text()
+    before = copy.read(mutant.file)
     if before.count(mutant.old) != 1:
         return {"outcome": "not applied", "by": f"{before.count(mutant.old)} places in {mutant.file}"}
-    path.write_text(before.replace(mutant.old, mutant.new))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(folder),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "ZCOMM_TEST_TIMEOUT_S": "60",
-    }
-    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no", *mutant.tests]
+    copy.write(mutant.file, before.replace(mutant.old, mutant.new))
     try:
-        done = subprocess.run(
-            words, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired:
-        return {"outcome": "caught", "by": "a hang"}
+        code, text = copy.run(mutant.tests)
     finally:
-        path.write_text(before)
-    failed = [line.removeprefix("FAILED ").removeprefix("ERROR ") for line in done.stdout.splitlines()]
-    failed = [line.split(" - ")[0] for line in failed if line.startswith("tests/")]
-    if done.returncode == 1 and failed:
-        return {"outcome": "caught", "by": failed[0]}
-    return {"outcome": "survived" if done.returncode == 0 else "unclear", "by": done.stdout.strip().splitlines()[-1]}
+        copy.write(mutant.file, before)
+    if is_late(code, text):
+        return {"outcome": "caught" if mutant.hangs else "late", "by": "a timeout"}
+    if code == 0:
+        return {"outcome": "survived", "by": ""}
+    failed = FAILED.search(text)
+    if code != 1 or failed is None or BROKEN.search(text):
+        return {"outcome": "broken", "by": text.strip().splitlines()[-1]}
+    return {"outcome": "caught", "by": failed[1]}
 
 
-def table(outcomes: dict[str, dict[str, str]]) -> str:
+def check_unmutated(copy: Copy, tests: list[str], outcomes: dict[str, Outcome]) -> bool:
+    """Run ``tests`` in the copy as it is, and remember that they pass; False if they were late."""
+    code, text = copy.run(tests)
+    last = text.strip().splitlines()[-1] if text.strip() else "a timeout"
+    print(f"{'as it is':12} {last}", flush=True)
+    if is_late(code, text):
+        return False
+    if code != 0 or "skipped" in last:
+        raise SystemExit(f"without a mistake, these must pass: {tests}\n{text}")
+    outcomes.update({test: {"outcome": "passed", "by": "the copy as it is"} for test in tests})
+    save(outcomes)
+    return True
+
+
+def save(outcomes: dict[str, Outcome]) -> None:
+    """Keep them for the next call."""
+    OUTCOMES.write_text(json.dumps(outcomes, indent=1, sort_keys=True) + "\n")
+
+
+def table(outcomes: dict[str, Outcome]) -> str:
     """All mutants and what became of them, as Markdown."""
     rows = ["| Mutant | File | Outcome | By |", "|---|---|---|---|"]
     for mutant in MUTANTS:
         said = outcomes.get(key_of(mutant), {"outcome": "not run", "by": ""})
-        rows.append(f"| {mutant.name} | `{mutant.file}` | {said['outcome']} | {said['by'].replace('|', '/')} |")
+        by = said["by"].removeprefix("tests/").replace("|", "/")
+        rows.append(f"| {mutant.name} | `{mutant.file}` | {said['outcome']} | {by and f'`{by}`'} |")
     return "\n".join(rows)
 
 
@@ -94,20 +191,30 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other after so long")
     parser.add_argument("--table", action="store_true", help="print the outcomes, run nothing")
     chosen = parser.parse_args()
-    outcomes = json.loads(OUTCOMES.read_text()) if OUTCOMES.exists() else {}
+    outcomes: dict[str, Outcome] = json.loads(OUTCOMES.read_text()) if OUTCOMES.exists() else {}
     if chosen.table:
         print(table(outcomes))
         return 0
     stop = time.monotonic() + chosen.seconds
+    missing = [mutant for mutant in MUTANTS if key_of(mutant) not in outcomes and chosen.only in mutant.name]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for module in PRELOADED:
+        importlib.import_module(module)
     with tempfile.TemporaryDirectory() as name:
-        copy_to(Path(name))
-        for mutant in MUTANTS:
-            if key_of(mutant) in outcomes or chosen.only not in mutant.name or time.monotonic() > stop:
+        copy = Copy(Path(name))
+        while missing and time.monotonic() < stop:
+            first = min(missing, key=lambda mutant: sum(test not in outcomes for test in mutant.tests))
+            tests = [test for mutant in (first, *missing) for test in mutant.tests if test not in outcomes]
+            if any(test not in outcomes for test in first.tests):
+                if not check_unmutated(copy, list(dict.fromkeys(tests))[: max(BATCH, len(first.tests))], outcomes):
+                    missing.remove(first)
                 continue
-            said = outcomes[key_of(mutant)] = outcome_of(mutant, Path(name))
-            OUTCOMES.write_text(json.dumps(outcomes, indent=1, sort_keys=True) + "\n")
-            print(f"{said['outcome']:12} {mutant.name}: {said['by']}", flush=True)
-    return 1 if any(said["outcome"] == "survived" for said in outcomes.values()) else 0
+            missing.remove(first)
+            started = time.monotonic()
+            said = outcomes[key_of(first)] = outcome_of(first, copy)
+            save(outcomes)
+            print(f"{said['outcome']:12} {first.name}: {said['by']} ({time.monotonic() - started:.0f} s)", flush=True)
+    return 1 if any(outcomes.get(key_of(m), {}).get("outcome") == "survived" for m in MUTANTS) else 0
 
 
 if __name__ == "__main__":

@@ -20,10 +20,11 @@ FOLDER = "tests/triton_kernels/interpreted"
 RUNS = {
     "drawn": [f"{FOLDER}/check_equality.py", "-k", "reference or dispatch"],
     "many blocks": ["tests/zcomm/test_many_blocks.py", "tests/zcomm/test_golden_steps.py"],
-    "large tiles, fused, golden": [
+    "large tiles, fused, guards, golden": [
         f"{FOLDER}/check_equality.py::test_ten_thousand_blocks",
         f"{FOLDER}/check_equality.py::test_the_largest_block",
         f"{FOLDER}/check_fused.py",
+        f"{FOLDER}/check_guards.py",
         "tests/zcomm/test_kernels.py",
         "-k",
         "not test_kernels or native and (golden or strides or another_layout)",

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import zcomm
 from tests.ranks import run_ranks, topology
-from zcomm import DamagedError, DivergedError, checked, control, env
+from zcomm import DamagedError, DivergedError, MessageError, checked, control, env, kernels
+from zcomm.message import layout_of
 
 NUMEL = 1200
 VICTIM = 1
@@ -139,6 +140,17 @@ def _check_order(rank: int, world_size: int) -> None:
     expected = torch.arange(float(world_size)).repeat_interleave(NUMEL)
     works[3].wait()
     assert torch.equal(fulls[3], expected + 3)
+
+
+def test_a_damaged_message_is_not_decoded() -> None:
+    layout = layout_of("test", zcomm.get_format("int8"), torch.float32, 1, 100)
+    message, values = layout.new(1, torch.device("cpu")), torch.full((100,), 7.0)
+    with checking():
+        kernels.quantize(torch.ones(100), layout, message, 0, 0)
+        message[0, 40] ^= 1
+        with pytest.raises(MessageError, match="a message was damaged"):
+            kernels.decode(message, layout, values, 0, 0)
+    assert bool((values == 7).all())
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -168,6 +168,20 @@ def _check_all_reduce(rank: int, per_node: int) -> None:
         _agree(x)
         mean = torch.stack([_data(r, numel) for r in range(t.world_size)]).mean(0)
         assert numel == 0 or (x - mean).norm() <= 0.3 * mean.norm() + 0.1
+        x = torch.ones(numel)  # what fills up the last shard counts in no scale: three encodings err by half a one each
+        zcomm.all_reduce(x, "avg", t, format="int4")
+        assert bool(((x - 1).abs() <= 3 * 0.5 / 7 * 1.01).all())
+    _check_sums_are_wide(rank, t.world_size)
+
+
+def _check_sums_are_wide(rank: int, world_size: int) -> None:
+    """A sum of bf16 is rounded once, by the format of the gather."""
+    numel, dtype = 60 * world_size, torch.bfloat16
+    x = _data(rank, numel, dtype)
+    zcomm.all_reduce(x, format="none", gather_format="int8")
+    total = _summed([_data(r, numel, dtype).float().numpy() for r in range(world_size)])
+    shards = [oracle.decode([shard], Wire("int8", 256))[0] for shard in total.reshape(world_size, -1)]
+    assert same_values(x, torch.from_numpy(np.concatenate(shards)).to(dtype))
 
 
 def _check_all_to_all(rank: int, per_node: int) -> None:

@@ -19,7 +19,7 @@ from zcomm.auto import Choice, Table
 from zcomm.route import find_route
 
 ONE = zcomm.Topology.single()
-WIRES = {"int8": Wire("int8", 256), "int4": Wire("int4", 128), "nf4": Wire("nf4", 64)}
+WIRES = {"int8": Wire("int8", 256), "int4": Wire("int4", 128), "nf4": Wire("nf4", 64), "int8/48": Wire("int8", 48)}
 
 
 def _data(rank: int, step: int, numel: int) -> Tensor:
@@ -69,7 +69,11 @@ def _sum(terms: list[np.ndarray]) -> np.ndarray:
 def _check_contract(rank: int, per_node: int, numbering: Any) -> None:
     t = topology(per_node)
     owners = _owners(t.world_size, per_node, numbering)
-    for numel, wire, beta in ((300, ("int8", "int4"), 1.0), (513, ("int8", "nf4"), 0.8), (1, ("int4", "int8"), 0.5)):
+    cases = (
+        (300, ("int8", "int4"), 1.0), (513, ("int8", "nf4"), 0.8), (1, ("int4", "int8"), 0.5),
+        (600, ("int8", "int8/48"), 0.8), (600, ("int8/48", "int8"), 0.8),  # encoded in steps, not by one kernel
+    )  # fmt: skip
+    for numel, wire, beta in cases:
         residual = Residual(t, [("w", 0, t.world_size * numel)], t.world_size * numel, numbering=numbering, beta=beta)
         simulated = _Simulated(owners, rank, per_node, numel, wire)
         for step in range(3):

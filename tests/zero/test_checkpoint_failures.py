@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import pickle
 import resource
 import shutil
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from tests.zero.models import groups_of, loss_of, new_model
 from tests.zero.test_checkpoint import assert_equal_bits, whole_state
 from tests.zero.training import train, zero_optimizer
 from zero import CheckpointError
+from zero.checkpoints import storage
 from zero.checkpoints.planners import SavePartsPlanner
 
 
@@ -144,6 +148,20 @@ def _check_loads_what_was_asked(rank: int, folder: Path, stage: int) -> None:
                 assert torch.equal(model.get_parameter(name).detach().flatten(), value.double()), name
 
 
+@contextmanager
+def _disk_full_for(name: str) -> Iterator[None]:
+    replace = storage.replace_file
+
+    def replace_if_there_is_room(path: Path, *arguments: Any) -> None:
+        if path.name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        replace(path, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "replace_file", replace_if_there_is_room)
+        yield
+
+
 def _check_save_errors(rank: int, folder: Path, stage: int) -> None:
     model = new_model()
     with zero_optimizer(model, stage=stage) as optimizer:
@@ -175,7 +193,10 @@ def _check_save_errors(rank: int, folder: Path, stage: int) -> None:
             _refuses(rank, save, "could not be written")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        with _disk_full_for("metadata.json"):
+            _refuses(rank, save, "No space left on device")
         torch.distributed.barrier()
+        assert (folder / "latest").read_text() == "good", "it named what is not complete"
         assert not list((folder / "new").glob("metadata.json"))
         assert zero.load_checkpoint(optimizer, folder).path == folder / "good"
         save()

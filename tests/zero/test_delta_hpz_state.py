@@ -11,7 +11,7 @@ from torch import Tensor
 
 import zero
 from tests.ranks import run_ranks
-from tests.zero.models import as_vector, groups_of, new_model, relative_error
+from tests.zero.models import as_vector, batch, groups_of, loss_of, new_model, relative_error
 from tests.zero.test_delta_hpz import check_nodes_agree, replicas_of, residuals_of
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
 from zcomm import control
@@ -121,6 +121,24 @@ def _check_memory(rank: int) -> None:
             assert buffers["secondary partition"] == numel
             assert numel / 2 <= buffers["residuals"] <= numel / 2 * 1.01
             assert buffers["sums of the node"] == (2 * numel if num_micro > 1 else 0)
+
+
+def _check_given_up(rank: int) -> None:
+    """Neither in its sums, nor in the count of its backwards."""
+    values = []
+    for gives_up in (False, True):
+        model = new_model()
+        with zero_optimizer(model, **MODE, ranks_per_node=1, gradient_accumulation_steps=2) as optimizer:
+            if gives_up:
+                loss_of(model, *batch(8, 0, rank)).backward()
+                optimizer.zero_grad()
+            train(model, optimizer, rank, steps=1, num_micro=2)
+            values.append(full_values(model))
+    assert_same_bits(*values)
+
+
+def test_a_step_that_is_given_up_leaves_nothing_in_the_sums_of_a_node() -> None:
+    run_ranks(2, _check_given_up)
 
 
 def test_memory() -> None:

@@ -187,6 +187,8 @@ def _check_cleared_by_the_model(rank: int, stage: int) -> None:
                 loss_of(model, *batch(step, 0, rank)).backward()
                 optimizer.step()
                 (model if clears_through_model else optimizer).zero_grad()
+                groups = optimizer.param_groups
+                assert clears_through_model or all(p.grad is None for group in groups for p in group["params"])
             loss_of(model, *batch(7, 0, rank)).backward()
             model.zero_grad()
             optimizer.step()  # nothing to apply

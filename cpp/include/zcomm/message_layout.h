@@ -82,6 +82,9 @@ MessageLayout MakeMessageLayout(Codec codec, std::size_t block, std::size_t num_
 // Writes the zero padding and the trailer of a block-codec message; nothing for a cast codec.
 void WriteTrailer(const MessageLayout& layout, std::uint32_t layout_hash, std::uint8_t* message);
 
+// The same for every one of `messages`, with their hash.
+void WriteTrailers(const MessageLayout& layout, const MutableMessages& messages);
+
 // Throws std::invalid_argument, naming the message's index and both hashes, when a message of a block codec does not
 // carry `messages.layout_hash`. Nothing to check for a cast codec.
 void CheckTrailers(const MessageLayout& layout, const ConstMessages& messages);
