@@ -138,17 +138,24 @@ def take_memory(arguments: argparse.Namespace, store: Store, key: str, words: li
 
 def context() -> dict[str, str]:
     """What ran, and where."""
-    versions = {}
+    versions, memory_gib = {}, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     for package in ("zcomm-zero", "torch", "deepspeed"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
+    today = time.strftime("%Y-%m-%d", time.gmtime())
     return {
         "command": shlex.join(["python", *sys.argv]),
         "versions": ", ".join(f"{name} {text}" for name, text in versions.items()),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {time.strftime('%Y-%m-%d', time.gmtime())}",
+        "machine": f"{_cpu_name()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.machine()}, {today}",
     }
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
 
 
 def report(store: Store, output: Path) -> None:

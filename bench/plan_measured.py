@@ -1,15 +1,20 @@
 """``zero plan`` beside this machine: the steps that bench/compare.py has measured, and what the planner's formulas say.
 
-    computation     step of the same ranks alone, in the same run, after as many micro-batches ("alone", "alone x4");
-                    with --own-steps times what the system takes beside it in worlds of one rank: bench/plan_alone.py
+    computation     step of the same ranks alone, in the same run, after as many micro-batches ("alone", "alone x4")
+    own steps       with --own-steps, in the place of computation, latency, kernels and links inside the node: the
+                    system's step on loopback, in the same file: all that processors do, copies to the network
+                    included. What is planned is what networks add; loopback itself is no row
     bytes           of this library: zero.plan.exchanges. Of peers, B bytes of a tensor on W ranks: gloo sends
                     (W - 1) / W B on every link of a ring to gather, twice that to reduce, to all or to shards
     rates           between nodes the network's name, within them and on loopback the links as `zcomm probe` found them
     latency         of this library's exchanges one each; of a ring's W - 1 a gather, 2 (W - 1) a reduction
     kernels         bytes that encoding and summing read and write, at the kernels' rate in the probe
+    hidden          on networks, as ranks share cores: zero.plan.times
 
-Rates and latencies are those with all ranks at it, so that cores which ranks share are in them. What is not planned is
-left out: peers whose exchanges are their own affair (DeepSpeed, ZeroRedundancyOptimizer), and offloading to files.
+Rates and latencies are those with all ranks at it, so that cores which ranks share are in them; measured ones are no
+peaks, of which LINK_EFFICIENCY is left. What is not planned is
+left out: peers whose exchanges are their own affair (DeepSpeed, ZeroRedundancyOptimizer), offloading, and parameters
+that stay whole.
 """
 
 from __future__ import annotations
@@ -29,9 +34,8 @@ from typing import Any, NamedTuple
 import torch
 from comparison.records import Run, Store
 from comparison.tables import LOOPBACK
-from contenders.catalogue import COMPARED, ENTRIES
+from contenders.catalogue import ENTRIES
 from gpt_model import GPT, GPTConfig
-from plan_alone import own_steps
 
 from zcomm.formats import get_format
 from zcomm.message import layout_of
@@ -40,17 +44,15 @@ from zero.config import make_plan
 from zero.formulas import Activations, Setup
 from zero.plan import Cluster, Model
 from zero.plan.exchanges import Exchanges, Moved, kernel_nbytes, step_moved
-from zero.plan.times import Times, times_of
+from zero.plan.times import LINK_EFFICIENCY, Times, times_of
 
 __all__ = ["Planned", "cluster_of", "page", "planned", "probed", "rate_gbit"]
 
 RANKS_PER_NODE = 2
 TOLERANCE = 0.2
 UNITS = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0}
-PLANNED = [
-    name for name in COMPARED
-    if ENTRIES[name].module in ("alone", "ddp", "fsdp2", "zero_optimizer") and "offload" not in ENTRIES[name].options
-]  # fmt: skip
+NOT_PLANNED = {"offload", "stage3_param_persistence_threshold"}
+"""Options of this library's contenders."""
 FIRST_BUCKET_NBYTES, BUCKET_NBYTES = 2**20, 25 * 2**20
 """Of DistributedDataParallel."""
 
@@ -87,11 +89,10 @@ def rate_gbit(network: str) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
-def probed(path: Path | None, store: Store, *, has_own: bool = False) -> dict[str, Any]:
-    """What is known of this machine: what ``zcomm probe`` writes; with ``has_own`` also the systems' own steps.
+def probed(path: Path | None, store: Store) -> dict[str, Any]:
+    """What ``zcomm probe`` knows of this machine.
 
-    ``path``: a file of ``zcomm probe``, or where this is kept if there is none yet. What it lacks is measured now, the
-    links on loopback.
+    ``path``: its file, or where that is kept if there is none yet: then it is measured now, the links on loopback.
     """
     nodes = max(shape["nodes"] for shape in store.values["shape"].values())
     shape = f"{nodes}x{RANKS_PER_NODE} on 1 host"
@@ -102,16 +103,9 @@ def probed(path: Path | None, store: Store, *, has_own: bool = False) -> dict[st
         raise ValueError(
             f"{path} has no links of {shape!r}, only of {sorted(shapes)}: leave out --probe to measure them"
         )
-    facts: dict[str, Any] = shapes[shape]
-    own = facts.setdefault("own", {}) if has_own else facts.pop("own", {})
-    for key in store.values["runs"] if has_own else ():
-        dtype, batch, _ = key.split()
-        if f"{dtype} {batch}" not in own:
-            options = {k: v for k, v in store.values["shape"][batch].items() if k not in ("nodes", "steps")}
-            words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-            own[f"{dtype} {batch}"] = own_steps([*words, f"--dtype={dtype}"], PLANNED, nodes * RANKS_PER_NODE)
     if path is not None and not path.exists():
-        path.write_text(json.dumps({"version": 1, "topologies": {shape: facts}}, indent=1), encoding="utf-8")
+        path.write_text(json.dumps({"version": 1, "topologies": shapes}, indent=1), encoding="utf-8")
+    facts: dict[str, Any] = shapes[shape]
     return facts
 
 
@@ -124,18 +118,22 @@ def _probe(path: Path, nodes: int) -> Path:
     return path
 
 
-def cluster_of(facts: dict[str, Any], nodes: int, network: str) -> Cluster:
-    """The machine on that network."""
-    links = facts["links"]
-    loopback_gbit = 8 * links["between"]["bandwidth_gbps"]
-    return Cluster(
-        num_nodes=nodes,
-        ranks_per_node=RANKS_PER_NODE,
-        within_gbps=links["within"]["bandwidth_gbps"],
-        within_us=links["within"]["latency_us"],
+def cluster_of(facts: dict[str, Any] | None, nodes: int, network: str) -> Cluster:
+    """The machine on that network; without ``facts`` as far as its name says."""
+    ranks_per_core = max(nodes * RANKS_PER_NODE / (os.cpu_count() or 1), 1)
+    one = Cluster(num_nodes=nodes, ranks_per_node=RANKS_PER_NODE, ranks_per_processor=ranks_per_core)
+    if facts is None:
+        return replace(one, between_gbit=rate_gbit(network))
+    within, between = facts["links"]["within"], facts["links"]["between"]
+    loopback_gbit = 8 * between["bandwidth_gbps"] / LINK_EFFICIENCY
+    return replace(
+        one,
+        within_gbps=within["bandwidth_gbps"] / LINK_EFFICIENCY,
+        within_us=within["latency_us"],
         between_gbit=loopback_gbit if network == LOOPBACK else min(rate_gbit(network), loopback_gbit),
-        between_us=links["between"]["latency_us"],
-        device_gbps=_kernels_gbps(facts["kernels_gbps"]),
+        between_us=between["latency_us"],
+        device_gbps=_kernels_gbps(facts["kernels_gbps"]) / LINK_EFFICIENCY,
+        ranks_per_processor=1 if network == LOOPBACK else ranks_per_core,
     )
 
 
@@ -204,64 +202,79 @@ def _of_zero(options: dict[str, Any], model: Model, cluster: Cluster, dtype: tor
     return total, kernel_nbytes(model, exchanges, num_micro)
 
 
-def planned(store: Store, facts: dict[str, Any]) -> Iterator[Planned]:
-    """Every system that is planned, and that has been measured beside ``alone``."""
+def planned(store: Store, facts: dict[str, Any] | None) -> Iterator[Planned]:
+    """Every system that is planned, and measured beside ``alone``; without ``facts``, on networks, by its own step."""
     for key in store.values["runs"]:
         run, (dtype_name, batch, network) = store.run(key), key.split()
+        if facts is None and network == LOOPBACK:
+            continue
         shape, dtype = store.values["shape"][batch], getattr(torch, dtype_name)
         cluster, model = cluster_of(facts, shape["nodes"], network), model_of(shape, dtype)
-        ways = _ways(model, dtype)
+        loopback, ways = store.run(f"{dtype_name} {batch} {LOOPBACK}"), _ways(model, dtype)
         for name, system in run.systems.items():
-            entry, alone = ENTRIES[name], _alone(run, system.accumulation)
+            entry = ENTRIES[name]
+            base = _alone(run, system.accumulation) if facts is not None else _median(loopback, name)
             if name in ways:
                 moved, kernels = _of_ring(ways[name], model, cluster, dtype)
-            elif entry.module == "zero_optimizer" and "offload" not in entry.options:
+            elif entry.module == "zero_optimizer" and not NOT_PLANNED & entry.options.keys():
                 moved, kernels = _of_zero(entry.options, model, cluster, dtype)
             else:
                 continue
-            if alone is None or system.error or not system.seconds:
+            if base is None or system.error or not system.seconds:
                 continue
             job = Activations(hidden=model.hidden, num_layers=model.num_layers, batch=1, sequence=model.sequence)
             setup = Setup(stage=entry.stage, num_nodes=shape["nodes"], ranks_per_node=RANKS_PER_NODE)
             times = times_of(model.numel, job, setup, cluster, {name: moved}, kernels_nbytes=kernels, num_micro=1)
-            own = facts.get("own", {}).get(f"{dtype_name} {batch}")
-            times = replace(times, computation=alone * (1.0 if own is None else _beside_alone(own, name)))
+            times = replace(times, computation=base)
+            if facts is None:
+                times = replace(times, within=0.0, latency=0.0, kernels=0.0)
             yield Planned(key, name, times, statistics.median(system.seconds))
 
 
 def _alone(run: Run, accumulation: int) -> float | None:
-    system = run.systems.get("alone" if accumulation == 1 else f"alone x{accumulation}")
+    return _median(run, "alone" if accumulation == 1 else f"alone x{accumulation}")
+
+
+def _median(run: Run, name: str) -> float | None:
+    system = run.systems.get(name)
     return statistics.median(system.seconds) if system is not None and system.seconds else None
 
 
-def _beside_alone(own: dict[str, float], name: str) -> float:
-    return own[name] / own[f"alone x{name[-1]}" if name.endswith(" x4") else "alone"]
-
-
 def page(path: Path, probe: Path | None = None, *, has_own: bool = False) -> str:
-    """As Markdown, from the JSON of compare.py and the links as ``zcomm probe`` found them."""
+    """As Markdown, from the JSON of compare.py and the links as ``zcomm probe`` found them, or the own steps."""
     store = Store(path)
-    facts = probed(probe, store, has_own=has_own)
+    facts = None if has_own else probed(probe, store)
     rows = list(planned(store, facts))
     if not rows:
-        raise ValueError(f"{path} has no system that is planned, measured beside alone: run bench/compare.py")
+        beside = "on a network and on loopback" if has_own else "beside alone"
+        raise ValueError(f"{path} has no system that is planned, measured {beside}: run bench/compare.py")
     near = sum(abs(row.error) <= TOLERANCE for row in rows)
-    one = cluster_of(facts, 2, LOOPBACK)  # its links do not depend on the number of nodes
+    option = "--own-steps" if has_own else "--probe FILE.json"
     lines = [
         "# `zero plan` beside this machine", "",
         *(f"{name}: {text}  " for name, text in store.values["context"].items()), "",
         f"{near} of {len(rows)} rows within {TOLERANCE:.0%}: {near / len(rows):.1%}; {len({row.key for row in rows})} "
-        f"runs, {len({row.system for row in rows})} systems. `python bench/plan_validation.py --measured FILE.json`;",
-        "formulas: `bench/plan_measured.py`, `zero/plan/times.py`; nothing is fitted to a row.", "",
-        f"Links: within a node {one.within_gbps:.3f} GB/s a rank and {one.within_us:.0f} us an exchange; "
-        f"between nodes on loopback {one.between_gbit:.2f} Gbit/s and {one.between_us:.0f} us; kernels "
-        f"{one.device_gbps:.2f} GB/s; all with all ranks at it.", "",
-        "| run | system | by itself | within | between | latency | kernels | planned, ms | measured, ms | difference |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        f"runs, {len({row.system for row in rows})} systems. `python bench/plan_validation.py --measured FILE.json",
+        f"{option}`; formulas: `bench/plan_measured.py`, `zero/plan/times.py`; nothing is fitted to a row.", "",
+        _facts_line(facts), "",
+        "Milliseconds:", "",
+        "| run | system | itself | within | between | latency | kernels | hidden | planned | measured | difference |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for row in rows:
         of = row.times
-        parts = (of.computation, of.within, of.between, of.latency, of.kernels, of.step, row.measured)
+        parts = (of.computation, of.within, of.between, of.latency, of.kernels, of.hidden, of.step, row.measured)
         cells = " | ".join(f"{1e3 * part:,.1f}" for part in parts)
         lines.append(f"| {row.key} | {row.system} | {cells} | {100 * row.error:+.0f} % |")
     return "\n".join(lines) + "\n"
+
+
+def _facts_line(facts: dict[str, Any] | None) -> str:
+    if facts is None:
+        return "Itself: the system's own step on loopback. Between: bytes of a node over the network's rate."
+    one = cluster_of(facts, 2, LOOPBACK)  # its links do not depend on the number of nodes
+    return (
+        f"Links, times LINK_EFFICIENCY: within a node {one.within_gbps:.3f} GB/s a rank, {one.within_us:.0f} us an "
+        f"exchange; between nodes on loopback {one.between_gbit:.2f} Gbit/s and {one.between_us:.0f} us; kernels "
+        f"{one.device_gbps:.2f} GB/s; all with all ranks at it."
+    )

@@ -1,7 +1,7 @@
 """``zero plan`` beside what the papers have published: the tables of bench/results/plan.md; or beside measurements.
 
     python bench/plan_validation.py [--output bench/results/plan.md]
-    python bench/plan_validation.py --measured compare.json [--probe probe.json] [--output bench/results/measured.md]
+    python bench/plan_validation.py --measured compare.json [--probe probe.json | --own-steps] [--output FILE.md]
 
 Inputs are the papers' set-ups; the two constants of zero.plan.times are the same in every line. GB are 10^9 bytes.
 """
@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=Path, metavar="FILE", help="JSON of bench/compare.py instead: this machine")
     parser.add_argument("--probe", type=Path, metavar="FILE", help="of zcomm probe, or to keep what is measured now")
-    parser.add_argument("--own-steps", action="store_true", help="with what a system computes beside the rank alone")
+    parser.add_argument("--own-steps", action="store_true", help="beside each system's step on loopback")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     text = page() if options.measured is None else measured_page(options)

@@ -71,6 +71,11 @@ def markdown(runs: dict[Key, Run], memory: dict[str, dict[str, Any]], context: d
         peer = next((row for row in rows if row["system"] == PEER and "network_share" in row), None)
         if peer is not None:
             lines += [f"FSDP2 waits for the network {peer['network_share']:.1%} of its step.", ""]
+        computing = next(
+            (row["compute_share"] for row in rows if row["system"] == PEER and "compute_share" in row), None
+        )
+        if computing is not None:
+            lines += [f"FSDP2 communicates for {1 - computing:.1%} of its step: all but the step alone.", ""]
         lines += [_line(HEADERS), "|---" * len(HEADERS) + "|", *(_line(_cells(row)) for row in rows), ""]
     return "\n".join(lines)
 

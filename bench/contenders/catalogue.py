@@ -34,6 +34,8 @@ ONE_MACHINE = tuple(ENTRIES)
 """Those of zero_step.py's tables."""
 ZEROPP = {"stage": 3, "quantized_weights": True, "quantized_gradients": True, "stays_in_node": True}
 DELTA = {"stage": 3, "mode": "delta_hpz"}
+SMALL_WHOLE = {"stage": 3, "stage3_param_persistence_threshold": 100_000}
+"""DeepSpeed's default, which its own rows have: smaller parameters stay whole. This library's is 0."""
 OFFLOADED = {"stage": 3, "offload": "cpu"}
 ENTRIES |= {
     "alone": Entry(0, "alone", {}),
@@ -41,6 +43,7 @@ ENTRIES |= {
     "ddp bf16 gradients": Entry(0, "ddp", {"gradient_as_bucket_view": True, "sends_bf16": True}),
     "zero redundancy": Entry(1, "zero_redundancy", {}),
     "deepspeed stage 3 offload": Entry(3, "deepspeed_engine", OFFLOADED, "deepspeed"),
+    "zero stage 3 small whole": Entry(3, "zero_optimizer", SMALL_WHOLE),
     "zero stage 3 offload": Entry(3, "zero_optimizer", OFFLOADED),
     "zero stage 3 nvme": Entry(3, "zero_optimizer", OFFLOADED | {"offload": "nvme"}),
     "zero++": Entry(3, "zero_optimizer", ZEROPP),
@@ -51,8 +54,8 @@ ENTRIES |= {
 COMPARED = (
     "alone", "alone x4", "ddp", "ddp bf16 gradients", "zero redundancy", "fsdp2 reshard=False", "fsdp2 reshard=True",
     "deepspeed stage 1", "deepspeed stage 2", "deepspeed stage 3", "deepspeed stage 3 offload",
-    "zero stage 1", "zero stage 2", "zero stage 3", "zero stage 3 offload", "zero stage 3 nvme",
-    "zero++", "zero++ x4", "delta-hpz", "delta-hpz x4",
+    "zero stage 1", "zero stage 2", "zero stage 3", "zero stage 3 small whole", "zero stage 3 offload",
+    "zero stage 3 nvme", "zero++", "zero++ x4", "delta-hpz", "delta-hpz x4",
 )  # fmt: skip
 """Those of compare.py's."""
 

@@ -23,18 +23,21 @@ LINKS = {
     "within": {"latency_us": 300.0, "bandwidth_gbps": 0.5},
     "between": {"latency_us": 700.0, "bandwidth_gbps": 1.0},
 }
+LOOPBACK = "bfloat16 network loopback"
 SHAPE = {"hidden_size": HIDDEN, "num_layers": LAYERS, "num_attention_heads": 4, "seq_length": SEQUENCE, "batch_size": 1}
 
 
-def _files(tmp_path: Path, systems: dict[str, Any], network: str = "200mbit") -> tuple[Path, Path]:
+def _files(
+    tmp_path: Path, systems: dict[str, Any], network: str = "200mbit", loopback: dict[str, Any] | None = None
+) -> tuple[Path, Path]:
     # kernels that read 2 bytes an element and write 2: half of what they move is what the probe's rate counts
     probe: dict[str, Any] = {
         "links": LINKS,
         "kernels_gbps": {"bf16": {"quantize": KERNELS_GBPS / 2, "decode": KERNELS_GBPS / 2}},
     }
-    probe["own"] = {"bfloat16 network": dict.fromkeys(plan_measured.PLANNED, 0.2) | {"alone": 0.1, "alone x4": 0.4}}
     run = {"running": "", "tokens": 64, "numel": NUMEL, "systems": systems}
-    measured = {"shape": {"network": SHAPE | {"nodes": 2, "steps": 1}}, "runs": {f"bfloat16 network {network}": run}}
+    runs = {f"bfloat16 network {network}": run} | ({} if loopback is None else {LOOPBACK: run | {"systems": loopback}})
+    measured = {"shape": {"network": SHAPE | {"nodes": 2, "steps": 1}}, "runs": runs}
     paths = tmp_path / "compare.json", tmp_path / "probe.json"
     for path, values in zip(paths, (measured, {"topologies": {"2x2 on 1 host": probe}}), strict=True):
         path.write_text(json.dumps(values))
@@ -43,9 +46,13 @@ def _files(tmp_path: Path, systems: dict[str, Any], network: str = "200mbit") ->
 
 def _rows(paths: tuple[Path, Path], *, has_own: bool = False) -> dict[str, Any]:
     store = records.Store(paths[0])
-    return {
-        row.system: row for row in plan_measured.planned(store, plan_measured.probed(paths[1], store, has_own=has_own))
-    }
+    facts = None if has_own else plan_measured.probed(paths[1], store)
+    return {row.system: row for row in plan_measured.planned(store, facts)}
+
+
+@pytest.fixture(autouse=True)
+def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_measured.os, "cpu_count", lambda: 2)
 
 
 def test_steps_by_hand(tmp_path: Path) -> None:
@@ -60,24 +67,42 @@ def test_steps_by_hand(tmp_path: Path) -> None:
     node = 25e6 * 0.9
     ring, peer, ours = rows["ddp"].times, rows["fsdp2 reshard=True"].times, rows["zero stage 1"].times
     assert ring.computation == peer.computation == ours.computation == 0.02  # the median
-    assert _rows(paths, has_own=True)["ddp"].times.computation == 0.04  # by itself it takes twice as long
     assert ring.between == pytest.approx(1.5 * 4 * NUMEL / node, rel=0.01)
     assert ring.latency == pytest.approx(6 * 700e-6)  # twice three rounds, all in one bucket
     assert peer.between == pytest.approx((1.5 + 2 * 0.75) * 2 * NUMEL / node, rel=0.01)
     assert peer.latency == pytest.approx((2 * 3 + 6) * 3 * 700e-6)  # each block, and the rest
     assert ours.between == pytest.approx(2 * NUMEL / node, rel=0.05)  # half of 2 bytes, there and back; padding
-    assert ours.within == pytest.approx(2 * NUMEL / (0.5e9 * 0.9), rel=0.05)
+    assert ours.within == pytest.approx(2 * NUMEL / 0.5e9, rel=0.05)  # measured: no peak
     assert ours.latency == pytest.approx(2 * (300e-6 + 700e-6) + 2 * 700e-6)  # with its agreements
-    assert ours.kernels == pytest.approx(8 * NUMEL / (KERNELS_GBPS * 1e9 * 0.9), rel=0.05)
+    assert ours.kernels == pytest.approx(8 * NUMEL / (KERNELS_GBPS * 1e9), rel=0.05)
+    shorter = min(ours.between, 0.02 + ours.within + ours.latency + ours.kernels)
+    assert ours.hidden == pytest.approx(shorter / 2)  # 4 ranks on 2 cores
+    assert ours.step == pytest.approx(0.02 + ours.within + ours.between + ours.latency + ours.kernels - shorter / 2)
     assert rows["ddp"].error == pytest.approx(ring.step / 0.1 - 1)
 
 
 def test_on_loopback_links_are_those_of_the_probe(tmp_path: Path) -> None:
     systems = {"alone": {"seconds": [0.02]}, "ddp": {"seconds": [0.1]}, "zero stage 1": {"seconds": [0.05]}}
     rows = _rows(_files(tmp_path, systems, "loopback"))
-    assert rows["ddp"].times.within == pytest.approx(1.5 * 4 * NUMEL / (0.5e9 * 0.9), rel=0.01)
+    assert rows["ddp"].times.within == pytest.approx(1.5 * 4 * NUMEL / 0.5e9, rel=0.01)
     assert rows["ddp"].times.between == 0
-    assert rows["zero stage 1"].times.between == pytest.approx(2 * NUMEL / (1e9 * 0.9), rel=0.05)
+    assert rows["zero stage 1"].times.between == pytest.approx(2 * NUMEL / 1e9, rel=0.05)
+    assert rows["zero stage 1"].times.hidden == 0, "it is the cores that send"
+
+
+def test_own_steps_are_those_on_loopback(tmp_path: Path) -> None:
+    """Half of the shorter is hidden: of the step on loopback, and of the bytes at nine tenths of the rate."""
+    systems = {"ddp": {"seconds": [0.1]}, "zero stage 1": {"seconds": [0.05]}}
+    loopback = {"ddp": {"seconds": [0.3, 0.1, 0.2]}}
+    paths = _files(tmp_path, systems, "200mbit", loopback)
+    rows = _rows(paths, has_own=True)
+    assert set(rows) == {"ddp"}, "what has no step on loopback is left out"
+    between = 1.5 * 4 * NUMEL / (25e6 * 0.9)
+    assert between < 0.2
+    assert rows["ddp"].times.step == pytest.approx(0.2 + between / 2, rel=0.01)
+    assert "--own-steps`; formulas" in plan_measured.page(paths[0], has_own=True)
+    with pytest.raises(ValueError, match="on a network and on loopback"):
+        plan_measured.page(_files(tmp_path, systems)[0], has_own=True)
 
 
 def test_the_page_counts_rows_within_a_fifth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

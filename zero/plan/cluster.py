@@ -45,12 +45,14 @@ class Cluster:
     nvme_read_gbps: float = 10.0
     """GB/s of a node's disks together."""
     nvme_write_gbps: float = 5.0
+    ranks_per_processor: float = 1.0
+    """Ranks that share one, where not each has a device: what one has sent is under way while another computes."""
 
     def __post_init__(self) -> None:
         """Refuse what is no cluster."""
         for name in self.__slots__:
             value = getattr(self, name)
-            least = 1 if name in ("num_nodes", "ranks_per_node") else 0
+            least = 1 if name in ("num_nodes", "ranks_per_node", "ranks_per_processor") else 0
             if not value >= least:
                 raise ConfigError(f"{name} must be at least {least}: {name}={value}")
 

@@ -29,6 +29,7 @@ RATES = {
     "host_gib": "GiB of a host", "host_gbps": "GB/s of its memory", "pcie_gbps": "GB/s of a device to its host",
     "within_us": "us of an exchange in the node", "between_us": "us of one between nodes",
     "nvme_gib": "GiB of a node's disks", "nvme_read_gbps": "GB/s they are read", "nvme_write_gbps": "GB/s written",
+    "ranks_per_processor": "ranks that share a processor, without a device for each",
 }  # fmt: skip
 
 

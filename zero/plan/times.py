@@ -14,13 +14,15 @@
                    parameters written, over the memory's rate
     NVMe           states read and written once a step, parameters read 2 k         ZeRO-Infinity, section 5.1
                    times and written once; of all L ranks over the node's rate
-    step           the sum of all: nothing hides behind anything
+    step           the sum of all: nothing hides behind anything, but where k ranks share a processor: of what it does
+                   and what the links between nodes do, the shorter time counts 1 / k of what it takes
 
-The sum is what the published runs on slow networks show (``bench/results/plan.md``); what prefetching could hide at
-most is given beside it, as the overlap: the smaller of computation and all else. Two constants, the same for every
-machine and model, neither fitted to a cell of a table: 0.45 is about the share of peak, recomputation counted, of the
-fastest published runs of these papers, where little but computation counts (55 of 125 TFLOPS); 0.9 is left for data
-where links, buses and disks carry headers and start up.
+k such ranks take turns: while one's bytes are under way another computes. The sum, with k = 1, is what the published
+runs on slow networks show (``bench/results/plan.md``); what prefetching could hide at most is given beside it, as the
+overlap: the smaller of computation and all else. Two constants, the same for every machine and model, neither fitted to
+a cell of a table: 0.45 is about the share of peak, recomputation counted, of the fastest published runs of these
+papers, where little but computation counts (55 of 125 TFLOPS); 0.9 is left for data where links, buses and disks carry
+headers and start up.
 
 Sources: ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857; Megatron-LM, arXiv:2104.04473.
 """
@@ -59,6 +61,8 @@ class Times:
     host: float
     """The update of offloaded states."""
     nvme: float
+    ranks_per_processor: float = 1.0
+    """Those that share one."""
 
     @property
     def communication(self) -> float:
@@ -72,8 +76,14 @@ class Times:
 
     @property
     def step(self) -> float:
-        """One after the other."""
-        return self.computation + self.transfers
+        """One after the other, but for what is hidden."""
+        return self.computation + self.transfers - self.hidden
+
+    @property
+    def hidden(self) -> float:
+        """What ranks that share a processor do on it, or on the links between nodes, while others do the other."""
+        beside = self.computation + self.transfers - self.between
+        return (1 - 1 / self.ranks_per_processor) * min(beside, self.between)
 
     @property
     def overlap(self) -> float:
@@ -124,6 +134,7 @@ def times_of(
             read += 2 * num_micro * setup.param_nbytes * own * per_node
             written += setup.param_nbytes * own * per_node
     return Times(
+        ranks_per_processor=cluster.ranks_per_processor,
         computation=flops_of(numel, tokens, shape) / _rate(cluster.tflops * 1e12, COMPUTE_EFFICIENCY),
         within=sum(part.intra for part in sent) / _rate(cluster.within_gbps * 1e9),
         between=sum(part.inter for part in sent) * per_node / _rate(cluster.between_gbit * 1e9 / 8),
