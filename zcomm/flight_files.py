@@ -2,7 +2,7 @@
 
     FOLDER/start<N>/rank<R>.<hop>.flight     N: torchrun's restarts so far
         512 bytes   JSON: the rank, the ranks of the hop, how many hops of these ranks were before, the process
-        512 bytes   the first error that ended an exchange, or a meeting of ranks
+        512 bytes   the last error that ended an exchange, or a meeting of ranks; not what came of it within a minute
         64 x 256    an exchange each: number, state, when, operation, bytes, format, bucket; number n at n - 1 mod 64
 
 The files are mapped into memory: what a rank did last is in them whatever ends it, SIGKILL and a crash included, and
@@ -30,7 +30,6 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from zcomm import env
-from zcomm.errors import ConfigError
 from zcomm.ledger import NUM_KEPT, ON_FAILURE, Entry, Ledger
 
 __all__ = ["Recorded", "attach", "compare", "newest_start", "read_files"]
@@ -70,9 +69,10 @@ class _File:
     """What one ledger is kept in."""
 
     def __init__(self, path: Path, head: dict[str, object]) -> None:
-        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        path.unlink(missing_ok=True)  # another job may still have it mapped: it keeps the old file
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            os.ftruncate(number, NBYTES)
+            os.posix_fallocate(number, 0, NBYTES)  # a full disk is an error here, not a signal in an exchange
             self._memory = mmap.mmap(number, NBYTES)
         finally:
             os.close(number)
@@ -95,15 +95,14 @@ _FILES: list[_File] = []
 _NUM_COPIES: dict[tuple[int, ...], int] = {}
 _LOCK = threading.Lock()
 _QUIET_S = 60.0
-"""After what a failure has logged: others, its consequences above all, are only noted in the files."""
+"""After what a failure has logged: others, its consequences above all, are not."""
 _LAST_TOLD = [-_QUIET_S]
 
 
 def attach(ledger: Ledger, ranks: Sequence[int]) -> None:
     """Keep ``ledger``, of a new hop over the global ``ranks``, in a file if ZCOMM_FLIGHT names a folder.
 
-    Raises:
-        ConfigError: No file can be made there. Not on every rank.
+    Where no file can be made this rank logs a warning and goes on without: a record ends no job.
     """
     with _LOCK:
         _RANKS[ledger] = of = tuple(ranks)
@@ -117,7 +116,8 @@ def attach(ledger: Ledger, ranks: Sequence[int]) -> None:
             place.mkdir(parents=True, exist_ok=True)
             file = _File(place / f"rank{dist.get_rank()}.{len(_FILES)}.flight", head)
         except OSError as error:
-            raise ConfigError(f"ZCOMM_FLIGHT must be a folder that can be written: {folder}: {error}") from error
+            logger.warning("ZCOMM_FLIGHT=%s: this rank's exchanges are not recorded: %s", folder, error)
+            return
         _FILES.append(file)
         ledger.keep = file.keep
 
@@ -195,12 +195,12 @@ def _of_hop(hop: str, of_ranks: dict[int, Recorded]) -> Iterable[str]:
 def _on_failure(error: BaseException) -> None:
     """Note the error in the files, compare them, and log what is found."""
     with suppress(Exception):  # the error itself must come through
-        text = f"{type(error).__name__}: {error}".split("\n", 1)[0]
-        for file in _FILES:
-            file.fail(text)
         if time.monotonic() < _LAST_TOLD[0] + _QUIET_S:
             return
         _LAST_TOLD[0] = time.monotonic()
+        text = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+        for file in _FILES:
+            file.fail(text)
         folder = env.value("ZCOMM_FLIGHT")
         if folder:
             start = _start_below(folder)

@@ -16,6 +16,7 @@ Invariants:
     D2  What an update reads and writes nobody else touches: gradients are handed off, settings are copies, and whoever
         reads masters or states finishes the update first.
     D3  To finish is not to publish: looking at a run does not change it. Whoever changes something publishes first.
+        Overlapped, to publish changes nothing either, and whoever finishes publishes.
     D4  Overlapped, whoever gathers a bucket catches up with it before: nobody sees a parameter of before the update,
         and the numbers are those of an update that step() waits for.
 
@@ -94,7 +95,7 @@ class DelayedUpdate:
         topology: The ranks.
         is_overlapped: Whoever gathers a bucket catches up with it, so no forward is late.
 
-    Cost: two shards of host memory in the parameters' dtype, and another gradient.
+    Cost: two shards of host memory in the parameters' dtype, overlapped one, and another gradient.
     """
 
     def __init__(self, buckets: Sequence[Bucket], topology: Topology, *, is_overlapped: bool = False) -> None:
@@ -106,7 +107,8 @@ class DelayedUpdate:
             assert bucket.host is not None, "a late update of a bucket on the device"
             numel = bucket.layout.shard_numel
             # Zeros: a rank whose part of a bucket is all padding updates nothing there, and publishes it.
-            self._memory[bucket] = [bucket.host.empty(numel, bucket.dtype).zero_() for _ in range(2)]
+            copies = 1 if is_overlapped else 2  # overlapped, nothing is left to be published when another begins
+            self._memory[bucket] = [bucket.host.empty(numel, bucket.dtype).zero_() for _ in range(copies)]
         self._finished: dict[Bucket, Tensor] = {}
         """Parameters that are not published yet."""
         self._behind: set[Bucket] = set()
@@ -131,8 +133,8 @@ class DelayedUpdate:
         """Run ``job`` in the thread; what was finished before may still be published."""
         assert self._job is None, "two updates at a time"
         for bucket in self.buckets:
-            first, second = self._memory[bucket]
-            bucket.staged = second if self._finished.get(bucket) is first else first
+            memory = self._memory[bucket]
+            bucket.staged = memory[-1] if self._finished.get(bucket) is memory[0] else memory[0]
         self._job = job
         self._behind = set(self.buckets) if self.is_overlapped else set()
         self._future = self._start(job)
@@ -154,12 +156,10 @@ class DelayedUpdate:
         """
         if bucket not in self._behind:
             return
-        self._behind.discard(bucket)
-        if (values := self._finished.pop(bucket, None)) is not None:
-            bucket.write_shard(values)
-        elif self._progress.wait(bucket):
+        if self._progress.wait(bucket):
             assert bucket.staged is not None, "an update that is under way, without its memory"
             bucket.write_shard(bucket.staged)
+        self._behind.discard(bucket)
 
     def finish(self) -> None:
         """Wait for the update, if there is one. Collective then.
@@ -233,7 +233,6 @@ class DelayedUpdate:
                 with bucket.rest.exactly():
                     bucket.write_shard(values)
                 self._finished[bucket] = newer
-                self._behind |= {bucket} if self.is_overlapped else set()
 
         on_every_rank(swap, self._topology)
         return list(published)

@@ -12,6 +12,7 @@ those on their way to other ranks, b_s of states.
                           if micro-batches are summed
       of states on NVMe   b_g T / N, at stage 1 too                           nvme            zero.tiers.gradient_files
     delayed update        gradients once more, in memory; 2 b_p T / N         host            zero.delayed
+    overlapped update     the same, with b_p T / N                            host            zero.delayed
     compressed link       b_p T / N; and until they are decoded, messages     host            zero.tiers.tracked_rest
                           of (1 + 2/256) T / N, with gradients in memory                      zero.tiers.host
     states                b_s T; from stage 1: b_s T / N                      optimizer tier  ZeRO, section 3.1
@@ -151,6 +152,8 @@ class Setup:
     """Of the states, where they are offloaded."""
     delays_update: bool = False
     """Offloaded states are updated during the next step."""
+    overlaps_update: bool = False
+    """So, and every layer of the next forward waits for its own."""
     compresses_link: bool = False
     """Of 16-bit parameters: gradients go to the host as int8, and the host keeps what the device has of them."""
     pins_memory: bool = True
@@ -238,7 +241,7 @@ def _compressed(place: str, numel: float, setup: Setup) -> list[Usage]:
 
 def _delayed(gradient_nbytes: float, numel: float, setup: Setup) -> list[Usage]:
     """What an update reads while the next gradients come, and what it writes before that is published."""
-    nbytes = gradient_nbytes + 2 * setup.param_nbytes * numel
+    nbytes = gradient_nbytes + (1 if setup.overlaps_update else 2) * setup.param_nbytes * numel
     return [Usage("delayed update", "host", nbytes, setup.pins_memory)]
 
 

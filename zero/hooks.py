@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from zero.bucket import Bucket
 from zero.gather import Gatherer, Mode
 from zero.grads import Reducer
+from zero.stages import Stage
 from zero.units import Unit, external_parameters, is_compiled, own_parameters
 
 __all__ = ["Hooks"]
@@ -78,13 +79,27 @@ class LastGradient:
 
 
 class Hooks:
-    """The hooks on one model. ``shards_parameters``: stage 3; otherwise only gradients are hooked."""
+    """The hooks on one model.
+
+    Args:
+        gatherer: Of its parameters.
+        reducer: Of its gradients.
+        should_reduce: Asked once for each backward.
+        give_up_step: Forgets the gradients of a step, and its backwards so far.
+        stage: Below 3 only gradients are hooked.
+    """
 
     def __init__(
-        self, gatherer: Gatherer, reducer: Reducer, should_reduce: Callable[[], bool], *, shards_parameters: bool
+        self,
+        gatherer: Gatherer,
+        reducer: Reducer,
+        should_reduce: Callable[[], bool],
+        give_up_step: Callable[[], None],
+        stage: Stage,
     ) -> None:
+        self._give_up_step = give_up_step
         self._gatherer, self._reducer, self._should_reduce = gatherer, reducer, should_reduce
-        self._shards_parameters = shards_parameters
+        self._shards_parameters = stage.shards_parameters
         self._buckets_of: dict[nn.Module, list[Bucket]] = {}
         self._unit_modules: set[nn.Module] = set()
         self._forwards: list[tuple[nn.Module, AbstractContextManager[Any] | None]] = []
@@ -166,7 +181,7 @@ class Hooks:
             self._drop_step()
 
     def _drop_step(self) -> None:
-        self._reducer.zero()
+        self._give_up_step()
         self._gatherer.release_all()
         self._gatherer.abandon_iteration(Mode.TRAINING)
 

@@ -300,7 +300,7 @@ class ZeroOptimizer(Optimizer):
     def finish_update(self) -> None:
         """Let masters, states and parameters have the update that is under way. Collective.
 
-        Only with ``delayed_update``, before what is no call of this library reads parameters or :attr:`param_groups`.
+        Only with an update that is delayed or overlapped, before others than this library read parameters or groups.
         """
         self._runtime.finish_update(publishes=True)
 

@@ -115,9 +115,7 @@ class Runtime:
             topology,
         )
         self.reducer.is_last = lambda: self.is_boundary
-        self.hooks = Hooks(
-            self.gatherer, self.reducer, self._should_reduce, shards_parameters=self.stage.shards_parameters
-        )
+        self.hooks = Hooks(self.gatherer, self.reducer, self._should_reduce, self.give_up_step, self.stage)
         self._attach()
         self.hooks.install(self.model, plan.units, plan.buckets_of_unit)
         self._syncs = True
@@ -219,10 +217,9 @@ class Runtime:
         files, tier = self.state_files, self.settings.tiers.states
         late = [bucket for bucket in self.buckets if bucket.host is not None]
         if tier.delays_update and late:
-            overlaps = tier.overlaps_update
-            build = partial(DelayedUpdate, late, self.topology, is_overlapped=overlaps)
+            build = partial(DelayedUpdate, late, self.topology, is_overlapped=tier.overlaps_update)
             self.delayed = on_every_rank(build, self.topology)
-            self.gatherer.late = self.delayed if overlaps else None
+            self.gatherer.late = self.delayed if tier.overlaps_update else None
         if files is not None:
             dtype = next(iter(files.groups_of)).master.dtype
             files.reserve_moments(on_every_rank(lambda: moments_of(inner, dtype), self.topology))
@@ -238,7 +235,7 @@ class Runtime:
         if self.delayed is None or not self.delayed.is_behind:
             return
         self.delayed.finish()
-        buckets = self.delayed.write_shards() if publishes else []
+        buckets = self.delayed.write_shards() if publishes or self.delayed.is_overlapped else []
         if not buckets:
             return
         self.publish(buckets, are_written=True)

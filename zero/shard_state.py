@@ -94,9 +94,8 @@ def _restore_delayed(runtime: Runtime, saved: Mapping[str, Any] | None) -> None:
     if runtime.delayed is None or saved is None:
         return
     runtime.delayed.num_updates = saved["num_updates"]
-    found = saved["published"]
-    published = {bucket: found[bucket.index] for bucket in runtime.delayed.buckets if bucket.index in found}
-    if published:
+    published = {bucket: saved["published"][bucket.index] for bucket in runtime.delayed.buckets if saved["published"]}
+    if published and not runtime.delayed.is_overlapped:
         runtime.publish(runtime.delayed.restore(published), are_written=True)
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import zcomm
 from tests.ranks import forkserver, run_ranks
-from zcomm import DivergedError, backend, env, flight_record
+from zcomm import DivergedError, backend, env, flight_files, flight_record
 from zcomm.cli import main
 from zcomm.ledger import NUM_KEPT, Call, Ledger, in_bucket
 from zcomm.meeting import meet
@@ -182,3 +182,27 @@ def test_however_an_exchange_fails_the_ranks_records_are_left_and_compared(
                 process.kill()
                 process.join()
     assert main(["flight", str(tmp_path / "none")]) == 2
+
+
+def _check_no_place(rank: int, folder: Path) -> None:
+    """On one rank only: it goes on without a record, and so do the others."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zcomm").addHandler(handler)
+    os.environ["ZCOMM_FLIGHT"] = "/proc/no_place" if rank else str(folder)
+    env.value.cache_clear()
+    try:
+        ledger = Ledger()
+        flight_files.attach(ledger, (0, 1))
+        ledger.start(Call("all_gather", 8, "cpu"))
+        assert (ledger.keep is None) == bool(rank)
+        assert [text for text in logged if "/proc/no_place: this rank's exchanges are not recorded" in text] or not rank
+    finally:
+        logging.getLogger("zcomm").removeHandler(handler)
+        del os.environ["ZCOMM_FLIGHT"]
+        env.value.cache_clear()
+
+
+def test_a_folder_that_cannot_be_written_ends_no_job(tmp_path: Path) -> None:
+    run_ranks(2, _check_no_place, tmp_path)

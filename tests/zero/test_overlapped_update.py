@@ -160,6 +160,33 @@ def _check_looking(rank: int, folder: str) -> None:
             assert_same_bits(masters_of(model), last)
 
 
+def _check_crossing(rank: int, folder: str) -> None:
+    """From a run whose parameters are behind to one whose never are, and back: all layers are of one update."""
+    late = HOST | {"delayed_update": True, "delay_start": 0}
+    common: dict[str, Any] = {"lr": 1e-2, "stage3_param_persistence_threshold": 100, "bf16": {"enabled": True}}
+    for number, (first, second) in enumerate(((late, OVERLAPPED), (OVERLAPPED, late))):
+        model = new_model()
+        with zero_optimizer(model, zero.CPUAdam, **common, **first) as optimizer:
+            _train(model, optimizer, rank, range(3))
+            zero.save_checkpoint(optimizer, f"{folder}/{number}", "step2")
+            expected = masters_of(model)
+            state = optimizer.state_dict()
+        model = new_model(seed=1)
+        with zero_optimizer(model, zero.CPUAdam, **common, **second) as optimizer:
+            zero.load_checkpoint(optimizer, f"{folder}/{number}", "step2")
+            with torch.no_grad():
+                loss = loss_of(model, *batch(99, 0, rank))
+            assert_same_bits(full_values(model), expected)
+            optimizer.load_state_dict(state)
+            assert_same_bits(full_values(model), expected)
+            with torch.no_grad():
+                assert torch.equal(loss, loss_of(model, *batch(99, 0, rank)))
+
+
+def test_from_a_delayed_run_to_an_overlapped_one_and_back(tmp_path: Any) -> None:
+    run_ranks(2, _check_crossing, str(tmp_path))
+
+
 def test_what_looks_at_a_run_sees_the_last_update_and_does_not_change_it(tmp_path: Any) -> None:
     run_ranks(2, _check_looking, str(tmp_path))
 

@@ -168,6 +168,22 @@ def test_recovers_from_an_exception_in_forward_and_backward() -> None:
     run_ranks(2, _check_broken_forward)
 
 
+def _check_boundaries(rank: int) -> None:
+    model = new_model()
+    with zero_optimizer(model, stage=3, gradient_accumulation_steps=2) as optimizer:
+        with pytest.raises(ZeroDivisionError):
+            _raise_in_backward(model, rank)
+        ends = []
+        for micro in range(2):
+            loss_of(model, *batch(0, micro, rank)).backward()
+            ends.append(optimizer.is_boundary)
+        assert ends == [False, True], "the step has two whole backwards"
+
+
+def test_a_broken_backward_gives_the_step_up() -> None:
+    run_ranks(2, _check_boundaries)
+
+
 def test_nothing_reads_freed_or_reused_memory() -> None:
     """In a process of its own, with released buffers poisoned: it must end well, not by a signal or with NaN."""
     script = """

@@ -120,6 +120,8 @@ def _restore_published(inside: Inside, request: Request) -> None:
     is_saved = any(key.startswith("published/") for key in request.index.tensors)
     if not is_saved or (late is None and content.get("is_behind", True)):
         return
+    if late is not None and late.is_overlapped:  # whose parameters are never behind
+        return
 
     def read() -> dict[Bucket, Tensor]:
         shards = {bucket: bucket.rest.read().clone() for bucket in buckets}

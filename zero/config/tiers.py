@@ -25,7 +25,8 @@ def tiers_of(config: Config, *, stage: int) -> Tiers:
     ):
         if is_offloaded and section.device == "nvme" and not section.nvme_path:
             raise ConfigError(f"zero_optimization.{name}.device='nvme' needs nvme_path, a folder on a fast disk")
-    if config.zcomm.overlapped_update and states_are_offloaded:
+    overlaps = config.zcomm.overlapped_update and states_are_offloaded
+    if overlaps:
         _check_overlap(config, stage)
     if optimizer.ratio > 1:
         raise ConfigError(f"zero_optimization.offload_optimizer.ratio must be 0 to 1: ratio={optimizer.ratio}")
@@ -39,9 +40,9 @@ def tiers_of(config: Config, *, stage: int) -> Tiers:
             keeps_previous=config.zcomm.keep_previous_states,
             reads_ahead=optimizer.pipeline_read,
             writes_behind=optimizer.pipeline_write,
-            delays_update=config.zcomm.delayed_update or config.zcomm.overlapped_update,
-            delay_start=0 if config.zcomm.overlapped_update else config.zcomm.delay_start,
-            overlaps_update=config.zcomm.overlapped_update,
+            delays_update=config.zcomm.delayed_update or overlaps,
+            delay_start=0 if overlaps else config.zcomm.delay_start,
+            overlaps_update=overlaps,
             compresses_link=config.zcomm.compressed_link and states_are_offloaded,
         ),
         parameters=ParameterTier(
