@@ -38,14 +38,62 @@ void Check(const StepOptions& options, const Shard& shard, bool has_draw) {
   CheckAligned(shard.out, shard.out_dtype, "out");
 }
 
-// What one thread works on: float32 copies in the first-level cache of what rests in another type.
+// What one thread works on: float32 copies in the first-level cache of what rests in another type. Tiles are short so
+// that the memory works while the square roots do: before each, the arrays' elements two tiles further are asked for
+// (Intel Xeon, large float32 arrays: 1.1 times as fast, with tiles of 256 elements 1.06 times).
 class Tile {
  public:
-  static constexpr std::size_t kNumel = 1024;
-  static_assert(kNumel % kMomentBlock == 0);
+  static constexpr std::size_t kNumel = 128;
+  static constexpr std::size_t kMostNumel = kMomentBlock;
+  static_assert(kMostNumel % kNumel == 0);
 
   Tile(const BlockKernels& kernels, const StepOptions& options, const Shard& shard, const std::optional<Draw>& draw)
       : kernels_(kernels), options_(options), shard_(shard), draw_(draw) {}
+
+  static std::size_t NumelOf(MomentFormat format) { return format == MomentFormat::kInt8 ? kMomentBlock : kNumel; }
+
+  // Steps elements [begin, end) of the shard; `begin` is a multiple of a tile.
+  void StepRange(std::size_t begin, std::size_t end) {
+    const std::size_t tile = NumelOf(shard_.moment_format);
+    for (std::size_t at = begin; at < end; at += tile) {
+      const std::size_t next = at + kTilesAhead * tile;
+      if (next < end) Prefetch(next, std::min(tile, end - next));
+      Step(at, std::min(tile, end - at));
+    }
+  }
+
+ private:
+  static constexpr std::size_t kTilesAhead = 2;
+  static constexpr std::size_t kLineNbytes = 64;
+
+  // GCC takes a function that does nothing but prefetch for one without effect, and drops its calls; hence inline.
+  [[gnu::always_inline]] static void PrefetchBytes(const void* data, std::size_t nbytes) {
+    for (std::size_t i = 0; i < nbytes; i += kLineNbytes) {
+      __builtin_prefetch(static_cast<const std::uint8_t*>(data) + i);
+    }
+  }
+
+  [[gnu::always_inline]] static void PrefetchElements(const void* data, DType dtype, std::size_t begin,
+                                                      std::size_t numel) {
+    if (data != nullptr) PrefetchBytes(ElementAt(data, dtype, begin), numel * ItemSize(dtype));
+  }
+
+  [[gnu::always_inline]] void PrefetchMoment(void* moment, std::size_t begin, std::size_t numel) const {
+    if (shard_.moment_format != MomentFormat::kInt8) {
+      PrefetchElements(moment, WidthOf(shard_.moment_format), begin, numel);
+    } else if (moment != nullptr) {
+      PrefetchBytes(RecordsAt(moment, begin), MomentRecordsNbytes(numel));
+    }
+  }
+
+  [[gnu::always_inline]] void Prefetch(std::size_t begin, std::size_t numel) const {
+    PrefetchElements(shard_.param, DType::kFloat32, begin, numel);
+    PrefetchElements(shard_.grad, shard_.grad_dtype, begin, numel);
+    PrefetchMoment(shard_.moment1, begin, numel);
+    PrefetchMoment(shard_.moment2, begin, numel);
+    PrefetchElements(shard_.largest, DType::kFloat32, begin, numel);
+    PrefetchElements(shard_.out, shard_.out_dtype, begin, numel);
+  }
 
   void Step(std::size_t begin, std::size_t numel) {
     const bool narrow = shard_.moment_format != MomentFormat::kFloat32;
@@ -67,7 +115,6 @@ class Tile {
     }
   }
 
- private:
   void Convert(DType from, DType to, const void* in, std::size_t numel, void* out) const {
     kernels_.convert[Index(from)][Index(to)](in, numel, out);
   }
@@ -102,10 +149,10 @@ class Tile {
   const StepOptions& options_;
   const Shard& shard_;
   const std::optional<Draw>& draw_;
-  alignas(64) float grad_[kNumel];
-  alignas(64) float moment1_[kNumel];
-  alignas(64) float moment2_[kNumel];
-  alignas(64) float uniform_[kNumel];
+  alignas(64) float grad_[kMostNumel];
+  alignas(64) float moment1_[kMostNumel];
+  alignas(64) float moment2_[kMostNumel];
+  alignas(64) float uniform_[kMostNumel];
 };
 
 }  // namespace
@@ -115,9 +162,9 @@ void OptimizerStep(const StepOptions& options, const Shard& shard, const std::op
   CheckThreads(num_threads);
   Check(options, shard, draw.has_value());
   const BlockKernels& kernels = ActiveKernels();
-  ParallelOverRows(1, shard.numel, Tile::kNumel, num_threads, [&](std::size_t, std::size_t begin, std::size_t end) {
-    Tile tile(kernels, options, shard, draw);
-    for (std::size_t at = begin; at < end; at += Tile::kNumel) tile.Step(at, std::min(Tile::kNumel, end - at));
+  const std::size_t unit = Tile::NumelOf(shard.moment_format);
+  ParallelOverRows(1, shard.numel, unit, num_threads, [&](std::size_t, std::size_t begin, std::size_t end) {
+    Tile(kernels, options, shard, draw).StepRange(begin, end);
   });
 }
 
