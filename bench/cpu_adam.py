@@ -2,18 +2,21 @@
 
     python bench/cpu_adam.py [--numel 10M,100M] [--threads 1,2] [--rounds 15] [--json]
 
-All contenders work on the same arrays, in turn, each round. ``bound`` is a kernel that reads and writes the same bytes
-with next to no arithmetic. GB/s: float32 AdamW reads 16 and writes 12 bytes a parameter. The bfloat16 rows are the
-step of a model in bfloat16 with float32 masters: ``zero`` reads the bfloat16 gradient and writes the bfloat16 parameter
-in its one pass (28 bytes), torch casts the gradient, steps and casts the parameter (40 bytes); GB/s count 28 for both.
-``moments bf16`` keeps them in bfloat16 (20 bytes). ``/bound``, ``/torch``: times as fast as the bound, and as torch's
-fused or cast step: the median over the rounds. ``#wrong`` counts elements further than 1e-5 from torch's fused step.
+All contenders work on the same arrays, in turn, each round, and begin when all threads sleep: OpenMP's, which torch's
+step uses, otherwise spin for milliseconds on the core where the next one's thread wants to start. ``bound`` is a kernel
+that reads and writes the same bytes with next to no arithmetic. GB/s: float32 AdamW reads 16 and writes 12 bytes a
+parameter. The bfloat16 rows are the step of a model in bfloat16 with float32 masters: ``zero`` reads the bfloat16
+gradient and writes the bfloat16 parameter in its one pass (28 bytes), torch casts the gradient, steps and casts the
+parameter (40 bytes); GB/s count 28 for both. ``moments bf16`` keeps them in bfloat16 (20 bytes). ``/bound``,
+``/torch``: times as fast as the bound, and as torch's fused or cast step: the median over the rounds.
+``#wrong`` counts elements further than 1e-5 from torch's fused step.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +44,8 @@ COLUMNS = [
 ]
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 TOLERANCE = 1e-5
+SPIN_S = 0.03
+"""Longer than OpenMP's threads spin after their work, unless OMP_WAIT_POLICY says otherwise."""
 
 
 class State:
@@ -140,7 +145,7 @@ def bench(report: Report, numel: int, num_threads: int, rounds: int) -> None:
         ("float32", float32_contenders(state), "torch fused"),
         ("bfloat16", bfloat16_contenders(state), "torch casts"),
     ):
-        timings = interleave(contenders, rounds=rounds)
+        timings = interleave(contenders, rounds=rounds, beginning=lambda: time.sleep(SPIN_S))
         for name, timing in timings.items():
             nbytes = 20 * numel if name == "moments bf16" else 28 * numel
             row = {

@@ -1,5 +1,7 @@
 #include "zcomm/thread_pool.h"
 
+#include <pthread.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 namespace zcomm {
 namespace {
@@ -63,9 +66,13 @@ class Pool {
  public:
   void Submit(const std::shared_ptr<Job>& job, std::size_t num_helpers) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (; num_workers_ < std::min(num_helpers, kMaxWorkers); ++num_workers_) {
-      std::thread([this] { Loop(); }).detach();
+    while (workers_.size() < std::min(num_helpers, kMaxWorkers)) {
+      std::thread worker([this] { Loop(); });
+      workers_.push_back(worker.native_handle());
+      worker.detach();
+      avoided_cpu_ = -1;
     }
+    AvoidCpuOfCaller();
     for (std::size_t i = 0; i < num_helpers; ++i) {
       queue_.push_back(job);
       wake_.notify_one();
@@ -86,10 +93,25 @@ class Pool {
     }
   }
 
+  // Workers wake on other processors than the caller's. Left alone, Linux often wakes a worker on the caller's, where
+  // it waits for a time slice of milliseconds while another processor sleeps (seen on two in a virtual machine).
+  void AvoidCpuOfCaller() {
+#ifdef __linux__
+    const int cpu = sched_getcpu();
+    if (cpu == avoided_cpu_) return;
+    avoided_cpu_ = cpu;
+    cpu_set_t allowed;
+    if (cpu < 0 || cpu >= CPU_SETSIZE || pthread_getaffinity_np(pthread_self(), sizeof(allowed), &allowed) != 0) return;
+    if (CPU_COUNT(&allowed) > 1) CPU_CLR(cpu, &allowed);
+    for (const pthread_t worker : workers_) pthread_setaffinity_np(worker, sizeof(allowed), &allowed);
+#endif
+  }
+
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<std::shared_ptr<Job>> queue_;
-  std::size_t num_workers_ = 0;
+  std::vector<pthread_t> workers_;
+  int avoided_cpu_ = -1;
 };
 
 // The pool of this process. A child of fork() inherits the parent's pool without its threads, and possibly locked.

@@ -1,5 +1,7 @@
 #include "zcomm/thread_pool.h"
 
+#include <pthread.h>
+#include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -74,6 +76,49 @@ void CheckAfterFork() {
   EXPECT(waitpid(child, &status, 0) == child && status == 0, "status %d", status);
 }
 
+cpu_set_t AllowedNow() {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  EXPECT(pthread_getaffinity_np(pthread_self(), sizeof(allowed), &allowed) == 0, "getaffinity");
+  return allowed;
+}
+
+// What a worker of a call may run on; the caller waits until one takes part.
+cpu_set_t AllowedOfAWorker() {
+  const auto caller = std::this_thread::get_id();
+  std::atomic<bool> has_worker{false};
+  cpu_set_t seen;
+  ParallelFor(2, 1, 2, [&](std::size_t, std::size_t) {
+    if (std::this_thread::get_id() == caller) {
+      while (!has_worker) sched_yield();
+    } else if (!has_worker) {
+      seen = AllowedNow();
+      has_worker = true;
+    }
+  });
+  return seen;
+}
+
+// A worker keeps away from the caller's processor, but for a caller that has only one.
+void CheckWorkersRunBesideTheCaller() {
+  const cpu_set_t allowed = AllowedNow();
+  if (CPU_COUNT(&allowed) == 1) return;
+  std::thread([&] {
+    const cpu_set_t of_worker = AllowedOfAWorker();
+    cpu_set_t both;
+    CPU_AND(&both, &allowed, &of_worker);
+    EXPECT(CPU_EQUAL(&both, &of_worker) && CPU_COUNT(&of_worker) == CPU_COUNT(&allowed) - 1, "%d of %d processors",
+           CPU_COUNT(&of_worker), CPU_COUNT(&allowed));
+    const cpu_set_t still = AllowedNow();
+    EXPECT(CPU_EQUAL(&still, &allowed), "the caller's own processors have changed");
+    // The one processor that the worker was kept from.
+    cpu_set_t one;
+    CPU_XOR(&one, &allowed, &of_worker);
+    EXPECT(pthread_setaffinity_np(pthread_self(), sizeof(one), &one) == 0, "setaffinity");
+    CheckEveryIndexOnce(1000, 1, 3);
+  }).join();
+}
+
 }  // namespace
 }  // namespace zcomm
 
@@ -83,6 +128,7 @@ int main() {
   zcomm::CheckException();
   zcomm::CheckNestedAndConcurrentCalls();
   zcomm::CheckAfterFork();
+  zcomm::CheckWorkersRunBesideTheCaller();
   std::puts("ok");
   return 0;
 }
