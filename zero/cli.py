@@ -27,7 +27,7 @@ from zero.config import explain, json_schema, markdown_table, read_source
 from zero.estimate import estimate
 from zero.formulas import Activations, Counts
 from zero.io_bench import run as run_io_bench
-from zero.plan.command import add_plan
+from zero.plan.command import add_plan, finite
 from zero.plan.command import run as run_plan
 
 __all__ = ["main"]
@@ -123,11 +123,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_estimate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("parameters", type=float, metavar="PARAMETERS", help="of the model, for example 7e9")
+    parser.add_argument("parameters", type=finite, metavar="PARAMETERS", help="of the model, for example 7e9")
     parser.add_argument("--config", metavar="FILE", help="DeepSpeed's JSON")
     parser.add_argument("--nodes", type=int, default=1, metavar="N")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="data-parallel ranks on each node")
-    parser.add_argument("--largest-layer", type=float, metavar="N", help="parameters (default: of all, over --layers)")
+    parser.add_argument("--largest-layer", type=finite, metavar="N", help="parameters (default: of all, over --layers)")
     parser.add_argument("--layers", type=int, default=1, metavar="N")
     shape = parser.add_argument_group("activations of a transformer")
     shape.add_argument("--hidden", type=int, metavar="N", help="width; without it activations are left out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
 from dataclasses import fields, replace
@@ -19,7 +20,7 @@ from zero.plan.model import MODELS, Model
 from zero.plan.planner import Job, largest_model, plan
 from zero.plan.report import as_json, draw, table
 
-__all__ = ["add_plan", "run"]
+__all__ = ["add_plan", "finite", "run"]
 
 UNREADABLE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
 """What reading a document of another form raises."""
@@ -33,11 +34,19 @@ RATES = {
 }  # fmt: skip
 
 
+def finite(text: str) -> float:
+    """A number of an option, ``7e9``; argparse says what is none."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"must be a finite number: {text}")
+    return value
+
+
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``zero plan``."""
     model = parser.add_argument_group("model")
     model.add_argument("--model", metavar="NAME", help=f"{', '.join(MODELS)}, or the folder or file of a config.json")
-    model.add_argument("--parameters", type=float, metavar="N", help="in --layers equal layers, for example 7e9")
+    model.add_argument("--parameters", type=finite, metavar="N", help="in --layers equal layers, for example 7e9")
     model.add_argument("--layers", type=int, metavar="N")
     model.add_argument("--hidden", type=int, metavar="N", help="width, instead of --parameters")
     model.add_argument("--vocabulary", type=int, default=50257, metavar="N")
