@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
+import shutil
 import signal
 import sys
 import threading
@@ -153,12 +155,14 @@ def _live(rank: int, folder: Path, way: str) -> None:
 
 
 def _leave_older_job(folder: Path) -> None:
-    """Of a rank of the new job's, and of a later start."""
+    """Of a rank of the new job's, and of a later start; one file in the way of a new one, and one that is none."""
     for start in (0, 3):
         place = folder / f"start{start}" / "rank1.9.flight"
         place.parent.mkdir()
         head = {"run": f"{time.time_ns() - 10**9:020d}-00", "rank": 1, "ranks": [0, 1], "copy": 5}
         flight_files._File(place, head).keep(Entry(900, Call("all_gather", 8, "cpu"), "none", "", 0.0))
+    shutil.copy(folder / "start0" / "rank1.9.flight", folder / "start0" / "rank0.0.flight")
+    (folder / "start0" / "rank7.0.flight").write_bytes(b"torn")
 
 
 def test_however_an_exchange_fails_the_ranks_records_are_left_and_compared(
@@ -199,7 +203,7 @@ def test_however_an_exchange_fails_the_ranks_records_are_left_and_compared(
 
 
 def _check_no_place(rank: int, folder: Path) -> None:
-    """On one rank only: it goes on without a record, and so do the others."""
+    """On one rank only, of no folder and then of no space: it goes on without a record, and so do the others."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -212,6 +216,16 @@ def _check_no_place(rank: int, folder: Path) -> None:
         ledger.start(Call("all_gather", 8, "cpu"))
         assert (ledger.keep is None) == bool(rank)
         assert [text for text in logged if "/proc/no_place: this rank's exchanges are not recorded" in text] or not rank
+        os.environ["ZCOMM_FLIGHT"] = str(folder)
+        env.value.cache_clear()
+        usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if rank else usual[0], usual[1]))
+        try:
+            flight_files.attach(ledger, (0, 1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        assert (ledger.keep is None) == bool(rank)
+        assert any("File too large" in text for text in logged) == bool(rank)
     finally:
         logging.getLogger("zcomm").removeHandler(handler)
         del os.environ["ZCOMM_FLIGHT"]
