@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zcomm import report
-from zcomm.flight_files import compare, newest_start, read_files
+from zcomm.flight_files import compare, read_newest
 
 __all__ = ["main"]
 
@@ -45,17 +45,19 @@ def _parser() -> argparse.ArgumentParser:
     add_bench(commands.add_parser("bench", help="measure and check collectives, beside torch.distributed's own"))
     add_probe(commands.add_parser("probe", help='measure links and kernels, and what is fastest, for format="auto"'))
     flight = commands.add_parser("flight", help="compare the files that ranks with ZCOMM_FLIGHT=FOLDER have left")
-    flight.add_argument("folder", metavar="FOLDER", type=Path, help="that folder, its last start; or one start of it")
+    flight.add_argument(
+        "folder", metavar="FOLDER", type=Path, help="that folder: the newest job in it, its last start; or one start"
+    )
     return parser
 
 
 def _print_flight(folder: Path) -> int:
-    start = newest_start(folder)
-    files = read_files(start)
+    start, files, num_others = read_newest(folder)
     if not files:
-        sys.stderr.write(f"zcomm flight: {start} holds no file of a rank with ZCOMM_FLIGHT\n")
+        sys.stderr.write(f"zcomm flight: {folder} holds no file of a rank with ZCOMM_FLIGHT\n")
         return 2
-    sys.stdout.write("\n".join([f"{start}: {len(files)} files", *compare(files)]) + "\n")
+    others = f"; {num_others} files of earlier starts or jobs are left out" if num_others else ""
+    sys.stdout.write("\n".join([f"{start}: {len(files)} files{others}", *compare(files)]) + "\n")
     return 0
 
 

@@ -3,6 +3,10 @@
     gather   rank r --message r--> the first rank          scatter   the first rank --row r--> rank r
 
 Over groups that take host tensors, from whichever thread has the group to itself. Synchronous.
+
+Every byte is in the traffic counters. No :class:`zcomm.ledger.Ledger` has these exchanges: the ranks give tensors of
+different sizes, which its calls compare, and a hop made for one call has a ledger that nobody reads. One that fails is
+told to the flight recorder, as any other; one that lacks a rank ends with the group's timeout.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from torch import Tensor
 from zcomm import env
 from zcomm.backend import Hop, Pending, Sent, count, words_of
 from zcomm.checked import Exchange, checked
+from zcomm.ledger import failing
 from zcomm.traffic import record
 
 __all__ = ["gather_to_first", "scatter_from_first"]
@@ -32,8 +37,9 @@ def gather_to_first(message: Tensor, hop: Hop) -> Tensor | None:
     if not is_first:  # ranks of a node are consecutive
         link = "intra" if hop.rank <= hop.num_intra_peers else "inter"
         record((sent.operation, sent.format, link), 1, sent.numel, message.nbytes)
-    work = dist.gather(message, rows if is_first else None, group=hop.group, group_dst=0, async_op=True)
-    _wait(work, hop, sent, [message] * hop.size, dict(enumerate(rows[1:], 1)))
+    with failing():
+        work = dist.gather(message, rows if is_first else None, group=hop.group, group_dst=0, async_op=True)
+        _wait(work, hop, sent, [message] * hop.size, dict(enumerate(rows[1:], 1)))
     return of_ranks if is_first else None
 
 
@@ -47,8 +53,9 @@ def scatter_from_first(rows: Tensor | None, numel: int, hop: Hop) -> Tensor:
     parts = [] if rows is None else list(rows.unbind(0))
     if is_first:
         count(hop, sent, numel)
-    work = dist.scatter(mine, parts if is_first else None, group=hop.group, group_src=0, async_op=True)
-    _wait(work, hop, sent, parts, {} if is_first else {0: mine})
+    with failing():
+        work = dist.scatter(mine, parts if is_first else None, group=hop.group, group_src=0, async_op=True)
+        _wait(work, hop, sent, parts, {} if is_first else {0: mine})
     return mine
 
 

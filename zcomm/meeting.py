@@ -66,8 +66,7 @@ class _Meetings:
     def meet(self, ranks: tuple[int, ...], said: str, lane: str, timeout: timedelta) -> list[str]:
         name = hashlib.sha256(json.dumps([ranks, lane]).encode()).hexdigest()[:16]
         if name not in self._places:
-            index = ranks.index(self._rank)
-            self._places[name] = prefix_of_start(self._client, f"{PREFIX}/{name}", index, len(ranks), timeout)
+            self._places[name] = prefix_of_start(self._client, f"{PREFIX}/{name}", ranks, self._rank, timeout)
         number = self._num_held[name] = self._num_held.get(name, 0) + 1
         place = f"{self._places[name]}/{number}"
         keys = [f"{place}/{rank}" for rank in ranks]

@@ -84,7 +84,8 @@ def _make(hops: Sequence[Hop], device: torch.device) -> Communicator:
 def _store(hop: Hop, round_: str) -> Any:
     assert hop.group is not None, "one rank has nobody to talk to"
     store, prefix = hop.group.get_group_store(), f"{PREFIX}/{round_}/{_rounds(hop, round_)}"
-    prefix = prefix_of_start(store, prefix, hop.rank, hop.size, backend.timeout_of(hop.group))
+    ranks = dist.get_process_group_ranks(hop.group)
+    prefix = prefix_of_start(store, prefix, ranks, ranks[hop.rank], backend.timeout_of(hop.group))
     return distributed_c10d.PrefixStore(prefix, store)
 
 

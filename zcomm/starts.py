@@ -4,16 +4,19 @@ torchrun's agent keeps one store for all restarts, unless TORCH_DISABLE_SHARE_RD
 environment numbers the starts alike everywhere: an agent that was itself replaced counts its restarts anew. So the
 ranks agree on a name:
 
-    rank r --set--> hello/<r>       a random word, new in each process
-    rank 0 --set--> offer           a random name, and the words it has read; anew whenever a word changes
-    rank r --set--> taken/<r>       the name, if the offer holds its own word
-    rank 0 --set--> go/<name>       once every rank has taken the latest offer
+    rank r --set--> hello/<r>               a random word, new in each process
+    the first --set--> offer                a random name, and the words it has read; anew whenever a word changes
+    rank r --set--> taken/<r>               the name, if the offer holds its own word
+    the first, once every rank has taken the latest offer, or first to give up after taking it --set--> outcome/<name>
 
-Invariant:
+Invariants:
     B1  A word or name of a dead rank is never taken for one of this start: each is random, and an offer is taken only
         by the process whose word is in it.
+    B2  An offer has one outcome, for ever: those who took it all go on, or all raise the same error. A rank whose word
+        is in none waits its own timeout: for all it can know, those who gave up are dead and others on their way.
 
-Cost for each rank: some requests to the store, looks from 0.5 ms apart to 20 ms; nothing where the store is new.
+Cost for each rank: some requests to the store, looks from 0.5 ms apart to 20 ms; nothing where the store is new, or a
+default process group has been marked fresh.
 """
 
 from __future__ import annotations
@@ -22,17 +25,21 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from zcomm.errors import CommunicationError
 
-__all__ = ["outlives_ranks", "prefix_of_start"]
+__all__ = ["mark_fresh", "outlives_ranks", "prefix_of_start"]
 
+GO = "go"
 FIRST_LOOK_S, LAST_LOOK_S = 0.0005, 0.02
+_FRESH: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def outlives_ranks() -> bool:
@@ -40,30 +47,39 @@ def outlives_ranks() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def prefix_of_start(store: Any, prefix: str, rank: int, size: int, timeout: timedelta | None) -> str:
+def mark_fresh() -> None:
+    """The default process group was made in a store of this start alone: below it nobody agrees again."""
+    group = dist.group.WORLD
+    assert group is not None, "no default process group"
+    _FRESH.add(group)
+
+
+def prefix_of_start(store: Any, prefix: str, ranks: Sequence[int], rank: int, timeout: timedelta | None) -> str:
     """``prefix``, and if ``store`` outlives its ranks a name behind it that no earlier start has used.
 
     Args:
-        store: Of torch.distributed; the same keys in it on every rank.
+        store: Of torch.distributed, or what is to become its own; the same keys in it on every rank.
         prefix: The same on every rank that calls this together; also where they agree.
-        rank: This one, of ``size``.
-        size: How many there are.
+        ranks: Those who call this together, as torch.distributed numbers them; the same on each.
+        rank: This one of them.
         timeout: How long to wait for the others; None: torch.distributed's default.
 
     Raises:
         CommunicationError: Not all came in time. Names the ranks, as far as this one can know them.
     """
-    if not outlives_ranks() or size == 1:
+    is_fresh = dist.is_initialized() and dist.group.WORLD in _FRESH
+    if not outlives_ranks() or len(ranks) == 1 or is_fresh:
         return prefix
-    start = _Start(PrefixStore(f"{prefix}/start", store), rank, size)
+    start = _Start(PrefixStore(f"{prefix}/start", store), ranks, rank)
     return f"{prefix}/{start.agree(timeout or dist.default_pg_timeout)}"
 
 
 class _Start:
     """One rank's part of the agreement on a name."""
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+    def __init__(self, store: Any, ranks: Sequence[int], rank: int) -> None:
+        self._store, self._ranks, self._rank = store, list(ranks), rank
+        self._leads = rank == self._ranks[0]
         self._word = secrets.token_hex(8)
         self._name = ""
         """Of the latest offer that this rank has made or taken."""
@@ -71,44 +87,58 @@ class _Start:
 
     def agree(self, timeout: timedelta) -> str:
         begin, pause_s = time.monotonic(), FIRST_LOOK_S
-        self._store.set(f"hello/{self._rank}", self._word)
-        look = self._lead if self._rank == 0 else self._follow
-        while not look():
+        self.greet()
+        while not (outcome := self.look()):
             if time.monotonic() - begin > timeout.total_seconds():
-                missing = ", ".join(map(str, self._missing()))
-                raise CommunicationError(
-                    f"of {self._size} ranks not all came within {timeout.total_seconds():g} s of a start: {missing}"
-                )
+                outcome = self.give_up(timeout)
+                break
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, LAST_LOOK_S)
+        if outcome != GO:
+            raise CommunicationError(outcome)
         return self._name
 
-    def _lead(self) -> bool:
-        """Rank 0 looks once: whether all have taken its latest offer."""
-        words = [self._read(f"hello/{rank}") for rank in range(self._size)]
+    def greet(self) -> None:
+        self._store.set(f"hello/{self._rank}", self._word)
+
+    def look(self) -> str:
+        """The outcome for this rank; empty: there is none yet."""
+        return self._lead() if self._leads else self._follow()
+
+    def give_up(self, timeout: timedelta) -> str:
+        """Whatever the outcome is now: the others may have gone on since the last look."""
+        missing = self._missing()
+        if not missing and self._leads:
+            return self._settle(GO)
+        of, absent = (", ".join(map(str, ranks)) for ranks in (self._ranks, missing or self._ranks[:1]))
+        text = f"of ranks {of} not all came within {timeout.total_seconds():g} s of a start: {absent}"
+        return self._settle(text) if self._name else text
+
+    def _settle(self, outcome: str) -> str:
+        """The outcome of the latest offer: this one, if there is none yet."""
+        return str(self._store.compare_set(f"outcome/{self._name}", "", outcome).decode())
+
+    def _lead(self) -> str:
+        words = [self._read(f"hello/{rank}") for rank in self._ranks]
         if words != self._offered:
             self._name, self._offered = secrets.token_hex(8), words
             self._store.set("offer", json.dumps([self._name, words]))
-        if self._missing():
-            return False
-        self._store.set(f"go/{self._name}", "go")
-        return True
+        return (self._read(f"outcome/{self._name}") or "") if self._missing() else self._settle(GO)
 
-    def _follow(self) -> bool:
-        """Another rank looks once: whether it has taken the offer with which all go on."""
+    def _follow(self) -> str:
         name, words = json.loads(self._read("offer") or '["", []]')
-        if len(words) != self._size or words[self._rank] != self._word:
-            return False
+        if len(words) != len(self._ranks) or words[self._ranks.index(self._rank)] != self._word:
+            return ""
         if name != self._name:
             self._name = name
             self._store.set(f"taken/{self._rank}", name)
-        return self._read(f"go/{name}") is not None
+        return self._read(f"outcome/{name}") or ""
 
     def _missing(self) -> list[int]:
-        """Ranks that have not taken the latest offer; rank 0 while there is none for this rank."""
+        """Ranks that have not taken the latest offer; the first while there is none for this rank."""
         if not self._name:
-            return [0]
-        return [rank for rank in range(1, self._size) if self._read(f"taken/{rank}") != self._name]
+            return self._ranks[:1]
+        return [rank for rank in self._ranks[1:] if self._read(f"taken/{rank}") != self._name]
 
     def _read(self, key: str) -> str | None:
         return self._store.get(key).decode() if self._store.check([key]) else None

@@ -240,7 +240,7 @@ class Topology:
             Watched(hop, tuple(number[rank] for rank in dist.get_process_group_ranks(hop.group)), beside)
             for hop, beside in hops.values()
         ]
-        return Watch(watched, [t.queue for t in topologies], self.rank, self.world_size)
+        return Watch(watched, [t.queue for t in topologies], self.rank, self.global_ranks)
 
     def shard_index(self, numbering: Numbering) -> int:
         """The shard that this rank owns."""

@@ -73,12 +73,14 @@ class Watch:
         hops: All over which the ranks wait for one another; the same kinds in the same order on every rank.
         queues: Whose threads drive collectives.
         rank: This one.
-        world_size: How many there are.
+        global_ranks: All of them, as torch.distributed numbers them.
     """
 
-    def __init__(self, hops: Sequence[Watched], queues: Sequence[WorkQueue], rank: int, world_size: int) -> None:
+    def __init__(
+        self, hops: Sequence[Watched], queues: Sequence[WorkQueue], rank: int, global_ranks: Sequence[int]
+    ) -> None:
         self._hops = {f"{index}.{watched.ranks[0]}": watched for index, watched in enumerate(hops)}
-        self._queues, self._rank, self._world_size = list(queues), rank, world_size
+        self._queues, self._rank, self._world_size = list(queues), rank, len(global_ranks)
         self.doing: Callable[[], str] = lambda: "waits"
         """What this rank does now, in words."""
         self.compose: Callable[[Sequence[str]], str] = _compose
@@ -90,7 +92,7 @@ class Watch:
         self._store = store.clone() if hasattr(store, "clone") else store
         group = hops[0].hop.group
         timeout = backend.timeout_of(group) if group is not None else None
-        self._prefix = prefix_of_start(self._store, f"zcomm/watch/{name}", rank, world_size, timeout)
+        self._prefix = prefix_of_start(self._store, f"zcomm/watch/{name}", global_ranks, global_ranks[rank], timeout)
         self.num_found = 0
         """How often ranks have been found that wait for one another."""
         self._last: str | None = None

@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from zcomm import ConfigError, StateError
-from zcomm.starts import outlives_ranks, prefix_of_start
+from zcomm.starts import mark_fresh, outlives_ranks, prefix_of_start
 from zero.model_parallel import ModelParallel
 
 __all__ = ["DataParallel", "RankDataLoader", "data_parallel", "init_distributed", "local_device"]
@@ -50,6 +50,8 @@ def init_distributed(
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
         start: dict[str, Any] = _start_over(timeout) if outlives_ranks() else {}
         dist.init_process_group(backend, timeout=timeout, **start)
+        if start:
+            mark_fresh()
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     atexit.register(_end)
@@ -59,7 +61,7 @@ def _start_over(timeout: timedelta | None) -> dict[str, Any]:
     """For init_process_group: a store in which ranks of earlier starts have left nothing."""
     store, rank, world_size = next(rendezvous("env://", timeout=timeout or dist.default_pg_timeout))
     store.set_timeout(timeout or dist.default_pg_timeout)
-    prefix = prefix_of_start(store, "zero", rank, world_size, timeout)
+    prefix = prefix_of_start(store, "zero", range(world_size), rank, timeout)
     return {"store": PrefixStore(prefix, store), "rank": rank, "world_size": world_size}
 
 

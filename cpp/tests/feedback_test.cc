@@ -124,12 +124,10 @@ float SomeBeta(Random* random) {
   return betas[random->Below(3)];
 }
 
-void CheckArray(const MessageLayout& layout, DType dtype, std::size_t num_rows, Kind kind, std::size_t num_threads,
-                Random* random) {
-  const std::size_t row_stride = layout.segment_numel + 3;
-  const auto x = MakeArray(dtype, num_rows * row_stride, kind, random);
-  Source source{std::vector<float>(num_rows * row_stride), row_stride};
-  for (std::size_t e = 0; e < source.x.size(); ++e) source.x[e] = LoadElement(dtype, x.data(), e);
+// Whether `encode` makes the messages of `source` and keeps the residuals that Expected says.
+template <typename Encode>
+void Check(const MessageLayout& layout, const Source& source, std::size_t num_rows, Random* random,
+           const Encode& encode) {
   Blocks got = MakeBlocks(num_rows, layout.segment_numel, random);
   Blocks expected = got;
   const float beta = SomeBeta(random);
@@ -137,10 +135,21 @@ void CheckArray(const MessageLayout& layout, DType dtype, std::size_t num_rows, 
   const Draw* draw = maybe ? &*maybe : nullptr;
   const std::size_t stride = layout.nbytes + 16;
   std::vector<std::uint8_t> messages(num_rows * stride, 0xAB);
-  QuantizeWithResidual(layout, {dtype, x.data(), row_stride, 0}, {messages.data(), stride, num_rows, kOutHash},
-                       got.rows(beta), draw, num_threads);
+  encode(MutableMessages{messages.data(), stride, num_rows, kOutHash}, got.rows(beta), draw);
   const auto wanted = Expected(layout, source, num_rows, stride, beta, draw, &expected);
   ExpectSame(layout, stride, messages, wanted, got, expected);
+}
+
+void CheckArray(const MessageLayout& layout, DType dtype, std::size_t num_rows, Kind kind, std::size_t num_threads,
+                Random* random) {
+  const std::size_t row_stride = layout.segment_numel + 3;
+  const auto x = MakeArray(dtype, num_rows * row_stride, kind, random);
+  Source source{std::vector<float>(num_rows * row_stride), row_stride};
+  for (std::size_t e = 0; e < source.x.size(); ++e) source.x[e] = LoadElement(dtype, x.data(), e);
+  Check(layout, source, num_rows, random,
+        [&](const MutableMessages& messages, const ResidualRows& rows, const Draw* draw) {
+          QuantizeWithResidual(layout, {dtype, x.data(), row_stride, 0}, messages, rows, draw, num_threads);
+        });
 }
 
 void CheckSum(const MessageLayout& in_layout, const MessageLayout& layout, Kind kind, std::size_t num_threads,
@@ -155,17 +164,10 @@ void CheckSum(const MessageLayout& in_layout, const MessageLayout& layout, Kind 
   const ConstMessages input{received.data(), in_stride, count, kHash};
   Source source{std::vector<float>(in_layout.numel() + 1), in_layout.segment_numel};
   DecodeSumRef(in_layout, input, {DType::kFloat32, source.x.data(), 0, in_layout.segment_numel}, 1.0F);
-  Blocks got = MakeBlocks(num_rows, layout.segment_numel, random);
-  Blocks expected = got;
-  const float beta = SomeBeta(random);
-  const std::optional<Draw> maybe = MaybeDraw(random);
-  const Draw* draw = maybe ? &*maybe : nullptr;
-  const std::size_t stride = layout.nbytes + 16;
-  std::vector<std::uint8_t> messages(num_rows * stride, 0xAB);
-  DecodeSumRequantizeWithResidual(in_layout, input, layout, {messages.data(), stride, num_rows, kOutHash},
-                                  got.rows(beta), draw, num_threads);
-  const auto wanted = Expected(layout, source, num_rows, stride, beta, draw, &expected);
-  ExpectSame(layout, stride, messages, wanted, got, expected);
+  Check(layout, source, num_rows, random,
+        [&](const MutableMessages& messages, const ResidualRows& rows, const Draw* draw) {
+          DecodeSumRequantizeWithResidual(in_layout, input, layout, messages, rows, draw, num_threads);
+        });
 }
 
 Kind SomeKind(Random* random) { return static_cast<Kind>(random->Below(static_cast<std::uint32_t>(Kind::kNumKinds))); }

@@ -43,17 +43,21 @@ RESIDUAL = _of(
     "test_a_failed_exchange_is_rolled_back",
 )
 EXACT = _exact("plain 64 2-2-1", "plain 64 2-2-3")
+SCALED = _of("zero/test_loss_scale", "test_norms_are_unscaled_and_an_overflow_of_one_shard_is_every_ranks[1]")
 CLIP = _exact("clipping 64 2-2-1", "clipping 64 2-2-3")
 DELTA_HPZ = _of("zero/test_delta_hpz", "test_replicas_and_residuals_are_the_oracles", "test_skipped_steps_and_writes")
-OVERFLOW = _of(
-    "zero/test_loss_scale",
-    "test_one_ranks_overflow_is_every_ranks[1-options1]",
-    "test_one_ranks_overflow_is_every_ranks[3-options3]",
-)
 SCALE = _of("zero/test_loss_scale", "test_first_doubling_and_halving", "test_trajectory_equals_the_rule")
 LAYOUT = ("tests/zero/test_layout.py",)
 DAMAGED = _of("zero/test_checkpoint_failures", "test_errors_are_named_the_same_on_all_ranks_and_change_nothing[1]")
 RESUMED = _of("zero/test_checkpoint", "test_resuming_has_the_same_bits_as_not_stopping[1-WarmupDecayLR-True]")
+LINKS = _of("security/test_untrusted_files", "test_a_checkpoint_has_no_links_and_no_pipes")
+IS_LINK = """\
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a symbolic link, which could lead to any file: copy the checkpoint with its files (cp -rL)"
+        )
+"""
+OPENED = "    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC"
 QUANT, RS, AR = "zcomm/quant.py", "zcomm/reduce_scatter.py", "zcomm/all_reduce.py"
 
 MUTANTS = [
@@ -121,13 +125,13 @@ MUTANTS = [
            "        start = (self._topology.ranks_per_node - 1 - self._topology.local_rank) * self._shard.numel()\n        part",
            SECONDARY),
     Mutant("wrong clipping: the norm is not unscaled", "zero/clip.py", "return gradients.factor.scaled(total).to(dtype)",
-           "return total.to(dtype)", CLIP),
+           "return total.to(dtype)", SCALED),
     Mutant("wrong clipping: this rank's norm alone", "zero/clip.py",
            "by_rank = control.gather_beside(own.view(1), runtime.topology).view(-1)", "by_rank = own.view(1)", CLIP),
     Mutant("wrong clipping: no square root", "zero/clip.py", "sum_in_pairs(by_rank))).sqrt()", "sum_in_pairs(by_rank)))", CLIP),
     Mutant("missing overflow agreement", "zero/final_gradients.py",
            "self._overflow = control.any_(mine, self.runtime.topology)", "self._overflow = mine",
-           OVERFLOW),
+           SCALED),
     Mutant("the factor is not applied", "zero/final_gradients.py", "            reducer.change(grads, self.factor.multiply_)\n",
            "            pass\n", CLIP),
     Mutant("gradients are not forgotten", "zero/final_gradients.py",
@@ -149,8 +153,9 @@ MUTANTS = [
            "        replace_file(self._folder / METADATA, write_index(tensors, files, content), self.save_id)\n",
            "        if self._moves_latest:\n            replace_file(self._folder.parent / LATEST, latest_line(self._folder.name), self.save_id)\n"
            "        replace_file(self._folder / METADATA, write_index(tensors, files, content), self.save_id)\n", DAMAGED),
-    Mutant("checkpoint: links are followed", "zero/checkpoints/folder.py", "    if path.is_symlink():\n", "    if False:\n",
-           _of("security/test_untrusted_files", "test_a_checkpoint_has_no_links_and_no_pipes")),
+    Mutant("checkpoint: a link is refused without its remedy", "zero/checkpoints/folder.py", "    if path.is_symlink():\n",
+           "    if False:\n", LINKS),
+    Mutant("checkpoint: links are followed", "zero/checkpoints/folder.py", IS_LINK + OPENED + " | os.O_NOFOLLOW", OPENED, LINKS),
     Mutant("checkpoint: the last chunk of a part is left out", "zero/checkpoints/planners.py",
            "        while start < stop:\n", "        while start < stop - 1:\n", RESUMED),
 ]  # fmt: skip

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import resource
+import shutil
 import signal
 import sys
 import threading
@@ -21,7 +24,7 @@ import zcomm
 from tests.ranks import forkserver, run_ranks
 from zcomm import DivergedError, backend, env, flight_files, flight_record
 from zcomm.cli import main
-from zcomm.ledger import NUM_KEPT, Call, Ledger, in_bucket
+from zcomm.ledger import NUM_KEPT, Call, Entry, Ledger, in_bucket
 from zcomm.meeting import meet
 
 TIMEOUT_S = 2
@@ -151,6 +154,17 @@ def _live(rank: int, folder: Path, way: str) -> None:
     os._exit(0)
 
 
+def _leave_older_job(folder: Path) -> None:
+    """Of a rank of the new job's, and of a later start; one file in the way of a new one, and one that is none."""
+    for start in (0, 3):
+        place = folder / f"start{start}" / "rank1.9.flight"
+        place.parent.mkdir()
+        head = {"run": f"{time.time_ns() - 10**9:020d}-00", "rank": 1, "ranks": [0, 1], "copy": 5}
+        flight_files._File(place, head).keep(Entry(900, Call("all_gather", 8, "cpu"), "none", "", 0.0))
+    shutil.copy(folder / "start0" / "rank1.9.flight", folder / "start0" / "rank0.0.flight")
+    (folder / "start0" / "rank7.0.flight").write_bytes(b"torn")
+
+
 def test_however_an_exchange_fails_the_ranks_records_are_left_and_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,6 +172,7 @@ def test_however_an_exchange_fails_the_ranks_records_are_left_and_compared(
     jobs: dict[str, list[Any]] = {}
     for number, way in enumerate(WAYS):
         (tmp_path / str(number)).mkdir()
+        _leave_older_job(tmp_path / str(number))
         jobs[way] = [context.Process(target=_live, args=(rank, tmp_path / str(number), way)) for rank in range(2)]
         for process in jobs[way]:
             process.start()
@@ -170,7 +185,10 @@ def test_however_an_exchange_fails_the_ranks_records_are_left_and_compared(
             assert text in log, (way, log)  # dumped and compared by itself
             assert "flight recorders in" in log
             assert main(["flight", str(folder)]) == 0  # and later
-            assert text in capsys.readouterr().out
+            said = capsys.readouterr().out
+            assert text in said
+            assert "; 2 files of earlier starts or jobs are left out" in said
+            assert "group 5" not in log + said  # that is the older job's
             if WAYS[way][0] is _gather_another:
                 assert "and not number 4, all_gather of 128 bytes, none, bucket last" in log
                 assert "rank 0: all_gather of 128 bytes, none, bucket last, failed" in log.replace(
@@ -185,7 +203,7 @@ def test_however_an_exchange_fails_the_ranks_records_are_left_and_compared(
 
 
 def _check_no_place(rank: int, folder: Path) -> None:
-    """On one rank only: it goes on without a record, and so do the others."""
+    """On one rank only, of no folder and then of no space: it goes on without a record, and so do the others."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -198,10 +216,45 @@ def _check_no_place(rank: int, folder: Path) -> None:
         ledger.start(Call("all_gather", 8, "cpu"))
         assert (ledger.keep is None) == bool(rank)
         assert [text for text in logged if "/proc/no_place: this rank's exchanges are not recorded" in text] or not rank
+        os.environ["ZCOMM_FLIGHT"] = str(folder)
+        env.value.cache_clear()
+        usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if rank else usual[0], usual[1]))
+        try:
+            flight_files.attach(ledger, (0, 1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        assert (ledger.keep is None) == bool(rank)
+        assert any("File too large" in text for text in logged) == bool(rank)
     finally:
         logging.getLogger("zcomm").removeHandler(handler)
         del os.environ["ZCOMM_FLIGHT"]
         env.value.cache_clear()
+
+
+def _check_runs(rank: int, folder: Path) -> None:
+    os.environ["ZCOMM_FLIGHT"] = str(folder)
+    env.value.cache_clear()
+    try:
+        flight_files.attach(Ledger(), range(2000))
+        flight_files.attach(Ledger(), (0, *range(5, 2000)))  # no room for these
+    finally:
+        del os.environ["ZCOMM_FLIGHT"]
+        env.value.cache_clear()
+
+
+def test_all_ranks_share_the_name_of_a_run_and_many_ranks_have_room(tmp_path: Path) -> None:
+    run_ranks(2, _check_runs, tmp_path)
+    files = sorted((tmp_path / "start0").iterdir())
+    heads = [json.loads(path.read_bytes()[:512].rstrip(b"\0")) for path in files]
+    assert [head["rank"] for head in heads] == [0, 1]
+    assert len({head["run"] for head in heads}) == 1
+    assert int(heads[0]["run"].split("-")[0]) < time.time_ns()
+    absurd = {"run": "9", "rank": 0, "ranks": {"first": 0, "last": 10**15, "step": 1}, "copy": 0}
+    flight_files._File(tmp_path / "start0" / "rank0.7.flight", absurd)
+    place, recorded, num_others = flight_files.read_newest(tmp_path)
+    assert (place, num_others) == (tmp_path / "start0", 0)
+    assert {one.ranks for one in recorded} == {tuple(range(2000))}
 
 
 def test_a_folder_that_cannot_be_written_ends_no_job(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 from tests.ranks import run_ranks
 from tests.zero.models import batch, loss_of, new_model
 from tests.zero.training import zero_optimizer
-from zcomm import ConfigError, StateError
+from zcomm import ConfigError, StateError, Topology
 from zero import GatheredParameters, ZeroOptimizer, bisect, utils
-from zero.bit_ledger import file_of, hash_bits
+from zero.bit_ledger import GRADIENT, RECORD, BitLedger, file_of, hash_bits
 from zero.cli import main
 
 WIDTH = 8
@@ -113,6 +114,17 @@ def test_a_disk_that_is_full_ends_no_run_half_way(tmp_path: Path) -> None:
     run_ranks(2, _train_whole, str(tmp_path / "usual"), 2, 2, None)
     run_ranks(2, _train_on_a_full_disk, str(tmp_path / "full"))
     assert bisect.find(tmp_path / "usual", tmp_path / "full") == (None, 3)
+
+
+def test_a_shorter_attempt_leaves_nothing_of_a_longer_one(tmp_path: Path) -> None:
+    ledger: Any = object.__new__(BitLedger)
+    ledger._path, ledger._num_updates = tmp_path / "ledger", 0
+    ledger._runtime = SimpleNamespace(topology=Topology(ranks_per_node=1))
+    ledger._path.write_bytes(b"header")
+    rows = [(number, 0, torch.ones(2)) for number in range(3)]
+    assert ledger._write(GRADIENT, iter(rows), 6) == 6 + 3 * RECORD.itemsize
+    assert ledger._write(GRADIENT, iter(rows[:1]), 6) == 6 + RECORD.itemsize == ledger._path.stat().st_size
+    assert ledger._path.read_bytes()[:6] == b"header"
 
 
 def _train(rank: int, folder: str, edit: int | None, options: dict[str, Any]) -> None:

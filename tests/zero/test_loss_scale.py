@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 from tests.zero.models import TinyGPT, as_vector, batch, loss_of, new_model, relative_error
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
 from zcomm import ConfigError, StateError
-from zero import ZeroOptimizer
+from zero import CPUAdam, ZeroOptimizer
 from zero.loss_scale import DynamicLossScale, StaticLossScale
 
 
@@ -130,6 +130,52 @@ def _check_scripted(rank: int, stage: int, options: dict[str, Any]) -> None:
 )
 def test_one_ranks_overflow_is_every_ranks(stage: int, options: dict[str, Any]) -> None:
     run_ranks(2, _check_scripted, stage, options)
+
+
+def _check_norm_of_scaled_gradients(rank: int, stage: int) -> None:
+    """Of gradients 2, 2, 2, 2 the norm is 4, whatever they were multiplied by, and each is clipped to 0.5.
+
+    Without momentum, and with eps=1, Adam's first update is -g / (|g| + 1): a third. In host memory, unscaling and
+    clipping are part of CPUAdam's update: the norm is that of gradients that are not unscaled yet.
+    """
+    for is_called in (False, True):
+        for kind in (torch.optim.Adam, CPUAdam):
+            model = torch.nn.Linear(4, 1, bias=False)
+            torch.nn.init.zeros_(model.weight)
+            options: dict[str, Any] = {"fp16": {"enabled": True, "loss_scale": 64.0}}
+            options["gradient_clipping"] = 0.0 if is_called else 1.0
+            if kind is CPUAdam:
+                options["offload_optimizer"] = {"device": "cpu"}
+            inner = kind(model.parameters(), lr=1.0, betas=(0.0, 0.0), eps=1.0)
+            with zero_optimizer(model, inner, stage=stage, **options) as optimizer:
+                optimizer.scale(model(torch.full((1, 4), 1 + 2.0 * rank, dtype=torch.float16)).sum()).backward()
+                norm = optimizer.clip_grad_norm_(1.0).item() if is_called else None
+                optimizer.step()
+                assert (norm or optimizer.last_grad_norm) == 4.0
+                assert full_values(model)["weight"].flatten().tolist() == pytest.approx([-1 / 3] * 4, rel=1e-3)
+
+
+def _check_overflow_of_one_shard(rank: int, stage: int) -> None:
+    """Elements that one rank alone has in its shard: every rank shows the overflow, before anybody steps."""
+    numel = 2048
+    for place in (0, numel - 1):
+        model = torch.nn.Linear(numel, 1, bias=False)
+        with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=stage, fp16=FP16) as optimizer:
+            x = torch.ones(1, numel, dtype=torch.float16)
+            x[0, place] = float("inf") if rank == 0 else 1.0
+            optimizer.scale(model(x).sum()).backward()
+            shown = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            assert any(not grad.isfinite().all() for grad in shown)
+            before = full_values(model)
+            optimizer.step()
+            assert not optimizer.was_step_applied
+            assert_same_bits(before, full_values(model))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_norms_are_unscaled_and_an_overflow_of_one_shard_is_every_ranks(stage: int) -> None:
+    run_ranks(2, _check_norm_of_scaled_gradients, stage)
+    run_ranks(2, _check_overflow_of_one_shard, stage)
 
 
 def _train(rank: int, dtype: str, stage: int, num_micro: int) -> tuple[list[float], TinyGPT]:
