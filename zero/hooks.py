@@ -78,6 +78,11 @@ class LastGradient:
             self._then()
 
 
+def _only_looks_up(module: nn.Module) -> bool:
+    """Whether the backward of ``module`` needs no parameters. What a hook of the user's saves is gathered for it."""
+    return type(module) is nn.Embedding
+
+
 class Hooks:
     """The hooks on one model.
 
@@ -265,12 +270,13 @@ class Hooks:
         if not self._forwards or self._forwards[-1][0] is not module:
             return  # another hook raised before ours; or this is a copy of the model
         buckets = self._buckets_of[module]
+        uses_in_backward = module in self._unit_modules and torch.is_grad_enabled() and not _only_looks_up(module)
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         for tensor in outputs:
             aliased = self._bucket_under(tensor)
             if aliased is not None:  # a parameter, or a view of one, leaves the module
                 aliased.is_pinned = True
-            if module in self._unit_modules and tensor.requires_grad and torch.is_grad_enabled():
+            if uses_in_backward and tensor.requires_grad:
                 tensor.register_hook(lambda _: self._start_of_use_in_backward(buckets))  # type: ignore[no-untyped-call]
         for bucket in buckets:
             bucket.forward_depth = max(bucket.forward_depth - 1, 0)

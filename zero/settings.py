@@ -73,8 +73,8 @@ class ZeroSettings:
     """Elements gathered ahead of their use at most, and not more than the largest layer has; 0: none."""
     stage3_max_live_parameters: int = 1_000_000_000
     """Elements gathered at a time, but for what modules that run need. A module with more is gathered in parts."""
-    stage3_max_reuse_distance: int = 0
-    """A layer stays gathered if fewer elements are used before it is used again; 0: it never does."""
+    stage3_max_reuse_distance: int = 1
+    """A layer stays gathered if fewer elements are used before it is used again: 1 the last of forward, 0 none."""
     stage3_param_persistence_threshold: int = 0
     """Parameters with fewer elements stay whole; each step gathers them once."""
     stage3_model_persistence_threshold: int = 2**63 - 1

@@ -63,7 +63,7 @@ def test_elements_sent_per_step(stage: int, world_size: int, ranks_per_node: int
 def _check_inter_node_bytes(rank: int, num_micro: int) -> None:
     units = {}
     for name, switches in (
-        ("plain", {}),
+        ("plain", {"stage3_max_reuse_distance": 0}),
         ("ZeRO++", {"quantized_weights": True, "quantized_gradients": True, "hpz_partition_size": 2}),
     ):
         model = _wide_model(torch.bfloat16)

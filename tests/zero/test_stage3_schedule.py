@@ -238,6 +238,38 @@ def test_caps_hold_and_say_what_they_cost() -> None:
     run_ranks(2, _check_caps)
 
 
+def _check_backward_gathers(rank: int) -> None:
+    """Bytes of all-gathers: half of 2 an element go from here."""
+    embedding, layer, head, tokens = 4096, 1024, 2048, torch.arange(8)[None] + rank
+    for reuse, is_frozen in ((1, False), (0, False), (1, True)):
+        torch.manual_seed(0)
+        body = [nn.Linear(32, 32, bias=False) for _ in range(2)]
+        model = nn.Sequential(nn.Embedding(128, 32), *body, nn.Linear(32, 64, bias=False)).to(torch.bfloat16)
+        model[0].requires_grad_(not is_frozen)
+        saved: list[Tensor] = []  # by the user, for backward: the embedding's own weight
+        model[0].register_forward_hook(lambda m, _, out: out * m.weight.square().mean() if saved else None)  # noqa: B023
+        options: dict[str, Any] = {"gradient_format": "bf16", "stage3_max_reuse_distance": reuse}
+        params = [p for p in model.parameters() if p.requires_grad]
+        with zero_optimizer(model, torch.optim.SGD(params, lr=0.1), stage=3, **options) as optimizer:
+            for _ in range(3):
+                with zcomm.traffic() as sent:
+                    model(tokens).float().square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            again = 2 * layer + (0 if reuse else head)
+            assert sent.bytes(operation="all_gather") == embedding + 2 * layer + head + again
+            saved.append(tokens)
+            with zcomm.traffic() as sent:
+                model(tokens).float().square().mean().backward()
+                optimizer.zero_grad()
+            if not is_frozen:
+                assert sent.bytes(operation="all_gather") >= 2 * embedding + 4 * layer + head, "it is needed after all"
+
+
+def test_backward_gathers_neither_embeddings_nor_what_forward_used_last() -> None:
+    run_ranks(2, _check_backward_gathers)
+
+
 def test_a_module_larger_than_the_cap_is_gathered_in_parts() -> None:
     def names(max_numel: int) -> list[str]:
         return [unit.name for unit in find_units(model, max_numel)]

@@ -175,9 +175,10 @@ class ZeroOptimization:
         active_if="stage 3",
     )
     stage3_max_reuse_distance: int = key(
-        0,
-        "a layer stays gathered if fewer elements are used before it is used again; 0 is never (DeepSpeed: 1e9, "
-        "which keeps smaller models whole from forward to backward: 2/3 of the bytes, and stage 2's memory)",
+        1,
+        "a layer stays gathered if fewer elements are used before it is used again: 1 keeps the last one from forward "
+        "to backward, 0 none (DeepSpeed: 1e9, which keeps smaller models whole: 2/3 of the bytes, and stage 2's "
+        "memory)",
         minimum=0,
         setting="stage3_max_reuse_distance",
         active_if="stage 3",
