@@ -2,7 +2,7 @@
 
     python bench/cpu_adam.py [--numel 10M,100M] [--threads 1,2] [--rounds 15] [--json]
 
-All contenders work on the same arrays, in turn, each round, and begin when all threads sleep: OpenMP's, which torch's
+All contenders work on the same arrays, in turn, each round, and begin when all threads sleep: libgomp's, which torch's
 step uses, otherwise spin for milliseconds on the core where the next one's thread wants to start. ``bound`` is a kernel
 that reads and writes the same bytes with next to no arithmetic. GB/s: float32 AdamW reads 16 and writes 12 bytes a
 parameter. The bfloat16 rows are the step of a model in bfloat16 with float32 masters: ``zero`` reads the bfloat16
@@ -45,7 +45,7 @@ COLUMNS = [
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 TOLERANCE = 1e-5
 SPIN_S = 0.03
-"""Longer than OpenMP's threads spin after their work, unless OMP_WAIT_POLICY says otherwise."""
+"""Longer than libgomp's threads spin after their work, unless OMP_WAIT_POLICY says otherwise."""
 
 
 class State:

@@ -187,7 +187,7 @@ def read_files(folder: Path) -> list[Recorded]:
     """Every whole file of one folder, by rank, of whatever run; what is no such file is left out."""
     found = []
     for path in folder.glob("rank*.flight"):
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, ArithmeticError):
             data = path.read_bytes()
             parts = [data[:HEAD_NBYTES], data[HEAD_NBYTES : 2 * HEAD_NBYTES]]
             head, error = (part.rstrip(b"\0").decode(errors="replace") for part in parts)

@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     io_bench = commands.add_parser("io-bench", help="measure the disk under a folder")
     io_bench.add_argument("path", metavar="PATH", help="a folder on the disk, which will get a file for the moment")
     io_bench.add_argument("--size-mib", type=int, default=1024, metavar="N", help="of the file (default 1024)")
-    io_bench.add_argument("--seconds", type=float, default=2.0, help="for each row and direction (default 2)")
+    io_bench.add_argument("--seconds", type=finite, default=2.0, help="for each row and direction (default 2)")
     bisecting = commands.add_parser("bisect", help="where two runs with a bit ledger part")
     bisecting.add_argument("a", metavar="A", help="the folder that bit_ledger named in one run")
     bisecting.add_argument("b", metavar="B", help="in the other")

@@ -258,13 +258,13 @@ class Gatherer:
         """Raise, on every rank, what went wrong with a rank's files. Collective if shards were read from files."""
         self._rests.agree()
 
-    def release_if_unneeded(self, bucket: Bucket) -> None:
-        """Give the buffer back unless somebody needs it, or will soon."""
+    def release_if_unneeded(self, bucket: Bucket, *, may_keep: bool = True) -> None:
+        """Give the buffer back unless somebody needs it, or will soon by the plan, as far as that still holds."""
         if not self._is_active or bucket.is_resident or bucket.is_needed:
             return
         if bucket.index in self._in_use:
             schedule = self._in_use.pop(bucket.index)
-            if schedule is not None and schedule.end(bucket.index):
+            if schedule is not None and schedule.end(bucket.index) and may_keep:
                 self._kept.add(bucket.index)
         if bucket.index not in self._kept:
             self._release(bucket)

@@ -280,11 +280,11 @@ class Hooks:
                 tensor.register_hook(lambda _: self._start_of_use_in_backward(buckets))  # type: ignore[no-untyped-call]
         for bucket in buckets:
             bucket.forward_depth = max(bucket.forward_depth - 1, 0)
-            self._gatherer.release_if_unneeded(bucket)
+            self._gatherer.release_if_unneeded(bucket, may_keep=output is not None)  # it is after an exception
         _, context = self._forwards.pop()
         if context is not None:
             context.__exit__(None, None, None)
-        if not self._forwards and output is not None:  # it is after an exception
+        if not self._forwards and output is not None:
             if self._mode is Mode.INFERENCE:
                 self._gatherer.end_iteration(Mode.INFERENCE)
             if torch._C._current_graph_task_id() == -1:

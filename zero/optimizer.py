@@ -77,8 +77,8 @@ class ZeroOptimizer(Optimizer):
         What is wrong on one rank alone is raised on all. The model is whole then, and no process group stays behind.
 
     ``param_groups`` hold this rank's float32 master weights, so schedulers and manual changes of ``lr`` work as ever.
-    Cost for each rank and step, P elements over N ranks: 2P(N-1)/N elements sent at stages 0, 1, 2; 3P(N-1)/N at
-    stage 3; one small agreement per reduced backward. Source: arXiv:1910.02054, arXiv:2306.10209.
+    Cost for each rank and step, P elements over N ranks: 2P(N-1)/N elements sent at stages 0, 1, 2; at most
+    3P(N-1)/N at stage 3; one small agreement per reduced backward. Source: arXiv:1910.02054, arXiv:2306.10209.
     """
 
     def __init__(

@@ -61,6 +61,8 @@ class Job {
   std::exception_ptr error_;
 };
 
+thread_local bool is_worker = false;
+
 // Workers are detached and the pool is never destroyed: at process exit a worker sleeps on memory that stays valid.
 class Pool {
  public:
@@ -70,9 +72,8 @@ class Pool {
       std::thread worker([this] { Loop(); });
       workers_.push_back(worker.native_handle());
       worker.detach();
-      avoided_cpu_ = -1;
     }
-    AvoidCpuOfCaller();
+    if (!is_worker) AvoidCpuOfCaller();
     for (std::size_t i = 0; i < num_helpers; ++i) {
       queue_.push_back(job);
       wake_.notify_one();
@@ -81,6 +82,7 @@ class Pool {
 
  private:
   void Loop() {
+    is_worker = true;
     for (;;) {
       std::shared_ptr<Job> job;
       {
@@ -93,17 +95,21 @@ class Pool {
     }
   }
 
-  // Workers wake on other processors than the caller's. Left alone, Linux often wakes a worker on the caller's, where
-  // it waits for a time slice of milliseconds while another processor sleeps (seen on two in a virtual machine).
+  // Where threads are to fill all processors, workers wake on others than the caller's. Left alone, Linux often wakes a
+  // worker on the caller's, where it waits for a time slice of milliseconds while another processor sleeps (seen on two
+  // in a virtual machine). A caller that is bound to one processor leaves the workers as they are.
   void AvoidCpuOfCaller() {
 #ifdef __linux__
     const int cpu = sched_getcpu();
-    if (cpu == avoided_cpu_) return;
-    avoided_cpu_ = cpu;
     cpu_set_t allowed;
     if (cpu < 0 || cpu >= CPU_SETSIZE || pthread_getaffinity_np(pthread_self(), sizeof(allowed), &allowed) != 0) return;
-    if (CPU_COUNT(&allowed) > 1) CPU_CLR(cpu, &allowed);
+    const int num_cpus = CPU_COUNT(&allowed);
+    if (num_cpus == 1 || static_cast<std::size_t>(num_cpus) > workers_.size() + 1) return;
+    CPU_CLR(cpu, &allowed);
+    if (workers_.size() == num_bound_ && CPU_EQUAL(&allowed, &of_workers_)) return;
     for (const pthread_t worker : workers_) pthread_setaffinity_np(worker, sizeof(allowed), &allowed);
+    of_workers_ = allowed;
+    num_bound_ = workers_.size();
 #endif
   }
 
@@ -111,7 +117,10 @@ class Pool {
   std::condition_variable wake_;
   std::deque<std::shared_ptr<Job>> queue_;
   std::vector<pthread_t> workers_;
-  int avoided_cpu_ = -1;
+#ifdef __linux__
+  cpu_set_t of_workers_;
+  std::size_t num_bound_ = 0;  // workers that may run on those alone
+#endif
 };
 
 // The pool of this process. A child of fork() inherits the parent's pool without its threads, and possibly locked.

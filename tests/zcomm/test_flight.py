@@ -250,8 +250,9 @@ def test_all_ranks_share_the_name_of_a_run_and_many_ranks_have_room(tmp_path: Pa
     assert [head["rank"] for head in heads] == [0, 1]
     assert len({head["run"] for head in heads}) == 1
     assert int(heads[0]["run"].split("-")[0]) < time.time_ns()
-    absurd = {"run": "9", "rank": 0, "ranks": {"first": 0, "last": 10**15, "step": 1}, "copy": 0}
-    flight_files._File(tmp_path / "start0" / "rank0.7.flight", absurd)
+    for number, last in ((7, 10**15), (8, 10**30)):
+        absurd = {"run": "9", "rank": 0, "ranks": {"first": 0, "last": last, "step": 1}, "copy": 0}
+        flight_files._File(tmp_path / "start0" / f"rank0.{number}.flight", absurd)
     place, recorded, num_others = flight_files.read_newest(tmp_path)
     assert (place, num_others) == (tmp_path / "start0", 0)
     assert {one.ranks for one in recorded} == {tuple(range(2000))}

@@ -55,7 +55,7 @@ def _check_chunks(rank: int) -> None:
 def _check_each(names: Iterable[str], counted_links: tuple[str, ...]) -> None:
     ranks = Topology(ranks_per_node=2)
     for name in names:
-        model, options = _layers(), SENT[name]
+        model, options = _layers(), SENT[name] | {"stage3_max_reuse_distance": 0}
         optimizer = zero.ZeroOptimizer(
             model, torch.optim.SGD, topology=ranks, lr=0.1, gradient_accumulation_steps=NUM_MICRO, **options
         )

@@ -1,12 +1,13 @@
 """Bytes that a rank sends in a step, and the exchanges they go in, by what for: :mod:`zcomm.volume` over the buckets.
 
 What :func:`zcomm.traffic` counts, but for the agreements (operation "control"), a few bytes a rank; a message to each
-peer on a link is one exchange, and so is an agreement of all ranks. k micro-batches:
+peer on a link is one exchange, and so is an agreement of all ranks. At stage 3 the most: see below. k micro-batches:
 
     stage 0           k or 1 reductions (no_sync), and the gradients gathered once
     stage 1           one reduction at the boundary, and the new parameters gathered once
     stage 2           k reductions, and the new parameters gathered once
-    stage 3           k reductions, 2k gathers: for forward and for backward        ZeRO, section 7
+    stage 3           k reductions, 2k gathers: for forward and for backward,       ZeRO, section 7
+                      also of embeddings and the last layer, which backward does without
       hpZ             of them one over all ranks, the others inside the node        ZeRO++, section 3.2
       delta-hpZ       2k gathers inside the node; k first hops, one second;         zero.node_mode
                       and the changes of the shards once

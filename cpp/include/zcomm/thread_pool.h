@@ -10,7 +10,9 @@ namespace zcomm {
 // count <= grain or num_threads == 1 runs body(0, count) on the caller. The split may depend on num_threads, so `body`
 // must give the same result for any split. The first exception of `body` is rethrown, after the others have ended.
 //
-// Several threads may call at once, and `body` may call again. After fork() the child starts workers of its own.
+// On Linux, where threads are as many as the caller's processors, the workers' affinity becomes these without the one
+// the caller is on. Several threads may call at once, and `body` may call again. After fork() the child starts workers
+// of its own.
 void ParallelFor(std::size_t count, std::size_t grain, std::size_t num_threads,
                  const std::function<void(std::size_t begin, std::size_t end)>& body);
 
