@@ -280,7 +280,7 @@ class Hooks:
                 tensor.register_hook(lambda _: self._start_of_use_in_backward(buckets))  # type: ignore[no-untyped-call]
         for bucket in buckets:
             bucket.forward_depth = max(bucket.forward_depth - 1, 0)
-            self._gatherer.release_if_unneeded(bucket, may_keep=output is not None)  # it is after an exception
+            self._gatherer.release_if_unneeded(bucket, may_keep=output is not None)  # None: after an exception
         _, context = self._forwards.pop()
         if context is not None:
             context.__exit__(None, None, None)

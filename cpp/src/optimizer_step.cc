@@ -40,7 +40,7 @@ void Check(const StepOptions& options, const Shard& shard, bool has_draw) {
 
 // What one thread works on: float32 copies in the first-level cache of what rests in another type. Tiles are short so
 // that the memory works while the square roots do: before each, the arrays' elements two tiles further are asked for
-// (Intel Xeon, large float32 arrays: 1.1 times as fast, with tiles of 256 elements 1.06 times).
+// (bench/results/cpu_adam.md).
 class Tile {
  public:
   static constexpr std::size_t kNumel = 128;
