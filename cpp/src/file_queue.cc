@@ -287,7 +287,8 @@ int FileQueue::Verify(Request* request) {
 
 void FileQueue::Finish(const Request& request, int error) {
   Transfer& transfer = transfers_.at(request.ticket);
-  if (error != 0 && transfer.error == 0) {
+  // Requests end in any order: the one that stands first in the file is named, whatever the threads' timing.
+  if (error != 0 && (transfer.error == 0 || request.offset < transfer.failed_offset)) {
     transfer.error = error;
     transfer.failed_offset = request.offset;
     transfer.failed_nbytes = request.nbytes;

@@ -119,7 +119,7 @@ class FileQueue {
     std::uint64_t offset = 0;
     std::size_t nbytes = 0;
     std::size_t unfinished = 0;
-    int error = 0;  // of the first request that failed, whose numbers follow
+    int error = 0;  // of the request at the lowest offset that failed, whose numbers follow
     std::uint64_t failed_offset = 0;
     std::size_t failed_nbytes = 0;
     std::size_t moved_nbytes = 0;
