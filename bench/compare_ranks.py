@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -62,7 +63,10 @@ class Turns:
         self._errors: dict[str, str] = {}
 
     def take_all(self) -> None:
-        """Build every system, let it take a turn that does not count, in which it allocates; then round after round."""
+        """Build every system, let it take a turn that does not count, in which it allocates; then round after round.
+
+        Each round has an order of its own: what a system leaves behind, in caches and on disks, falls on all alike.
+        """
         names, rounds = self._arguments.systems, self._arguments.rounds
         mine = torch.tensor([len(self._run.systems.get(name, System()).seconds) for name in names])
         taken = control.gather_float64(mine, self._topology)[0].tolist()  # as rank 0's file has it
@@ -75,7 +79,7 @@ class Turns:
                 self._try(name, partial(self._turn, name, is_counted=False))
                 bar.update()
             for number in range(rounds):
-                for name in names:
+                for name in random.Random(number).sample(names, len(names)):  # the same on all ranks
                     if number < left[name]:
                         bar.set_postfix_str(name)
                         self._try(name, partial(self._turn, name, is_counted=True))

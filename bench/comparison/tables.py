@@ -60,10 +60,10 @@ def markdown(runs: dict[Key, Run], memory: dict[str, dict[str, Any]], context: d
     """The whole report."""
     lines = ["# The same training under each system", "", *(f"{name}: {text}  " for name, text in context.items()), ""]
     lines += [
-        "Medians over turns that the systems take one after the other. Network's share: 1 - step on loopback / step",
-        "here. Computation's share: step of the same rank alone, nothing sent, over the step. Wire: what a node's",
-        "interface sent in a step (on loopback all of them). M: bytes between nodes in units of the bfloat16 model.",
-        "RSS and model states: the largest over the ranks, each system in ranks of its own.", "",
+        "Medians over turns that the systems take one after the other, in another order each round. Network's share:",
+        "1 - step on loopback / step here. Computation's share: step of the same rank alone, nothing sent, over the",
+        "step. Wire: what a node's interface sent in a step (on loopback all of them). M: bytes between nodes in units",
+        "of the bfloat16 model. RSS and model states: the largest over the ranks, each system in ranks of its own.", "",
     ]  # fmt: skip
     for key, run in runs.items():
         lines += [f"## {key.replace(' ', ', ')}", "", f"{run.numel:,} parameters, {run.tokens} tokens a batch.", ""]
