@@ -141,7 +141,7 @@ def _unit(module: nn.Module, group: Any, names: dict[int, str]) -> Unit:
         tuple(named),
         tuple(p.padded_sharded_param_size.numel() * shard_size for p in group.fsdp_params),
         tuple(p.sharded_param.requires_grad for p in group.fsdp_params),
-        frozenset(group.mp_policy.param_dtype or p.sharded_param.dtype for p in group.fsdp_params),
+        frozenset(p.mp_policy.param_dtype or p.sharded_param.dtype for p in group.fsdp_params),
     )
 
 
