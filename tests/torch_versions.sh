@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests the supported range of torch: tests/torch_versions.sh [VERSION ...], default 2.11.0 2.12.0 2.13.0.
+# Tests the supported range of torch: tests/torch_versions.sh [VERSION ...], default 2.11.0 2.12.0 2.13.0 2.14.1 2.15.0.
 # Each has an environment of its own with the CPU wheels, kept below $TORCH_VERSIONS_DIR (default build-torch): about
 # 1 GB and a few minutes each. TORCH_VERSIONS_INDEX names another package index than torch's own (one without CPU wheels
 # brings several GB of CUDA libraries). Ends with 0 if all passed.
@@ -14,7 +14,7 @@ smoke=(
   tests/zcomm/test_install_fsdp2.py tests/zcomm/test_install_ddp.py tests/zero/test_exactness.py tests/zero/test_layout.py
   tests/zero/test_checkpoint_failures.py tests/zero/test_golden_checkpoints.py tests/zero/test_initialize.py
 )
-[ $# -gt 0 ] || set -- 2.11.0 2.12.0 2.13.0
+[ $# -gt 0 ] || set -- 2.11.0 2.12.0 2.13.0 2.14.1 2.15.0
 
 failed=()
 for version in "$@"; do
