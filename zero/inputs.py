@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zcomm import ConfigError, Topology
@@ -42,6 +43,23 @@ def check_inputs(
     return plan
 
 
+def _check_is_unwrapped(model: nn.Module) -> None:
+    """Whoever else averages gradients or shards parameters does it beside this library, and both go wrong."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, not its parameters: got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            where = f"its module {name!r}" if name else "model"
+            raise ConfigError(
+                f"{where} is a DistributedDataParallel, which averages gradients itself: give its .module"
+            )
+    for name, param in model.named_parameters():
+        if hasattr(param, "placements"):  # a DTensor; importing its class takes megabytes
+            raise ConfigError(
+                f"parameter {name!r} is sharded already, by fully_shard or tensor parallelism: give a plain model"
+            )
+
+
 def _understand(
     model: nn.Module,
     optimizer: type[Optimizer] | Optimizer,
@@ -50,6 +68,7 @@ def _understand(
 ) -> Plan:
     if not (isinstance(optimizer, Optimizer) or (isinstance(optimizer, type) and issubclass(optimizer, Optimizer))):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer class or instance: got {optimizer!r}")
+    _check_is_unwrapped(model)
     plan = make_plan(config, options)
     as_groups(model, optimizer)
     device = check_model(model)

@@ -17,6 +17,7 @@ from zero.init_shards import is_built
 from zero.layout import BucketLayout, runs
 from zero.node_mode import resolve_mode
 from zero.residents import choose_residents, set_apart
+from zero.same import what_differs
 from zero.settings import Effective, ZeroSettings
 from zero.units import Unit, find_units
 
@@ -24,6 +25,8 @@ __all__ = ["ModelPlan", "check_model", "check_ranks_agree", "plan_model"]
 
 MERGED_NUMEL = 2**20
 """Larger exchanges gain nothing more from being fewer, and begin later in backward."""
+NUM_TOLD = 4
+"""Differences between ranks' models that an error names."""
 
 
 class ModelPlan(NamedTuple):
@@ -150,14 +153,20 @@ def check_ranks_agree(buckets: list[Bucket], settings: ZeroSettings, topology: T
     facts = [repr(_without_folders(settings)), *(f"{b.layout} {b.dtype} {b.is_trainable}" for b in buckets)]
     mine = torch.tensor([float(len(buckets)), *_digests(facts)], dtype=torch.float64)
     of_ranks = control.gather_float64(mine, topology)
-    for column, what in enumerate(("number of buckets", "settings", "model")):
-        values = of_ranks[:, column].tolist()
-        if len(set(values)) > 1:
-            raise LayoutError(
-                f"the {what} given to ZeroOptimizer must be the same on every rank: by rank {[int(v) for v in values]} "
-                f"({'count' if column == 0 else 'checksums'}); this rank: "
-                + (repr(settings) if column == 1 else f"{sum(b.layout.numel for b in buckets)} padded elements")
-            )
+    if bool((of_ranks == of_ranks[0]).all()):
+        return
+    known = {"the settings": facts[0], "the order of parameters": f"of checksum {zlib.crc32(repr(facts[1:]).encode())}"}
+    for bucket in buckets:
+        use = f"{bucket.dtype}, {'trained' if bucket.is_trainable else 'frozen'}"
+        known |= {f"parameter {slot.name!r}": f"{list(slot.shape)}, {use}," for slot in bucket.layout.slots}
+    found = what_differs(known, topology, lane="model")
+    found = [line for line in found if not line.startswith("the order")] or found
+    more = f"; and {len(found) - NUM_TOLD} more" if len(found) > NUM_TOLD else ""
+    raise LayoutError(
+        "the model given to ZeroOptimizer must be the same on every rank, and its settings: "
+        + "; ".join(found[:NUM_TOLD])
+        + more
+    )
 
 
 def _without_folders(settings: ZeroSettings) -> ZeroSettings:

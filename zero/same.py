@@ -21,7 +21,7 @@ from zcomm.fingerprint import differing
 from zcomm.meeting import meet
 from zero.config.read import Configuration
 
-__all__ = ["check_same"]
+__all__ = ["check_same", "what_differs"]
 
 MAY_DIFFER = {
     "aio", "autotuning", "comet", "comms_logger", "csv_monitor", "dump_state", "flops_profiler", "log_level",
@@ -48,15 +48,22 @@ def check_same(
     Cost for each rank: 8 bytes to every other rank; where they differ a meeting in torch.distributed's store.
     """
     mine = dict(_flat("", configuration.values)) | dict(_of_optimizer(optimizer)) | dict(_flat("option ", options))
-    text = json.dumps(mine, sort_keys=True)
-    if control.are_equal(text, ranks):
+    if control.are_equal(json.dumps(mine, sort_keys=True), ranks):
         return
+    found = what_differs(mine, ranks, lane="configuration")
+    raise ConfigError(f"every rank must be given the same configuration and optimizer: {'; '.join(found)}")
+
+
+def what_differs(mine: Mapping[str, str], ranks: Topology | dist.ProcessGroup | None, *, lane: str) -> list[str]:
+    """Of each fact, by name, that is not the same on all ranks a line with its values and their ranks. Collective.
+
+    A meeting in torch.distributed's store, named ``lane``: for ranks that are about to raise.
+    """
     group = ranks.world.group if isinstance(ranks, Topology) else ranks or dist.group.WORLD
     assert group is not None, "a rank alone is equal to itself"
     members = dist.get_process_group_ranks(group)
-    texts = meet(members, text, lane="configuration", timeout=timeout_of(group))
-    found = differing(dict(zip(members, map(json.loads, texts), strict=True)))
-    raise ConfigError(f"every rank must be given the same configuration and optimizer: {'; '.join(found)}")
+    texts = meet(members, json.dumps(mine, sort_keys=True), lane=lane, timeout=timeout_of(group))
+    return differing(dict(zip(members, map(json.loads, texts), strict=True)))
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
