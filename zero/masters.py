@@ -6,6 +6,7 @@ Elementwise optimizers cannot tell the difference; :func:`check_elementwise` ref
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -139,8 +140,15 @@ def build_inner(
     try:
         return optimizer([{"params": params} for params in replaced], **options)
     except TypeError as error:
-        hints = [f"{key!r}{nearest_setting(key)}" for key in options]
-        raise ConfigError(f"{optimizer.__name__} was not built with the options {', '.join(hints)}: {error}") from error
+        known = inspect.signature(optimizer).parameters
+        takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
+        wrong = [f"{key!r}{nearest_setting(key, known)}" for key in options if not takes_any and key not in known]
+        if wrong:
+            text = f"neither {optimizer.__name__} nor ZeroOptimizer has the options {', '.join(wrong)}"
+        else:
+            given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+            text = f"{optimizer.__name__} was not built with {given}"
+        raise ConfigError(f"{text}: {error}") from error
 
 
 def check_options(optimizer: type[Optimizer] | Optimizer, options: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zcomm import ConfigError, Topology, get_format
+from zero.config.read import nearest
 from zero.settings import Effective, ZeroSettings, resolve
 from zero.tiers.settings import Tier
 
@@ -90,7 +91,9 @@ def _beside_replicas(settings: ZeroSettings, inactive: list[str]) -> ZeroSetting
 def _check(settings: ZeroSettings) -> None:
     mode, tiers = settings.mode, settings.tiers
     if mode not in MODES:
-        raise ConfigError(f"mode must be one of {', '.join(MODES)}, or absent: mode={mode!r}")
+        raise ConfigError(
+            f"mode must be one of {', '.join(MODES)}, or absent: mode={mode!r}{nearest(str(mode), MODES)}"
+        )
     refused = {
         "delayed_update or overlapped_update (receivers would be behind)": tiers.states.delays_update,
         "compressed_link (what nodes hold follows the parameters, not the masters)": tiers.states.compresses_link,

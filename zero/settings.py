@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -137,9 +137,9 @@ def split_options(options: Mapping[str, Any]) -> tuple[ZeroSettings, dict[str, A
     return ZeroSettings(**ours), {key: value for key, value in options.items() if key not in names}
 
 
-def nearest_setting(name: str) -> str:
-    """`` (did you mean 'x'?)`` for a name close to a setting's, else nothing."""
-    close = difflib.get_close_matches(name, [field.name for field in fields(ZeroSettings)], n=1)
+def nearest_setting(name: str, others: Iterable[str] = ()) -> str:
+    """`` (did you mean 'x'?)`` for a name close to a setting's or one of ``others``, else nothing."""
+    close = difflib.get_close_matches(name, [*others, *(field.name for field in fields(ZeroSettings))], n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

@@ -280,6 +280,26 @@ def test_bad_configuration_is_refused() -> None:
     _refused(ConfigError, "ReLU has 0 parameters", lambda: ZeroOptimizer(nn.ReLU(), adamw(new_model().parameters())))
 
 
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "of the optimizer": (
+        {"lr": 0.1, "momentun": 0.9},
+        r"has the options 'momentun' \(did you mean 'momentum'\?\): SGD",
+    ),
+    "of ours": (
+        {"lr": 0.1, "overlap_com": True},
+        r"has the options 'overlap_com' \(did you mean 'overlap_comm'\?\): SGD",
+    ),
+    "a value": ({"lr": "3e-4"}, r"SGD was not built with lr='3e-4': "),
+    "a mode": ({"lr": 0.1, "mode": "delta-hpz"}, r"mode='delta-hpz' \(did you mean 'delta_hpz'\?\)"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_wrong_option_alone_is_named(name: str) -> None:
+    options, text = OPTIONS[name]
+    _refused(ConfigError, text, lambda: ZeroOptimizer(new_model(), torch.optim.SGD, **options))
+
+
 def test_bad_models_are_refused() -> None:
     adamw = torch.optim.AdamW
     model = new_model()
