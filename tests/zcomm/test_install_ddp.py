@@ -408,7 +408,7 @@ def _check_refusals(rank: int) -> None:
         zcomm.install_ddp(ddp, "zerop", topology=t)
     with pytest.raises(ConfigError, match=r"overrides must name .*: '4\.wieght'; the nearest name is '4\.weight'"):
         zcomm.install_ddp(ddp, overrides={"4.wieght": "bf16"}, topology=t)
-    with pytest.raises(zcomm.FormatError, match="did you mean 'int8'"):
+    with pytest.raises(zcomm.FormatError, match=r"overrides\['4'\]: .*did you mean 'int8'"):
         zcomm.install_ddp(ddp, overrides={"4": "int88"}, topology=t)
     with pytest.raises(LayoutError, match="module '0' has sparse gradients"):
         zcomm.install_ddp(DistributedDataParallel(nn.Sequential(nn.Embedding(4, 4, sparse=True))), topology=t)

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from zcomm.errors import ConfigError
+from zcomm.errors import ConfigError, FormatError
 from zcomm.formats import FORMATS, Format, get_format
 from zcomm.recipes import Recipe, Wires
 
@@ -56,15 +56,18 @@ def choose(named: Iterable[Named], recipe: Recipe, overrides: Mapping[str, Overr
         FormatError: A format does not exist.
     """
     named = list(named)
-    wires, by_name = recipe.wires(), {name: _wires_of(override) for name, override in overrides.items()}
+    wires, by_name = recipe.wires(), {name: _wires_of(name, override) for name, override in overrides.items()}
     _check_matches(by_name, [name for parameter in named for name in parameter.names])
     return [_choose(parameter, recipe, wires, by_name) for parameter in named]
 
 
-def _wires_of(override: Override) -> Wires:
+def _wires_of(name: str, override: Override) -> Wires:
     if isinstance(override, Recipe):
         return override.wires()
-    wire = get_format(override)
+    try:
+        wire = get_format(override)
+    except FormatError as error:
+        raise FormatError(f"overrides[{name!r}]: {error}") from error
     return Recipe(weights=wire, gradients=(wire, wire), reduced=wire).wires()
 
 
