@@ -172,9 +172,9 @@ def _start(output: Tensor, mine: Tensor, hop: Hop, operation: str, sent: Sent) -
     call = Call(operation, mine.numel() * mine.element_size(), mine.device.type, is_heard_beside=hop.beside is not None)
     if device_of(hop.backend, mine.device) != mine.device:
         return _through_copies(output, mine, hop, words, call)
-    with failing():
+    with failing(operation, hop.group):
         pending = named_wait(start(output, mine, hop), *words)
-    return tracked(pending, hop.ledger, call, sent.format)
+    return tracked(pending, hop.ledger, call, sent.format, hop.group)
 
 
 def _gather(output: Tensor, message: Tensor, hop: Hop, words: Words) -> Pending:
@@ -270,9 +270,9 @@ def _through_copies(output: Tensor, source: Tensor, hop: Hop, words: Words, call
     device = device_of(hop.backend, source.device)
     received = torch.empty(output.shape, dtype=output.dtype, device=device)
     start = _gather if call.operation == "all_gather" else _exchange
-    with failing():
+    with failing(call.operation, hop.group):
         pending = start(received, source.to(device), hop, words)
-    with hop.ledger.waiting(hop.ledger.start(call._replace(device_type=device.type), words[1])):
+    with hop.ledger.waiting(hop.ledger.start(call._replace(device_type=device.type), words[1]), hop.group):
         pending.wait()
         output.copy_(received)
     return None
@@ -302,7 +302,7 @@ def broadcast_(tensor: Tensor, src: int, hop: Hop) -> None:
         count(hop, Sent("control", "none", tensor.numel()), tensor.numel() * tensor.element_size())
     values = tensor.to(device_of(hop.backend, tensor.device))
     call = Call("broadcast", tensor.numel() * tensor.element_size(), values.device.type, src)
-    with hop.ledger.waiting(hop.ledger.start(call)):
+    with hop.ledger.waiting(hop.ledger.start(call), hop.group):
         _broadcast(_bytes(values), src, hop).wait()
     if values is not tensor:
         tensor.copy_(values)
@@ -319,8 +319,14 @@ def _broadcast(values: Tensor, src: int, hop: Hop) -> Pending:
 
 def sum_(tensor: Tensor, group: dist.ProcessGroup | None) -> torch.futures.Future[Tensor]:
     """Start torch.distributed's own all-reduce of ``tensor``, in place. Not counted: it has no hops of ours."""
-    future: torch.futures.Future[list[Tensor]] = dist.all_reduce(tensor, group=group, async_op=True).get_future()
-    return cast("torch.futures.Future[Tensor]", future.then(lambda done: done.value()[0]))
+
+    def first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        with failing("all_reduce", group):
+            return done.value()[0]
+
+    with failing("all_reduce", group):
+        future: torch.futures.Future[list[Tensor]] = dist.all_reduce(tensor, group=group, async_op=True).get_future()
+    return cast("torch.futures.Future[Tensor]", future.then(first))
 
 
 def device_of(backend: str, wanted: torch.device) -> torch.device:
@@ -340,7 +346,7 @@ def gather_ints(value: int, group: dist.ProcessGroup | None) -> list[int]:
     device = device_of(backend_of(group), torch.device("cpu"))
     mine = torch.tensor([value], dtype=torch.int64, device=device)
     of_ranks = mine.new_empty(dist.get_world_size(group))
-    with failing():
+    with failing("all_gather of one number", group):
         cast(Pending, _all_gather(of_ranks, mine, group=group, async_op=True)).wait()
     return [int(v) for v in of_ranks.tolist()]
 

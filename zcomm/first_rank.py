@@ -37,7 +37,7 @@ def gather_to_first(message: Tensor, hop: Hop) -> Tensor | None:
     if not is_first:  # ranks of a node are consecutive
         link = "intra" if hop.rank <= hop.num_intra_peers else "inter"
         record((sent.operation, sent.format, link), 1, sent.numel, message.nbytes)
-    with failing():
+    with failing("gather to the first rank", hop.group):
         work = dist.gather(message, rows if is_first else None, group=hop.group, group_dst=0, async_op=True)
         _wait(work, hop, sent, [message] * hop.size, dict(enumerate(rows[1:], 1)))
     return of_ranks if is_first else None
@@ -53,7 +53,7 @@ def scatter_from_first(rows: Tensor | None, numel: int, hop: Hop) -> Tensor:
     parts = [] if rows is None else list(rows.unbind(0))
     if is_first:
         count(hop, sent, numel)
-    with failing():
+    with failing("scatter from the first rank", hop.group):
         work = dist.scatter(mine, parts if is_first else None, group=hop.group, group_src=0, async_op=True)
         _wait(work, hop, sent, parts, {} if is_first else {0: mine})
     return mine

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from zcomm.backend import Hop, backend_of, gather_ints, timeout_of
 from zcomm.errors import StateError
+from zcomm.ledger import failing
 
 __all__ = ["close_hop", "destroy_group", "level_group_names", "new_group", "wait_until_made"]
 
@@ -21,7 +22,8 @@ def new_group(
     the whole job (torch.distributed then names the group by its ranks and the number of groups that a rank has).
     """
     chosen = backend or _shortest(backend_of(parent))
-    group = dist.new_group(ranks, timeout=timeout_of(parent), backend=chosen, use_local_synchronization=is_local)
+    with failing("making a process group", ranks):
+        group = dist.new_group(ranks, timeout=timeout_of(parent), backend=chosen, use_local_synchronization=is_local)
     return cast(dist.ProcessGroup, group) if dist.get_rank() in ranks else None
 
 

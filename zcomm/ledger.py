@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol
 
 from zcomm.errors import DivergedError
+from zcomm.lost import Members, as_communication_error
 
 __all__ = ["NUM_KEPT", "ON_FAILURE", "Call", "Entry", "Ledger", "current_bucket", "failing", "in_bucket", "tracked"]
 
@@ -126,9 +127,22 @@ class Ledger:
                 if self.keep is not None:
                     self.keep(entry)
 
-    def waiting(self, number: int) -> AbstractContextManager[None]:
-        """This thread waits inside for exchange ``number``; DivergedError at the end if it was broken."""
-        return _Waiting(self, number)
+    def waiting(self, number: int, members: Members) -> AbstractContextManager[None]:
+        """This thread waits inside for exchange ``number`` among ``members``.
+
+        At the end DivergedError if it was broken, CommunicationError if torch has raised.
+        """
+        return _Waiting(self, number, members)
+
+    def name(self, number: int) -> str:
+        """Exchange ``number`` in words."""
+        with self._lock:
+            for entry in self._entries:
+                if entry.number == number:
+                    bucket = f", bucket {entry.bucket}" if entry.bucket else ""
+                    call = f"{entry.call.operation} of {entry.call.nbytes} bytes, {entry.format}{bucket}"
+                    return f"{call} (number {number})"
+        return f"exchange number {number}"
 
     def break_until(self, number: int, reason: str) -> None:
         """Nobody may use what exchanges up to ``number`` bring. Before :attr:`settled` nobody goes on."""
@@ -137,8 +151,8 @@ class Ledger:
 
 
 class _Waiting:
-    def __init__(self, ledger: Ledger, number: int) -> None:
-        self._ledger, self._number = ledger, number
+    def __init__(self, ledger: Ledger, number: int, members: Members) -> None:
+        self._ledger, self._number, self._members = ledger, number, members
 
     def __enter__(self) -> None:
         self._ledger._move(self._number, "waited for")
@@ -154,7 +168,7 @@ class _Waiting:
             _tell(diverged)
             raise diverged from error
         if error is not None:
-            _tell(error)
+            _raise(error, self._ledger.name(self._number), self._members)
 
 
 def _tell(error: BaseException) -> None:
@@ -162,13 +176,21 @@ def _tell(error: BaseException) -> None:
         tell(error)
 
 
+def _raise(error: BaseException, exchange: str, members: Members) -> None:
+    """Tell of ``error``; if torch has raised it for the exchange, raise what says so, else return."""
+    told = as_communication_error(error, exchange, members)
+    _tell(told)
+    if told is not error:
+        raise told from error
+
+
 @contextmanager
-def failing() -> Iterator[None]:
-    """What raises inside is an exchange, or a meeting of ranks, that failed."""
+def failing(exchange: str, members: Members) -> Iterator[None]:
+    """What raises inside is ``exchange`` among ``members`` that failed; CommunicationError if torch has raised."""
     try:
         yield
     except BaseException as error:
-        _tell(error)
+        _raise(error, exchange, members)
         raise
 
 
@@ -179,17 +201,17 @@ class _Waitable(Protocol):
 
 
 class _Tracked:
-    def __init__(self, pending: _Waitable, ledger: Ledger, number: int) -> None:
-        self._pending, self._ledger, self._number = pending, ledger, number
+    def __init__(self, pending: _Waitable, ledger: Ledger, number: int, members: Members) -> None:
+        self._pending, self._ledger, self._number, self._members = pending, ledger, number, members
 
     def wait(self) -> None:
-        with self._ledger.waiting(self._number):
+        with self._ledger.waiting(self._number, self._members):
             self._pending.wait()
 
     def is_completed(self) -> bool:
         return self._pending.is_completed()
 
 
-def tracked(pending: _Waitable, ledger: Ledger, call: Call, wire: str) -> _Waitable:
-    """``pending``, which has just been started with messages in format ``wire``, entered into ``ledger``."""
-    return _Tracked(pending, ledger, ledger.start(call, wire))
+def tracked(pending: _Waitable, ledger: Ledger, call: Call, wire: str, members: Members) -> _Waitable:
+    """``pending``, just started among ``members`` with messages in format ``wire``, entered into ``ledger``."""
+    return _Tracked(pending, ledger, ledger.start(call, wire), members)

@@ -47,7 +47,7 @@ def meet(ranks: Sequence[int], said: str, *, lane: str, timeout: timedelta | Non
     Raises:
         CommunicationError: Not all came in time. Names the ranks and, where known, what they do instead.
     """
-    with failing():
+    with failing("a meeting of ranks in the store", ranks):
         return _meetings().meet(tuple(ranks), said, lane, timeout or dist.default_pg_timeout)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,11 @@ import torch.distributed as dist
 
 import zcomm
 from tests.ranks import forkserver
+from zcomm import backend
+from zcomm.first_rank import gather_to_first, scatter_from_first
+from zcomm.groups import new_group
+from zcomm.ledger import failing, in_bucket
+from zcomm.topology import hop_of_group
 
 TIMEOUT_S = 3
 SLACK_S = 70  # of a slow machine; a hang is for ever
@@ -74,7 +81,7 @@ def _live(rank: int, store: str, call: Callable[..., None], pipe: Connection) ->
         call(shard, full)
         pipe.send("no error")
     except Exception as error:
-        pipe.send(type(error).__name__)
+        pipe.send(f"{type(error).__name__}: {error}")
     os._exit(0)  # destroying the group would wait for the rank that is gone
 
 
@@ -114,8 +121,95 @@ def test_the_others_get_an_error(tmp_path: Path) -> None:
             os.kill(job.processes[-1].pid, job.number)
         for job in jobs:
             for answer in job.answers(RANKS - 1, TIMEOUT_S + SLACK_S):
-                assert "Error" in answer, (job.name, answer)
+                assert answer.startswith("CommunicationError: "), (job.name, answer)
     finally:
         for process in (process for job in jobs for process in job.processes):
             process.kill()
             process.join()
+
+
+def _gather_for_a_bucket() -> None:
+    with in_bucket("layer 3"):
+        zcomm.all_gather_single(torch.empty(2000), torch.ones(1000), format="int8")
+
+
+def _gather_whole() -> None:
+    zcomm.all_gather_single(torch.empty(2 * NUMEL), torch.ones(NUMEL))
+
+
+ROWS = torch.ones(2, 1, dtype=torch.uint8)
+
+
+def _make_group() -> None:
+    with mock.patch.object(dist, "new_group", side_effect=dist.DistStoreError("wait timeout")):
+        new_group([0, 1], None, is_local=False)
+
+
+WAYS: dict[str, tuple[Callable[[], Any], str]] = {
+    "waited for": (_gather_for_a_bucket, r"all_gather of \d+ bytes, int8, bucket layer 3 \(number 1\)"),
+    "started": (_gather_whole, r"all_gather( of 1200000 bytes, none \(number 1\))?"),
+    "broadcast": (lambda: backend.broadcast_(torch.ones(3), 1, hop_of_group(None)), r"broadcast of 12 bytes, none .*"),
+    "numbers": (lambda: backend.gather_ints(1, None), "all_gather of one number"),
+    "to the first": (lambda: gather_to_first(torch.ones(1), hop_of_group(None)), "gather to the first rank"),
+    "from the first": (lambda: scatter_from_first(ROWS, 1, hop_of_group(None)), "scatter from the first.*"),
+    "a group": (_make_group, "making a process group"),
+}
+
+
+def _survive(rank: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
+    _gather_for_a_bucket()
+    if rank == 1:
+        while not Path(f"{store}.both").exists():
+            time.sleep(0.01)
+        os._exit(0)
+    Path(f"{store}.both").touch()
+    told: dict[str, tuple[str, bool]] = {}
+    for name, (call, _) in WAYS.items():
+        try:
+            call()
+        except Exception as error:
+            told[name] = f"{type(error).__name__}: {error}", isinstance(error.__cause__, RuntimeError)
+    try:
+        backend.sum_(torch.ones(2), dist.group.WORLD).wait()
+    except RuntimeError as error:  # torch's futures keep the text of a callback's error, not its type
+        told["a plain sum"] = str(error).partition("callback: ")[2], True
+    pipe.send(told)
+    os._exit(0)
+
+
+@pytest.mark.timeout(SLACK_S)
+def test_the_error_names_the_exchange_and_the_remedy(tmp_path: Path) -> None:
+    here, there = forkserver().Pipe()
+    processes = [forkserver().Process(target=_survive, args=(r, str(tmp_path / "store"), there)) for r in range(2)]
+    try:
+        for process in processes:
+            process.start()
+        assert here.poll(SLACK_S), "no answer in time"
+        told = here.recv()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    wanted = {name: exchange for name, (_, exchange) in WAYS.items()} | {"a plain sum": "all_reduce"}
+    assert told.keys() == wanted.keys()
+    for name, (text, has_cause) in told.items():
+        assert has_cause, name
+        failed = f"CommunicationError: {wanted[name]} failed on rank 0 of ranks 0, 1: "
+        assert re.match(failed + r".+\. A rank has ended .*ZCOMM_DEBUG=1", text), (name, text)
+
+
+def test_what_this_rank_has_done_wrong_stays_as_it_is() -> None:
+    with pytest.raises(RuntimeError) as no_memory:
+        torch.empty(2**55)
+    own = (zcomm.MessageError("a"), ValueError("a"), TypeError("a"), torch.OutOfMemoryError("a"), KeyboardInterrupt())
+    for error in (no_memory.value, *own):
+        with pytest.raises(type(error)) as caught, failing("all_gather", range(2)):
+            raise error
+        assert caught.value is error
+    wanted = r"^all_gather failed: a\. A rank has ended"
+    with pytest.raises(zcomm.CommunicationError, match=wanted) as of_torch, failing("all_gather", range(2)):
+        raise RuntimeError("a.\nsecond line")
+    assert str(of_torch.value.__cause__) == "a.\nsecond line"

@@ -76,7 +76,7 @@ def test_a_message_of_another_length_is_never_taken_for_values(tmp_path: Path) -
         for case, rank, process, pipe in started:
             end = _end_of(process, pipe)
             if rank == 0:  # what it receives is too short; or the other has ended before
-                assert end.startswith(("MessageError", "RuntimeError")), (case, end)
+                assert end.startswith(("MessageError", "CommunicationError")), (case, end)
             else:
                 assert end == "exit code -6", (case, end)
     finally:
