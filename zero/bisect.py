@@ -47,7 +47,10 @@ class _Run:
 
 def _read(folder: Path, rank: int) -> tuple[dict[str, Any], dict[Key, int]]:
     path = file_of(folder, rank)
-    line, _, data = path.read_bytes().partition(b"\n")
+    try:
+        line, _, data = path.read_bytes().partition(b"\n")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no ledger {path}: give the folder that bit_ledger named in the run") from None
     try:
         header: dict[str, Any] = json.loads(line)
         is_ledger = header["format"] == MAGIC and {"world_size", "is_whole", "parameters", "stage"} <= header.keys()

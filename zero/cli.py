@@ -27,7 +27,7 @@ from zero.config import explain, json_schema, markdown_table, read_source
 from zero.estimate import estimate
 from zero.formulas import Activations, Counts
 from zero.io_bench import run as run_io_bench
-from zero.plan.command import add_plan, finite
+from zero.plan.command import add_plan, finite, named_model
 from zero.plan.command import run as run_plan
 
 __all__ = ["main"]
@@ -122,8 +122,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _parameters(text: str) -> int | str:
+    """``7e9``, or the name of a model."""
+    try:
+        return int(finite(text))
+    except ValueError:
+        return text
+
+
 def _add_estimate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("parameters", type=finite, metavar="PARAMETERS", help="of the model, for example 7e9")
+    whose = "of the model, for example 7e9; or the model, as zero plan --model takes it"
+    parser.add_argument("parameters", type=_parameters, metavar="PARAMETERS", help=whose)
     parser.add_argument("--config", metavar="FILE", help="DeepSpeed's JSON")
     parser.add_argument("--nodes", type=int, default=1, metavar="N")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="data-parallel ranks on each node")
@@ -138,15 +147,21 @@ def _add_estimate(parser: argparse.ArgumentParser) -> None:
 
 
 def _estimate(options: argparse.Namespace) -> str:
-    numel = int(options.parameters)
-    if numel < 1 or options.layers < 1:
-        raise ConfigError(f"there must be parameters and layers: parameters={numel}, layers={options.layers}")
-    counts = Counts(numel=numel, largest_unit=int(options.largest_layer or numel / options.layers))
+    given, layers = options.parameters, options.layers
+    if isinstance(given, str):
+        model = named_model(given)
+        numel, layers = model.numel, model.num_layers
+        largest = max(unit.numel for unit in model.units)
+    else:
+        numel, largest = given, int(given / max(layers, 1))
+    if numel < 1 or layers < 1:
+        raise ConfigError(f"there must be parameters and layers: parameters={numel}, layers={layers}")
+    counts = Counts(numel=numel, largest_unit=int(options.largest_layer or largest))
     shape = None
     if options.hidden is not None:
         shape = Activations(
             hidden=options.hidden,
-            num_layers=options.layers,
+            num_layers=layers,
             batch=options.batch,
             sequence=options.sequence,
             is_checkpointed=options.checkpointing,

@@ -151,7 +151,7 @@ def test_the_command_names_the_update_the_parameter_and_the_rank(
     assert main(["bisect", str(tmp_path / "a"), str(tmp_path / "c")]) == 0
     assert capsys.readouterr().out.startswith("update 3: gradient of 'blocks.")
     assert main(["bisect", str(tmp_path / "a"), str(tmp_path / "nothing")]) == 1
-    assert "No such file" in capsys.readouterr().err
+    assert "give the folder that bit_ledger named" in capsys.readouterr().err
     file_of(tmp_path / "c", 1).write_bytes(b"[1]\n")
     with pytest.raises(ConfigError, match="write it anew with bit_ledger"):
         bisect.find(tmp_path / "a", tmp_path / "c")

@@ -184,12 +184,12 @@ def test_the_largest_model_fits_and_a_larger_one_does_not() -> None:
 
 def test_models_are_known_by_their_configuration(tmp_path: Path) -> None:
     """GPT-2 has 124 million parameters, its attention's masks apart."""
-    values = {"n_layer": 12, "n_embd": 768, "vocab_size": 50257, "n_positions": 1024}
+    values = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "vocab_size": 50257, "n_positions": 1024}
     assert Model.of_config(values).numel == 124_439_808
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert main(["plan", "--model", str(tmp_path), "--json", "--nodes", "2"]) == 0
     with pytest.raises(ConfigError, match="vocab_size"):
-        Model.of_config({"n_layer": 12, "n_embd": 768, "n_positions": 8})
+        Model.of_config({key: values[key] for key in values if key != "vocab_size"})
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -197,6 +197,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert main(["plan", "--parameters", "7e9", "--layers", "32", "--nodes", "8", "--plot", str(picture)]) == 0
     shown = capsys.readouterr().out
     assert picture.stat().st_size > 10_000
+    assert 'optimizer= or an "optimizer" section' in shown
     config = json.loads(shown[shown.index("\n{") :])
     assert parse(config, "shown").values.zero_optimization.stage == config["zero_optimization"]["stage"]
     assert main(["plan", "--layers", "4", "--hidden", "1024", "--max-model", "--host-gib", "0", "--nvme-gib", "0"]) == 0

@@ -20,7 +20,7 @@ from zero.plan.model import MODELS, Model
 from zero.plan.planner import Job, largest_model, plan
 from zero.plan.report import as_json, draw, table
 
-__all__ = ["add_plan", "finite", "run"]
+__all__ = ["add_plan", "finite", "named_model", "run"]
 
 UNREADABLE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
 """What reading a document of another form raises."""
@@ -90,23 +90,33 @@ def run(options: argparse.Namespace) -> str:
     return as_json(rows) if options.json else table(rows, model, cluster)
 
 
+def named_model(name: str, *, vocabulary: int = 50257, sequence: int | None = None) -> Model:
+    """The model that ``--model`` names: a key of :data:`MODELS`, or the folder or file of a ``config.json``.
+
+    Raises:
+        ConfigError: There is no such model, or its parameters are not known.
+    """
+    if name in MODELS:
+        layers, hidden = MODELS[name]
+        return Model.of_shape(layers, hidden, vocabulary=vocabulary, sequence=1024 if sequence is None else sequence)
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        return Model.of_config(json.loads(path.read_text()), sequence=sequence)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no file {path}: a model must be one of {', '.join(MODELS)}, or the folder or file of a "
+            "config.json"
+        ) from None
+    except ConfigError:
+        raise
+    except UNREADABLE as error:
+        raise ConfigError(f"{path} is not the configuration of a model: {error!r}") from error
+
+
 def _model_of(options: argparse.Namespace) -> Model:
-    if options.model in MODELS:
-        layers, hidden = MODELS[options.model]
-        return Model.of_shape(layers, hidden, vocabulary=options.vocabulary, sequence=options.sequence)
     if options.model is not None:
-        path = Path(options.model)
-        path = path / "config.json" if path.is_dir() else path
-        try:
-            return Model.of_config(json.loads(path.read_text()), sequence=options.sequence)
-        except FileNotFoundError:
-            raise ConfigError(
-                f"--model must be one of {', '.join(MODELS)}, or a config.json: {options.model}"
-            ) from None
-        except ConfigError:
-            raise
-        except UNREADABLE as error:
-            raise ConfigError(f"{path} is not the configuration of a model: {error!r}") from error
+        return named_model(options.model, vocabulary=options.vocabulary, sequence=options.sequence)
     if options.parameters is not None:
         return Model.of_numel(options.parameters, options.layers or 1, sequence=options.sequence)
     if options.layers is None or options.hidden is None:

@@ -11,24 +11,11 @@ from torch import nn
 from zcomm import ConfigError
 from zero.formulas import Counts
 from zero.layout import BucketLayout, runs
+from zero.plan.families import shape_of
+from zero.plan.unit import Unit
 from zero.units import find_units
 
 __all__ = ["MODELS", "Model", "Unit"]
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Parameters of one kind that are gathered together, ``repeats`` times the same."""
-
-    numels: tuple[int, ...]
-    """Elements of each parameter."""
-    repeats: int = 1
-    is_trainable: bool = True
-
-    @property
-    def numel(self) -> int:
-        """Elements of one."""
-        return sum(self.numels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +26,10 @@ class Model:
     num_layers: int
     hidden: int
     sequence: int
+    idle_numel: int = 0
+    """Elements of each layer that a token does not use: the experts that it is not sent to."""
+    read: str = ""
+    """What a configuration said, in words."""
 
     @classmethod
     def of_shape(cls, num_layers: int, hidden: int, *, vocabulary: int = 50257, sequence: int = 1024) -> Model:
@@ -50,7 +41,7 @@ class Model:
             )
         h = hidden
         norms, attention = (h, h, h, h), (3 * h * h, 3 * h, h * h, h)
-        block = Unit((*norms, *attention, 4 * h * h, 4 * h, 4 * h * h, h), num_layers)
+        block = Unit((*norms, *attention, 4 * h * h, 4 * h, 4 * h * h, h), num_layers, is_layer=True)
         ends = (Unit((vocabulary * h,)), Unit((sequence * h,)))
         return cls(units=(*ends, block, Unit((h, h))), num_layers=num_layers, hidden=h, sequence=sequence)
 
@@ -61,10 +52,13 @@ class Model:
         if of_layer < 1:
             raise ConfigError(f"there must be parameters and layers: parameters={numel}, layers={num_layers}")
         hidden = max(int((of_layer / 12) ** 0.5), 1)
-        return cls(units=(Unit((of_layer,), num_layers),), num_layers=num_layers, hidden=hidden, sequence=sequence)
+        layers = Unit((of_layer,), num_layers, is_layer=True)
+        return cls(units=(layers,), num_layers=num_layers, hidden=hidden, sequence=sequence)
 
     @classmethod
-    def of_module(cls, module: nn.Module, *, num_layers: int, hidden: int, sequence: int = 1024) -> Model:
+    def of_module(
+        cls, module: nn.Module, *, num_layers: int, hidden: int, sequence: int = 1024, idle_numel: int = 0
+    ) -> Model:
         """The parameters of ``module``, which may be on the meta device, cut as :class:`zero.ZeroOptimizer` does."""
         units = []
         for unit in find_units(module):
@@ -72,30 +66,41 @@ class Model:
             for _, param in unit.parameters:
                 kinds.setdefault((param.dtype, param.requires_grad), []).append(param.numel())
             units += [Unit(tuple(n), is_trainable=is_trainable) for (_, is_trainable), n in kinds.items()]
-        return cls(units=tuple(units), num_layers=num_layers, hidden=hidden, sequence=sequence)
+        return cls(units=tuple(units), num_layers=num_layers, hidden=hidden, sequence=sequence, idle_numel=idle_numel)
 
     @classmethod
     def of_config(cls, config: Any, *, sequence: int | None = None) -> Model:
-        """By a transformers configuration, or the dict of a ``config.json``: its layers, width and vocabulary."""
-        values = config if isinstance(config, dict) else config.to_dict()
+        """A language model by its transformers configuration, or the dict of a ``config.json``.
 
-        def one(*names: str) -> int:
-            found = next((values[name] for name in names if isinstance(values.get(name), int)), None)
-            if found is None:
-                raise ConfigError(f"the model's configuration has none of {', '.join(names)}: {sorted(values)[:20]}")
-            return int(found)
+        Args:
+            config: Of one of :data:`zero.plan.families.FAMILIES`.
+            sequence: Tokens; default: the longest that the model takes. They are no parameters.
 
-        length = sequence or one("max_position_embeddings", "n_positions")
-        layers, hidden = one("num_hidden_layers", "n_layer"), one("hidden_size", "n_embd", "d_model")
-        return cls.of_shape(layers, hidden, vocabulary=one("vocab_size"), sequence=length)
+        Raises:
+            ConfigError: The family or a field that adds parameters is not known, a field is missing, or the sequence is
+                longer than the model's table of positions.
+        """
+        shape = shape_of(config if isinstance(config, dict) else config.to_dict())
+        length = shape.positions if sequence is None else sequence
+        if length < 1 or (shape.has_table and length > shape.positions):
+            raise ConfigError(
+                f"the model takes sequences of 1 to {shape.positions} tokens, not sequence={length}: give --sequence"
+            )
+        return cls(
+            units=shape.units,
+            num_layers=shape.num_layers,
+            hidden=shape.hidden,
+            sequence=length,
+            idle_numel=shape.idle_numel,
+            read=shape.read,
+        )
 
     def of_layers(self, num_layers: int) -> Model:
         """The same with another number of layers."""
-        is_layer = [unit.repeats == self.num_layers and unit.numel >= 12 * self.hidden**2 - 1 for unit in self.units]
-        units = [replace(u, repeats=num_layers) if own else u for u, own in zip(self.units, is_layer, strict=True)]
-        if not any(is_layer):
+        if not any(unit.is_layer for unit in self.units):
             raise ConfigError("only a model of equal layers can be made larger: give its layers and hidden size")
-        return replace(self, units=tuple(units), num_layers=num_layers)
+        units = tuple(replace(unit, repeats=num_layers) if unit.is_layer else unit for unit in self.units)
+        return replace(self, units=units, num_layers=num_layers)
 
     def cut(self, max_numel: int) -> Model:
         """The same with units of more than ``max_numel`` elements cut into their parameters, as stage 3 does."""
@@ -111,6 +116,11 @@ class Model:
     def numel(self) -> int:
         """All parameters."""
         return sum(unit.numel * unit.repeats for unit in self.units)
+
+    @property
+    def active_numel(self) -> int:
+        """Those that a token uses: what it takes to compute follows them."""
+        return self.numel - self.num_layers * self.idle_numel
 
     def layouts(self, world_size: int, merged_numel: int = 0) -> Iterator[tuple[BucketLayout, int, bool]]:
         """Each bucket, how often it is there, whether it trains; small units share one up to ``merged_numel``."""

@@ -204,7 +204,16 @@ def _row(model: Model, cluster: Cluster, job: Job, stage: int, variant: str, tie
     exchanges = Exchanges.of(settings, nodes, per_node, dtype)
     moved, kernels = step_moved(model, exchanges, job.num_micro), kernel_nbytes(model, exchanges, job.num_micro)
     setup = replace(memory.setup, stage=stage, tier=TIERS[tier])
-    times = times_of(model.numel, shape, setup, cluster, moved, kernels_nbytes=kernels, num_micro=job.num_micro)
+    times = times_of(
+        model.numel,
+        shape,
+        setup,
+        cluster,
+        moved,
+        kernels_nbytes=kernels,
+        num_micro=job.num_micro,
+        active_numel=model.active_numel,
+    )
     tokens = job.batch * model.sequence * job.num_micro * cluster.world_size
     return Row(stage, variant, tier, config, memory, moved, times, tokens, _lacks(memory, cluster))
 

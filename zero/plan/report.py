@@ -25,6 +25,7 @@ def table(rows: Sequence[Row], model: Model, cluster: Cluster) -> str:
     lines = [
         f"{model.numel:,} parameters, {model.num_layers} layers of {model.hidden}, sequences of {model.sequence}, on "
         f"{cluster.num_nodes} nodes x {cluster.ranks_per_node} ranks",
+        *_read(model),
         "a rank's bytes in memory, and sent in a step; seconds of a step, one part after the other",
         "",
         HEADER,
@@ -38,8 +39,15 @@ def table(rows: Sequence[Row], model: Model, cluster: Cluster) -> str:
         return "\n".join(lines) + "\n"
     lines.append(f"fastest: stage {best.stage}, {best.variant}, {best.tier}; a rank's memory:")
     lines += [f"  {use.kind:<22} {use.place:<7} {use.nbytes / 2**30:>9.3f} GiB" for use in best.memory.usage()]
-    lines += ["", json.dumps(best.config, indent=2)]
+    lines += ["", 'for zero.initialize, with its optimizer= or an "optimizer" section added:']
+    lines += [json.dumps(best.config, indent=2)]
     return "\n".join(lines) + "\n"
+
+
+def _read(model: Model) -> list[str]:
+    """What was taken from a configuration, so that a reader can compare it."""
+    used = f"; a token uses {model.active_numel:,} parameters" if model.idle_numel else ""
+    return [f"read: {model.read}{used}"] if model.read else []
 
 
 def _line(row: Row) -> str:

@@ -1,7 +1,8 @@
 """How long a step takes: the one place for formulas of time. P parameters, N ranks, L of them a node.
 
     computation    6 P + 12 l h s FLOPs a token, a third more with activation       Megatron-LM, appendix; zero.formulas
-                   checkpoints; over the peak x COMPUTE_EFFICIENCY
+                   checkpoints; over the peak x COMPUTE_EFFICIENCY;
+                   of experts, P counts those of a token
     links          bytes sent inside the node over its rate, bytes of all L ranks   zero.plan.exchanges
                    between nodes over the node's; both x LINK_EFFICIENCY
     latency        exchanges of a rank, each as long as one takes that sends        zero.plan.exchanges;
@@ -106,6 +107,7 @@ def times_of(
     *,
     kernels_nbytes: float,
     num_micro: int,
+    active_numel: int | None = None,
 ) -> Times:
     """The times of a step of ``num_micro`` micro-batches.
 
@@ -117,6 +119,7 @@ def times_of(
         moved: Bytes that a rank sends in the step, and its exchanges.
         kernels_nbytes: What kernels read and write for it.
         num_micro: Backwards a step.
+        active_numel: Parameters that a token uses, fewer where there are experts; default: all.
     """
     tokens = shape.batch * shape.sequence * num_micro
     per_node, own = cluster.ranks_per_node, numel / cluster.world_size
@@ -135,7 +138,7 @@ def times_of(
             written += setup.param_nbytes * own * per_node
     return Times(
         ranks_per_processor=cluster.ranks_per_processor,
-        computation=flops_of(numel, tokens, shape) / _rate(cluster.tflops * 1e12, COMPUTE_EFFICIENCY),
+        computation=flops_of(active_numel or numel, tokens, shape) / _rate(cluster.tflops * 1e12, COMPUTE_EFFICIENCY),
         within=sum(part.intra for part in sent) / _rate(cluster.within_gbps * 1e9),
         between=sum(part.inter for part in sent) * per_node / _rate(cluster.between_gbit * 1e9 / 8),
         latency=1e-6 * sum(p.intra * cluster.within_us + p.inter * cluster.between_us for p in counts),
