@@ -150,12 +150,12 @@ def check_ranks_agree(buckets: list[Bucket], settings: ZeroSettings, topology: T
     """
     if topology.world_size == 1:
         return
-    facts = [repr(_without_folders(settings)), *(f"{b.layout} {b.dtype} {b.is_trainable}" for b in buckets)]
-    mine = torch.tensor([float(len(buckets)), *_digests(facts)], dtype=torch.float64)
-    of_ranks = control.gather_float64(mine, topology)
-    if bool((of_ranks == of_ranks[0]).all()):
+    settings_text = repr(_without_folders(settings))
+    layouts = "\n".join(f"{b.layout} {b.dtype} {b.is_trainable}" for b in buckets)
+    if control.are_equal(f"{settings_text}\n{layouts}", topology):
         return
-    known = {"the settings": facts[0], "the order of parameters": f"of checksum {zlib.crc32(repr(facts[1:]).encode())}"}
+    order = f"of checksum {zlib.crc32(layouts.encode())}"
+    known = {"the text of the settings": settings_text, "the order of parameters": order}
     for bucket in buckets:
         use = f"{bucket.dtype}, {'trained' if bucket.is_trainable else 'frozen'}"
         known |= {f"parameter {slot.name!r}": f"{list(slot.shape)}, {use}," for slot in bucket.layout.slots}
@@ -173,8 +173,3 @@ def _without_folders(settings: ZeroSettings) -> ZeroSettings:
     tiers = settings.tiers
     states, parameters = replace(tiers.states, path=None), replace(tiers.parameters, path=None)
     return replace(settings, tiers=replace(tiers, states=states, parameters=parameters))
-
-
-def _digests(facts: list[str]) -> list[float]:
-    """Checksums of the settings and of the model, exact in float64."""
-    return [float(zlib.crc32(facts[0].encode())), float(zlib.crc32("\n".join(facts[1:]).encode()))]
