@@ -41,7 +41,19 @@ ENTRIES |= {
     "alone": Entry(0, "alone", {}),
     "alone x4": Entry(0, "alone", {"accumulation": 4}),
     "ddp bf16 gradients": Entry(0, "ddp", {"gradient_as_bucket_view": True, "sends_bf16": True}),
+    "ddp x4": Entry(0, "ddp", {"gradient_as_bucket_view": True, "accumulation": 4}),
+    "ddp bf16 gradients x4": Entry(0, "ddp", {"gradient_as_bucket_view": True, "sends_bf16": True, "accumulation": 4}),
     "zero redundancy": Entry(1, "zero_redundancy", {}),
+    "fsdp2 reshard=False x4": Entry(2, "fsdp2", {"reshard_after_forward": False, "accumulation": 4}),
+    **{
+        f"hsdp reshard={reshard}{' x4' if count > 1 else ''}": Entry(
+            3 if reshard else 2, "fsdp2", {"reshard_after_forward": reshard, "is_hybrid": True, "accumulation": count}
+        )
+        for count in (1, 4)
+        for reshard in (False, True)
+    },
+    "deepspeed stage 1 x4": Entry(1, "deepspeed_engine", {"stage": 1, "accumulation": 4}, "deepspeed"),
+    "deepspeed stage 3 x4": Entry(3, "deepspeed_engine", {"stage": 3, "accumulation": 4}, "deepspeed"),
     "deepspeed stage 3 offload": Entry(3, "deepspeed_engine", OFFLOADED, "deepspeed"),
     "zero stage 3 small whole": Entry(3, "zero_optimizer", SMALL_WHOLE),
     "zero stage 3 offload": Entry(3, "zero_optimizer", OFFLOADED),
@@ -52,8 +64,11 @@ ENTRIES |= {
     "delta-hpz x4": Entry(3, "zero_optimizer", DELTA | {"accumulation": 4}),
 }
 COMPARED = (
-    "alone", "alone x4", "ddp", "ddp bf16 gradients", "zero redundancy", "fsdp2 reshard=False", "fsdp2 reshard=True",
+    "alone", "alone x4", "ddp", "ddp bf16 gradients", "ddp x4", "ddp bf16 gradients x4", "zero redundancy",
+    "fsdp2 reshard=False", "fsdp2 reshard=True", "fsdp2 reshard=False x4",
+    "hsdp reshard=False", "hsdp reshard=True", "hsdp reshard=False x4", "hsdp reshard=True x4",
     "deepspeed stage 1", "deepspeed stage 2", "deepspeed stage 3", "deepspeed stage 3 offload",
+    "deepspeed stage 1 x4", "deepspeed stage 3 x4",
     "zero stage 1", "zero stage 2", "zero stage 3", "zero stage 3 small whole", "zero stage 3 offload",
     "zero stage 3 nvme", "zero++", "zero++ x4", "delta-hpz", "delta-hpz x4",
 )  # fmt: skip

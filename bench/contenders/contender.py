@@ -53,18 +53,25 @@ def torch_step(
     within: AbstractContextManager[object] | None = None,
     *,
     accumulation: int = 1,
+    accumulates: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A step as torch's own loops have it; the forward runs ``within`` that, each time, on each of the batches."""
+    """A step as torch's own loops have it.
+
+    Each forward runs in the context ``within``. All batches but the last run, forward and backward, in a context that
+    ``accumulates`` makes, which puts the exchange of gradients off.
+    """
     context = within or nullcontext()
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         total = torch.zeros((), device=tokens.device)
-        for batch in zip(tokens.chunk(accumulation), targets.chunk(accumulation), strict=True):
-            with context:
-                loss: Tensor = model(*batch)
-            if accumulation > 1:
-                loss = loss / accumulation
-            loss.backward()
+        batches = list(zip(tokens.chunk(accumulation), targets.chunk(accumulation), strict=True))
+        for number, batch in enumerate(batches):
+            with accumulates() if number < accumulation - 1 else nullcontext():
+                with context:
+                    loss: Tensor = model(*batch)
+                if accumulation > 1:
+                    loss = loss / accumulation
+                loss.backward()
             total += loss.detach()
         optimizer.step()
         optimizer.zero_grad()

@@ -19,13 +19,14 @@ warnings.filterwarnings(
 )  # it calls collectives by old names
 
 
-def build(setup: Setup, stage: int, *, offload: str | None = None) -> Contender:
+def build(setup: Setup, stage: int, *, offload: str | None = None, accumulation: int = 1) -> Contender:
     """The model under ``stage``, with DeepSpeed's defaults but for its clipping, which no other contender has.
 
     ``offload`` "cpu": parameters and states rest in host memory; torch's optimizer updates them there.
     """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": setup.num_sequences,
+        "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
@@ -39,9 +40,12 @@ def build(setup: Setup, stage: int, *, offload: str | None = None) -> Contender:
     engine, *_ = deepspeed.initialize(model=setup.model, optimizer=optimizer, config=config)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
+        total = torch.zeros((), device=tokens.device)
+        for batch in zip(tokens.chunk(accumulation), targets.chunk(accumulation), strict=True):
+            loss: Tensor = engine(*batch)
+            engine.backward(loss)  # which divides it by ``accumulation``
+            engine.step()
+            total += loss.detach() / accumulation
+        return total
 
-    return Contender(step, close=engine.destroy)
+    return Contender(step, accumulation, engine.destroy)
