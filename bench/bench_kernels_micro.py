@@ -1,7 +1,10 @@
-"""Latency of one native call on small and middling arrays: ``pytest bench --benchmark-only``.
+"""Latency of one kernel on small and middling arrays, for every operation and format.
+
+    pytest bench/bench_kernels_micro.py --benchmark-max-time=0.1     times; --benchmark-disable: each once
 
 What a bucket of a few thousand elements costs is the call itself: argument conversion, dispatch, and above 64 Ki
-elements the wake-up of the workers.
+elements the wake-up of the workers. Arrays are on the GPU where there is one. Each result is compared with the
+reference (``zcomm.quant``).
 """
 
 from __future__ import annotations
@@ -11,61 +14,125 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from zcomm import _native
+from zcomm import kernels, quant
+from zcomm.bench.torch_calls import finish
+from zcomm.formats import FORMATS, get_format
+from zcomm.message import layout_of
+from zcomm.philox import Draw
+from zero import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 
-CODECS = {"int8": (3, 256, False), "int4": (4, 128, False)}
-LAYOUT_HASH = 1
-
-
-@pytest.fixture(params=CODECS)
-def codec(request: pytest.FixtureRequest) -> tuple[int, int, bool]:
-    """Codec number, block, rotation."""
-    return CODECS[request.param]
-
-
-@pytest.fixture(params=[256, 16384, 262144])
-def values(request: pytest.FixtureRequest) -> torch.Tensor:
-    """Float32 data."""
-    return torch.randn(request.param, generator=torch.Generator().manual_seed(0))
+OPTIONS = ("int8:asym", "int4:asym", "int8:hadamard", "int4:hadamard", "int8:stochastic", "int4:stochastic")
+NUM_MESSAGES = 4
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+of_sizes = pytest.mark.parametrize("numel", [4096, 131072])
 
 
-def _message(codec: tuple[int, int, bool], values: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(_native.message_nbytes(*codec, 1, values.numel()), dtype=torch.uint8)
+@pytest.fixture(params=[name for name in (*FORMATS, *OPTIONS) if name != "none"])
+def format(request: pytest.FixtureRequest) -> str:
+    """Every format, and every option of those that have some; ``none`` has no kernels."""
+    return str(request.param)
 
 
-def _quantize(
-    function: Callable[..., None], codec: tuple[int, int, bool], values: torch.Tensor, message: torch.Tensor
-) -> None:
-    numel = values.numel()
-    function(
-        *codec, 1, 1, numel, 0, values.data_ptr(), numel, numel, message.data_ptr(), message.numel(), LAYOUT_HASH,
-        None, torch.get_num_threads(),
-    )  # fmt: skip
+class Arrays:
+    """The operands of ``NUM_MESSAGES`` messages of [numel] elements in ``format``."""
+
+    def __init__(self, format: str, numel: int) -> None:
+        wire = get_format(format)
+        self.numel, self.draw = numel, Draw(seed=1) if wire.is_random else None
+        self.layout = layout_of("bench", wire, torch.float32, 1, numel)
+        generator = torch.Generator().manual_seed(0)
+        self.x, self.held = (torch.randn(NUM_MESSAGES, numel, generator=generator).to(DEVICE) for _ in range(2))
+        self.messages = self.layout.new(NUM_MESSAGES, self.x.device)
+        quant.quantize(self.x, self.layout, self.messages, numel, numel, self.draw)
+
+    def new_message(self) -> Tensor:
+        """Room for one."""
+        return self.layout.new(1, self.x.device)
 
 
-def _decode(
-    function: Callable[..., None], codec: tuple[int, int, bool], message: torch.Tensor, out: torch.Tensor
-) -> None:
-    numel = out.numel()
-    function(
-        *codec, 1, 1, numel, message.data_ptr(), message.numel(), LAYOUT_HASH, 0, out.data_ptr(), numel, numel,
-        torch.get_num_threads(),
-    )  # fmt: skip
+def _run(benchmark: Any, kernel: Callable[[], object], out: Tensor) -> Tensor:
+    """Time ``kernel``, then call it once more on an empty ``out``, which is returned."""
+
+    def call() -> None:
+        kernel()
+        finish()
+
+    benchmark(call)
+    out.zero_()
+    call()
+    return out
 
 
-def test_quantize(benchmark: Any, codec: tuple[int, int, bool], values: torch.Tensor) -> None:
-    """One message from a contiguous array."""
-    message, expected = _message(codec, values), _message(codec, values)
-    benchmark(_quantize, _native.quantize, codec, values, message)
-    _quantize(_native.quantize_ref, codec, values, expected)
-    assert torch.equal(message, expected)
+@of_sizes
+def test_quantize(benchmark: Any, format: str, numel: int) -> None:
+    """One message from one array."""
+    a = Arrays(format, numel)
+    out = a.new_message()
+    _run(benchmark, lambda: kernels.quantize(a.x[0], a.layout, out, numel, numel, a.draw), out)
+    assert torch.equal(out, a.messages[:1])
 
 
-def test_decode(benchmark: Any, codec: tuple[int, int, bool], values: torch.Tensor) -> None:
-    """One message into a contiguous array."""
-    message, out, expected = _message(codec, values), torch.zeros_like(values), torch.zeros_like(values)
-    _quantize(_native.quantize, codec, values, message)
-    benchmark(_decode, _native.decode, codec, message, out)
-    _decode(_native.decode_ref, codec, message, expected)
+@of_sizes
+def test_decode(benchmark: Any, format: str, numel: int) -> None:
+    """One message to one array."""
+    a = Arrays(format, numel)
+    out, expected = torch.zeros_like(a.x[0]), torch.zeros_like(a.x[0])
+    _run(benchmark, lambda: kernels.decode(a.messages[:1], a.layout, out, numel, numel), out)
+    quant.decode(a.messages[:1], a.layout, expected, numel, numel)
     assert torch.equal(out, expected)
+
+
+@of_sizes
+def test_decode_sum(benchmark: Any, format: str, numel: int) -> None:
+    """The mean of all messages: the last hop of a reduction."""
+    a = Arrays(format, numel)
+    out, expected = torch.zeros_like(a.x[0]), torch.zeros_like(a.x[0])
+    _run(benchmark, lambda: kernels.decode_sum(a.messages, a.layout, out, numel, NUM_MESSAGES), out)
+    quant.decode_sum(a.messages, a.layout, expected, numel, NUM_MESSAGES)
+    assert torch.equal(out, expected)
+
+
+@of_sizes
+def test_decode_sum_requantize(benchmark: Any, format: str, numel: int) -> None:
+    """The sum of all messages as a message: between the hops of a reduction."""
+    a = Arrays(format, numel)
+    out, expected = a.new_message(), a.new_message()
+    _run(benchmark, lambda: kernels.decode_sum_requantize(a.messages, a.layout, out, a.layout, a.draw), out)
+    quant.decode_sum_requantize(a.messages, a.layout, expected, a.layout, a.draw)
+    assert torch.equal(out, expected)
+
+
+@of_sizes
+def test_quantize_difference(benchmark: Any, format: str, numel: int) -> None:
+    """A message of what has changed: delta-hpZ's weights."""
+    a = Arrays(format, numel)
+    out, expected = a.new_message(), a.new_message()
+    _run(benchmark, lambda: kernels.quantize_difference(a.x[0], a.held[0], a.layout, out, a.draw), out)
+    quant.quantize(a.x[0] - a.held[0], a.layout, expected, numel, numel, a.draw)
+    assert torch.equal(out, expected)
+
+
+@of_sizes
+def test_decode_add(benchmark: Any, format: str, numel: int) -> None:
+    """All messages added to their rows: the other end of a difference."""
+    a = Arrays(format, numel)
+    out, expected = torch.zeros_like(a.x), torch.zeros_like(a.x)
+    _run(benchmark, lambda: kernels.decode_add(a.messages, a.layout, out), out)
+    quant.decode(a.messages, a.layout, expected, numel, numel)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", [CPUAdam, CPULion, CPUAdagrad, CPUSGD])
+@of_sizes
+def test_optimizer_step(benchmark: Any, optimizer: Any, dtype: torch.dtype, numel: int) -> None:
+    """One update in host memory, of one parameter."""
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(numel).to(dtype))
+    before, param.grad = param.detach().clone(), torch.randn(numel).to(dtype)
+    step = optimizer([param], lr=0.1)
+    benchmark(step.step)
+    assert param.isfinite().all()
+    assert (param != before).any()

@@ -105,6 +105,16 @@ def test_a_bound_holds_and_is_met(text: str, at_least: float) -> None:
     assert (off / bound).max() > at_least
 
 
+def test_a_cast_to_fp16_may_lose_all_of_the_smallest_values() -> None:
+    """They are rounded to multiples of 2^-24, so a bound that is relative alone would call them wrong."""
+    x = torch.tensor([1e-7, 3e-6, 1e-5, 6e-5, 1.0, 1234.5])
+    off = (x.half().double() - x.double()).abs()
+    bound = bounds.step_bound(x.double().abs(), zcomm.get_format("fp16"), torch.float32)
+    assert (off > x.double() * 2**-11).any()
+    assert (off <= bound).all()
+    assert (bound[:3] == 2**-25).all()
+
+
 USUAL = ("none", "int8", "int4", "int8+int4")
 WITH_OPTIONS = ("int4/64:asym:stochastic", "int8:stochastic+int4:hadamard", "int8/128:asym:hadamard:stochastic")
 

@@ -35,7 +35,8 @@ def step_bound(magnitudes: Tensor, format: Format, dtype: torch.dtype) -> Tensor
     """How far one encoding and decoding may move elements of such ``magnitudes`` [n], which start with a block."""
     casts = {"none": dtype, "bf16": torch.bfloat16, "fp16": torch.float16}
     if format.name in casts:
-        return magnitudes * rounding_of(casts[format.name])
+        wire = casts[format.name]
+        return magnitudes.clamp(min=torch.finfo(wire).smallest_normal) * rounding_of(wire)  # below it, of fixed size
     relative = (RELATIVE if format.symmetric else RELATIVE_ASYMMETRIC)[format.name] * SCALE_ROUNDING * SLACK
     relative *= 2 if format.is_random else 1
     padding = -magnitudes.numel() % format.block
