@@ -8,6 +8,7 @@ unit of measurement. Inline code, fenced code, comments and the generated table 
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import re
 from collections.abc import Iterator
@@ -101,6 +102,26 @@ def test_an_altered_figure_is_noticed() -> None:
     for line in ("It takes 12 ms.", "It is 3.5 as fast.", "| a | 12.5 |\n|---|---|\n| b | 1.5 |", "Takes 7 % more."):
         with pytest.raises(ValueError, match="comes from no file"):
             list(claims_of(f"A paragraph.\n\n{line}\n"))
+
+
+def test_tables_are_those_of_the_results() -> None:
+    """Of the README, and of the pages beside the JSON files of bench/compare.py."""
+    spec = importlib.util.spec_from_file_location("results", ROOT / "tools" / "results.py")
+    assert spec is not None
+    assert spec.loader is not None
+    results = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "bench"))
+        spec.loader.exec_module(results)
+        expected = results.expected()
+    readme = (ROOT / "README.md").read_text()
+    assert sorted(re.findall("<!-- table: (.*) -->", readme)) == sorted(results.TABLES)
+    assert len(expected) > 5
+    for path, text in expected.items():
+        assert path.read_text() == text, f"run python tools/results.py: {path.name}"
+    broken = readme.replace("| `zero++` | ", "| `zero++` | 1", 1)
+    assert broken != readme
+    assert results.with_tables(broken) == readme
 
 
 def anchors(path: Path) -> set[str]:

@@ -1,4 +1,7 @@
-"""The tables of a comparison, from its records: Markdown, a table for each precision, batch and network."""
+"""The tables of a comparison, from its records: Markdown, for each precision, batch and network.
+
+What accumulates batches has a table of its own, and is compared with peers that accumulate as many.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,39 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from contenders.catalogue import ENTRIES
+
 from comparison.records import Run, System
 
-__all__ = ["PEER", "Key", "markdown", "rows_of"]
+__all__ = ["PEERS", "Key", "bases", "best_peer", "cells", "markdown", "of_accumulation", "rows_of", "table"]
 
-PEER = "fsdp2 reshard=True"
+PEERS = {1: "fsdp2 reshard=True", 4: "fsdp2 reshard=False x4"}
+"""FSDP2 by the number of batches in a step: what speeds are compared with. Of four, whole parameters are fastest."""
+OURS = ("zero_optimizer", "alone")
+"""Modules of contenders that are no peers."""
 LOOPBACK = "loopback"
 LOSS_TOLERANCE = {"float32": 5e-5, "bfloat16": 5e-2}
-"""Absolute, beside :data:`PEER` after the same steps: four decimals; in 16 bits so much that training is wrong."""
-HEADERS = (
-    "system", "step, ms", "lowest to highest", "tokens/s", "against FSDP2", "network's share", "computation's share",
-    "wire, MB a node", "M between nodes", "RSS, MiB", "model states, MiB", "loss", "remark",
-)  # fmt: skip
+"""Absolute, beside :data:`PEERS` after the same steps: four decimals; in 16 bits so much that training is wrong."""
+SPREAD = "lowest to highest"
+COLUMNS = {
+    "system": ("system", ""), "step, ms": ("step_ms", ",.1f"), SPREAD: ("step_range_ms", ",.1f"),
+    "tokens/s": ("tokens_per_s", ",.0f"), "against FSDP2": ("vs_fsdp2", ".2f"),
+    "against the best peer": ("vs_best", ".2f"), "network's share": ("network_share", ".1%"),
+    "computation's share": ("compute_share", ".1%"), "wire, MB a node": ("wire_mb", ".2f"),
+    "M between nodes": ("units", ".3f"), "RSS, MiB": ("peak_mib", ",.0f"), "model states, MiB": ("states_mib", ",.1f"),
+    "loss": ("loss", ".5f"), "remark": ("remark", ""),
+}  # fmt: skip
+"""Title -> key of a row, and how its value is written."""
+NOTES = """\
+Medians over turns that the systems take one after the other, in another order each round. Network's share:
+1 - step on loopback / step here. Computation's share: step of the same rank alone, nothing sent, over the
+step. Wire: what a node's interface sent in a step (on loopback all of them). M: bytes between nodes in units
+of the bfloat16 model. RSS and model states: the largest over the ranks, each system in ranks of its own.
+
+Over gloo FSDP2's reduce-scatter is an all-reduce, which sends twice the bytes: over NCCL `fsdp2` would send a
+quarter (`reshard=True`) or a third (`reshard=False`) less. HSDP (`hsdp`: FSDP2 on a mesh of nodes x ranks) keeps
+a copy of the model in each node; between nodes it all-reduces gradients, over NCCL as here.
+"""
 
 Key = str
 """Precision, batch and network of a run, with blanks between."""
@@ -27,10 +51,15 @@ def rows_of(key: Key, runs: dict[Key, Run], memory: dict[str, dict[str, Any]]) -
     """One row a system: medians over its turns; what was not measured is absent."""
     run, (dtype, batch, _) = runs[key], key.split()
     loopback, of_memory = runs.get(f"{dtype} {batch} {LOOPBACK}", Run()), memory.get(f"{dtype} {batch}", {})
-    step = _last_common_step(run)
     rows = []
     for name, system in run.systems.items():
-        row: dict[str, Any] = {"system": name, "remark": _remark(name, system, run, dtype, step)}
+        count = system.accumulation
+        step = _last_common_step(run, count)
+        row: dict[str, Any] = {
+            "system": name,
+            "accumulation": count,
+            "remark": _remark(name, system, run, dtype, step),
+        }
         rows.append(row)
         if system.error or not system.seconds:
             continue
@@ -38,59 +67,89 @@ def rows_of(key: Key, runs: dict[Key, Run], memory: dict[str, dict[str, Any]]) -
         row |= {
             "step_ms": 1e3 * seconds,
             "step_range_ms": (1e3 * min(system.seconds), 1e3 * max(system.seconds)),
-            "tokens_per_s": run.tokens * system.accumulation / seconds,
+            "tokens_per_s": run.tokens * count / seconds,
             "wire_mb": statistics.median(system.wire_nbytes) / 1e6,
             "loss": system.losses.get(step),
         }
         if system.units is not None:
             row["units"] = system.units
-        if (peer := run.systems.get(PEER)) is not None and peer.seconds:
-            row["vs_fsdp2"] = system.accumulation / peer.accumulation * _median_ratio(peer.seconds, system.seconds)
+        for column, peer in (("vs_fsdp2", PEERS.get(count)), ("vs_best", best_peer(run, count))):
+            if peer is not None and (of_peer := run.systems.get(peer, System()).seconds):
+                row[column] = _median_ratio(of_peer, system.seconds)
         fast = loopback.systems.get(name, System())
         if fast.seconds and loopback is not run:
             row["network_share"] = 1 - statistics.median(fast.seconds) / seconds
-        alone = run.systems.get("alone" if system.accumulation == 1 else f"alone x{system.accumulation}", System())
+        alone = run.systems.get("alone" if count == 1 else f"alone x{count}", System())
         if alone.seconds:
             row["compute_share"] = _median_ratio(alone.seconds, system.seconds)
         row |= {name: value for name, value in of_memory.get(name, {}).items() if name in ("peak_mib", "states_mib")}
     return rows
 
 
+def best_peer(run: Run, accumulation: int) -> str | None:
+    """The fastest system that is not this library's, of those with so many batches in a step."""
+    seconds = {
+        name: statistics.median(system.seconds)
+        for name, system in run.systems.items()
+        if system.accumulation == accumulation and system.seconds and not system.error
+        if ENTRIES[name].module not in OURS
+    }
+    return min(seconds, key=lambda name: seconds[name], default=None)
+
+
+def of_accumulation(rows: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    """The rows by the number of batches in a step, least first."""
+    counts = sorted({row["accumulation"] for row in rows})
+    return {count: [row for row in rows if row["accumulation"] == count] for count in counts}
+
+
 def markdown(runs: dict[Key, Run], memory: dict[str, dict[str, Any]], context: dict[str, Any]) -> str:
     """The whole report."""
     lines = ["# The same training under each system", "", *(f"{name}: {text}  " for name, text in context.items()), ""]
-    lines += [
-        "Medians over turns that the systems take one after the other, in another order each round. Network's share:",
-        "1 - step on loopback / step here. Computation's share: step of the same rank alone, nothing sent, over the",
-        "step. Wire: what a node's interface sent in a step (on loopback all of them). M: bytes between nodes in units",
-        "of the bfloat16 model. RSS and model states: the largest over the ranks, each system in ranks of its own.", "",
-    ]  # fmt: skip
+    lines += [*NOTES.splitlines(), ""]
     for key, run in runs.items():
         lines += [f"## {key.replace(' ', ', ')}", "", f"{run.numel:,} parameters, {run.tokens} tokens a batch.", ""]
         rows = rows_of(key, runs, memory)
-        peer = next((row for row in rows if row["system"] == PEER and "network_share" in row), None)
-        if peer is not None:
+        peer = next((row for row in rows if row["system"] == PEERS[1]), {})
+        if "network_share" in peer:
             lines += [f"FSDP2 waits for the network {peer['network_share']:.1%} of its step.", ""]
-        computing = next(
-            (row["compute_share"] for row in rows if row["system"] == PEER and "compute_share" in row), None
-        )
-        if computing is not None:
-            lines += [f"FSDP2 communicates for {1 - computing:.1%} of its step: all but the step alone.", ""]
-        lines += [_line(HEADERS), "|---" * len(HEADERS) + "|", *(_line(_cells(row)) for row in rows), ""]
+        if "compute_share" in peer:
+            lines += [
+                f"FSDP2 communicates for {1 - peer['compute_share']:.1%} of its step: all but the step alone.",
+                "",
+            ]
+        for count, some in of_accumulation(rows).items():
+            lines += [bases(run, count), "", *table(some, list(COLUMNS)), ""]
     return "\n".join(lines)
 
 
-def _last_common_step(run: Run) -> str | None:
+def table(rows: Sequence[dict[str, Any]], titles: Sequence[str]) -> list[str]:
+    """The lines of a table of these columns."""
+    body = ["| " + " | ".join(cells(row, titles)) + " |" for row in rows]
+    return ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|", *body]
+
+
+def bases(run: Run, count: int) -> str:
+    """What the ratios of a table are to."""
+    what = "One batch a step." if count == 1 else f"{count} batches a step, accumulated."
+    best = best_peer(run, count)
+    fsdp2 = next((name for name in (PEERS.get(count),) if name in run.systems), None)
+    named = ["none" if name is None else f"`{name}`" for name in (fsdp2, best)]
+    return f"{what} FSDP2: {named[0]}. Best peer: {named[1]}."
+
+
+def _last_common_step(run: Run, accumulation: int) -> str | None:
     """The last step after which all systems with the same data have a loss."""
-    steps = [set(s.losses) for s in run.systems.values() if not s.error and s.accumulation == 1 and s.losses]
+    some = [s for s in run.systems.values() if not s.error and s.accumulation == accumulation]
+    steps = [set(system.losses) for system in some if system.losses]
     return max(set.intersection(*steps), key=int, default=None) if steps else None
 
 
 def _remark(name: str, system: System, run: Run, dtype: str, step: str | None) -> str:
     if system.error:
         return system.error
-    peer = run.systems.get(PEER, System())
-    if name.startswith("alone") or system.accumulation > 1 or step not in peer.losses or step not in system.losses:
+    peer = run.systems.get(PEERS.get(system.accumulation, ""), System())
+    if name.startswith("alone") or step not in peer.losses or step not in system.losses:
         return ""
     difference = system.losses[step] - peer.losses[step]
     if abs(difference) <= LOSS_TOLERANCE[dtype]:
@@ -106,19 +165,16 @@ def _median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    def shown(key: str, spec: str) -> str:
-        return "" if row.get(key) is None else format(row[key], spec)
-
-    low_high = row.get("step_range_ms")
-    spread = "" if low_high is None else f"{low_high[0]:,.1f} to {low_high[1]:,.1f}"
-    return [
-        row["system"], shown("step_ms", ",.1f"), spread,
-        shown("tokens_per_s", ",.0f"), shown("vs_fsdp2", ".2f"), shown("network_share", ".1%"),
-        shown("compute_share", ".1%"), shown("wire_mb", ".2f"), shown("units", ".3f"), shown("peak_mib", ",.0f"),
-        shown("states_mib", ",.1f"), shown("loss", ".5f"), row["remark"].replace("|", "/"),
-    ]  # fmt: skip
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+def cells(row: dict[str, Any], titles: Sequence[str]) -> list[str]:
+    """What a row has under these titles."""
+    found = []
+    for title in titles:
+        key, spec = COLUMNS[title]
+        value = row.get(key)
+        if value is None:
+            found.append("")
+        elif title == SPREAD:
+            found.append(" to ".join(format(bound, spec) for bound in value))
+        else:
+            found.append(format(value, spec).replace("|", "/"))
+    return found

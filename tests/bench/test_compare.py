@@ -27,8 +27,14 @@ RECORDED = {
                 "ddp": {"seconds": [1.0, 1.0, 1.0], "wire_nbytes": [1e6] * 3, "losses": {"1": 5.5, "4": 5.12348}},
                 "zero++": {"seconds": [0.5, 0.5, 0.5], "wire_nbytes": [1e5] * 3, "units": 0.76,
                            "losses": {"1": 5.5, "4": 5.12445}},
-                "zero++ x4": {"seconds": [1.0, 1.0, 1.0], "wire_nbytes": [1e5] * 3, "losses": {"4": 1.0},
+                "fsdp2 reshard=False x4": {"seconds": [4.0, 8.0, 2.0], "wire_nbytes": [1e6] * 3, "losses": {"4": 4.5},
+                                           "accumulation": 4},
+                "hsdp reshard=False x4": {"seconds": [2.0, 3.0, 2.0], "wire_nbytes": [1e6] * 3, "losses": {"4": 4.5},
+                                          "accumulation": 4},
+                "zero++ x4": {"seconds": [1.0, 1.0, 1.0], "wire_nbytes": [1e5] * 3, "losses": {"4": 4.502},
                               "accumulation": 4},
+                "alone x4": {"seconds": [0.5, 0.5, 0.5], "wire_nbytes": [0] * 3, "losses": {"4": 1.0},
+                             "accumulation": 4},
                 "deepspeed stage 3": {"error": "RuntimeError: a | b"},
             },
         },
@@ -54,17 +60,28 @@ def test_tables_from_recorded_json(tmp_path: Path) -> None:
     assert plain["network_share"] == pytest.approx(0.95)
     assert plain["compute_share"] == pytest.approx(0.05)  # of 0.05, 0.025 and 0.3
     assert narrow["vs_fsdp2"] == 4
-    assert four["vs_fsdp2"] == 8
+    assert narrow["vs_best"] == 2, "beside ddp"
+    assert four["tokens_per_s"] == 4 * 64
+    assert four["vs_fsdp2"] == 4, "beside what accumulates as many batches, not beside four steps of what does not"
+    assert four["vs_best"] == 2
+    assert four["compute_share"] == 0.5
     assert (ddp["peak_mib"], ddp["states_mib"]) == (1234.5, 50.25)
     assert ddp["remark"] == ""
     assert rows["alone"]["remark"] == "", "it trains on a part of the batch"
     assert narrow["remark"] == "loss does not agree to 4 decimals: +0.00100 beside FSDP2's after step 4"
-    assert four["remark"] == ""
+    assert four["remark"] == "loss does not agree to 4 decimals: +0.00200 beside FSDP2's after step 4"
     assert "step_ms" not in failed
     text = tables.markdown(runs, store.values["memory"], {"command": "c"})
     assert "FSDP2 waits for the network 95.0% of its step." in text
-    assert "| ddp | 1,000.0 | 1,000.0 to 1,000.0 | 64 | 2.00 |  | 10.0% | 1.00 |  | 1,234 | 50.2 | 5.12348 |  |" in text
+    assert (
+        "| ddp | 1,000.0 | 1,000.0 to 1,000.0 | 64 | 2.00 | 1.00 |  | 10.0% | 1.00 |  | 1,234 | 50.2 | 5.12348 |  |"
+        in text
+    )
     assert "RuntimeError: a / b |" in text
+    assert "One batch a step. FSDP2: `fsdp2 reshard=True`. Best peer: `ddp`." in text
+    one, accumulating = text.split("4 batches a step, accumulated. FSDP2: `fsdp2 reshard=False x4`. Best peer: `hsdp ")
+    assert "x4" not in one.partition("200mbit")[2]
+    assert accumulating.count("\n| ") == 5
     assert runs[key].unfinished(["ddp", "deepspeed stage 3", "zero stage 1"], 3) == ["zero stage 1"]
     assert runs[key].unfinished(["ddp"], 4) == ["ddp"]
 

@@ -35,3 +35,23 @@ def test_systems_take_turns_and_a_second_run_takes_the_rest(tmp_path: Path) -> N
     assert ours["units"] == pytest.approx(6, rel=0.15)  # float32: twice the three of bfloat16
     assert "nvme" in refused["error"]  # no folder was named: the failure is a row
     assert refused["seconds"] == []
+
+
+def test_peers_that_accumulate_send_gradients_once_a_step(tmp_path: Path) -> None:
+    """Each learns the same as FSDP2, by what it sends no more than once for one batch; HSDP less between nodes."""
+    store, four = (
+        tmp_path / "store.json",
+        [f"{name} x4" for name in ("ddp", "fsdp2 reshard=False", "hsdp reshard=False")],
+    )
+    systems = ["fsdp2 reshard=True", "fsdp2 reshard=False", "hsdp reshard=True", "ddp", *four, "hsdp reshard=True x4"]
+    command = [SCRIPT, *TINY, f"--store={store}", "--rounds=1", "--systems", *systems]
+    run_on_forks(4, [command], cwd=ROOT)
+    found = json.loads(store.read_text())["runs"][KEY]["systems"]
+    assert not any(system["error"] for system in found.values())
+    for name, system in found.items():
+        plain = "fsdp2 reshard=False x4" if name.endswith("x4") else "fsdp2 reshard=True"
+        assert system["losses"] == pytest.approx(found[plain]["losses"], abs=5e-5), name
+    assert found["ddp x4"]["losses"]["2"] != pytest.approx(found["ddp"]["losses"]["2"], abs=5e-5), "other batches"
+    for name, once in (("ddp x4", "ddp"), ("fsdp2 reshard=False x4", "fsdp2 reshard=False")):
+        assert found[name]["wire_nbytes"][0] < 1.2 * found[once]["wire_nbytes"][0]
+    assert found["hsdp reshard=False x4"]["wire_nbytes"][0] < found["fsdp2 reshard=False x4"]["wire_nbytes"][0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,38 @@ def _check_elements(rank: int, stage: int, world_size: int, ranks_per_node: int)
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), [(2, 2), (3, 3), (4, 1), (4, 2)])
 def test_elements_sent_per_step(stage: int, world_size: int, ranks_per_node: int) -> None:
     run_ranks(world_size, _check_elements, stage, world_size, ranks_per_node)
+
+
+DOCUMENTS = [Path(__file__).parents[2] / name for name in ("README.md", "docs/optimizer.md")]
+
+
+def _documented(text: str) -> dict[int, dict[torch.dtype, int]]:
+    """Bytes that a document says a rank sends, of one parameter, by stage and dtype."""
+    rows = [[cell.strip().removeprefix("at most ") for cell in line.split("|")] for line in text.splitlines()]
+    rows = [row for row in rows if len(row) == 9 and row[5] in ("2P", "3P")]
+    of = {torch.bfloat16: 6, torch.float32: 7}
+    return {int(row[1]): {dtype: int(row[column].removesuffix("P")) for dtype, column in of.items()} for row in rows}
+
+
+def _check_bytes(rank: int, stage: int, expected: dict[torch.dtype, int]) -> None:
+    for dtype, of_parameter in expected.items():
+        model = _wide_model(dtype)
+        with zero_optimizer(
+            model, torch.optim.AdamW(model.parameters()), stage=stage, ranks_per_node=2, stage3_max_reuse_distance=0
+        ) as optimizer:
+            _step(model, optimizer, rank)
+            with zcomm.traffic() as sent:
+                _step(model, optimizer, rank)
+        nbytes = sent.bytes() - sent.bytes(operation="control")
+        assert of_parameter <= nbytes / (_numel(model) / 2) <= 1.01 * of_parameter, dtype
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_sent_are_those_of_the_documents(stage: int) -> None:
+    first, second = (_documented(path.read_text()) for path in DOCUMENTS)
+    assert first == second
+    assert sorted(first) == [0, 1, 2, 3]
+    run_ranks(2, _check_bytes, stage, first[stage])
 
 
 def _check_inter_node_bytes(rank: int, num_micro: int) -> None:

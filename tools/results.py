@@ -1,0 +1,113 @@
+"""Make the tables of README.md from bench/results, and the pages of bench/compare.py from their JSON files.
+
+    python tools/results.py             after a benchmark has written new results
+    python tools/results.py --check     say what would change; exit code 1 if anything would
+
+A table of README.md stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; TABLES has the names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+sys.path.insert(0, str(ROOT / "bench"))
+
+from comparison.records import Store  # noqa: E402  (bench is a folder of scripts)
+from comparison.tables import bases, markdown, of_accumulation, rows_of, table  # noqa: E402
+
+NETWORK_COLUMNS = [
+    "system", "step, ms", "tokens/s", "against FSDP2", "against the best peer", "wire, MB a node", "model states, MiB",
+]  # fmt: skip
+COMPUTE_COLUMNS = ["system", "step, ms", "tokens/s", "against FSDP2", "RSS, MiB", "model states, MiB"]
+MARKED = re.compile(r"(?<=<!-- table: )([\w -]+)( -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
+
+LOSSES = "convergence/tiny-1500.md"
+CONFIGURATIONS = {
+    "bf16-zero3": "no quantization",
+    "zeropp-paper": "ZeRO++ as published",
+    "zeropp": "smaller blocks, the default",
+    "accurate": "",
+    "smallest": "",
+    "delta-hpz": "",
+    "delta-hpz-x4": "the batch in four parts",
+}
+STUDENT_T = {3: 4.303}
+"""Two-sided, 95 %, by the number of seeds."""
+
+
+def _compared(file: str, key: str, accumulation: int, columns: Sequence[str]) -> str:
+    """One table of a comparison, without the ranks that train alone; after a line that says what ratios are to."""
+    store = Store(RESULTS / f"{file}.json")
+    runs = {name: store.run(name) for name in store.values["runs"]}
+    rows = of_accumulation(rows_of(key, runs, store.values["memory"]))[accumulation]
+    rows = [row for row in rows if not row["system"].startswith("alone")]
+    for row in rows:
+        row["system"] = f"`{row['system']}`"
+    said = f"{bases(runs[key], accumulation)} ([{file}.md](bench/results/{file}.md))"
+    return "\n".join([said, "", *table(rows, columns)])
+
+
+def _losses() -> str:
+    """Held-out losses with their spread; a difference counts if it is not explained by it."""
+    lines = (RESULTS / LOSSES).read_text().splitlines()
+    found = {cells[0]: cells for line in lines if (cells := [cell.strip() for cell in line.strip("| ").split(" | ")])}
+    body = []
+    for name, what in CONFIGURATIONS.items():
+        _, seeds, loss, difference, sent, *_ = found[name]
+        mean, _, spread = difference.partition(" ± ")
+        counts = abs(float(mean)) > STUDENT_T[int(seeds)] * float(spread) / int(seeds) ** 0.5
+        cells = [f"`{name}`" + (f" ({what})" if what else ""), seeds, loss, difference, "yes" if counts else "no", sent]
+        body.append("| " + " | ".join(cells) + " |")
+    head = ["configuration", "seeds", "held-out loss", "minus `bf16-zero3`", "stands out", "model sizes between nodes"]
+    return "\n".join(["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *body])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "network": lambda: _compared("compare_13m", "bfloat16 network 200mbit", 1, NETWORK_COLUMNS),
+    "network x4": lambda: _compared("compare_13m", "bfloat16 network 200mbit", 4, NETWORK_COLUMNS),
+    "compute": lambda: _compared("compare_compute", "bfloat16 compute loopback", 1, COMPUTE_COLUMNS),
+    "losses": _losses,
+}
+
+
+def with_tables(text: str) -> str:
+    """``text`` with every marked table made anew."""
+    return MARKED.sub(lambda found: f"{found[1]}{found[2]}{TABLES[found[1]]()}\n", text)
+
+
+def page(store: Store) -> str:
+    """The page of a comparison."""
+    values: dict[str, Any] = store.values
+    return markdown({key: store.run(key) for key in values["runs"]}, values["memory"], values["context"])
+
+
+def expected() -> dict[Path, str]:
+    """What every generated file should hold."""
+    readme = ROOT / "README.md"
+    pages = {path.with_suffix(".md"): page(Store(path)) for path in sorted(RESULTS.glob("compare*.json"))}
+    return {readme: with_tables(readme.read_text()), **pages}
+
+
+def main() -> int:
+    """Write what has changed, or only say so."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    is_check, status = parser.parse_args().check, 0
+    for path, text in expected().items():
+        if path.read_text() != text:
+            print(f"{'would write' if is_check else 'wrote'} {path.relative_to(ROOT)}")
+            status = int(is_check)
+            if not is_check:
+                path.write_text(text)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
