@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.timeout(500),
     pytest.mark.skipif(
         any(importlib.util.find_spec(name) is None for name in ("peft", "transformers")),
-        reason="needs peft and transformers: pip install peft transformers",
+        reason="needs peft, of the extra test, and transformers, of the extra bench",
     ),
 ]
 VOCAB, LENGTH, STEPS = 64, 16, 4

@@ -138,7 +138,7 @@ def test_curve(name: str) -> None:
         scheduler.step()
 
 
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="compares with DeepSpeed itself, which is not installed")
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="compares with DeepSpeed, of the extra peers")
 @pytest.mark.filterwarnings("ignore")  # DeepSpeed's
 def test_curves_are_deepspeeds() -> None:
     theirs = import_module("deepspeed.runtime.lr_schedules")
