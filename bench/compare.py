@@ -1,4 +1,4 @@
-"""The same model, data, seed and batch under DDP, FSDP2, ZeroRedundancyOptimizer, DeepSpeed and this library.
+"""The same model, data, seed and batch under DDP, FSDP2, HSDP, ZeroRedundancyOptimizer, DeepSpeed and this library.
 
     python bench/compare.py                                      loopback, 1 Gbit/s, 200 Mbit/s; needs root
     python bench/compare.py --networks loopback                  without root
@@ -9,6 +9,7 @@
 The systems take turns in one process group, so that whatever else the machine does falls on all of them alike; on an
 emulated network (network namespaces, ``tc tbf``) a node has two ranks. Peak memory is taken of each system in ranks of
 its own. ``--batch network`` is so small that the network decides, ``compute`` so large that the computation does.
+What is called ``x4`` accumulates four batches a step, each peer as it does best, and is compared with its like.
 
 Results: ``--output``.json, written after every turn, .md and .png. The same command goes on where it was stopped.
 A peer that fails, dies or hangs for ``--patience`` is a row with its error; delete the row from the JSON to try again.
