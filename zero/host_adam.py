@@ -14,7 +14,7 @@ the names of the states are the same, so checkpoints of either are those of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from zero.cpu_optimizer import CPUOptimizer
 from zero.cpu_optimizers import CPUAdam
 from zero.masters import MasterPiece, build_inner
 
-__all__ = ["build_updater", "describe_update"]
+__all__ = ["build_updater", "describe_update", "is_same_rule"]
 
 
 def build_updater(
@@ -71,10 +71,32 @@ def describe_update(inner: Optimizer) -> str:
     return f"{text} ({', '.join(reasons)})" if reasons else text
 
 
+def is_same_rule(inner: Optimizer, saved: str, options: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether ``inner`` goes on from the states of an optimizer of the class ``saved`` with these groups.
+
+    Of the same class; or both are Adams, and each group decouples its weight decay there as here.
+    """
+    if type(inner).__name__ == saved:
+        return True
+    groups = inner.param_groups
+    return (
+        type(inner) in (Adam, AdamW, CPUAdam)
+        and saved in ("Adam", "AdamW", "CPUAdam")
+        and all(group.get("bias_correction", True) for group in (*groups, *options))
+        and [_decouples(group, type(inner).__name__) for group in groups] == [_decouples(o, saved) for o in options]
+    )
+
+
+def _decouples(group: Mapping[str, Any], name: str) -> bool:
+    return bool(group.get("adamw_mode", group.get("decoupled_weight_decay", name == "AdamW")))
+
+
 def _reasons(optimizer: Optimizer) -> Iterator[str]:
     """Why torch's own is needed."""
     if type(optimizer) not in (Adam, AdamW):
         yield "a class of your own"
+    if getattr(optimizer, "torch_adam", False):
+        yield "optimizer.params.torch_adam is true"
     groups = [optimizer.defaults, *optimizer.param_groups]
     for name in ("capturable", "differentiable"):
         if any(group.get(name) for group in groups):
