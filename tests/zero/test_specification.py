@@ -17,6 +17,7 @@ import zero
 from tests.ranks import run_ranks
 from tests.zero.configs import CONFIGS
 from tests.zero.training import zero_optimizer
+from zero.cli import main
 from zero.config import make_plan
 
 HALF = torch.float16
@@ -339,6 +340,18 @@ def _check_sums(rank: int, world_size: int) -> None:
             of_kinds = sum(u.nbytes for u in found.usage() if u.kind in ("parameters", "gradients", "states"))
             assert (held, of_kinds) == (numel * per_parameter,) * 2, (dtype, stage)
             assert ("as the ZeRO paper counts them" in str(found)) == (dtype == "fp32")
+
+
+def test_plans_say_in_how_many_bytes_gradients_are_summed(capsys: Any) -> None:
+    gigabytes = {}
+    for flags in ([], ["--narrow-gradients"]):
+        assert main(["plan", "--parameters=1e9", "--layers=4", *flags]) == 0
+        text = capsys.readouterr().out
+        assert ("as the ZeRO paper counts them" in text) == (not flags)
+        assert ('"grad_accum_dtype": "bf16"' in text) == bool(flags)
+        row = next(line.split() for line in text.splitlines() if line.split()[:3] == ["0", "plain", "device"])
+        gigabytes[bool(flags)] = float(row[3])
+    assert gigabytes[False] - gigabytes[True] == pytest.approx(2 * 1e9 / 2**30, abs=0.02)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
