@@ -86,6 +86,7 @@ def _check_tiers(report: dict[str, Any], rank: int, places: tuple[str, str], fol
     said = {"nvme": f"parameters rest in files below {folder};", "cpu": "parameters rest in host memory;"}
     if in_states != "device":
         assert said.get(in_parameters, "parameters rest on the device, as they stay whole;") in report["effective"]
+        assert "zero's CPUAdam in place of the torch.optim.Adam that was given" in report["effective"]
     assert shards[in_parameters] == sum(shards.values()) >= own_numel * itemsize
     assert ("gradients to_host" in counts) == (in_states != "device")
     if in_states != "device":

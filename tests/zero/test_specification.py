@@ -242,6 +242,13 @@ def _check_checkpoints(rank: int, folder: str) -> None:
                 _steps(model, optimizer, rank, range(4, 7))
                 for p, b, a in zip(model.parameters(), expected, start, strict=True):
                     assert (p.detach().double() - b).norm() < 2e-5 * (b - a).norm(), (number, from_files)
+    model = _model()
+    others = zero.CPUAdam(_groups(model), adamw_mode=False)
+    with (
+        zero_optimizer(model, others, **on_host) as optimizer,
+        pytest.raises(zero.CheckpointError, match="the optimizer was AdamW there and is CPUAdam here"),
+    ):
+        zero.load_checkpoint(optimizer, folder, tag="0")  # with another weight decay
 
 
 def test_checkpoints_go_both_ways_between_torchs_adam_and_zeros(tmp_path: Path) -> None:
