@@ -101,7 +101,7 @@ class Adaptive:
         norm = float(norm)  # on a GPU the host waits: the formats of the next step depend on it
         verdict = policy.end_step(self._agreed(policy, norm if self._norm is None else float(self._norm)))
         self._apply()
-        if self._runtime.topology.rank == 0:
+        if self._runtime.speaks:
             for text in verdict.warnings:
                 logger.warning("adaptive precision, %s", text)
             for text in verdict.notes:

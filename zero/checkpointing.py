@@ -140,7 +140,7 @@ def configure(
             other arguments say wins over it.
         partition_activations: Divide them over the tensor-parallel ranks.
         contiguous_checkpointing: In one buffer, allocated once.
-        num_checkpoints: Checkpoints in it, at most.
+        num_checkpoints: How many it is made for before the first step.
         checkpoint_in_cpu: In host memory.
         synchronize: Synchronise the device before and after each function.
         profile: Log times after each backward.

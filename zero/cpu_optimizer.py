@@ -38,6 +38,8 @@ class CPUOptimizer(Optimizer, ABC):
     """State names of the rule's moments, in its order."""
     squares: ClassVar[tuple[str, ...]] = ()
     """Those of them that are means or sums of squares."""
+    stands_for: str = ""
+    """The optimizer that was given in its place."""
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], *, moments: MomentFormat, maximize: bool

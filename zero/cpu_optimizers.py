@@ -72,6 +72,14 @@ class CPUAdam(CPUOptimizer):
         moments = MomentFormat.of(moment_format, is_wide=fp32_optimizer_states)
         super().__init__(params, defaults, moments=moments, maximize=maximize)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Groups that torch's Adam or AdamW has saved lack what it cannot do."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("bias_correction", True)
+            group.setdefault("maximize", False)
+            group.setdefault("adamw_mode", group.get("decoupled_weight_decay", self.defaults["adamw_mode"]))
+
     def rule_of(self, group: dict[str, Any], step: int) -> tuple[Rule, Factors]:
         """See :class:`CPUOptimizer`."""
         lr, decay = float(group["lr"]), group["weight_decay"]

@@ -58,6 +58,17 @@ class Estimate:
         """Bytes of ``host`` that are page-locked where there is CUDA."""
         return sum(usage.nbytes for usage in self.usage(stage, tier) if usage.is_pinned)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Where published formulas count otherwise."""
+        summed, held = self.setup.gradient_nbytes, self.setup.param_nbytes
+        if summed <= held:
+            return ()
+        return (
+            f"gradients are summed in {summed} bytes each; in {held}, as the ZeRO paper counts them, with "
+            "data_types.grad_accum_dtype",
+        )
+
     def __str__(self) -> str:
         setup = self.setup
         lines = [
@@ -76,6 +87,7 @@ class Estimate:
             f"  {u.kind:<22} {u.place:<7} {_shown(u.nbytes):>10}{'  page-locked' if u.is_pinned else ''}"
             for u in self.usage()
         ]
+        lines += [f"  {note}" for note in self.notes]
         if self.activations is not None and self.activations.is_checkpointed:
             lines.append(f"  checkpoints cost {100 * RECOMPUTATION:.0f} % more computation: the forward again")
         return "\n".join(lines) + "\n"

@@ -52,8 +52,10 @@ class Gatherer:
         effective: Effective,
         pool: BufferPool,
         rests: ParameterRests,
+        *,
+        speaks: bool = True,
     ) -> None:
-        topology = options.topology
+        topology, self.speaks = options.topology, speaks
         self._buckets, self._topology, self._pool, self._rests = buckets, topology, pool, rests
         self._effective, self._logs_every_change = effective, settings.log_trace_cache_warnings
         self._is_active = effective.stage.shards_parameters
@@ -172,12 +174,12 @@ class Gatherer:
         self._drop_idle(self._buckets)
 
     def _say(self, text: str, once: str) -> None:
-        """Log on rank 0; what has the same ``once`` only once, unless that is empty."""
+        """Log on one rank; what has the same ``once`` only once, unless that is empty."""
         if once in self._has_said:
             return
         if once:
             self._has_said.add(once)
-        if self._topology.rank == 0:
+        if self.speaks:
             logger.warning("%s", text)
 
     def _issue(self, bucket: Bucket, stop: int | None = None) -> None:

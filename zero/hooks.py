@@ -157,11 +157,12 @@ class Hooks:
         if not self._forwards:
             return False
         module = self._forwards[-1][0]
-        logger.info(
-            "%r is used by the forward of a %s that does not own it: gathered for it from here on",
-            name,
-            type(module).__name__,
-        )
+        if self._gatherer.speaks:
+            logger.info(
+                "%r is used by the forward of a %s that does not own it: gathered for it from here on",
+                name,
+                type(module).__name__,
+            )
         if bucket not in self._buckets_of[module]:
             self._buckets_of[module].append(bucket)
             bucket.forward_depth += 1

@@ -21,6 +21,7 @@ from zero.distributed import data_parallel, init_distributed, local_device
 from zero.init_shards import Construction
 from zero.inputs import choose_topology
 from zero.materialize import give_values, own_tensors
+from zero.notices import is_first_of_job
 from zero.tiers.init_files import InitFiles
 
 __all__ = ["Init"]
@@ -161,7 +162,7 @@ def _check_options(options: dict[str, Any]) -> None:
     if unknown:
         raise ConfigError(f"zero.Init has no arguments {unknown}")
     asked = sorted(name for name in IGNORED_SWITCHES if options.get(name))
-    if asked:
+    if asked and is_first_of_job():
         logger.info("zero.Init: %s take effect from the configuration of ZeroOptimizer", ", ".join(asked))
 
 

@@ -96,7 +96,7 @@ def initialize(
     scheduler = _choose_scheduler(lr_scheduler, model, wrapped, configuration)
     engine = Engine(model, wrapped, lr_scheduler=scheduler, config=configuration.values, batch_sizes=batch_sizes)
     engine.training_dataloader = loader
-    if ranks.rank == 0:
+    if ranks.rank == ranks.model_parallel.rank == 0:
         _announce(configuration, batch_sizes, ranks)
     return Initialized(engine, wrapped, loader, scheduler)
 

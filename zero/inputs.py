@@ -18,8 +18,8 @@ from zero.config.read import Configuration, Source
 from zero.cpu_optimizer import CPUOptimizer
 from zero.masters import as_groups, build_inner, check_elementwise, check_options
 from zero.model_plan import check_model
+from zero.runtime import Runtime
 from zero.same import check_same
-from zero.settings import Effective
 from zero.tiers.settings import Tier
 
 __all__ = ["announce", "check_inputs", "choose_topology"]
@@ -123,13 +123,13 @@ def choose_topology(topology: Topology | None, ranks_per_node: int | None, group
     return Topology.from_env(group)
 
 
-def announce(plan: Plan, effective: Effective, topology: Topology) -> None:
-    """Log on rank 0 what was asked for without effect, and what is done."""
-    if topology.rank == 0:
+def announce(plan: Plan, runtime: Runtime) -> None:
+    """Log on one rank what was asked for without effect, and what is done."""
+    if runtime.speaks:
         if not logger.hasHandlers():
             logger.addHandler(logging.StreamHandler())
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.INFO)
         for note in plan.notes:
             logger.warning("%s", note)
-        logger.info("%s", effective)
+        logger.info("%s", runtime.effective)

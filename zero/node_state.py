@@ -85,5 +85,5 @@ def load_all_residuals(runtime: Runtime, states: Iterable[Mapping[str, Any]]) ->
         load_residuals(states, residuals)
     except LayoutError as error:
         reset_residuals(runtime)
-        if runtime.topology.rank == 0:
+        if runtime.speaks:
             logger.warning("residuals of gradients start anew: %s", error)

@@ -31,12 +31,13 @@ from zero.cpu_optimizer import set_moment_format
 from zero.distributed import DataParallel, data_parallel
 from zero.final_gradients import FinalGradients
 from zero.grad_factor import GradFactor
+from zero.host_adam import build_updater
 from zero.inputs import announce, check_inputs, choose_topology
 from zero.inside import Inside, values_of
 from zero.large_linears import tile_configured
 from zero.leaf_modules import set_configured
 from zero.loss_scale import LossScale, not_scaled
-from zero.masters import OptimizerStates, as_groups, build_inner, build_pieces
+from zero.masters import OptimizerStates, as_groups, build_pieces
 from zero.memory import MemoryReport, measure
 from zero.model_parallel import ModelParallel
 from zero.node_state import restore_node_state
@@ -108,7 +109,7 @@ class ZeroOptimizer(Optimizer):
             if self._owns_topology:
                 topology.close()
             raise
-        announce(plan, self.effective, topology)
+        announce(plan, self._runtime)
 
     def _build(self, model: nn.Module, optimizer: type[Optimizer] | Optimizer, topology: Topology, plan: Plan) -> None:
         values = plan.configuration.values
@@ -117,11 +118,11 @@ class ZeroOptimizer(Optimizer):
         tiled = tile_configured(model, plan.settings, optimizer)
         groups = as_groups(model, optimizer)
         self._group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
-        self._runtime = Runtime(model, plan.settings, topology)
+        self._runtime = Runtime(model, plan.settings, topology, speaks=topology.rank == self._model_parallel.rank == 0)
         self._runtime.effective = self._runtime.effective.and_more(adjusted=tiled)
         self._pieces = build_pieces(self._runtime.buckets, self._runtime.stage, topology.shard_index("local"))
         try:
-            build = partial(build_inner, optimizer, groups, self._pieces, plan.optimizer_options)
+            build = partial(build_updater, optimizer, groups, self._pieces, plan, self._runtime.buckets)
             self._inner = on_every_rank(build, topology)
             set_moment_format(self._inner, values.zcomm.moment_format)
             self._runtime.open_states(self._inner, self._pieces)
@@ -150,7 +151,7 @@ class ZeroOptimizer(Optimizer):
         self._last_norm: Tensor | None = None
         self.computes_grad_norm = False
         """Whether step() computes it even where gradients are not clipped. Cost: one pass and one small exchange."""
-        self._max_norm = plan.configuration.values.gradient_clipping
+        self._max_norm = plan.configuration.values.gradient_clipping or math.inf
         self._is_scaled = self._is_unscaled = False
         self._runtime.reducer.reduction.loss_scale = self.loss_scale
 
@@ -316,11 +317,10 @@ class ZeroOptimizer(Optimizer):
                 return False
         if not self._update.folds:
             self._gradients.apply()
-        limit = self._max_norm if self._max_norm > 0 else math.inf
-        if limit == math.inf and not (self.computes_grad_norm or self._adaptive.is_on):
+        if self._max_norm == math.inf and not (self.computes_grad_norm or self._adaptive.is_on):
             return True
-        norm = self._last_norm = fold_clipping(self._gradients, self._model_parallel, limit)
-        is_taken, factor = self._adaptive.end_step(norm, limit)
+        norm = self._last_norm = fold_clipping(self._gradients, self._model_parallel, self._max_norm)
+        is_taken, factor = self._adaptive.end_step(norm, self._max_norm)
         self._gradients.factor = self._gradients.factor.times(factor)
         return is_taken
 

@@ -57,9 +57,9 @@ def build_optimizer(kind: str, params: dict[str, Any], parameters: Any, *, on_ho
             return _built(own, parameters, own_options)
         if name not in KNOWN:
             _check_options(kind, own_options, list(inspect.signature(own).parameters)[1:])
+    is_torchs = name in ("adam", "adamw") and bool(chosen.pop("torch_adam", False))
     if name in ("adam", "adamw"):
         decouples = chosen.pop("adam_w_mode", True) or name == "adamw"
-        chosen.pop("torch_adam", None)
         if not chosen.pop("bias_correction", True):
             raise ConfigError("optimizer.params.bias_correction must be true: torch's Adam always corrects its bias")
         name = "adamw" if decouples else "adam"
@@ -68,7 +68,10 @@ def build_optimizer(kind: str, params: dict[str, Any], parameters: Any, *, on_ho
         raise ConfigError(f"optimizer.type must be an optimizer of torch.optim: got {kind!r}{nearest(name, KNOWN)}")
     cls = KNOWN[name]
     _check_options(kind, chosen, list(inspect.signature(cls).parameters)[1:])
-    return _built(cls, parameters, chosen)
+    built = _built(cls, parameters, chosen)
+    if is_torchs:
+        built.torch_adam = True  # type: ignore[attr-defined]  # read by zero.host_adam
+    return built
 
 
 def _check_options(kind: str, chosen: Iterable[str], known: list[str]) -> None:

@@ -33,7 +33,7 @@ class Reports:
 
     def __init__(self, optimizer: ZeroOptimizer, config: Config, device: torch.device) -> None:
         self._optimizer, self._config, self._device = optimizer, config, device
-        self._is_first = optimizer.topology.rank == 0
+        self._is_first = optimizer.inside.runtime.speaks
         self._seconds: dict[str, float] = {}
         if config.wall_clock_breakdown:
             optimizer.time_exchanges(self._timed_on_host)

@@ -46,8 +46,8 @@ __all__ = ["Runtime"]
 class Runtime:
     """Owns the buckets of ``model`` and everything that communicates for them."""
 
-    def __init__(self, model: nn.Module, settings: ZeroSettings, topology: Topology) -> None:
-        self.model, self.settings, self.topology = model, settings, topology
+    def __init__(self, model: nn.Module, settings: ZeroSettings, topology: Topology, *, speaks: bool) -> None:
+        self.model, self.settings, self.topology, self.speaks = model, settings, topology, speaks
         plan = on_every_rank(lambda: plan_model(model, settings, topology), topology)
         self.effective, self.buckets = plan.effective, plan.buckets
         self.stage = self.effective.stage
@@ -72,7 +72,7 @@ class Runtime:
         self.rests = ParameterRests(tiers, self.buckets[0].device, topology, self._plans_of_shards(options))
         own_numel = sum(bucket.layout.shard_numel for bucket in self.buckets)
         self.effective = self.effective.and_more(details=self.rests.described(own_numel))
-        self.gatherer = Gatherer(self.buckets, options, settings, self.effective, self.pool, self.rests)
+        self.gatherer = Gatherer(self.buckets, options, settings, self.effective, self.pool, self.rests, speaks=speaks)
         self.compare, self.is_closed = self.gatherer.compare, False
         self._publisher = Publisher(topology, self.stage, self.gatherer, self.rests, self.state_files)
         try:

@@ -23,13 +23,13 @@ SCRIPT = str(ROOT / "tests" / "end_to_end" / "deepspeed_script.py")
 PLACES = {
     "megatron_stage3_offload": ("device", "cpu"),  # its threshold keeps all parameters of so small a model whole
     "zero_offload": ("cpu", "cpu"),
-    "zero_infinity": ("cpu", "nvme"),  # parameters fit into max_in_cpu, which it leaves at 1e9
-    "zero_infinity_in_files": ("nvme", "nvme"),
+    "zero_infinity": ("nvme", "nvme"),
+    "zero_infinity_in_memory": ("cpu", "nvme"),
 }
 """Where parameters and states rest; all others: on the device."""
 SECTION = CONFIGS["zero_infinity"]["zero_optimization"]
-IN_FILES = SECTION | {"offload_param": SECTION["offload_param"] | {"max_in_cpu": 0}}
-CONFIGURED = CONFIGS | {"zero_infinity_in_files": CONFIGS["zero_infinity"] | {"zero_optimization": IN_FILES}}
+IN_MEMORY = SECTION | {"offload_param": SECTION["offload_param"] | {"max_in_cpu": 1_000_000_000}}
+CONFIGURED = CONFIGS | {"zero_infinity_in_memory": CONFIGS["zero_infinity"] | {"zero_optimization": IN_MEMORY}}
 
 
 def _arguments(name: str, folder: Path) -> list[str]:
@@ -86,6 +86,7 @@ def _check_tiers(report: dict[str, Any], rank: int, places: tuple[str, str], fol
     said = {"nvme": f"parameters rest in files below {folder};", "cpu": "parameters rest in host memory;"}
     if in_states != "device":
         assert said.get(in_parameters, "parameters rest on the device, as they stay whole;") in report["effective"]
+        assert "zero's CPUAdam in place of the torch.optim.Adam that was given" in report["effective"]
     assert shards[in_parameters] == sum(shards.values()) >= own_numel * itemsize
     assert ("gradients to_host" in counts) == (in_states != "device")
     if in_states != "device":

@@ -145,10 +145,13 @@ def test_the_buffer_is_allocated_once(place: str, caplog: Any) -> None:
             assert first.num_allocations == later.num_allocations == in_first_step
             assert later.arena == (number or NUM_LAYERS) * NBYTES
         assert not caplog.records
-        few = _memory_after(3, num_checkpoints=3, **options)
-        assert (few.arena, few.num_allocations) == (3 * NBYTES, 1 + 3 * (NUM_LAYERS - 3))
-    (record,) = caplog.records
-    assert "number_checkpoints=3" in record.message
+        once = 1 + (NUM_LAYERS - 3) + 1  # the buffer for three, each that did not fit, the buffer for all
+        for steps in (1, 2, 5):
+            caplog.clear()
+            few = _memory_after(steps, num_checkpoints=3, **options)
+            assert (few.arena, few.num_allocations) == (NUM_LAYERS * NBYTES, once)
+            (record,) = caplog.records
+            assert "number_checkpoints=3" in record.message
     zero.checkpointing.configure(contiguous_checkpointing=True)
     _train(zero.checkpoint)
     zero.checkpointing.reset()

@@ -110,7 +110,9 @@ def _check_torch(rank: int) -> None:
     results = []
     for inner in (torch.optim.AdamW, zero.CPUAdam):
         model = new_model()
-        with zero_optimizer(model, inner(groups_of(model), lr=1e-2, weight_decay=0.1), **CPU, stage=2) as optimizer:
+        given, as_given = inner(groups_of(model), lr=1e-2, weight_decay=0.1), {"zero_force_ds_cpu_optimizer": False}
+        with zero_optimizer(model, given, **CPU, **as_given, stage=2) as optimizer:
+            assert optimizer.inside.inner is given
             losses = train_late(model, optimizer, rank, range(4), scheduler=LambdaLR(optimizer, _rate))
             assert zero.utils.safe_get_full_optimizer_state(model.head.weight, "step") == 4
             results.append(losses)

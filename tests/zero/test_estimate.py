@@ -169,7 +169,10 @@ TIER_CASES: list[tuple[dict[str, Any], bool]] = [
         False,
     ),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": NVME | {"pipeline_read": True}}}, True),
-    (BF16 | {"zero_optimization": {"stage": 3, "offload_optimizer": NVME, "offload_param": FEW}}, False),
+    *(
+        (BF16 | {"zero_optimization": {"stage": 3, "offload_optimizer": NVME, "offload_param": tier}}, False)
+        for tier in (NVME, FEW)
+    ),
     (BF16 | {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}}, True),
     (
         BF16

@@ -3,6 +3,9 @@
 the first tensor      number_checkpoints times the bytes of its checkpoint are allocated
 the first step        more is needed: what does not fit is kept outside, and is counted
 when all is free      the buffer is allocated anew, as large as what was needed at a time, if that was more
+
+So number_checkpoints says how much the first step finds, not how much there may be: what did not fit would be allocated
+anew in every step, and take the same memory in more pieces.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from zero.notices import is_first_of_job
 from zero.poison import poison
 
 __all__ = ["Arena", "Slot", "Ticket"]
@@ -42,7 +46,7 @@ class Arena:
     """The buffer.
 
     Args:
-        num_checkpoints: Checkpoints in it at a time, at most; None: no limit, and its size is known after a step.
+        num_checkpoints: How many it is made for before the first step; None: its size is known after that.
         device: Where it is.
         is_pinned: Whether its memory is page-locked.
     """
@@ -61,12 +65,17 @@ class Arena:
         """Bytes allocated."""
         return 0 if self._memory is None else self._memory.numel()
 
-    def admit(self, nbytes: int) -> Ticket | None:
-        """Room for one more checkpoint, of ``nbytes`` in all; None, said once, if there are as many as may be."""
+    def admit(self, nbytes: int) -> Ticket:
+        """One more checkpoint, of ``nbytes`` in all. That there are more than was said is logged once."""
         if self._num_checkpoints is not None:
-            if len(self._tickets) >= self._num_checkpoints:
-                self._say(f"more than number_checkpoints={self._num_checkpoints} checkpoints are held at a time")
-                return None
+            if len(self._tickets) == self._num_checkpoints and self._says:
+                self._says = False
+                if is_first_of_job():
+                    logger.warning(
+                        "more than number_checkpoints=%d activation checkpoints are held at a time: the contiguous "
+                        "buffer grows to hold them all",
+                        self._num_checkpoints,
+                    )
             if self._memory is None:
                 self._allocate(self._num_checkpoints * _aligned(nbytes))
         ticket = Ticket()
@@ -115,11 +124,6 @@ class Arena:
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device, pin_memory=self._is_pinned)
         self._free = [Span(0, nbytes)]
         self.num_allocations += 1
-
-    def _say(self, why: str) -> None:
-        if self._says:
-            logger.warning("activation checkpoints are kept outside the contiguous buffer: %s", why)
-            self._says = False
 
 
 class Slot:

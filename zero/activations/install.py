@@ -16,6 +16,7 @@ from zero.activations import scope
 from zero.activations.checkpointer import Checkpointer
 from zero.activations.routing import ROUTING
 from zero.activations.settings import ActivationSettings
+from zero.notices import is_first_of_job
 
 __all__ = ["NO_TENSOR_RANKS", "Installation", "checkpointer_of", "install", "new_checkpointer"]
 
@@ -72,7 +73,7 @@ def checkpointer_of(model: nn.Module) -> Checkpointer:
 def _effective(settings: ActivationSettings, tensor_group: dist.ProcessGroup | None) -> ActivationSettings:
     if not settings.partitions or tensor_group is not None:
         return settings
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first_of_job():
         logger.warning("inactive: partition_activations (%s)", NO_TENSOR_RANKS)
     return replace(settings, partitions=False)
 

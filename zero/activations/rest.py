@@ -52,7 +52,7 @@ class MemoryPlace:
     Args:
         is_on_host: Whether it is host memory, page-locked where values come from CUDA.
         has_arena: Whether there is one buffer for all.
-        num_checkpoints: In it, at most.
+        num_checkpoints: In it before the first step.
     """
 
     def __init__(self, *, is_on_host: bool, has_arena: bool = False, num_checkpoints: int | None = None) -> None:

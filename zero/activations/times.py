@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch.autograd import Variable
 
+from zero.notices import is_first_of_job
+
 __all__ = ["Times", "synchronize"]
 
 logger = logging.getLogger("zero")
@@ -46,7 +48,8 @@ class Times:
         assert self._backward_started is not None, "a backward that ends has begun"
         seconds = time.perf_counter() - self._backward_started
         parts = [f"{self._counts[kind]} x {kind} {1e3 * self._seconds[kind]:.1f} ms" for kind in self._seconds]
-        logger.info("activation checkpoints: %s, backward %.1f ms", ", ".join(parts), 1e3 * seconds)
+        if is_first_of_job():
+            logger.info("activation checkpoints: %s, backward %.1f ms", ", ".join(parts), 1e3 * seconds)
         self._backward_started = None
         for kind in self._seconds:
             self._seconds[kind], self._counts[kind] = 0.0, 0

@@ -117,7 +117,7 @@ def _find(load_dir: Path, tag: str | None, optimizer: ZeroOptimizer, *, only_wei
         return load_dir / check_tag(latest)
     if only_weights and find_weights(load_dir):
         return load_dir
-    if optimizer.topology.rank == 0:
+    if optimizer.inside.runtime.speaks:
         logger.warning("%s has no file 'latest': nothing is loaded (pass tag= to load one by its name)", load_dir)
     return None
 

@@ -17,6 +17,7 @@ from zero.checkpoints.planners import Part
 from zero.checkpoints.snapshot import names_of_groups
 from zero.checkpoints.tensor_file import CODES
 from zero.checkpoints.tree import decode
+from zero.host_adam import is_same_rule
 from zero.inside import Inside
 
 __all__ = ["Request", "Wanted", "keys_by_parameter", "make_request"]
@@ -152,7 +153,7 @@ def _group_problems(inside: Inside, index: Index) -> list[str]:
     if saved is None:
         return [f"no optimizer was saved {remedy}"]
     here = type(inside.inner).__name__
-    if saved["class"] != here:
+    if not is_same_rule(inside.inner, saved["class"], [group["options"] for group in saved["groups"]]):
         return [f"the optimizer was {saved['class']} there and is {here} here {remedy}"]
     groups = names_of_groups(inside)
     if len(groups) != len(saved["groups"]):

@@ -173,7 +173,7 @@ def _restore_loss_scale(optimizer: ZeroOptimizer, saved: dict[str, Any] | None) 
     if here is None or saved is None:
         return
     if saved.keys() != here.state_dict().keys():
-        if optimizer.topology.rank == 0:
+        if optimizer.inside.runtime.speaks:
             logger.warning("the saved loss scale is of another kind: this one starts anew at %g", here.scale)
         return
     here.load_state_dict(saved)

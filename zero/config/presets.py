@@ -5,25 +5,32 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 from zcomm import ConfigError
 
 __all__ = ["precision_preset"]
 
 LEVELS = ("O0", "O1", "O2", "O3")
+NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+"""torch's layers that normalise and may have weights; the first: batch and instance norms of every kind."""
 
 
 def precision_preset(level: str, model: nn.Module | None = None) -> dict[str, Any]:
     """The keys of a configuration that mean what Apex's ``opt_level`` means.
 
     O0: float32. O1: float32 parameters, the engine's forward under float16 autocast, dynamic loss scale. O2: float16
-    but for the batch norms of ``model``, float32 masters, dynamic loss scale. O3: float16 throughout, loss scale 1; the
-    masters are float32 here, too, one shard of them a rank.
+    but for the normalisation layers of ``model``, float32 masters, dynamic loss scale. O3: float16 throughout, loss
+    scale 1; the masters are float32 here, too, one shard of them a rank. At O2 and O3 the engine casts floating-point
+    inputs to float16, as Apex does; outputs stay float16 (Apex: float32).
+
+    Normalisation layers are torch's (batch, instance, layer, group and RMS norms), and every module whose class has
+    "norm" in its name and whose own parameters have at most one dimension longer than 1: ``LlamaRMSNorm``, but neither
+    ``NormalizedLinear`` nor a block that only contains a norm. They compute in float32 and return what they were given.
 
     Args:
         level: One of the four.
-        model: For O2, which batch norms to leave in float32; None: there are none.
+        model: For O2, which normalisation layers to leave in float32; None: there are none.
 
     Raises:
         ConfigError: Another level.
@@ -35,8 +42,16 @@ def precision_preset(level: str, model: nn.Module | None = None) -> dict[str, An
     if level == "O1":
         return {"torch_autocast": {"enabled": True, "dtype": "float16"}}
     if level == "O3":
-        return {"fp16": {"enabled": True, "loss_scale": 1.0}}
+        return {"fp16": {"enabled": True, "auto_cast": True, "loss_scale": 1.0}}
     named = [] if model is None else model.named_modules()
-    norms = [name for name, module in named if isinstance(module, _BatchNorm) and name]
+    norms = [f".{name}" for name, module in named if name and _normalizes(module)]
     kept = {"data_types": {"keep_in_fp32_modules": norms}} if norms else {}
-    return {"fp16": {"enabled": True}, **kept}
+    return {"fp16": {"enabled": True, "auto_cast": True}, **kept}
+
+
+def _normalizes(module: nn.Module) -> bool:
+    own = [*module.parameters(recurse=False)]
+    if isinstance(module, NORMS):
+        return bool(own or [*module.buffers(recurse=False)])
+    is_named_so = "norm" in type(module).__name__.lower()
+    return is_named_so and bool(own) and all(sum(n > 1 for n in param.shape) <= 1 for param in own)

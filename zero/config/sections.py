@@ -72,7 +72,9 @@ class DataTypes:
     param_dtype: str | None = key(None, "-", unavailable="param_dtype (use fp16 or bf16)")
     buffer_dtype: str | None = key(None, "-", unavailable="buffer_dtype (buffers are cast with the parameters)")
     keep_in_fp32_modules: tuple[str, ...] = key(
-        (), "modules that stay float32, by any part of their dotted name", active_if="16 bit"
+        (),
+        "modules that stay float32 and compute in it, by any part of their dotted name, or by '.' and the whole",
+        active_if="16 bit",
     )
 
 
@@ -119,7 +121,7 @@ class ActivationCheckpointing:
     )
     number_checkpoints: int | None = key(
         None,
-        "checkpoints in that buffer at most (absent: as many as the first step has)",
+        "checkpoints that buffer is made for before the first step, after which it holds as many as that had",
         minimum=1,
         active_if="one buffer",
     )
@@ -282,9 +284,9 @@ class Config:
     )
     zero_force_ds_cpu_optimizer: bool = key(
         True,
-        "with offload_optimizer, refuse optimizers other than DeepSpeed's own",
-        false="the same as true",
-        inactive="any that is given is taken: torch's too, with more passes over memory than zero.CPUAdam",
+        "torch's Adam and AdamW over offloaded states are updated by zero.CPUAdam; other optimizers are taken as given",
+        false="torch's are, too, with more passes over memory",
+        active_if="offload_optimizer",
     )
     activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing, "activations")
     aio: Aio = section(Aio, "file input and output")

@@ -28,7 +28,13 @@ class OffloadParam:
     nvme_path: str | None = key(None, "folder for parameters on NVMe", active_if="offload_param nvme")
     buffer_count: int = key(5, "buffers between NVMe and memory", minimum=1, active_if="offload_param nvme")
     buffer_size: int = key(100_000_000, "elements of each", minimum=1, active_if="offload_param nvme")
-    max_in_cpu: int = key(1_000_000_000, "elements kept in memory", minimum=0, active_if="offload_param nvme")
+    max_in_cpu: int = key(
+        0,
+        "elements of this rank's shards that stay in host memory all the same (DeepSpeed: 1e9, by which up to a "
+        "billion parameters a rank are not in the files that were asked for)",
+        minimum=0,
+        active_if="offload_param nvme",
+    )
     pin_memory: bool = key(True, "page-locked memory", false="pageable memory", active_if="offload_param")
 
 

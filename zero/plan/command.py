@@ -63,6 +63,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches a step")
     job.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     job.add_argument("--precision", choices=["bf16", "fp16"], default="bf16")
+    job.add_argument("--narrow-gradients", action="store_true", help="sum gradients in 16 bits (grad_accum_dtype)")
     parser.add_argument("--max-model", action="store_true", help="the largest model of such layers that fits")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each row")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the steps' times (needs matplotlib)")
@@ -80,6 +81,7 @@ def run(options: argparse.Namespace) -> str:
         num_micro=options.accumulation,
         is_checkpointed=not options.no_checkpointing,
         precision=options.precision,
+        narrow_gradients=options.narrow_gradients,
     )
     model = _model_of(options)
     if options.max_model:

@@ -39,6 +39,7 @@ def table(rows: Sequence[Row], model: Model, cluster: Cluster) -> str:
         return "\n".join(lines) + "\n"
     lines.append(f"fastest: stage {best.stage}, {best.variant}, {best.tier}; a rank's memory:")
     lines += [f"  {use.kind:<22} {use.place:<7} {use.nbytes / 2**30:>9.3f} GiB" for use in best.memory.usage()]
+    lines += [f"  {note}" for note in best.memory.notes]
     lines += ["", 'for zero.initialize, with its optimizer= or an "optimizer" section added:']
     lines += [json.dumps(best.config, indent=2)]
     return "\n".join(lines) + "\n"

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from zcomm import Topology
 from zero.bucket import Bucket
 from zero.cpu_optimizer import CPUOptimizer
+from zero.host_adam import describe_update
 from zero.moments import MomentFormat
 from zero.settings import ZeroSettings
 from zero.stages import get_stage
@@ -58,7 +59,7 @@ def describe_states(buckets: list[Bucket], tier: StateTier, inner: Optimizer) ->
         return formats
     share = offloaded / sum(bucket.layout.numel for bucket in trainable)
     place = f"files below {tier.path}" if tier.tier is Tier.NVME else "host memory"
-    update = f"{type(inner).__module__.partition('.')[0]}'s {type(inner).__name__}"
+    update = describe_update(inner)
     part = "" if share == 1 else f"{share:.0%} of the "
     late = f", during the next step after the first {tier.delay_start}" if tier.delays_update else ""
     late = ", during the next forward, where each layer waits for its own" if tier.overlaps_update else late

@@ -63,7 +63,7 @@ class ParameterTier:
     """Buffers between files and memory, at most."""
     buffer_numel: int = 100_000_000
     """Elements of each, at most."""
-    max_numel_in_memory: int = 1_000_000_000
+    max_numel_in_memory: int = 0
     """Elements of shards that stay in host memory beside the files."""
 
 
