@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zcomm.errors import ConfigError
 
-__all__ = ["VARIABLES", "Variable", "is_set", "value"]
+__all__ = ["VARIABLES", "Variable", "is_set", "kernels", "value"]
 
 
 class Variable(NamedTuple):
@@ -55,3 +55,9 @@ def value(name: str) -> str:
 def is_set(name: str) -> bool:
     """Whether the switch ``name`` is on."""
     return value(name) == "1"
+
+
+def kernels(chosen: str) -> tuple[str, str]:
+    """The kernels that a choice means, ``"auto"`` being ``ZCOMM_KERNELS``; and what said so, for messages."""
+    setting = value("ZCOMM_KERNELS") if chosen == "auto" else chosen
+    return setting, f"ZCOMM_KERNELS={setting}" if chosen == "auto" else f"kernels={chosen!r}"

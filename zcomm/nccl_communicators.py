@@ -2,6 +2,9 @@
 
 The first rank of a hop makes NCCL's unique id; it travels through the process group's own store. So no exchange of
 torch's, and no communicator of torch's, is needed.
+
+They end with what they were made for: those over the hops of a Topology when that is closed or collected, those over a
+process group that a call was given with the group.
 """
 
 from __future__ import annotations
@@ -23,7 +26,14 @@ from zcomm.nccl_library import nccl_library
 from zcomm.starts import prefix_of_start
 from zcomm.streams import SideStreams
 
-__all__ = ["Communicator", "agree_on_nccl", "close_communicators", "communicator_over", "inside_first"]
+__all__ = [
+    "Communicator",
+    "Communicators",
+    "agree_on_nccl",
+    "close_communicators",
+    "communicator_over",
+    "inside_first",
+]
 
 PREFIX = "zcomm-nccl"
 ALONE = "alone"
@@ -42,8 +52,14 @@ class Communicator(NamedTuple):
     """For exchanges of bytes, a stream for each hop."""
 
 
-_COMMUNICATORS: WeakKeyDictionary[dist.ProcessGroup, dict[Key, Communicator]] = WeakKeyDictionary()
-_ALONE: dict[Key, Communicator] = {}
+class Communicators(dict[Key, Communicator]):
+    """The communicators over one Topology's hops, or over one process group; ``clear()`` frees them."""
+
+
+_OF_GROUPS: WeakKeyDictionary[dist.ProcessGroup, Communicators] = WeakKeyDictionary()
+"""Of calls over a process group, which has no other owner here."""
+_ALONE = Communicators()
+"""Of calls of one process without torch.distributed."""
 
 
 def inside_first(hops: Sequence[Hop]) -> tuple[Hop, ...]:
@@ -58,8 +74,11 @@ def communicator_over(hops: Sequence[Hop], device: torch.device) -> Communicator
         BackendUnavailableError: A rank has no NCCL. The same on every rank.
         CommunicationError: The ranks did not find one another, with NCCL's text.
     """
+    owner = next((hop.communicators for hop in hops if hop.communicators is not None), None)
     groups = [hop.group for hop in hops if hop.group is not None]
-    made = _COMMUNICATORS.setdefault(groups[0], {}) if groups else _ALONE
+    if owner is None:
+        owner = _OF_GROUPS.setdefault(groups[0], Communicators()) if groups else _ALONE
+    made: Communicators = owner
     key = device.index, tuple(ALONE if hop.group is None else hop.group.group_name for hop in hops)
     if key not in made:
         made[key] = _make(hops, device)
@@ -124,11 +143,14 @@ def _unique_id(hop: Hop) -> bytes:
 
 
 def close_communicators(group: dist.ProcessGroup | None = None) -> None:
-    """Finish what is under way over ``group``, or over all, and free the communicators. Any number of times."""
+    """Finish what is under way over ``group``, or over all that were given to calls, and free the communicators.
+
+    Any number of times. A Topology's are not among them.
+    """
     if group is not None:
-        _COMMUNICATORS.pop(group, None)
+        _OF_GROUPS.pop(group, None)
         return
-    _COMMUNICATORS.clear()
+    _OF_GROUPS.clear()
     _ALONE.clear()
 
 

@@ -46,8 +46,8 @@ Rows = tuple[int, int, int, int]
 def is_native(encoder: Encoder, *tensors: Tensor) -> bool:
     """Whether the pipeline in C++ runs this call; False: Python does, over the same route (:mod:`zcomm.nccl_bytes`).
 
-    What has no CUDA kernels, or what they do not do: options of formats, float64, residuals, checksums. It depends on
-    what all ranks have alike.
+    What has no CUDA kernels, or what they do not do: options of formats, float64, residuals, checksums; and a Topology
+    with other ``kernels=`` than "auto" and "cuda". It depends on what all ranks have alike.
 
     Raises:
         BackendUnavailableError: The tensors are not on a GPU.
@@ -57,7 +57,7 @@ def is_native(encoder: Encoder, *tensors: Tensor) -> bool:
         return False
     for tensor in tensors:
         check_device(route.operation, tensor.device)
-    is_plain = encoder.residual is None and not env.is_set("ZCOMM_CHECK")
+    is_plain = encoder.residual is None and not env.is_set("ZCOMM_CHECK") and route.kernels in ("auto", "cuda")
     has_dtypes = all(tensor.dtype in DTYPE_NUMBERS for tensor in tensors)
     return is_plain and has_dtypes and all(_has_kernels(wire) for _, wire in route.hops)
 

@@ -6,6 +6,8 @@ The communicator is a stand-in here that reads and writes the addresses it is gi
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -19,9 +21,10 @@ from torch import Tensor
 import zcomm
 from tests.ranks import run_ranks
 from tests.zcomm.calls import WORLD_SIZE, assert_same_bits, collectives, kept, with_residual
-from zcomm import Topology, backend, carrier, chunks, nccl_bytes, nccl_communicators, nccl_steps, route, secondary
+from zcomm import Topology, backend, chunks, nccl_bytes, nccl_communicators, nccl_steps, route, secondary
 from zcomm.backend import Hop
 from zcomm.nccl_communicators import Communicator as Over
+from zcomm.topology import hop_of_group
 
 FORMATS = ("int8:stochastic", "int4:asym", "nf4/32:hadamard", "int4/96", "int8", "none")
 STREAM = 11
@@ -111,24 +114,43 @@ def _check_calls(rank: int) -> None:
         with _over_stand_in():
             assert_same_bits("residual", with_residual(rank, "nccl", group, 1000), expected)
     expected = kept(rank, topology, 501)
-    with _over_stand_in(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(carrier, "_CHOSEN", ["nccl"])
+    topology.backend = "nccl"  # what a build without CUDA cannot construct
+    with _over_stand_in():
         assert_same_bits("kept", kept(rank, topology, 501), expected)
     _check_closing(topology)
 
 
+class _Counted:
+    """In place of a native communicator."""
+
+
 def _check_closing(topology: Topology) -> None:
-    """Closing a topology frees what was made over its groups."""
-    group = topology.intra.group
-    assert group is not None
-    nccl_communicators._COMMUNICATORS[group] = {}
-    other = dist.group.WORLD
-    assert other is not None
-    nccl_communicators._COMMUNICATORS[other] = {}
+    """Closing a topology frees what was made over its groups, and so does the end of a group that a call was given."""
+    alive: weakref.WeakSet[_Counted] = weakref.WeakSet()
+
+    def make(hops: Sequence[Hop], device: torch.device) -> Over:
+        native = _Counted()
+        alive.add(native)
+        return Over(native, ())
+
+    def communicate(hops: tuple[Hop, ...]) -> None:
+        nccl_communicators.communicator_over(hops, torch.device("cpu"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nccl_communicators, "_make", make)
+        for t in (topology, topology.companion):
+            for hops in ((t.intra, t.inter), (t.world,), (t.world,)):
+                communicate(hops)
+        of_caller = dist.new_group(list(range(WORLD_SIZE)))
+        communicate((hop_of_group(of_caller),))
+    assert len(alive) == 5
     topology.close()
-    assert list(nccl_communicators._COMMUNICATORS) == [other]
-    nccl_communicators.close_communicators(other)
-    assert not nccl_communicators._COMMUNICATORS
+    assert len(alive) == 1
+    dist.destroy_process_group(of_caller)
+    del of_caller
+    gc.collect()
+    assert not alive
+    assert not nccl_communicators._OF_GROUPS
 
 
 def test_bytes_over_nccl_have_the_bits_of_torch() -> None:
