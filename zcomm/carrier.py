@@ -28,6 +28,7 @@ __all__ = [
     "check_names",
     "chosen_backend",
     "nccl_unavailable_reason",
+    "unavailable_reason",
     "unserved_reason",
 ]
 
@@ -46,7 +47,7 @@ def check_names(backend: object, kernels: object) -> None:
         raise ConfigError(f"kernels must be one of {', '.join(get_args(KernelsName))}: kernels={kernels!r}")
 
 
-def chosen_backend(name: str | None, default: BackendName = AUTO) -> BackendName:
+def chosen_backend(name: BackendName | None, default: BackendName = AUTO) -> BackendName:
     """The backend of a call that was given ``backend=name``; None is ``default``.
 
     Raises:
@@ -54,9 +55,9 @@ def chosen_backend(name: str | None, default: BackendName = AUTO) -> BackendName
     """
     if name is None:
         return default
-    if name == "torch" or name == "nccl":  # mypy narrows neither a tuple nor a set
-        return name
-    raise ConfigError(f"backend must be 'torch' or 'nccl': backend={name!r}")
+    if name not in get_args(BackendName):
+        raise ConfigError(f"backend must be 'torch' or 'nccl': backend={name!r}")
+    return name
 
 
 def nccl_unavailable_reason() -> str:
@@ -73,7 +74,7 @@ def nccl_unavailable_reason() -> str:
     return ""
 
 
-def _unavailable_reason(backend: BackendWish, chosen: KernelsName) -> str:
+def unavailable_reason(backend: BackendWish, chosen: KernelsName) -> str:
     """Why this process cannot have them, whatever the device; empty if it can."""
     if backend == "nccl" and (reason := nccl_unavailable_reason()):
         return f"backend='nccl' cannot be used: {reason}"
@@ -95,7 +96,7 @@ def agree_on_carrier(
     """
     if backend != "nccl" and chosen in ("auto", "reference"):
         return
-    reason = _unavailable_reason(backend, chosen)
+    reason = unavailable_reason(backend, chosen)
     found = meet(ranks, reason, lane="carrier", timeout=timeout) if len(ranks) > 1 else [reason]
     if reason and len(set(found)) == 1:
         raise BackendUnavailableError(reason)

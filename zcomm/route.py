@@ -11,9 +11,17 @@ from torch import Tensor
 
 from zcomm import env
 from zcomm.backend import Hop
-from zcomm.carrier import BackendName, chosen_backend
+from zcomm.carrier import (
+    BackendName,
+    BackendWish,
+    KernelsName,
+    check_names,
+    chosen_backend,
+    unavailable_reason,
+    unserved_reason,
+)
 from zcomm.debug import compare_calls
-from zcomm.errors import FormatError, LayoutError, TopologyError
+from zcomm.errors import BackendUnavailableError, ConfigError, FormatError, LayoutError, TopologyError
 from zcomm.formats import Format, get_format
 from zcomm.message import MessageLayout, layout_of
 from zcomm.nccl_bytes import check_device, over_nccl
@@ -25,6 +33,7 @@ __all__ = [
     "Route",
     "WireFormat",
     "check_apart",
+    "check_carrier",
     "check_flat",
     "check_numbering",
     "check_own_row",
@@ -174,6 +183,34 @@ def check_flat(name: str, tensor: Tensor) -> None:
         problem = f"flat and contiguous, got shape={tuple(tensor.shape)}, stride={tensor.stride()}"
     if problem is not None:
         raise LayoutError(f"{name} must be {problem}")
+
+
+def check_carrier(
+    what: str, topology: Topology | None, backend: BackendWish, kernels: KernelsName, device: torch.device
+) -> None:
+    """Raise unless ``what``, whose tensors are on ``device``, can be carried as is asked for. No communication.
+
+    Raises:
+        ConfigError: There is no such backend, or no such kernels; or the given ``topology`` has others.
+        BackendUnavailableError: They do not serve the device, or this process cannot have them.
+    """
+    check_names(backend, kernels)
+    if topology is not None:
+        for name, asked, has in (("backend", backend, topology.backend), ("kernels", kernels, topology.kernels)):
+            if asked not in ("auto", has):
+                raise ConfigError(
+                    f"{name}={asked!r}, but the given topology has {name}={has!r}: leave one out, or give a Topology "
+                    f"that was made with {name}={asked!r}"
+                )
+        backend, kernels = topology.backend, topology.kernels
+    if backend == "nccl":
+        check_device(what, device)
+    if reason := unserved_reason(kernels, device.type):
+        raise BackendUnavailableError(
+            f"kernels={kernels!r} do not serve this {what}, whose tensors are on {device}: {reason}; use kernels='auto'"
+        )
+    if reason := unavailable_reason(backend, kernels):
+        raise BackendUnavailableError(reason)
 
 
 def rows_of(name: str, tensor: Tensor, world_size: int) -> Tensor:

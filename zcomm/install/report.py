@@ -22,9 +22,16 @@ from zcomm.install.choices import Choice
 from zcomm.install.pieces import Piece
 from zcomm.recipes import Recipe
 from zcomm.residual import Residual
+from zcomm.topology import Topology
 from zcomm.volume import Sent
 
-__all__ = ["Account", "Installation", "Report", "Row", "Tally"]
+__all__ = ["Account", "Installation", "Report", "Row", "Tally", "described_topology"]
+
+
+def described_topology(topology: Topology) -> str:
+    """For a title."""
+    ways = f"{topology.num_nodes} nodes x {topology.ranks_per_node} ranks"
+    return f"{ways}, backend {topology.backend}, kernels {topology.kernels}"
 
 
 @dataclass(slots=True)
