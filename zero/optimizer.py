@@ -101,11 +101,7 @@ class ZeroOptimizer(Optimizer):
         ranks = group if topology is None else topology
         plan = check_inputs(model, optimizer, config, options, ranks)
         self._owns_topology = topology is None
-        if ranks_per_node is None and topology is None:
-            ranks_per_node = plan.configuration.values.zcomm.ranks_per_node
-        topology = choose_topology(
-            topology, ranks_per_node, group, backend=plan.settings.backend, kernels=plan.settings.kernels
-        )
+        topology = choose_topology(topology, ranks_per_node, group, plan)
         try:
             self._build(model, optimizer, topology, plan)
         except BaseException:

@@ -93,33 +93,42 @@ def install_ddp(
         TopologyError: ``topology`` is not over DDP's ranks.
 
     Collective: the ranks compare their settings first, and what one of them refuses all raise, with its rank; nothing
-    is installed then. Cost of a step for each rank: that of :func:`zcomm.all_reduce`
-    for each bucket; one more if small or overridden parameters are in it, and then one copy each way.
+    is installed then. Cost of a step for each rank: that of :func:`zcomm.all_reduce` for each bucket; one more if small
+    or overridden parameters are in it, and then one copy each way.
     """
     owned, carrier = topology is None, (backend, kernels)
     checked = partial(_checked, model, recipe, overrides or {}, adaptive, topology, carrier)
     given = settings_of(recipe, overrides, adaptive, topology, shadow=shadow, backend=backend, kernels=kernels)
     ddp, recipe, settings, choices = agree("install_ddp", given, _groups(model, topology), checked)
     group, state = ddp.process_group, _state_of(ddp)
-    if topology is None:
-        whole = None if dist.get_world_size(group) == dist.get_world_size() else group
-        topology = Topology.from_env(whole, backend=backend, kernels=kernels)
-    try:
-        if recipe is AUTO_RECIPE:
-            recipe = for_all_reduce(topology, *_largest_bucket(ddp))
-            choices = _choices(ddp, recipe, overrides or {})
-    except BaseException:
-        if owned:
-            topology.close()
-        raise
+    topology = topology or _topology_of(group, backend, kernels)
+    if recipe is AUTO_RECIPE:
+        recipe, choices = _automatic(ddp, overrides or {}, topology, closes=owned)
     account = Account((choice.name for choice in choices.values()), recipe)
     if settings is not None:
         account.adapting = Adapting(settings, ddp.module, recipe, topology)
-    compressed = _Compressed(topology, choices, account, has_residual=recipe.residual, is_shadow=shadow)
-    state.compressed = compressed
-    title = f"install_ddp, recipe {recipe.name}, {described_topology(topology)}"
-    remove = partial(_uninstall, state, topology if owned else None)
-    return Installation(title + (", shadow: nothing is changed" if shadow else ""), account, remove)
+    state.compressed = _Compressed(topology, choices, account, has_residual=recipe.residual, is_shadow=shadow)
+    title = f"install_ddp, recipe {recipe.name}, {described_topology(topology, shadow=shadow)}"
+    return Installation(title, account, partial(_uninstall, state, topology if owned else None))
+
+
+def _topology_of(group: dist.ProcessGroup, backend: BackendWish, kernels: KernelsName) -> Topology:
+    """As torchrun has started the ranks of ``group``."""
+    whole = None if dist.get_world_size(group) == dist.get_world_size() else group
+    return Topology.from_env(whole, backend=backend, kernels=kernels)
+
+
+def _automatic(
+    ddp: DistributedDataParallel, overrides: Mapping[str, Override], topology: Topology, *, closes: bool
+) -> tuple[Recipe, dict[int, Choice]]:
+    """The recipe for ``"auto"``, and each parameter's formats; the topology is closed if there is none, and it says."""
+    try:
+        recipe = for_all_reduce(topology, *_largest_bucket(ddp))
+        return recipe, _choices(ddp, recipe, overrides)
+    except BaseException:
+        if closes:
+            topology.close()
+        raise
 
 
 def _groups(model: nn.Module, topology: Topology | None) -> list[dist.ProcessGroup]:
@@ -165,7 +174,7 @@ def _checked(
 
 
 def _largest_bucket(ddp: DistributedDataParallel) -> tuple[int, torch.device]:
-    """Bytes of DDP's largest buckets, and where they are."""
+    """Its bytes, and where it is."""
     trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
     return min(sum(parameter.nbytes for parameter in trained), int(ddp.bucket_bytes_cap)), trained[0].device
 

@@ -87,23 +87,30 @@ def install_fsdp2(
     is installed then. Cost: one collective for each kind of format in a module instead
     of one; where small or overridden parameters lie between others, one copy each way.
     """
-    said: dict[str, object] = {"shadow": shadow, "backend": backend, "kernels": kernels}
-    given = settings_of(recipe, overrides, adaptive, topology, replicates=replicate_group is not None, **said)
-    ways = _Ways(topology, replicate_group, backend, kernels)
-    checked = partial(_checked, model, recipe, overrides or {}, adaptive, ways, shadow=shadow)
-    units, recipe, settings, of_units = agree(
-        "install_fsdp2", given, _groups(model, topology, replicate_group), checked
+    ways, replicates = _Ways(topology, replicate_group, backend, kernels), replicate_group is not None
+    given = settings_of(
+        recipe, overrides, adaptive, topology, shadow=shadow, replicates=replicates, backend=backend, kernels=kernels
     )
+    checked = partial(_checked, model, recipe, overrides or {}, adaptive, ways, shadow=shadow)
+    agreed = agree("install_fsdp2", given, _groups(model, topology, replicate_group), checked)
+    return _installed(model, agreed, overrides or {}, ways, shadow=shadow)
+
+
+def _installed(
+    model: nn.Module, agreed: _Checked, overrides: Mapping[str, Override], ways: _Ways, *, shadow: bool
+) -> Installation:
+    units, recipe, settings, of_units = agreed
+    replicate_group, topology = ways.replicate_group, ways.topology
     owned = _topology_of_job(units, ways) if topology is None and replicate_group is None else None
     topology = topology or owned
     if recipe is AUTO_RECIPE:
-        recipe, of_units = _automatic(units, overrides or {}, topology, owned)
+        recipe, of_units = _automatic(units, overrides, topology, owned)
     account = Account((choice.name for chosen in of_units for choice in chosen), recipe)
     account.adapting = _adapting(settings, model, recipe, topology)
     before = [_Before(unit, replaces_hook=replicate_group is not None) for unit in units]
     last_hop = (Reduce if replicate_group is None else ReplicaMean) if recipe.residual else None
+    backend = ways.backend if topology is None else topology.backend
     of_each = zip(units, of_units, (_topology_of(unit, topology) for unit in units), strict=True)
-    backend = backend if topology is None else topology.backend
     plans = [Plans(*one, account, residual_of=last_hop, backend=backend) for one in of_each]
     _install(plans, account, replicate_group, shadow=shadow)
     groups = [unit.process_group for unit in units] + ([] if replicate_group is None else [replicate_group])
@@ -201,9 +208,10 @@ def _check_kernels(units: Sequence[Unit], ways: _Ways) -> None:
 
 
 def _title(recipe: Recipe, topology: Topology | None, backend: BackendWish, *, shadow: bool) -> str:
-    one_hop = f"one hop, backend {'nccl' if backend == 'nccl' else 'torch'}"
-    ways = one_hop if topology is None else described_topology(topology)
-    return f"install_fsdp2, recipe {recipe.name}, {ways}" + (", shadow: nothing is changed" if shadow else "")
+    if topology is not None:
+        return f"install_fsdp2, recipe {recipe.name}, {described_topology(topology, shadow=shadow)}"
+    over = f"one hop, backend {'nccl' if backend == 'nccl' else 'torch'}"
+    return f"install_fsdp2, recipe {recipe.name}, {over}" + (", shadow: nothing is changed" if shadow else "")
 
 
 def _uninstall(before: Sequence[_Before], topology: Topology | None, groups: Sequence[dist.ProcessGroup]) -> None:

@@ -28,10 +28,11 @@ from zcomm.volume import Sent
 __all__ = ["Account", "Installation", "Report", "Row", "Tally", "described_topology"]
 
 
-def described_topology(topology: Topology) -> str:
-    """For a title."""
+def described_topology(topology: Topology, *, shadow: bool) -> str:
+    """The end of a title."""
     ways = f"{topology.num_nodes} nodes x {topology.ranks_per_node} ranks"
-    return f"{ways}, backend {topology.backend}, kernels {topology.kernels}"
+    ways += f", backend {topology.backend}, kernels {topology.kernels}"
+    return ways + (", shadow: nothing is changed" if shadow else "")
 
 
 @dataclass(slots=True)
