@@ -17,7 +17,7 @@ from typing import Literal, get_args
 from zcomm import kernels, on_cuda, on_triton
 from zcomm.errors import BackendUnavailableError, ConfigError
 from zcomm.meeting import meet
-from zcomm.nccl_library import nccl_library
+from zcomm.nccl_library import is_emulated, nccl_library
 
 __all__ = [
     "AUTO",
@@ -28,6 +28,7 @@ __all__ = [
     "check_names",
     "chosen_backend",
     "nccl_unavailable_reason",
+    "resolved",
     "unavailable_reason",
     "unserved_reason",
 ]
@@ -47,14 +48,19 @@ def check_names(backend: object, kernels: object) -> None:
         raise ConfigError(f"kernels must be one of {', '.join(get_args(KernelsName))}: kernels={kernels!r}")
 
 
-def chosen_backend(name: BackendName | None, default: BackendName = AUTO) -> BackendName:
-    """The backend of a call that was given ``backend=name``; None is ``default``.
+def resolved(name: BackendWish) -> BackendName:
+    """What ``name`` is, of those that there are."""
+    return AUTO if name == "auto" else name
+
+
+def chosen_backend(name: BackendName | None, owned: BackendName | None) -> BackendName:
+    """The backend of a call that was given ``backend=name``; None: the one that its Topology has, ``owned``, or "auto".
 
     Raises:
         ConfigError: There is no such backend.
     """
     if name is None:
-        return default
+        return owned or AUTO
     if name not in get_args(BackendName):
         raise ConfigError(f"backend must be 'torch' or 'nccl': backend={name!r}")
     return name
@@ -63,7 +69,7 @@ def chosen_backend(name: BackendName | None, default: BackendName = AUTO) -> Bac
 def nccl_unavailable_reason() -> str:
     """Why the communicator over NCCL cannot be used in this process; empty if it can."""
     try:
-        if not hasattr(kernels.native(), "NcclCommunicator"):
+        if not is_emulated() and not kernels.native().build_info()["cuda"]:
             return (
                 "the native module was built without CUDA: build it where nvcc is found, "
                 "with ZCOMM_CUDA=ON pip install --no-build-isolation ."

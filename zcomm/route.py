@@ -110,7 +110,7 @@ def find_route(
     ``num_hops`` 1: all ranks at once although there are nodes, in the format that would travel between them.
     ``backend`` None: the Topology's, or torch over a ProcessGroup.
     """
-    carrier = chosen_backend(backend, group.backend if isinstance(group, Topology) else "torch")
+    carrier = chosen_backend(backend, group.backend if isinstance(group, Topology) else None)
     pair = (get_format(format), get_format(format)) if isinstance(format, (str, Format)) else _pair(format)
     if not isinstance(group, Topology):
         if not isinstance(format, (str, Format)):

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zcomm import fingerprint, groups
 from zcomm.backend import ALONE, Hop, backend_of, gather_ints, takes_host_tensors, timeout_of
 from zcomm.background import Background
-from zcomm.carrier import AUTO, BackendName, BackendWish, KernelsName, agree_on_carrier, check_names
+from zcomm.carrier import BackendName, BackendWish, KernelsName, agree_on_carrier, check_names, resolved
 from zcomm.errors import ConfigError, StateError, TopologyError
 from zcomm.flight_files import attach
 from zcomm.ledger import Ledger
@@ -79,7 +79,7 @@ class Topology:
         check_names(backend, kernels)
         timeout = timeout_of(self._parent) if self.world_size > 1 else None
         agree_on_carrier(backend, kernels, self.global_ranks, timeout)
-        self.backend: BackendName = AUTO if backend == "auto" else backend
+        self.backend: BackendName = resolved(backend)
         """What carries the collectives over this, unless a call's ``backend=`` says otherwise."""
         self.kernels: KernelsName = kernels
         """What encodes and decodes for them."""

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zcomm
+from tests.nccl_job import nccl_alone
 from tests.ranks import run_ranks
-from zcomm import Topology, backend, carrier, env, functional, groups, kernels, route
+from zcomm import Topology, backend, carrier, env, functional, kernels, route
 from zcomm.errors import BackendUnavailableError, ConfigError
 
 F32 = torch.float32
@@ -154,19 +154,7 @@ def test_kernels_that_do_not_serve_the_device_are_named() -> None:
 
 def _check_hosts_agree_without_a_device(rank: int) -> None:
     """In a job of NCCL alone nothing that ranks agree on is a tensor on its group: asking for a device would raise."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (backend, zcomm.topology):
-            patch.setattr(module, "backend_of", lambda group: "gloo" if group in made else "cuda:nccl")
-        patch.setattr(groups, "backend_of", lambda _: "gloo")
-        made: list[Any] = []
-        new_group = groups.new_group
-
-        def new(*args: Any, backend: str | None = None, **options: Any) -> Any:
-            group = new_group(*args, backend=backend, **options)
-            made.extend([group] if backend == "gloo" else [])
-            return group
-
-        patch.setattr(groups, "new_group", new)
+    with nccl_alone() as made:
         t = Topology(ranks_per_node=2)
         assert t.world.backend == "cuda:nccl"
         assert backend.gather_ints(rank - 7, None) == [-7, -6, -5, -4]

@@ -1,0 +1,125 @@
+"""ZeroOptimizer over backend="nccl", emulated on the CPU, in a job of NCCL alone: the bits of the torch backend.
+
+Whatever ranks agree on would fail here if it were a tensor on a group of NCCL: :mod:`tests.nccl_job`.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import zcomm
+import zero
+from tests.nccl_job import nccl_alone
+from tests.ranks import ranks_over, run_ranks
+from tests.zero.models import groups_of, new_model
+from tests.zero.training import assert_same_bits, full_values, train
+from zcomm import Topology, nccl_communicators
+from zcomm.backend import Hop
+from zero import ZeroOptimizer
+
+STEPS = 2
+HOST: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+QUANTIZED: dict[str, Any] = {"quantized_weights": True, "quantized_gradients": True}
+ZEROPP: dict[str, Any] = QUANTIZED | {"stage": 3, "hpz_partition_size": 2}
+DELTA_HPZ: dict[str, Any] = {"stage": 3, "mode": "delta_hpz"}
+CASES: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1, "gradient_accumulation_steps": 2},
+    "stage 2": {"stage": 2, "reduce_bucket_size": 3000, "allgather_bucket_size": 3000},
+    "stage 3": {"stage": 3},
+    "stage 3, one exchange after another": {"stage": 3, "overlap_comm": False},
+    "stage 1, quantized": QUANTIZED | {"stage": 1},
+    "stage 2, quantized, accumulating": QUANTIZED | {"stage": 2, "gradient_accumulation_steps": 2},
+    "ZeRO++": ZEROPP,
+    "ZeRO++, secondary partition on the host": ZEROPP | {"hpz_secondary_device": "cpu"},
+    "other formats": {"stage": 3, "weight_format": "int8:asym", "gradient_format": ("nf4/32:hadamard", "int4/96")},
+    "delta": {"stage": 2, "mode": "delta"},
+    "delta-hpZ": DELTA_HPZ,
+    "delta-hpZ, accumulating": DELTA_HPZ | {"gradient_accumulation_steps": 2, "residual_beta": 0.5},
+    "frozen weights at rest": {"stage": 3, "quantized_nontrainable_weights": True},
+    "adaptive": QUANTIZED | {"stage": 2, "adaptive": zcomm.AdaptivePrecision(sample_interval=1, bf16_steps=1)},
+    "states on the host": HOST | {"stage": 1},
+    "all on the host": HOST | {"stage": 3, "offload_param": {"device": "cpu"}},
+    "delayed update": HOST | {"stage": 2, "delayed_update": True, "delay_start": 1},
+    "overlapped update": HOST | {"stage": 3, "overlapped_update": True},
+    "compressed link": HOST | {"stage": 3, "compressed_link": True},
+}
+
+
+class _Native:
+    """A native communicator, counted as long as its owner has it."""
+
+    alive: ClassVar[weakref.WeakSet[_Native]] = weakref.WeakSet()
+    num_made: ClassVar[int] = 0
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        _Native.alive.add(self)
+        _Native.num_made += 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+
+@contextmanager
+def _counted() -> Iterator[None]:
+    make = nccl_communicators._make
+
+    def counted(hops: Sequence[Hop], device: torch.device) -> Any:
+        made = make(hops, device)
+        return made._replace(native=_Native(made.native))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nccl_communicators, "_make", counted)
+        yield
+
+
+def _trained(rank: int, options: dict[str, Any], folder: str = "", **others: Any) -> dict[str, Tensor]:
+    """Parameters after some steps; saved and loaded between them, if there is a folder for it."""
+    is_host = "offload_optimizer" in options
+    model = new_model(torch.bfloat16, has_frozen="quantized_nontrainable_weights" in options)
+    inner = (zero.CPUAdam if is_host else torch.optim.AdamW)(groups_of(model), lr=1e-2)
+    optimizer = ZeroOptimizer(model, inner, **options, **others)
+    try:
+        how: dict[str, Any] = {"num_micro": options.get("gradient_accumulation_steps", 1), "max_norm": 1.0}
+        train(model, optimizer, rank, steps=STEPS, **how)
+        optimizer.finish_update()
+        if folder:
+            zero.save_checkpoint(optimizer, folder, "last")
+            zero.load_checkpoint(optimizer, folder)
+            train(model, optimizer, rank, steps=1, **how)
+            optimizer.finish_update()
+        return full_values(model)
+    finally:
+        optimizer.close()
+
+
+def _check_cases(rank: int, folder: str) -> None:
+    plain = Topology(ranks_per_node=2, backend="torch")
+    for name, options in CASES.items():
+        place = folder if name in ("stage 3", "delta-hpZ") else ""
+        expected = _trained(rank, options, place and f"{place}/torch {name}", topology=plain)
+        before = _Native.num_made
+        with nccl_alone(), _counted():
+            others = {"backend": "nccl", "ranks_per_node": 2}
+            got = _trained(rank, options, place and f"{place}/nccl {name}", **others)
+        assert_same_bits(got, expected)
+        gc.collect()
+        assert _Native.num_made > before, f"{name}: nothing went over NCCL"
+        assert not _Native.alive, f"{name}: communicators that outlive their optimizer"
+    plain.close()
+    assert not nccl_communicators._OF_GROUPS
+
+
+def test_training_over_nccl_has_the_bits_of_torch(tmp_path: Path) -> None:
+    with ranks_over("nccl"):
+        run_ranks(4, _check_cases, str(tmp_path))
