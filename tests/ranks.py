@@ -137,7 +137,12 @@ def close_pools() -> None:
 @cache
 def topology(ranks_per_node: int) -> Topology:
     """On a rank: the topology of this pool with so many ranks a node, made once."""
-    return Topology(ranks_per_node=ranks_per_node)
+    _TOPOLOGIES.append(Topology(ranks_per_node=ranks_per_node))
+    return _TOPOLOGIES[-1]
+
+
+_TOPOLOGIES: list[Topology] = []
+"""Closed when the rank ends, and their communicators with them."""
 
 
 @cache
@@ -164,6 +169,8 @@ def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connectio
             pipe.send(None)
         except BaseException:
             pipe.send(traceback.format_exc())
+    while _TOPOLOGIES:
+        _TOPOLOGIES.pop().close()
     close_communicators()
     dist.destroy_process_group()
 
