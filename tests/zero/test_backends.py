@@ -6,6 +6,8 @@ Whatever ranks agree on would fail here if it were a tensor on a group of NCCL: 
 from __future__ import annotations
 
 import gc
+import json
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ from tests.nccl_job import nccl_alone
 from tests.ranks import ranks_over, run_ranks
 from tests.zero.models import groups_of, new_model
 from tests.zero.training import assert_same_bits, full_values, train
-from zcomm import Topology, nccl_communicators
+from zcomm import BackendUnavailableError, ConfigError, Topology, env, nccl_communicators
 from zcomm.backend import Hop
 from zero import ZeroOptimizer
 
@@ -133,3 +135,71 @@ def _check_cases(rank: int, folder: str) -> None:
 def test_training_over_nccl_has_the_bits_of_torch(tmp_path: Path) -> None:
     with ranks_over("nccl"):
         run_ranks(4, _check_cases, str(tmp_path))
+
+
+def _check_refusals(rank: int, probe: str) -> None:
+    """On ranks without NCCL: one named error each, the same on every rank, and the model stays as it was."""
+    given, model = Topology(ranks_per_node=2, kernels="reference"), new_model()
+    before = [param.detach().clone() for param in model.parameters()]
+
+    def construct(**options: Any) -> ZeroOptimizer:
+        return ZeroOptimizer(model, torch.optim.AdamW(groups_of(model), lr=1e-2), stage=2, **options)
+
+    cpu = "backend='nccl' does not serve this training: it takes CUDA tensors, got device=cpu; use backend='torch'"
+    named, delta = {"topology": given}, {"mode": "delta"}
+    for error, words, options in (
+        (BackendUnavailableError, cpu, {"backend": "nccl"}),
+        (BackendUnavailableError, cpu, {"config": {"zcomm": {"backend": "nccl"}}}),
+        (BackendUnavailableError, "kernels='cuda' do not serve this training", {"kernels": "cuda"}),
+        (ConfigError, "backend='nccl', but the given topology has backend='torch'", {"backend": "nccl"} | named),
+        (ConfigError, "kernels='native', but the given topology has", {"kernels": "native"} | named),
+        (ConfigError, "backend must be 'auto', 'torch' or 'nccl': backend='gloo'", {"backend": "gloo"}),
+        (ConfigError, "weight_format='auto' is not combined with mode='delta'", {"weight_format": "auto"} | delta),
+    ):
+        with pytest.raises(error, match=words):
+            construct(**options)
+    with pytest.raises(BackendUnavailableError, match="takes CUDA tensors"):  # of rank 1, on all
+        construct(backend="nccl" if rank == 1 else "torch")
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    kept = construct(topology=given)
+    assert (kept.effective.backend, kept.effective.kernels) == ("torch", "reference")
+    assert "backend torch, kernels reference" in str(kept.effective)
+    kept.close()
+    given.close()
+    _check_automatic_formats(rank, probe)
+
+
+def _check_automatic_formats(rank: int, probe: str) -> None:
+    """Every rank takes what the first rank's probe found for the largest exchange."""
+    os.environ["ZCOMM_PROBE"] = probe if rank == 0 else "/no/such/file"
+    env.value.cache_clear()
+    both = {"weight_format": "auto", "gradient_format": "auto", "ranks_per_node": 2}
+    try:
+        for stage, weights, gradients in (
+            (0, "none", None),
+            (2, "int8", ("int8", "nf4")),
+            (3, "int8", ("int8", "nf4")),
+        ):
+            model = new_model()
+            optimizer = ZeroOptimizer(model, torch.optim.AdamW(groups_of(model), lr=1e-2), stage=stage, **both)
+            effective = optimizer.effective
+            assert (effective.weight_format, effective.gradient_formats) == (weights, gradients)
+            with zcomm.traffic() as sent:
+                train(model, optimizer, rank, steps=1)
+            formats = {key.format for key in sent.counts}
+            assert ({"int8", "nf4"} <= formats) == (stage > 0), formats
+            if stage:
+                assert "weight_format auto: int8 for " in str(effective)
+                assert "gradient_format auto: int8,nf4 for " in str(effective)
+            optimizer.close()
+    finally:
+        del os.environ["ZCOMM_PROBE"]
+        env.value.cache_clear()
+
+
+def test_what_cannot_be_is_one_error_on_every_rank(tmp_path: Path) -> None:
+    path = tmp_path / "probe.json"
+    choices = {"all_gather": [[64, "int8", 2]], "reduce_scatter": [[64, "int8+nf4", 2]]}
+    table = {"device": "cpu", "choices": choices}
+    path.write_text(json.dumps({"version": 1, "topologies": {"2x2 on 1 host": table}}))
+    run_ranks(4, _check_refusals, str(path))
