@@ -73,7 +73,8 @@ def _check_calls(rank: int) -> None:
     topology.backend = "nccl"
     with _hop_by_hop():
         assert_same_bits("kept", kept(rank, topology, 501), expected)
-    _check_closing(topology)
+    topology.close()
+    _check_closing(Topology(ranks_per_node=2))
 
 
 class _Counted:
