@@ -158,9 +158,7 @@ def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connectio
     timeout = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
     if backend == "nccl":
-        os.environ["ZCOMM_NCCL"] = "emulated"
-        env.value.cache_clear()  # what was read before the fork
-        carrier.AUTO = "nccl"  # what is not told otherwise
+        use_emulated_nccl()
     while (call := _receive(pipe)) is not None:
         fn, args = call
         torch.manual_seed(rank)
@@ -173,6 +171,13 @@ def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connectio
         _TOPOLOGIES.pop().close()
     close_communicators()
     dist.destroy_process_group()
+
+
+def use_emulated_nccl() -> None:
+    """On a rank that has just been forked: its collectives go over the emulated NCCL."""
+    os.environ["ZCOMM_NCCL"] = "emulated"
+    env.value.cache_clear()  # what was read before the fork
+    carrier.AUTO = "nccl"  # what is not told otherwise
 
 
 def _receive(pipe: Connection) -> tuple[Callable[..., None], tuple[object, ...]] | None:

@@ -23,6 +23,7 @@ from zcomm.backend import Hop
 from zcomm.carrier import nccl_unavailable_reason
 from zcomm.device_streams import DeviceStreams, device_streams, on_device
 from zcomm.errors import BackendUnavailableError, CommunicationError
+from zcomm.ledger import failing
 from zcomm.nccl_library import nccl_library
 from zcomm.starts import prefix_of_start
 
@@ -127,7 +128,9 @@ def agree_on_nccl(hop: Hop) -> None:
     else:
         store = _store(hop, "sound")
         store.set(str(hop.rank), reason.encode() or SOUND)
-        found = ["" if (text := store.get(str(rank))) == SOUND else text.decode() for rank in range(hop.size)]
+        with failing("the making of a communicator over NCCL", hop.group):
+            texts = [store.get(str(rank)) for rank in range(hop.size)]
+        found = ["" if text == SOUND else text.decode() for text in texts]
     lines = [f"  rank {rank}: {text}" for rank, text in enumerate(found) if text]
     if lines:
         raise BackendUnavailableError("backend='nccl' cannot be used:\n" + "\n".join(lines))
@@ -139,7 +142,8 @@ def _unique_id(hop: Hop) -> bytes:
     store = _store(hop, "id")
     if hop.rank == 0:
         store.set("id", kernels.native().nccl_unique_id(nccl_library()))
-    return bytes(store.get("id"))
+    with failing("the making of a communicator over NCCL", hop.group):
+        return bytes(store.get("id"))
 
 
 def close_communicators(group: dist.ProcessGroup | None = None) -> None:
