@@ -2,6 +2,8 @@
 
 Importing torch, and what a first optimizer imports, costs 4 s of a core: one process does it, and ranks are its forks.
 A rank that fails, dies or is late costs its pool, which is killed and built anew for the next test.
+
+``ranks_over("nccl")``: ranks of a pool whose collectives go over the emulated NCCL (``ZCOMM_NCCL=emulated``).
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
@@ -25,14 +28,27 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zcomm import Topology
+from zcomm import Topology, carrier, env
+from zcomm.nccl_communicators import close_communicators
 
 TIMEOUT_S = int(os.environ.get("ZCOMM_TEST_TIMEOUT_S", "240"))
 """For one call: only a hang takes that long, also on a machine whose disk or cores are busy with something else."""
 AFTER_FAILURE_S = 5
 PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "zcomm", "zero", "pytest", "hypothesis"]
 
-_POOLS: dict[int, Pool] = {}
+_POOLS: dict[tuple[int, str], Pool] = {}
+"""By world size and backend."""
+_BACKEND: list[str] = ["torch"]
+
+
+@contextmanager
+def ranks_over(backend: str) -> Iterator[None]:
+    """Ranks' collectives go over ``backend``, "torch" or "nccl", unless they are told otherwise."""
+    before, _BACKEND[0] = _BACKEND[0], backend
+    try:
+        yield
+    finally:
+        _BACKEND[0] = before
 
 
 def forkserver() -> Any:
@@ -43,9 +59,9 @@ def forkserver() -> Any:
 
 
 class Pool:
-    """``world_size`` live processes in one gloo group."""
+    """``world_size`` live processes in one gloo group, whose collectives go over ``backend``."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, backend: str) -> None:
         context = forkserver()
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
@@ -53,7 +69,7 @@ class Pool:
         self.processes: list[Any] = []
         for rank in range(world_size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, store, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world_size, backend, store, there), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
@@ -74,9 +90,10 @@ class Pool:
 
 def run_ranks(world_size: int, fn: Callable[..., None], *args: object) -> None:
     """Call ``fn(rank, *args)`` on ranks 0..world_size-1 and raise AssertionError with every failed rank's traceback."""
-    if world_size not in _POOLS:
-        _POOLS[world_size] = Pool(world_size)
-    pool = _POOLS[world_size]
+    key = world_size, _BACKEND[0]
+    if key not in _POOLS:
+        _POOLS[key] = Pool(*key)
+    pool = _POOLS[key]
     failures: dict[int, str] = {}
     for rank, pipe in enumerate(pool.pipes):
         try:
@@ -97,7 +114,7 @@ def run_ranks(world_size: int, fn: Callable[..., None], *args: object) -> None:
                 failures[rank] = text
                 stop = min(stop, time.monotonic() + AFTER_FAILURE_S)  # others may wait for this rank
     if failures:
-        _POOLS.pop(world_size).close(kill=True)  # a failed rank may have left the others inside a collective
+        _POOLS.pop(key).close(kill=True)  # a failed rank may have left the others inside a collective
         raise AssertionError("\n".join(f"rank {rank}:{failures[rank]}" for rank in sorted(failures)))
 
 
@@ -120,7 +137,12 @@ def close_pools() -> None:
 @cache
 def topology(ranks_per_node: int) -> Topology:
     """On a rank: the topology of this pool with so many ranks a node, made once."""
-    return Topology(ranks_per_node=ranks_per_node)
+    _TOPOLOGIES.append(Topology(ranks_per_node=ranks_per_node))
+    return _TOPOLOGIES[-1]
+
+
+_TOPOLOGIES: list[Topology] = []
+"""Closed when the rank ends, and their communicators with them."""
 
 
 @cache
@@ -129,12 +151,14 @@ def device_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connection) -> None:
     gc.freeze()  # what was there before the fork: collections neither visit it nor copy its pages
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     timeout = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+    if backend == "nccl":
+        use_emulated_nccl()
     while (call := _receive(pipe)) is not None:
         fn, args = call
         torch.manual_seed(rank)
@@ -143,7 +167,17 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
             pipe.send(None)
         except BaseException:
             pipe.send(traceback.format_exc())
+    while _TOPOLOGIES:
+        _TOPOLOGIES.pop().close()
+    close_communicators()
     dist.destroy_process_group()
+
+
+def use_emulated_nccl() -> None:
+    """On a rank that has just been forked: its collectives go over the emulated NCCL."""
+    os.environ["ZCOMM_NCCL"] = "emulated"
+    env.value.cache_clear()  # what was read before the fork
+    carrier.AUTO = "nccl"  # what is not told otherwise
 
 
 def _receive(pipe: Connection) -> tuple[Callable[..., None], tuple[object, ...]] | None:

@@ -11,7 +11,6 @@ from zcomm.all_gather import all_gather_single
 from zcomm.all_reduce import all_reduce
 from zcomm.all_to_all import all_to_all_single
 from zcomm.buffer_layout import Span
-from zcomm.carrier import use_backend
 from zcomm.delta import DeltaGather
 from zcomm.encoded import EncodedShard
 from zcomm.errors import (
@@ -92,7 +91,6 @@ __all__ = [
     "relative_errors",
     "relayout_residuals",
     "traffic",
-    "use_backend",
     "volume",
 ]
 

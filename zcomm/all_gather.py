@@ -22,7 +22,7 @@ from zcomm.carrier import BackendName
 from zcomm.chunks import chunks_of, pipelined
 from zcomm.encoder import Encoder, check_random
 from zcomm.formats import Format, codec_for, is_same_wire
-from zcomm.message import MessageLayout, layout_of
+from zcomm.message import MessageLayout
 from zcomm.nccl_steps import gather_over_nccl, is_native
 from zcomm.philox import RandomKey
 from zcomm.route import Group, Route, WireFormat, check_numbering, check_own_row, check_shard, find_route, rows_of
@@ -56,7 +56,7 @@ def all_gather_single(
         numbering: which row is whose; "rank" as in torch, or "local" (:mod:`zcomm.topology`).
         random: for formats that round stochastically, and for those alone; another key for each call.
         async_op: return a Work at once; ``output`` may be read, and ``input`` changed, after its ``wait()``.
-        backend: "torch" or "nccl"; default: what :func:`zcomm.use_backend` has set. The same on every rank.
+        backend: "torch" or "nccl"; default: the Topology's, or torch over a ProcessGroup. The same on every rank.
 
     Returns:
         A Work if ``async_op``, else None.
@@ -136,7 +136,7 @@ def _sent(layout: MessageLayout, format: Format) -> Sent:
 def _one_hop(rows: Tensor, shard: Tensor, encoder: Encoder) -> Steps:
     route = encoder.route
     hop, wire = route.hops[0]
-    layout = layout_of(route.operation, wire, shard.dtype, 1, shard.numel())
+    layout = route.layout(wire, shard.dtype, 1, shard.numel())
     if layout.codec.dtype == shard.dtype == rows.dtype:
         yield backend.all_gather(rows, shard, hop, _sent(layout, wire))
         return
@@ -175,7 +175,7 @@ def _two_hops_in_pieces(rows: Tensor, shard: Tensor, numbering: Numbering, encod
 
 def _two_hops_forwarded(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
     route = encoder.route
-    layout = layout_of(route.operation, route.hops[0][1], shard.dtype, 1, shard.numel())
+    layout = route.layout(route.hops[0][1], shard.dtype, 1, shard.numel())
     messages = layout.new_to_receive(route.world_size, shard.device)
     kernels.quantize(shard, layout, own_message(messages, route), 0, 0, encoder.draw(0))
     yield from gather_messages(messages, layout, route)
@@ -190,8 +190,8 @@ def _two_hops_recoded(rows: Tensor, shard: Tensor, numbering: Numbering, encoder
     route = encoder.route
     (inter, wire), (intra, wire_inside) = route.hops
     numel, device = shard.numel(), shard.device
-    layout = layout_of(route.operation, wire, shard.dtype, 1, numel)
-    inside = layout_of(route.operation, wire_inside, shard.dtype, route.num_nodes, numel)
+    layout = route.layout(wire, shard.dtype, 1, numel)
+    inside = route.layout(wire_inside, shard.dtype, route.num_nodes, numel)
     of_nodes = layout.new_to_receive(route.num_nodes, device)
     messages = inside.new_to_receive(route.ranks_per_node, device)
     mine = of_nodes[inter.rank : inter.rank + 1]

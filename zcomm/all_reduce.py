@@ -49,7 +49,7 @@ def all_reduce(
         random: for formats that round stochastically, and for those alone; another key for each call.
         async_op: return a Work at once. Over a Topology everything overlaps; over a ProcessGroup the gather begins in
             ``wait()``, so call that at the same point of the program on every rank.
-        backend: "torch" or "nccl"; default: what :func:`zcomm.use_backend` has set.
+        backend: "torch" or "nccl"; default: the Topology's, or torch over a ProcessGroup.
 
     Returns:
         A Work if ``async_op``, else None.

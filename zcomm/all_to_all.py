@@ -16,7 +16,6 @@ from zcomm.chunks import chunks_of, pipelined
 from zcomm.encoder import Encoder, check_random
 from zcomm.errors import LayoutError
 from zcomm.formats import codec_for
-from zcomm.message import layout_of
 from zcomm.nccl_steps import exchange_over_nccl, is_native
 from zcomm.philox import RandomKey
 from zcomm.route import Group, WireFormat, check_apart, check_flat, find_route
@@ -45,7 +44,7 @@ def all_to_all_single(
             ``"auto"``, what was measured to be fastest (:mod:`zcomm.auto`).
         random: for formats that round stochastically, and for those alone; another key for each call.
         async_op: return a Work at once.
-        backend: "torch" or "nccl"; default: what :func:`zcomm.use_backend` has set. The same on every rank.
+        backend: "torch" or "nccl"; default: the Topology's, or torch over a ProcessGroup. The same on every rank.
 
     Returns:
         A Work if ``async_op``, else None.
@@ -92,7 +91,7 @@ def _one_hop(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
     route = encoder.route
     hop, wire = route.hops[0]
     numel = source.shape[1]
-    layout = layout_of(route.operation, wire, source.dtype, 1, numel)
+    layout = route.layout(wire, source.dtype, 1, numel)
     sent = Sent(route.operation, str(wire), numel)
     if source.dtype == output.dtype == layout.codec.dtype:
         yield backend.all_to_all(output, source, hop, sent)
@@ -108,7 +107,7 @@ def _two_hops(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
     route = encoder.route
     (intra, wire), (inter, wire_between) = route.hops
     nodes, locals_, numel = route.num_nodes, route.ranks_per_node, source.shape[1]
-    layout = layout_of(route.operation, wire, source.dtype, 1, numel)
+    layout = route.layout(wire, source.dtype, 1, numel)
     messages = layout.new(route.world_size, source.device)
     kernels.quantize(source, layout, messages, source.stride(0), 0, encoder.draw(0))
     messages = messages.view(nodes, locals_, -1).transpose(0, 1).contiguous()  # to [local rank, node]
@@ -119,7 +118,7 @@ def _two_hops(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
         between = codec_for(wire_between, source.dtype)
         values = encoder.buffer(1, route.world_size, numel, between.dtype_between(layout.codec), source.device)
         kernels.decode(messages.view(route.world_size, -1), layout, values, values.stride(0), 0)
-        layout = layout_of(route.operation, wire_between, source.dtype, 1, numel)
+        layout = route.layout(wire_between, source.dtype, 1, numel)
         messages = layout.new(route.world_size, source.device)
         encoder.encode(1, values, messages, layout)
     received = layout.new_to_receive(route.world_size, source.device)

@@ -26,6 +26,7 @@ from torch import Tensor
 from zcomm import env
 from zcomm.checked import Exchange, Ranks, checked
 from zcomm.ledger import Call, Ledger, failing, tracked
+from zcomm.meeting import meet
 from zcomm.profiling import named_wait
 from zcomm.traffic import record
 
@@ -96,6 +97,8 @@ class Hop:
     """None: the group itself."""
     beside: Hop | None = field(default=None, compare=False, repr=False)
     """The other hop of a collective of two: its ranks hear of damage in this one's messages, too."""
+    communicators: Any = field(default=None, compare=False, repr=False)
+    """The :class:`zcomm.nccl_communicators.Communicators` of its Topology; None: a process group of a caller's."""
 
     def ranks(self) -> Ranks:
         """Who exchanges checksums and verdicts."""
@@ -342,9 +345,11 @@ def takes_host_tensors(backend: str) -> bool:
 
 
 def gather_ints(value: int, group: dist.ProcessGroup | None) -> list[int]:
-    """Every rank's ``value``, in rank order."""
-    device = device_of(backend_of(group), torch.device("cpu"))
-    mine = torch.tensor([value], dtype=torch.int64, device=device)
+    """Every rank's ``value``, in rank order. A barrier; over NCCL a meeting in the store, without any device."""
+    if not takes_host_tensors(backend_of(group)):
+        ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+        return [int(text) for text in meet(ranks, str(value), lane="numbers", timeout=timeout_of(group))]
+    mine = torch.tensor([value], dtype=torch.int64)
     of_ranks = mine.new_empty(dist.get_world_size(group))
     with failing("all_gather of one number", group):
         cast(Pending, _all_gather(of_ranks, mine, group=group, async_op=True)).wait()

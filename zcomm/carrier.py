@@ -1,53 +1,75 @@
-"""Which backend carries the collectives: torch's process groups, or the communicator over NCCL in C++.
+"""Which backend carries the collectives of a Topology, and which kernels encode and decode for them.
 
-torch    the default: any device, any format
+torch    torch's process groups, with Triton's kernels between them on a GPU: any device, any format
 nccl     CUDA tensors: quantize, transfer and decode of a message pipelined in chunks, without Python between them
+auto     torch, until the other is measured to be faster
 
-Both give the same bits. A call that a backend cannot serve is refused, with the reason, never handed to the other.
+All backends and all kernels give the same bits. A call that a backend cannot serve is refused, with the reason, never
+handed to the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Literal, get_args
 
-from zcomm import kernels
+from zcomm import kernels, on_cuda, on_triton
 from zcomm.errors import BackendUnavailableError, ConfigError
-from zcomm.nccl_library import nccl_library
+from zcomm.meeting import meet
+from zcomm.nccl_library import is_emulated, nccl_library
 
-__all__ = ["BackendName", "chosen_backend", "nccl_unavailable_reason", "use_backend"]
+__all__ = [
+    "AUTO",
+    "BackendName",
+    "BackendWish",
+    "KernelsName",
+    "agree_on_carrier",
+    "check_names",
+    "chosen_backend",
+    "nccl_unavailable_reason",
+    "resolved",
+    "unavailable_reason",
+    "unserved_reason",
+]
 
 BackendName = Literal["torch", "nccl"]
+BackendWish = Literal["auto", "torch", "nccl"]
+KernelsName = Literal["auto", "native", "triton", "cuda", "reference"]
+AUTO: BackendName = "torch"
+"""What ``backend="auto"`` is."""
 
-_CHOSEN: list[BackendName] = ["torch"]
+
+def check_names(backend: object, kernels: object) -> None:
+    """Raise ConfigError unless there are such a backend and such kernels."""
+    if backend not in get_args(BackendWish):
+        raise ConfigError(f"backend must be 'auto', 'torch' or 'nccl': backend={backend!r}")
+    if kernels not in get_args(KernelsName):
+        raise ConfigError(f"kernels must be one of {', '.join(get_args(KernelsName))}: kernels={kernels!r}")
 
 
-def use_backend(name: BackendName) -> None:
-    """Let every collective of this process that is not told otherwise by ``backend=`` go over ``name``.
+def resolved(name: BackendWish) -> BackendName:
+    """What ``name`` is, of those that there are."""
+    return AUTO if name == "auto" else name
 
-    Call it on all ranks alike. With ``"nccl"`` these go over NCCL: ``all_gather_single``, ``reduce_scatter_single``,
-    ``all_reduce`` and ``all_to_all_single``, and what is built of them. What ranks agree on goes over torch's groups
-    all the same.
+
+def chosen_backend(name: BackendName | None, owned: BackendName | None) -> BackendName:
+    """The backend of a call that was given ``backend=name``; None: the one that its Topology has, ``owned``, or "auto".
 
     Raises:
         ConfigError: There is no such backend.
-        BackendUnavailableError: It cannot be used here; with the reason and the remedy.
     """
-    if chosen_backend(name) == "nccl" and (reason := nccl_unavailable_reason()):
-        raise BackendUnavailableError(f"backend='nccl' cannot be used: {reason}")
-    _CHOSEN[0] = name
-
-
-def chosen_backend(name: BackendName | None) -> BackendName:
-    """``name`` itself, or what :func:`use_backend` has set."""
-    if name is not None and name not in get_args(BackendName):
+    if name is None:
+        return owned or AUTO
+    if name not in get_args(BackendName):
         raise ConfigError(f"backend must be 'torch' or 'nccl': backend={name!r}")
-    return _CHOSEN[0] if name is None else name
+    return name
 
 
 def nccl_unavailable_reason() -> str:
     """Why the communicator over NCCL cannot be used in this process; empty if it can."""
     try:
-        if not hasattr(kernels.native(), "NcclCommunicator"):
+        if not is_emulated() and not kernels.native().build_info()["cuda"]:
             return (
                 "the native module was built without CUDA: build it where nvcc is found, "
                 "with ZCOMM_CUDA=ON pip install --no-build-isolation ."
@@ -56,3 +78,42 @@ def nccl_unavailable_reason() -> str:
     except BackendUnavailableError as error:
         return str(error)
     return ""
+
+
+def unavailable_reason(backend: BackendWish, chosen: KernelsName) -> str:
+    """Why this process cannot have them, whatever the device; empty if it can."""
+    if backend == "nccl" and (reason := nccl_unavailable_reason()):
+        return f"backend='nccl' cannot be used: {reason}"
+    reasons = {
+        "native": kernels.native_unavailable_reason,
+        "cuda": on_cuda.unavailable_reason,
+        "triton": lambda chosen: on_triton.unavailable_reason("cuda", chosen),
+    }
+    reason = reasons[chosen](chosen) if chosen in reasons else ""
+    return f"kernels={chosen!r} cannot be used: {reason}" if reason else ""
+
+
+def agree_on_carrier(
+    backend: BackendWish, chosen: KernelsName, ranks: Sequence[int], timeout: timedelta | None
+) -> None:
+    """Raise BackendUnavailableError on every one of ``ranks`` unless all of them can have both.
+
+    Collective, through torch.distributed's store, but where what was asked for is always there. All ask for the same.
+    """
+    if backend != "nccl" and chosen in ("auto", "reference"):
+        return
+    reason = unavailable_reason(backend, chosen)
+    found = meet(ranks, reason, lane="carrier", timeout=timeout) if len(ranks) > 1 else [reason]
+    if reason and len(set(found)) == 1:
+        raise BackendUnavailableError(reason)
+    lines = [f"  rank {rank}: {text}" for rank, text in enumerate(found) if text]
+    if lines:
+        raise BackendUnavailableError("not every rank can have what was asked for:\n" + "\n".join(lines))
+
+
+def unserved_reason(chosen: KernelsName, device_type: str) -> str:
+    """Why ``kernels=chosen`` do not encode tensors on devices of this type; empty if they do."""
+    if chosen == "triton":
+        return on_triton.unavailable_reason(device_type, chosen)
+    wanted = {"cuda": "cuda", "native": "cpu"}.get(chosen, device_type)
+    return "" if wanted == device_type else f"they take tensors in {'GPU' if wanted == 'cuda' else 'host'} memory"

@@ -1,6 +1,7 @@
 """Small exchanges by which ranks agree: maxima of flags, float64 partial sums, initial values. Always synchronous.
 
-They are between hosts (:attr:`Topology.on_host`): no device is waited for, but by a broadcast of what is on one.
+They are between hosts (:attr:`Topology.on_host`): no device is waited for, but by a broadcast of what is on one. Over
+a process group of NCCL, before there is a Topology, ranks meet in torch.distributed's store instead.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from zcomm import backend
 from zcomm.backend import ALONE, Hop, Sent
 from zcomm.errors import TopologyError
 from zcomm.first_rank import gather_to_first, scatter_from_first
+from zcomm.meeting import meet
 from zcomm.topology import Topology, hop_of_group
 
 __all__ = [
@@ -65,6 +67,8 @@ def are_equal(text: str, ranks: Topology | dist.ProcessGroup | None) -> bool:
         _keep_order(ranks)
     hop = ranks.on_host if isinstance(ranks, Topology) else hop_of_group(ranks)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    if _meets(hop):
+        return len(set(_met(digest.hex(), hop))) == 1
     mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], dtype=torch.int64)
     return bool((_gather(mine, hop) == mine).all())
 
@@ -74,6 +78,8 @@ def gather_texts(text: str, ranks: Topology | dist.ProcessGroup | None) -> list[
     if isinstance(ranks, Topology):
         _keep_order(ranks)
     hop = ranks.on_host if isinstance(ranks, Topology) else hop_of_group(ranks)
+    if _meets(hop):
+        return [told.encode()[:TEXT_NBYTES].decode(errors="replace") for told in _met(text, hop)]
     mine = torch.frombuffer(bytearray(text.encode()[:TEXT_NBYTES].ljust(TEXT_NBYTES, b"\0")), dtype=torch.uint8)
     data = _gather(mine, hop).numpy().tobytes()
     rows = [data[at : at + TEXT_NBYTES] for at in range(0, len(data), TEXT_NBYTES)]
@@ -119,6 +125,16 @@ def _gather(mine: Tensor, hop: Hop) -> Tensor:
     if work is not None:
         work.wait()
     return of_ranks
+
+
+def _meets(hop: Hop) -> bool:
+    """Whether hosts meet in the store: a caller's group over NCCL takes no host tensors, and has no gloo beside it."""
+    return hop.group is not None and not backend.takes_host_tensors(hop.backend)
+
+
+def _met(text: str, hop: Hop) -> list[str]:
+    ranks = dist.get_process_group_ranks(hop.group)
+    return meet(ranks, text, lane="control", timeout=backend.timeout_of(hop.group))
 
 
 def _hop_of(group: dist.ProcessGroup | None) -> Hop:

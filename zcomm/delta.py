@@ -28,7 +28,6 @@ from zcomm.chunks import chunks_of, pipelined
 from zcomm.encoder import Encoder, check_random
 from zcomm.errors import LayoutError, StateError, TopologyError
 from zcomm.formats import FORMATS, Format, codec_for, get_format
-from zcomm.message import layout_of
 from zcomm.philox import RandomKey
 from zcomm.route import Group, Route, check_apart, check_flat, check_numbering, find_route, rows_of
 from zcomm.topology import Numbering, Topology
@@ -178,7 +177,7 @@ class DeltaGather:
 
     def _exchange(self, rows: Tensor, shard: Tensor, encoder: Encoder) -> Steps:
         route, device = self._route, shard.device
-        layout = layout_of("delta_gather", self._format, torch.float32, 1, shard.numel())
+        layout = route.layout(self._format, torch.float32, 1, shard.numel())
         messages = layout.new_to_receive(route.world_size, device)
         kernels.quantize_difference(shard, rows[self._own_row], layout, own_message(messages, route), encoder.draw(0))
         yield from gather_messages(messages, layout, route)

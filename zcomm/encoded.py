@@ -12,7 +12,6 @@ from zcomm import kernels
 from zcomm.all_gather import gather_messages, own_message
 from zcomm.errors import FormatError
 from zcomm.formats import get_format
-from zcomm.message import layout_of
 from zcomm.route import Group, check_numbering, find_route, rows_of
 from zcomm.topology import Numbering
 from zcomm.work import Steps, Work, nothing, run
@@ -39,7 +38,7 @@ class EncodedShard:
         if get_format(format).is_random:
             raise FormatError(f"a shard at rest is rounded to nearest: format={format!r}")
         self._route = find_route("all_gather", group, format, first="inter")
-        self._layout = layout_of(self._route.operation, get_format(format), values.dtype, 1, values.numel())
+        self._layout = self._route.layout(get_format(format), values.dtype, 1, values.numel())
         self.numel, self.dtype = values.numel(), values.dtype
         self._message = self._layout.new(1, device or values.device)
         self.set(values)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zcomm.errors import ConfigError
 
-__all__ = ["VARIABLES", "Variable", "is_set", "value"]
+__all__ = ["VARIABLES", "Variable", "is_set", "kernels", "value"]
 
 
 class Variable(NamedTuple):
@@ -37,7 +37,11 @@ VARIABLES = {
         ("auto", "io_uring", "threads"),
         "what carries file I/O; auto: io_uring if it was found at build time and the kernel allows it",
     ),
-    "ZCOMM_NCCL": Variable("", (), "path of an NCCL library; default: torch's, else a wheel's, else the system's"),
+    "ZCOMM_NCCL": Variable(
+        "",
+        (),
+        "path of an NCCL library; default: torch's, a wheel's, the system's; emulated: over CPU tensors, for tests",
+    ),
     "ZERO_DEBUG": Variable("0", SWITCH, "1: zero fills what it gives back with NaN, and finds lost changes of values"),
 }
 
@@ -55,3 +59,9 @@ def value(name: str) -> str:
 def is_set(name: str) -> bool:
     """Whether the switch ``name`` is on."""
     return value(name) == "1"
+
+
+def kernels(chosen: str) -> tuple[str, str]:
+    """The kernels that a choice means, ``"auto"`` being ``ZCOMM_KERNELS``; and what said so, for messages."""
+    setting = value("ZCOMM_KERNELS") if chosen == "auto" else chosen
+    return setting, f"ZCOMM_KERNELS={setting}" if chosen == "auto" else f"kernels={chosen!r}"

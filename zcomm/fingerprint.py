@@ -49,12 +49,12 @@ def _own_version() -> str:
         return "not installed"
 
 
-def compare(group: dist.ProcessGroup | None) -> None:
+def compare(group: dist.ProcessGroup | None, **more: str) -> None:
     """Raise ConfigError on every rank of ``group``, with what differs and where, unless all have equal facts.
 
-    Collective, and a barrier. None: all ranks.
+    Collective, and a barrier. None: all ranks. ``more`` are facts beside those of every process.
     """
-    text = json.dumps(facts(), sort_keys=True)
+    text = json.dumps(facts() | more, sort_keys=True)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     if len(set(backend.gather_ints(int.from_bytes(digest, "little", signed=True), group))) == 1:
         for name in SWITCHES:

@@ -1,7 +1,7 @@
 """One dispatch table: operation -> Triton or CUDA (CUDA tensors), native (CPU tensors) or the PyTorch reference.
 
-The choice depends on formats, dtypes and device alone, never on sizes or values, and all have the same bits. float64
-has the reference only.
+The choice depends on formats, dtypes, device and on ``MessageLayout.kernels`` (a Topology's ``kernels=``, or with
+"auto" ZCOMM_KERNELS) alone, never on sizes or values, and all have the same bits. float64 has the reference only.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def native_description() -> str:
 
 
 @cache
-def _native_is_chosen() -> bool:
-    reason = native_unavailable_reason()
-    if reason and env.value("ZCOMM_KERNELS") == "native":
-        raise BackendUnavailableError(f"ZCOMM_KERNELS=native, but {reason}")
-    if calls.UNBUILT_REASON and env.value("ZCOMM_KERNELS") == "auto":
+def _native_is_chosen(chosen: str) -> bool:
+    (setting, said_by), reason = env.kernels(chosen), native_unavailable_reason(chosen)
+    if reason and setting == "native":
+        raise BackendUnavailableError(f"{said_by}, but {reason}")
+    if calls.UNBUILT_REASON and setting == "auto":
         warnings.warn(f"zcomm uses its slow PyTorch reference kernels: {reason}", RuntimeWarning, stacklevel=4)
     return not reason
 
@@ -90,7 +90,7 @@ def _uses_native(array: Tensor, *layouts: MessageLayout) -> bool:
         array.device.type == "cpu"
         and (array.dtype in calls.DTYPE_NUMBERS or array.dtype == torch.uint8)
         and all(layout.codec.dtype != torch.float64 for layout in layouts)
-        and _native_is_chosen()
+        and _native_is_chosen(layouts[0].kernels)
     )
 
 

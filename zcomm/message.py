@@ -19,7 +19,7 @@ Invariants:
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import torch
@@ -50,6 +50,8 @@ class MessageLayout:
     segment_numel: int
     is_rotated: bool = False
     """Whole blocks are Hadamard-rotated."""
+    kernels: str = field(default="auto", compare=False)
+    """What encodes and decodes: no part of the message, which has the same bits whatever it is."""
 
     @cached_property
     def numel(self) -> int:
@@ -98,13 +100,17 @@ class MessageLayout:
 
 @lru_cache(maxsize=4096)
 def layout_of(
-    operation: str, format: Format, dtype: torch.dtype, num_segments: int, segment_numel: int
+    operation: str,
+    format: Format,
+    dtype: torch.dtype,
+    num_segments: int,
+    segment_numel: int,
+    kernels: str = "auto",
 ) -> MessageLayout:
     """The layout of ``operation``'s messages for tensors of ``dtype``."""
     codec = codec_for(format, dtype)
-    return MessageLayout(
-        operation, codec, format.block, num_segments, segment_numel, is_rotated=format.rotation is not None
-    )
+    is_rotated = format.rotation is not None
+    return MessageLayout(operation, codec, format.block, num_segments, segment_numel, is_rotated, kernels)
 
 
 def _checksums(messages: Tensor) -> list[int]:

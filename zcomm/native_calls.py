@@ -40,11 +40,10 @@ RESIDUAL_BLOCK = 256
 DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-def unavailable_reason() -> str:
+def unavailable_reason(chosen: str = "auto") -> str:
     """Why the native kernels cannot be used here; empty if they can."""
-    if env.value("ZCOMM_KERNELS") == "reference":
-        return "ZCOMM_KERNELS=reference"
-    return UNBUILT_REASON
+    setting, said_by = env.kernels(chosen)
+    return said_by if setting == "reference" else UNBUILT_REASON
 
 
 def call(name: str, layout: MessageLayout, *arguments: Any) -> None:

@@ -2,6 +2,9 @@
 
 The first rank of a hop makes NCCL's unique id; it travels through the process group's own store. So no exchange of
 torch's, and no communicator of torch's, is needed.
+
+They end with what they were made for: those over the hops of a Topology when that is closed or collected, those over a
+process group that a call was given with the group.
 """
 
 from __future__ import annotations
@@ -18,12 +21,20 @@ from torch.distributed import distributed_c10d
 from zcomm import backend, kernels
 from zcomm.backend import Hop
 from zcomm.carrier import nccl_unavailable_reason
+from zcomm.device_streams import DeviceStreams, device_streams, on_device
 from zcomm.errors import BackendUnavailableError, CommunicationError
+from zcomm.ledger import failing
 from zcomm.nccl_library import nccl_library
 from zcomm.starts import prefix_of_start
-from zcomm.streams import SideStreams
 
-__all__ = ["Communicator", "agree_on_nccl", "close_communicators", "communicator_over", "inside_first"]
+__all__ = [
+    "Communicator",
+    "Communicators",
+    "agree_on_nccl",
+    "close_communicators",
+    "communicator_over",
+    "inside_first",
+]
 
 PREFIX = "zcomm-nccl"
 ALONE = "alone"
@@ -38,12 +49,18 @@ class Communicator(NamedTuple):
 
     native: Any
     """The ``NcclCommunicator``."""
-    sides: tuple[SideStreams, ...]
-    """For exchanges of bytes, a stream for each hop."""
+    streams: DeviceStreams
+    """What it works on."""
 
 
-_COMMUNICATORS: WeakKeyDictionary[dist.ProcessGroup, dict[Key, Communicator]] = WeakKeyDictionary()
-_ALONE: dict[Key, Communicator] = {}
+class Communicators(dict[Key, Communicator]):
+    """The communicators over one Topology's hops, or over one process group; ``clear()`` frees them."""
+
+
+_OF_GROUPS: WeakKeyDictionary[dist.ProcessGroup, Communicators] = WeakKeyDictionary()
+"""Of calls over a process group, which has no other owner here."""
+_ALONE = Communicators()
+"""Of calls of one process without torch.distributed."""
 
 
 def inside_first(hops: Sequence[Hop]) -> tuple[Hop, ...]:
@@ -58,9 +75,12 @@ def communicator_over(hops: Sequence[Hop], device: torch.device) -> Communicator
         BackendUnavailableError: A rank has no NCCL. The same on every rank.
         CommunicationError: The ranks did not find one another, with NCCL's text.
     """
+    owner = next((hop.communicators for hop in hops if hop.communicators is not None), None)
     groups = [hop.group for hop in hops if hop.group is not None]
-    made = _COMMUNICATORS.setdefault(groups[0], {}) if groups else _ALONE
-    key = device.index, tuple(ALONE if hop.group is None else hop.group.group_name for hop in hops)
+    if owner is None:
+        owner = _OF_GROUPS.setdefault(groups[0], Communicators()) if groups else _ALONE
+    made: Communicators = owner
+    key = device.index or 0, tuple(ALONE if hop.group is None else hop.group.group_name for hop in hops)
     if key not in made:
         made[key] = _make(hops, device)
     return made[key]
@@ -74,11 +94,11 @@ def _make(hops: Sequence[Hop], device: torch.device) -> Communicator:
     timeout_s = min((t.total_seconds() for t in timeouts if t is not None), default=600.0)
     members = [(unique_id, hop.size, hop.rank) for unique_id, hop in zip(ids, hops, strict=True)]
     try:
-        with torch.cuda.device(device):
-            native = kernels.native().NcclCommunicator(nccl_library(), device.index, members, timeout_s)
+        with on_device(device):
+            native = kernels.native().NcclCommunicator(nccl_library(), device.index or 0, members, timeout_s)
     except RuntimeError as error:
         raise CommunicationError(f"no communicator over NCCL: {error}") from error
-    return Communicator(native, tuple(SideStreams() for _ in hops))
+    return Communicator(native, device_streams(native, len(hops)))
 
 
 def _store(hop: Hop, round_: str) -> Any:
@@ -108,7 +128,9 @@ def agree_on_nccl(hop: Hop) -> None:
     else:
         store = _store(hop, "sound")
         store.set(str(hop.rank), reason.encode() or SOUND)
-        found = ["" if (text := store.get(str(rank))) == SOUND else text.decode() for rank in range(hop.size)]
+        with failing("the making of a communicator over NCCL", hop.group):
+            texts = [store.get(str(rank)) for rank in range(hop.size)]
+        found = ["" if text == SOUND else text.decode() for text in texts]
     lines = [f"  rank {rank}: {text}" for rank, text in enumerate(found) if text]
     if lines:
         raise BackendUnavailableError("backend='nccl' cannot be used:\n" + "\n".join(lines))
@@ -120,15 +142,19 @@ def _unique_id(hop: Hop) -> bytes:
     store = _store(hop, "id")
     if hop.rank == 0:
         store.set("id", kernels.native().nccl_unique_id(nccl_library()))
-    return bytes(store.get("id"))
+    with failing("the making of a communicator over NCCL", hop.group):
+        return bytes(store.get("id"))
 
 
 def close_communicators(group: dist.ProcessGroup | None = None) -> None:
-    """Finish what is under way over ``group``, or over all, and free the communicators. Any number of times."""
+    """Finish what is under way over ``group``, or over all that were given to calls, and free the communicators.
+
+    Any number of times. A Topology's are not among them.
+    """
     if group is not None:
-        _COMMUNICATORS.pop(group, None)
+        _OF_GROUPS.pop(group, None)
         return
-    _COMMUNICATORS.clear()
+    _OF_GROUPS.clear()
     _ALONE.clear()
 
 

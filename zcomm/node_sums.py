@@ -28,9 +28,9 @@ from zcomm.chunks import chunks_of, pipelined
 from zcomm.encoder import Encoder, check_random
 from zcomm.errors import LayoutError
 from zcomm.formats import Format, codec_for, get_format
-from zcomm.message import MessageLayout, layout_of
+from zcomm.message import MessageLayout
 from zcomm.residual import Residual
-from zcomm.route import Route, check_flat, find_route, linked, rows_of
+from zcomm.route import Route, check_flat, find_route, hops_apart, rows_of
 from zcomm.topology import Topology
 from zcomm.work import Steps, Work, run
 
@@ -52,7 +52,7 @@ class NodeSums:
 
     Raises:
         FormatError: A format that rounds stochastically, or an unknown one.
-        BackendUnavailableError: With ``zcomm.use_backend("nccl")``.
+        BackendUnavailableError: The topology's backend does not serve the device.
     """
 
     def __init__(
@@ -204,9 +204,7 @@ class NodeSums:
     @property
     def _hops(self) -> tuple[Hop, Hop]:
         """Inside the node and between nodes. With ZCOMM_CHECK=1 all ranks hear of damage in either."""
-        topology = self._topology
-        both = topology.intra, topology.inter
-        return linked(*both) if topology.has_two_hops else both
+        return hops_apart(self._topology)
 
     def _inside_node(self, rows: Tensor, values: Tensor) -> Steps:
         """Hop 1: the sums over the node's ranks of ``rows`` [world_size, m] to ``values`` [num_nodes, m], float32."""
@@ -220,7 +218,7 @@ class NodeSums:
     def _of_node(self, rows: Tensor) -> Generator[Pending | None, None, Messages]:
         """What the node's ranks send of ``rows`` [world_size, m]: a message of num_nodes segments from each."""
         hop, num_nodes, device = self._hops[0], self._topology.num_nodes, rows.device
-        layout = layout_of(OPERATION, self._inside, rows.dtype, num_nodes, rows.shape[1])
+        layout = self._route.layout(self._inside, rows.dtype, num_nodes, rows.shape[1])
         received, sending = layout.new_to_receive(hop.size, device), rows
         if not (rows.is_contiguous() and layout.codec.dtype == rows.dtype):
             sending = layout.new(hop.size, device)
@@ -238,7 +236,7 @@ class NodeSums:
             output.copy_(values[0].div_(topology.world_size))
             yield None
             return
-        layout = layout_of(OPERATION, self._between, torch.float32, 1, output.numel())
+        layout = self._route.layout(self._between, torch.float32, 1, output.numel())
         sending, received = layout.new(hop.size, device), layout.new_to_receive(hop.size, device)
         route: Route = replace(self._route, hops=((hop, self._between),))
         encoder = Encoder(route, self.shard_numel, None, self.residual, first_hop=1, first=first)

@@ -1,9 +1,10 @@
 """The CUDA kernels of the native module: whether they serve a call, and the calls themselves.
 
-They serve CUDA tensors where ZCOMM_KERNELS=cuda, or where Triton is not installed: plain arrays, and int8, int4, nf4
-and fp8_e4m3 with blocks that are a power of two from 8 to 1024, without a zero point or a rotation, rounded to nearest.
-Everything else they leave to Triton, or without it to the reference. ``cpp/include/zcomm/cuda_kernels.h`` has the
-contracts. Messages are checked as those that Triton decodes (:mod:`zcomm.on_triton`).
+They serve CUDA tensors where ZCOMM_KERNELS or a Topology's ``kernels=`` is "cuda", or where Triton is not installed:
+plain arrays, and int8, int4, nf4 and fp8_e4m3 with blocks that are a power of two from 8 to 1024, without a zero point
+or a rotation, rounded to nearest. Everything else they leave to Triton, or without it to the reference.
+``cpp/include/zcomm/cuda_kernels.h`` has the contracts. Messages are checked as those that Triton decodes
+(:mod:`zcomm.on_triton`).
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ __all__ = ["decode", "decode_sum", "decode_sum_requantize", "quantize", "serves"
 BLOCKS = frozenset(1 << exponent for exponent in range(3, 11))
 
 
-def unavailable_reason() -> str:
+def unavailable_reason(chosen: str = "auto") -> str:
     """Why the CUDA kernels do not serve CUDA tensors; empty if they do."""
-    setting = env.value("ZCOMM_KERNELS")
+    setting, said_by = env.kernels(chosen)
     if setting in ("reference", "triton"):
-        return f"ZCOMM_KERNELS={setting}"
+        return said_by
     if calls.UNBUILT_REASON:
         return calls.UNBUILT_REASON
     if not calls.module.build_info()["cuda"]:
@@ -41,10 +42,10 @@ def unavailable_reason() -> str:
 
 
 @cache
-def _is_chosen() -> bool:
-    reason = unavailable_reason()
-    if reason and env.value("ZCOMM_KERNELS") == "cuda":
-        raise BackendUnavailableError(f"ZCOMM_KERNELS=cuda, but {reason}")
+def _is_chosen(chosen: str) -> bool:
+    (setting, said_by), reason = env.kernels(chosen), unavailable_reason(chosen)
+    if reason and setting == "cuda":
+        raise BackendUnavailableError(f"{said_by}, but {reason}")
     return not reason
 
 
@@ -55,7 +56,7 @@ def serves(array: Tensor, *layouts: MessageLayout, draw: Draw | None = None) -> 
         and array.dtype in on_triton.DTYPES
         and draw is None
         and all(_is_served(layout) for layout in layouts)
-        and _is_chosen()
+        and _is_chosen(layouts[0].kernels)
     )
 
 

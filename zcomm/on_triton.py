@@ -1,9 +1,9 @@
 """The Triton kernels: whether they serve a call, and the check that messages are of the layout that was expected.
 
 They serve CUDA tensors (with ZCOMM_KERNELS=cuda what zcomm.on_cuda leaves to them), and with ZCOMM_KERNELS=triton and
-TRITON_INTERPRET=1 CPU tensors, in Triton's interpreter. On CPU tensors, and with ZCOMM_CHECK=1, another layout raises
-MessageError before anything is written. Otherwise a kernel clears a flag on the device, which is asserted there: the
-host does not wait, and the next call that does reports it.
+TRITON_INTERPRET=1 CPU tensors, in Triton's interpreter; what a layout says of kernels wins over ZCOMM_KERNELS. On CPU
+tensors, and with ZCOMM_CHECK=1, another layout raises MessageError before anything is written. Otherwise a kernel
+clears a flag on the device, which is asserted there: the host does not wait, and the next call that does reports it.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ ResidualBlocks: TypeAlias = tuple[Tensor, Tensor, float]
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.uint8})
 
 
-def unavailable_reason(device_type: str) -> str:
+def unavailable_reason(device_type: str, chosen: str = "auto") -> str:
     """Why the Triton kernels do not serve tensors on devices of this type; empty if they do."""
-    setting = env.value("ZCOMM_KERNELS")
+    setting, said_by = env.kernels(chosen)
     if setting == "reference" or (device_type == "cpu" and setting != "triton"):
-        return f"ZCOMM_KERNELS={setting}"
+        return said_by
     reason: str = triton_unavailable_reason(device_type)
     return reason
 
 
 @cache
-def _is_chosen(device_type: str) -> bool:
-    setting, reason = env.value("ZCOMM_KERNELS"), unavailable_reason(device_type)
+def _is_chosen(device_type: str, chosen: str) -> bool:
+    (setting, said_by), reason = env.kernels(chosen), unavailable_reason(device_type, chosen)
     if reason and setting == "triton":
-        raise BackendUnavailableError(f"ZCOMM_KERNELS=triton, but {reason}")
+        raise BackendUnavailableError(f"{said_by}, but {reason}")
     if reason and device_type == "cuda" and setting != "reference":
         warnings.warn(f"zcomm uses its slow PyTorch reference kernels on GPUs: {reason}", RuntimeWarning, stacklevel=5)
     return not reason
@@ -60,7 +60,7 @@ def serves(array: Tensor, *layouts: MessageLayout) -> bool:
         array.device.type in ("cpu", "cuda")
         and array.dtype in DTYPES
         and all(layout.codec.dtype != torch.float64 for layout in layouts)
-        and _is_chosen(array.device.type)
+        and _is_chosen(array.device.type, layouts[0].kernels)
     )
 
 

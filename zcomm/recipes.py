@@ -18,7 +18,7 @@ from typing import NamedTuple
 from zcomm.errors import ConfigError, FormatError
 from zcomm.formats import Format, get_format
 
-__all__ = ["DEFAULT_RECIPE", "RECIPES", "Recipe", "Wires", "get_recipe"]
+__all__ = ["AUTO_RECIPE", "DEFAULT_RECIPE", "RECIPES", "Recipe", "Wires", "get_recipe"]
 
 Wire = str | Format
 DEFAULT_RECIPE = "zeropp"
@@ -112,6 +112,16 @@ RECIPES = {
 """By name."""
 
 
+AUTO_RECIPE = Recipe(
+    name="auto",
+    weights="none",
+    gradients=("none", "none"),
+    reduced="none",
+    description="what `zcomm probe` found fastest on these links; without its table nothing is quantized",
+)
+"""Without its formats, which an installation takes from the table that all ranks have agreed on."""
+
+
 def get_recipe(recipe: str | Recipe) -> Recipe:
     """The recipe of that name, or ``recipe`` itself.
 
@@ -122,8 +132,9 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
         return recipe
     if not isinstance(recipe, str):
         raise ConfigError(f"recipe must be a name or a zcomm.Recipe: got {recipe!r}")
-    if recipe not in RECIPES:
-        close = difflib.get_close_matches(recipe, RECIPES, n=1)
+    known = {**RECIPES, AUTO_RECIPE.name: AUTO_RECIPE}
+    if recipe not in known:
+        close = difflib.get_close_matches(recipe, known, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ConfigError(f"recipe must be one of {', '.join(RECIPES)}, or a zcomm.Recipe: recipe={recipe!r}{hint}")
-    return RECIPES[recipe]
+        raise ConfigError(f"recipe must be one of {', '.join(known)}, or a zcomm.Recipe: recipe={recipe!r}{hint}")
+    return known[recipe]

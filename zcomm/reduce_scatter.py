@@ -23,7 +23,7 @@ from zcomm.carrier import BackendName
 from zcomm.chunks import chunks_of, pipelined
 from zcomm.encoder import Encoder, check_random
 from zcomm.formats import codec_for
-from zcomm.message import MessageLayout, layout_of
+from zcomm.message import MessageLayout
 from zcomm.nccl_steps import is_native, reduce_over_nccl
 from zcomm.philox import RandomKey
 from zcomm.residual import Residual
@@ -62,7 +62,7 @@ def reduce_scatter_single(
             until ``residual.commit()``. Given on every rank or on none.
         random: for formats that round stochastically, and for those alone; another key for each call.
         async_op: return a Work at once.
-        backend: "torch" or "nccl"; default: what :func:`zcomm.use_backend` has set. The same on every rank.
+        backend: "torch" or "nccl"; default: the Topology's, or torch over a ProcessGroup. The same on every rank.
 
     Returns:
         A Work if ``async_op``, else None.
@@ -114,7 +114,7 @@ def _one_hop(output: Tensor, rows: Tensor, divisor: int, encoder: Encoder) -> St
     route = encoder.route
     hop, wire = route.hops[0]
     numel = output.numel()
-    layout = layout_of(route.operation, wire, rows.dtype, 1, numel)
+    layout = route.layout(wire, rows.dtype, 1, numel)
     received = layout.new_to_receive(hop.size, output.device)
     if encoder.residual is None:
         sending = _encoded(rows, layout, hop.size, (rows.stride(0), 0), encoder, is_in_order=True)
@@ -130,12 +130,12 @@ def _two_hops(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, 
     route = encoder.route
     (intra, wire), (inter, wire_between) = route.hops
     numel, device = output.numel(), output.device
-    layout = layout_of(route.operation, wire, rows.dtype, route.num_nodes, numel)
+    layout = route.layout(wire, rows.dtype, route.num_nodes, numel)
     received = layout.new_to_receive(intra.size, device)
     strides = route.strides(numbering, rows.stride(0))
     sending = _encoded(rows, layout, intra.size, strides, encoder, is_in_order=numbering == "local")
     yield backend.all_to_all(received, sending, intra, Sent(route.operation, str(wire), layout.numel))
-    between = layout_of(route.operation, wire_between, rows.dtype, 1, numel)
+    between = route.layout(wire_between, rows.dtype, 1, numel)
     partial = between.new(inter.size, device)
     encoder.sum_and_encode(received, layout, partial, between)
     received = between.new_to_receive(inter.size, device)

@@ -83,10 +83,10 @@ class _Blocks:
             scales.clone().view(torch.bfloat16).view(self.scales.shape),  # clone: aligned
         )
 
-    def encode(self, values: Tensor, first: int) -> None:
+    def encode(self, values: Tensor, first: int, chosen: str = "auto") -> None:
         """Overwrite columns from ``first`` by float32 ``values`` [num_rows, numel]; blocks not finite stay."""
         num_rows, numel = values.shape
-        layout = layout_of("residual", FORMAT, torch.float32, num_rows, numel)
+        layout = layout_of("residual", FORMAT, torch.float32, num_rows, numel, chosen)
         message = layout.new(1, values.device)
         kernels.quantize(values, layout, message, 0, values.stride(0))
         part, num_blocks = _blocks_of(first, numel), layout.blocks_per_segment
@@ -323,7 +323,7 @@ class Residual:
         """The new residual of N10: u, ``values`` [num_rows, numel], less what ``messages`` decode to; u is lost."""
         decoded = torch.empty(values.shape, dtype=torch.float32, device=values.device)
         kernels.decode(messages, layout, decoded, values.shape[1], 0)
-        self._uncommitted().encode(values.sub_(decoded), first)
+        self._uncommitted().encode(values.sub_(decoded), first, layout.kernels)
 
 
 def _shortened(value: Any) -> str:

@@ -11,10 +11,19 @@ from torch import Tensor
 
 from zcomm import env
 from zcomm.backend import Hop
-from zcomm.carrier import BackendName, chosen_backend
+from zcomm.carrier import (
+    BackendName,
+    BackendWish,
+    KernelsName,
+    check_names,
+    chosen_backend,
+    unavailable_reason,
+    unserved_reason,
+)
 from zcomm.debug import compare_calls
-from zcomm.errors import FormatError, LayoutError, TopologyError
+from zcomm.errors import BackendUnavailableError, ConfigError, FormatError, LayoutError, TopologyError
 from zcomm.formats import Format, get_format
+from zcomm.message import MessageLayout, layout_of
 from zcomm.nccl_bytes import check_device, over_nccl
 from zcomm.topology import Numbering, Topology, hop_of_group
 from zcomm.work import WorkQueue
@@ -24,6 +33,7 @@ __all__ = [
     "Route",
     "WireFormat",
     "check_apart",
+    "check_carrier",
     "check_flat",
     "check_numbering",
     "check_own_row",
@@ -31,6 +41,7 @@ __all__ = [
     "divisor_of",
     "find_route",
     "hop_inside",
+    "hops_apart",
     "rows_of",
 ]
 
@@ -54,6 +65,12 @@ class Route:
     node_rank: int = 0
     backend: BackendName = "torch"
     """What carries it."""
+    kernels: str = "auto"
+    """What encodes and decodes its messages."""
+
+    def layout(self, wire: Format, dtype: torch.dtype, num_segments: int, segment_numel: int) -> MessageLayout:
+        """That of its messages in format ``wire``: see :func:`zcomm.message.layout_of`."""
+        return layout_of(self.operation, wire, dtype, num_segments, segment_numel, self.kernels)
 
     def compare(self, **facts: object) -> None:
         """With ZCOMM_DEBUG=1, raise on every rank unless all make this call with equal ``facts``."""
@@ -91,8 +108,9 @@ def find_route(
     """The hops over ``group``; with two, ``first`` says which comes first, and formats are in that order.
 
     ``num_hops`` 1: all ranks at once although there are nodes, in the format that would travel between them.
+    ``backend`` None: the Topology's, or torch over a ProcessGroup.
     """
-    carrier = chosen_backend(backend)
+    carrier = chosen_backend(backend, group.backend if isinstance(group, Topology) else None)
     pair = (get_format(format), get_format(format)) if isinstance(format, (str, Format)) else _pair(format)
     if not isinstance(group, Topology):
         if not isinstance(format, (str, Format)):
@@ -113,11 +131,13 @@ def find_route(
             t.world,
             t.node_rank,
             carrier,
+            t.kernels,
         )
     is_intra = t.num_nodes == 1
     chosen = pair[0] if is_intra == (first == "intra") else pair[1]
     hops = ((_carried(carrier, t.world)[0], chosen),)
-    return Route(operation, hops, t.num_nodes, t.ranks_per_node, t.local_rank, t.queue, t.world, t.node_rank, carrier)
+    place = t.num_nodes, t.ranks_per_node, t.local_rank, t.queue, t.world, t.node_rank
+    return Route(operation, hops, *place, carrier, t.kernels)
 
 
 def linked(first: Hop, second: Hop) -> tuple[Hop, Hop]:
@@ -125,12 +145,17 @@ def linked(first: Hop, second: Hop) -> tuple[Hop, Hop]:
     return (first.next_to(second), second.next_to(first)) if env.is_set("ZCOMM_CHECK") else (first, second)
 
 
-def hop_inside(topology: Topology, backend: BackendName | None = None) -> Hop:
-    """The ranks of this node, over ``backend`` (default: what :func:`zcomm.use_backend` has set)."""
-    carrier = chosen_backend(backend)
+def hops_apart(topology: Topology) -> tuple[Hop, Hop]:
+    """The ranks of this node, and those of equal local rank, for exchanges over one of the two at a time."""
+    intra, inter = _carried(topology.backend, topology.intra, topology.inter)
+    return linked(intra, inter) if topology.has_two_hops else (intra, inter)
+
+
+def hop_inside(topology: Topology) -> Hop:
+    """The ranks of this node, alone."""
     if topology.has_two_hops:
-        return _carried(carrier, topology.intra, topology.inter)[0]
-    return _carried(carrier, topology.intra)[0]
+        return _carried(topology.backend, topology.intra, topology.inter)[0]
+    return _carried(topology.backend, topology.intra)[0]
 
 
 def _carried(backend: BackendName, *hops: Hop) -> tuple[Hop, ...]:
@@ -158,6 +183,34 @@ def check_flat(name: str, tensor: Tensor) -> None:
         problem = f"flat and contiguous, got shape={tuple(tensor.shape)}, stride={tensor.stride()}"
     if problem is not None:
         raise LayoutError(f"{name} must be {problem}")
+
+
+def check_carrier(
+    what: str, topology: Topology | None, backend: BackendWish, kernels: KernelsName, device: torch.device
+) -> None:
+    """Raise unless ``what``, whose tensors are on ``device``, can be carried as is asked for. No communication.
+
+    Raises:
+        ConfigError: There is no such backend, or no such kernels; or the given ``topology`` has others.
+        BackendUnavailableError: They do not serve the device, or this process cannot have them.
+    """
+    check_names(backend, kernels)
+    if topology is not None:
+        for name, asked, has in (("backend", backend, topology.backend), ("kernels", kernels, topology.kernels)):
+            if asked not in ("auto", has):
+                raise ConfigError(
+                    f"{name}={asked!r}, but the given topology has {name}={has!r}: leave one out, or give a Topology "
+                    f"that was made with {name}={asked!r}"
+                )
+        backend, kernels = topology.backend, topology.kernels
+    if backend == "nccl":
+        check_device(what, device)
+    if reason := unserved_reason(kernels, device.type):
+        raise BackendUnavailableError(
+            f"kernels={kernels!r} do not serve this {what}, whose tensors are on {device}: {reason}; use kernels='auto'"
+        )
+    if reason := unavailable_reason(backend, kernels):
+        raise BackendUnavailableError(reason)
 
 
 def rows_of(name: str, tensor: Tensor, world_size: int) -> Tensor:

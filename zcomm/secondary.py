@@ -35,6 +35,9 @@ class SecondaryPartition:
         device: Where full buffers are.
         is_on_host: Keep the part in host memory, page-locked where there is CUDA: it is copied to the device for each
             gather. Without CUDA that is the same memory, and the same code.
+
+    Raises:
+        BackendUnavailableError: The topology's backend does not serve the device.
     """
 
     def __init__(
@@ -51,6 +54,8 @@ class SecondaryPartition:
         self._topology, self._hop, self.numel = topology, hop_inside(topology), numel
         shard_numel = -(-numel // topology.ranks_per_node)
         self._device, self.is_on_host = torch.empty(0, device=device).device, is_on_host
+        if self._hop.carrier is not None:
+            check_device(OPERATION, self._device)
         place = "cpu" if is_on_host else self._device
         self._shard = torch.zeros(
             shard_numel, dtype=dtype, device=place, pin_memory=is_on_host and self._device.type == "cuda"
@@ -80,8 +85,6 @@ class SecondaryPartition:
         Cost for each rank: sends its part to every other rank of the node, 0 bytes between nodes.
         """
         self._check("output", output)
-        if self._hop.carrier is not None:
-            check_device(OPERATION, self._device)
         if not self.is_valid:
             raise StateError("the secondary partition is not valid: call fill(full) after the values changed")
         hops = ((self._topology.intra, get_format("none")),)

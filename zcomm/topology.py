@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from dataclasses import replace
 from functools import cached_property
 from typing import Literal
@@ -18,13 +19,14 @@ from weakref import WeakValueDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zcomm import backend, fingerprint, groups
-from zcomm.backend import ALONE, Hop
+from zcomm import fingerprint, groups
+from zcomm.backend import ALONE, Hop, backend_of, gather_ints, takes_host_tensors, timeout_of
 from zcomm.background import Background
+from zcomm.carrier import BackendName, BackendWish, KernelsName, agree_on_carrier, check_names, resolved
 from zcomm.errors import ConfigError, StateError, TopologyError
 from zcomm.flight_files import attach
 from zcomm.ledger import Ledger
-from zcomm.nccl_communicators import close_communicators
+from zcomm.nccl_communicators import Communicators
 from zcomm.watch import Watch, Watched
 from zcomm.work import WorkQueue
 
@@ -39,23 +41,48 @@ _NUMBERS = itertools.count()
 class Topology:
     """Nodes x ranks per node, and the process groups between them.
 
+    It owns what collectives over it go through: its process groups, or communicators over NCCL, and the kernels.
+
     Args:
         ranks_per_node: So many consecutive ranks of ``group`` form a node; one machine can stand in for several.
         group: The ranks; default: all of torch.distributed, or this process alone if that is not initialised.
+        backend: "torch", torch's process groups; "nccl", this package's communicator over NCCL, for CUDA tensors (see
+            docs/communication.md); "auto" is "torch" until "nccl" is measured to be faster. The same bits.
+        kernels: What encodes and decodes messages: "native", "triton", "cuda", "reference", or "auto": what
+            ``ZCOMM_KERNELS`` says. The same bits.
 
     Raises:
         TopologyError: ``ranks_per_node`` does not divide the number of ranks; or torch.distributed is not initialised
             although ``WORLD_SIZE`` is more than 1. Raised before any communication.
-        ConfigError: On every rank: one runs another zcomm-zero or torch, or alone has ZCOMM_CHECK=1 or the like.
+        ConfigError: On every rank: one runs another zcomm-zero or torch, or alone has ZCOMM_CHECK=1 or the like, or
+            another backend or kernels; or there are none of that name.
+        BackendUnavailableError: On every rank: one cannot have the backend or the kernels. With reason and remedy.
 
     Collective: every rank of ``group`` constructs it, in the same order relative to other topologies.
     """
 
-    def __init__(self, *, ranks_per_node: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        ranks_per_node: int,
+        group: dist.ProcessGroup | None = None,
+        backend: BackendWish = "auto",
+        kernels: KernelsName = "auto",
+    ) -> None:
         self._place(ranks_per_node, group)
         if self.world_size > 1:
-            fingerprint.compare(group)
+            fingerprint.compare(group, backend=str(backend), kernels=str(kernels))
+        self._choose(backend, kernels)
         self._connect()
+
+    def _choose(self, backend: BackendWish, kernels: KernelsName) -> None:
+        check_names(backend, kernels)
+        timeout = timeout_of(self._parent) if self.world_size > 1 else None
+        agree_on_carrier(backend, kernels, self.global_ranks, timeout)
+        self.backend: BackendName = resolved(backend)
+        """What carries the collectives over this, unless a call's ``backend=`` says otherwise."""
+        self.kernels: KernelsName = kernels
+        """What encodes and decodes for them."""
 
     def _place(self, ranks_per_node: int, group: dist.ProcessGroup | None) -> None:
         self._parent = group
@@ -83,6 +110,8 @@ class Topology:
 
     def _register(self) -> None:
         self.queue = WorkQueue()
+        self._communicators = Communicators()
+        self._free_communicators = weakref.finalize(self, self._communicators.clear)
         self.auto_table: object | None = None
         """What ``format="auto"`` means here, once :mod:`zcomm.auto` has agreed on it."""
         self.uses_world = False
@@ -102,10 +131,11 @@ class Topology:
     def _make_hops(self) -> None:
         per_node, nodes = self.ranks_per_node, range(self.num_nodes)
         everyone = list(range(self.world_size))
+        self._alone = replace(ALONE, communicators=self._communicators)
         self.world = self._hop([everyone], per_node - 1, self.world_size - per_node)
         """All ranks."""
         if self.num_nodes == 1 or per_node == 1:
-            self.intra, self.inter = (self.world, ALONE) if self.num_nodes == 1 else (ALONE, self.world)
+            self.intra, self.inter = (self.world, self._alone) if self.num_nodes == 1 else (self._alone, self.world)
             return
         self.intra = self._hop([everyone[n * per_node : (n + 1) * per_node] for n in nodes], per_node - 1, 0)
         """The ranks of this node."""
@@ -114,7 +144,7 @@ class Topology:
 
     def _hop(self, parts: list[list[int]], num_intra_peers: int, num_inter_peers: int) -> Hop:
         """The part that holds this rank. Every rank of the job makes every group, in the same order."""
-        hop = ALONE
+        hop = self._alone
         if len(parts[0]) == 1:
             return hop
         for ranks in parts:
@@ -124,13 +154,16 @@ class Topology:
             group = groups.new_group(global_ranks, self._parent, is_local=self._is_local)
             if group is not None:
                 self._groups.append(group)
-                name = backend.backend_of(group)
-                hop = Hop(group, len(ranks), ranks.index(self.rank), num_intra_peers, num_inter_peers, name)
+                name = backend_of(group)
+                place = len(ranks), ranks.index(self.rank), num_intra_peers, num_inter_peers
+                hop = Hop(group, *place, name, communicators=self._communicators)
                 attach(hop.ledger, global_ranks)
         return hop
 
     @classmethod
-    def from_env(cls, group: dist.ProcessGroup | None = None) -> Topology:
+    def from_env(
+        cls, group: dist.ProcessGroup | None = None, *, backend: BackendWish = "auto", kernels: KernelsName = "auto"
+    ) -> Topology:
         """Nodes as torchrun made them (``LOCAL_WORLD_SIZE`` ranks each); without torchrun, one node.
 
         Raises:
@@ -140,23 +173,23 @@ class Topology:
         """
         _, rank = _size_and_rank(group)
         if not dist.is_initialized():
-            return cls.single()
+            return cls.single(backend=backend, kernels=kernels)
         wrong: ConfigError | None = None
         try:
             per_node = _integer("LOCAL_WORLD_SIZE", dist.get_world_size(), at_least=1)
             node = _integer("GROUP_RANK", _global_rank(group, rank) // per_node)
         except ConfigError as error:
             wrong, node = error, -1
-        nodes = backend.gather_ints(node, group)
+        nodes = gather_ints(node, group)
         if -1 in nodes:
             ranks = [rank for rank, node in enumerate(nodes) if node == -1]
             raise ConfigError(
                 f"LOCAL_WORLD_SIZE and GROUP_RANK must be integers, as torchrun sets them: wrong on ranks {ranks}"
             ) from wrong
-        return cls(ranks_per_node=_equal_runs(nodes), group=group)
+        return cls(ranks_per_node=_equal_runs(nodes), group=group, backend=backend, kernels=kernels)
 
     @classmethod
-    def from_mesh(cls, mesh: DeviceMesh) -> Topology:
+    def from_mesh(cls, mesh: DeviceMesh, *, backend: BackendWish = "auto", kernels: KernelsName = "auto") -> Topology:
         """Nodes and ranks of a 2-D DeviceMesh [nodes, ranks per node] whose ranks ascend.
 
         Raises:
@@ -169,25 +202,28 @@ class Topology:
             raise TopologyError(
                 f"the mesh must hold all ranks in ascending order: {ranks.tolist()}, world_size={dist.get_world_size()}"
             )
-        return cls(ranks_per_node=ranks.shape[1])
+        return cls(ranks_per_node=ranks.shape[1], backend=backend, kernels=kernels)
 
     @classmethod
-    def single(cls) -> Topology:
+    def single(cls, *, backend: BackendWish = "auto", kernels: KernelsName = "auto") -> Topology:
         """A world of this process alone; it needs no torch.distributed."""
         topology = object.__new__(cls)
         topology._parent, topology._groups = None, []
-        topology._register()
         topology.world_size = topology.num_nodes = topology.ranks_per_node = 1
         topology.rank = topology.node_rank = topology.local_rank = 0
+        topology._choose(backend, kernels)
+        topology._register()
         topology._is_local = False
         topology._make_hops()
         return topology
 
     def clone(self) -> Topology:
-        """The same nodes with process groups, and so an order of collectives, of their own. Collective."""
+        """The same nodes, backend and kernels; process groups, communicators, and so an order of collectives, of its
+        own. Collective."""
         if self.world_size == 1:
-            return Topology.single()
+            return Topology.single(backend=self.backend, kernels=self.kernels)
         clone = object.__new__(Topology)  # its ranks have been compared
+        clone.backend, clone.kernels = self.backend, self.kernels
         clone._place(self.ranks_per_node, self._parent)
         clone._connect()
         return clone
@@ -208,7 +244,7 @@ class Topology:
 
         Over NCCL an exchange between hosts would wait for the devices. Made at the first use, which is collective.
         """
-        if self.world.group is None or backend.takes_host_tensors(self.world.backend):
+        if self.world.group is None or takes_host_tensors(self.world.backend):
             return self.world
         group = self._new_gloo_group()
         self._groups.append(group)
@@ -257,7 +293,7 @@ class Topology:
         return self.num_nodes > 1 and self.ranks_per_node > 1
 
     def close(self) -> None:
-        """Finish what is queued and free the process groups."""
+        """Finish what is queued, and free the communicators over NCCL and the process groups."""
         if "watch" in self.__dict__:
             self.__dict__.pop("watch").close()
         if "companion" in self.__dict__:
@@ -269,11 +305,11 @@ class Topology:
                 self._groups.append(background.group)
                 background.group = None
         self.queue.close()
+        self._free_communicators()
         for hop in (self.world, self.intra, self.inter, self.__dict__.get("on_host", ALONE)):
             groups.close_hop(hop)
         while self._groups:
             group = self._groups.pop()
-            close_communicators(group)
             groups.destroy_group(group, is_local=self._is_local)
 
     def __repr__(self) -> str:
@@ -320,7 +356,7 @@ def hop_of_group(group: dist.ProcessGroup | None) -> Hop:
     of_node = range(node * per_node, min((node + 1) * per_node, dist.get_world_size()))
     intra = sum(_is_member(group, rank) for rank in of_node) - 1
     whole = group if group is not None else dist.group.WORLD
-    return Hop(whole, size, rank, intra, size - 1 - intra, backend.backend_of(group))
+    return Hop(whole, size, rank, intra, size - 1 - intra, backend_of(group))
 
 
 def _is_member(group: dist.ProcessGroup | None, global_rank: int) -> bool:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zcomm import ConfigError, Topology
+from zcomm.route import check_carrier
 from zero.agreement import on_every_rank
 from zero.config.plan import Plan, make_plan
 from zero.config.read import Configuration, Source
@@ -38,7 +39,8 @@ def check_inputs(
 
     Collective over ``ranks``; None: all of torch.distributed.
     """
-    plan = on_every_rank(lambda: _understand(model, optimizer, config, options), ranks)
+    given = ranks if isinstance(ranks, Topology) else None
+    plan = on_every_rank(lambda: _understand(model, optimizer, config, options, given), ranks)
     check_same(plan.configuration, optimizer, plan.optimizer_options, ranks)
     return plan
 
@@ -65,6 +67,7 @@ def _understand(
     optimizer: type[Optimizer] | Optimizer,
     config: Source | Configuration | None,
     options: dict[str, Any],
+    topology: Topology | None,
 ) -> Plan:
     if not (isinstance(optimizer, Optimizer) or (isinstance(optimizer, type) and issubclass(optimizer, Optimizer))):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer class or instance: got {optimizer!r}")
@@ -72,6 +75,7 @@ def _understand(
     plan = make_plan(config, options)
     as_groups(model, optimizer)
     device = check_model(model)
+    check_carrier("training", topology, plan.settings.backend, plan.settings.kernels, device)
     check_options(optimizer, plan.optimizer_options)
     tier = plan.settings.tiers.states
     if tier.tier is not Tier.DEVICE and tier.ratio == 1:
@@ -112,15 +116,20 @@ def _check_moments(optimizer: Optimizer, name: str) -> None:
         )
 
 
-def choose_topology(topology: Topology | None, ranks_per_node: int | None, group: dist.ProcessGroup | None) -> Topology:
-    """The ranks and nodes that a user means; collective if they are yet to be made."""
+def choose_topology(
+    topology: Topology | None, ranks_per_node: int | None, group: dist.ProcessGroup | None, plan: Plan | None = None
+) -> Topology:
+    """The ranks and nodes that a user means; collective if they are yet to be made, over the backend of ``plan``."""
+    backend, kernels = ("auto", "auto") if plan is None else (plan.settings.backend, plan.settings.kernels)
     if topology is not None:
         if ranks_per_node is not None or group is not None:
             raise ConfigError("topology= already says the group and the ranks per node: pass only one of them")
         return topology
+    if ranks_per_node is None and plan is not None:
+        ranks_per_node = plan.configuration.values.zcomm.ranks_per_node
     if ranks_per_node is not None:
-        return Topology(ranks_per_node=ranks_per_node, group=group)
-    return Topology.from_env(group)
+        return Topology(ranks_per_node=ranks_per_node, group=group, backend=backend, kernels=kernels)
+    return Topology.from_env(group, backend=backend, kernels=kernels)
 
 
 def announce(plan: Plan, runtime: Runtime) -> None:

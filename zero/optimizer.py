@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from zcomm import StateError, Topology
 from zero.adaptive import Adaptive
 from zero.agreement import on_every_rank
+from zero.auto_formats import choose_formats
 from zero.clip import clip_grad_norm_, fold_clipping
 from zero.config.plan import Plan
 from zero.config.read import Configuration, Source
@@ -62,7 +63,7 @@ class ZeroOptimizer(Optimizer):
             state, whose parameter groups and settings are kept.
         config: A DeepSpeed configuration, as a dict or the path of a JSON file. Its ``optimizer``, ``scheduler`` and
             batch sizes are for :func:`zero.initialize`.
-        topology: Which ranks share a node. Default: torchrun's environment.
+        topology: Which ranks share a node, and what carries the exchanges. Default: torchrun's environment.
         ranks_per_node: Instead of ``topology``: so many consecutive ranks stand in for a node.
         group: The data-parallel ranks; default: all. A DeviceMesh or an mpu beside tensor- and pipeline-parallel ranks,
             with which norms and overflows are agreed on: see :mod:`zero.model_parallel`.
@@ -74,6 +75,7 @@ class ZeroOptimizer(Optimizer):
         NotAvailableError: A key asks for what this version cannot do.
         ConfigError: A setting that cannot be meant, an optimizer that is not elementwise, parameters in no group.
         LayoutError: Parameters on several devices, on meta, without floating point; models that differ between ranks.
+        BackendUnavailableError: ``backend`` or ``kernels`` cannot be had, or do not serve the parameters' device.
         TopologyError: Ranks that do not divide into nodes, or ``hpz_partition_size`` that does not fit them.
         What is wrong on one rank alone is raised on all. The model is whole then, and no process group stays behind.
 
@@ -100,9 +102,7 @@ class ZeroOptimizer(Optimizer):
         ranks = group if topology is None else topology
         plan = check_inputs(model, optimizer, config, options, ranks)
         self._owns_topology = topology is None
-        if ranks_per_node is None and topology is None:
-            ranks_per_node = plan.configuration.values.zcomm.ranks_per_node
-        topology = choose_topology(topology, ranks_per_node, group)
+        topology = choose_topology(topology, ranks_per_node, group, plan)
         try:
             self._build(model, optimizer, topology, plan)
         except BaseException:
@@ -118,8 +118,9 @@ class ZeroOptimizer(Optimizer):
         tiled = tile_configured(model, plan.settings, optimizer)
         groups = as_groups(model, optimizer)
         self._group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
-        self._runtime = Runtime(model, plan.settings, topology, speaks=topology.rank == self._model_parallel.rank == 0)
-        self._runtime.effective = self._runtime.effective.and_more(adjusted=tiled)
+        settings, chosen = choose_formats(model, plan.settings, topology)
+        self._runtime = Runtime(model, settings, topology, speaks=topology.rank == self._model_parallel.rank == 0)
+        self._runtime.effective = self._runtime.effective.and_more(details=tuple(chosen), adjusted=tiled)
         self._pieces = build_pieces(self._runtime.buckets, self._runtime.stage, topology.shard_index("local"))
         try:
             build = partial(build_updater, optimizer, groups, self._pieces, plan, self._runtime.buckets)

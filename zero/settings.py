@@ -11,6 +11,8 @@ import torch
 
 from zcomm import AdaptivePrecision, ConfigError, Topology, TopologyError, get_format
 from zcomm.adaptive import Ladder, gradient_ladder, weight_ladder
+from zcomm.auto import AUTO
+from zcomm.carrier import BackendName, BackendWish, KernelsName, check_names
 from zcomm.residual import check_damping
 from zero.layout import ALIGN
 from zero.schedule import Limits
@@ -44,10 +46,17 @@ class ZeroSettings:
     hpz_secondary_device: str = "device"
     """Where the secondary partition of hpZ rests: "device", or "cpu", host memory."""
     weight_format: str | None = None
-    """Wire format of weights; overrides ``quantized_weights``."""
+    """Wire format of weights; overrides ``quantized_weights``. "auto": what ``zcomm probe`` found fastest for the
+    largest exchange."""
     gradient_format: str | tuple[str, str] | None = None
     """Wire format of gradients, or one for the intra-node and one for the inter-node hop; overrides
-    ``quantized_gradients``. Default: the parameters' dtype."""
+    ``quantized_gradients``. Default: the parameters' dtype. "auto": as with weights."""
+    backend: BackendWish = "auto"
+    """What carries weights and gradients: "torch", torch's process groups; "nccl", zcomm's communicator over NCCL, for
+    parameters on GPUs; "auto": that of a given topology, else "torch" until "nccl" is measured to be faster."""
+    kernels: KernelsName = "auto"
+    """What encodes and decodes them: "native", "triton", "cuda", "reference"; "auto": those of a given topology, else
+    what ``ZCOMM_KERNELS`` says."""
     mode: str | None = None
     """"delta_hpz" at stage 3: parameters are gathered inside the node, from replicas that get the changes of each
     step. "delta" at stages 1 and 2: full parameters get these changes: see :mod:`zero.node_mode`."""
@@ -90,6 +99,22 @@ class ZeroSettings:
     tiers: Tiers = ON_DEVICE
     """Where states and parameters rest: the sections ``offload_optimizer``, ``offload_param`` and ``aio``."""
 
+    def with_formats(self, weights: str | None, gradients: str | tuple[str, str] | None) -> ZeroSettings:
+        """The same with these in place of ``"auto"``."""
+        return replace(
+            self,
+            weight_format=weights if self.weight_format == AUTO else self.weight_format,
+            gradient_format=gradients if self.gradient_format == AUTO else self.gradient_format,
+        )
+
+    def _check_auto(self) -> None:
+        """A mode has formats that were chosen for it, and no probe times its exchanges."""
+        for name in ("weight_format", "gradient_format"):
+            if getattr(self, name) == AUTO and (self.mode == "delta_hpz" or (self.mode and name == "weight_format")):
+                raise ConfigError(
+                    f"{name}='auto' is not combined with mode={self.mode!r}: name a format, or leave it out"
+                )
+
     def _check_ledger(self) -> None:
         if self.bit_ledger is not None and self.tiers.states.delays_update:
             name = "overlapped_update" if self.tiers.states.overlaps_update else "delayed_update"
@@ -98,6 +123,8 @@ class ZeroSettings:
     def __post_init__(self) -> None:
         """Refuse what can never be meant."""
         get_stage(self.stage)
+        check_names(self.backend, self.kernels)
+        self._check_auto()
         for name in (
             "hpz_partition_size",
             "reduce_bucket_size",
@@ -160,6 +187,10 @@ class Effective:
     align: int
     """Elements that parameters and shards are aligned to."""
     topology: str
+    backend: BackendName
+    """What carries weights and gradients."""
+    kernels: KernelsName
+    """What encodes and decodes them; "auto": what ``ZCOMM_KERNELS`` says."""
     limits: Limits
     """What stage 3 gathers ahead, holds and keeps."""
     ladders: tuple[Ladder | None, Ladder | None] = (None, None)
@@ -202,6 +233,7 @@ class Effective:
             text += f", replicas in every node (delta-hpZ), their changes as {self.change_format}"
         elif self.change_format is not None:
             text += f", changes of parameters as {self.change_format}"
+        text += f"; backend {self.backend}, kernels {self.kernels}"
         notes = [*self.details, *self.adjusted, *(f"inactive: {reason}" for reason in self.inactive)]
         return "; ".join([text, *notes])
 
@@ -209,6 +241,9 @@ class Effective:
 def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
     """Decide what of ``settings`` takes effect. The same on every rank."""
     stage, inactive = get_stage(settings.stage), []
+    if AUTO in (settings.weight_format, settings.gradient_format):
+        inactive.append("formats 'auto' (a plan has no ranks, and so no probe's table of their links)")
+        settings = settings.with_formats(None, None)
     weights = settings.weight_format or ("int8" if settings.quantized_weights else "none")
     gradients = _gradient_formats(settings)
     is_quantized = gradients is not None and any(name not in UNQUANTIZED for name in gradients)
@@ -235,6 +270,8 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
         secondary_place="in host memory" if settings.hpz_secondary_device == "cpu" else "on the device",
         align=align,
         topology=f"{topology.num_nodes} x {topology.ranks_per_node} ranks",
+        backend=topology.backend,
+        kernels=topology.kernels,
         limits=limits,
         ladders=ladders,
         details=_described(ladders),

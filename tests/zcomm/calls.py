@@ -52,7 +52,7 @@ def with_residual(rank: int, name: str, group: Any, numel: int, *, device: str =
 
 
 def kept(rank: int, topology: Topology, numel: int, *, device: str = "cpu") -> list[Tensor]:
-    """Of what keeps the backend that use_backend() had chosen when it was made."""
+    """Of what keeps the backend of its topology."""
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
     shard, made = values(rank, numel, torch.bfloat16, device), []
     for over, size in (("world", WORLD_SIZE), ("nodes", 2)):
@@ -67,6 +67,15 @@ def kept(rank: int, topology: Topology, numel: int, *, device: str = "cpu") -> l
     part.fill(values(rank // 2, 2 * numel + 1, torch.bfloat16, device))
     made.append(torch.empty(2 * numel + 1, **options))
     part.gather(made[-1])
+    residual = zcomm.Residual(
+        topology, [("p", 0, numel * WORLD_SIZE)], numel * WORLD_SIZE, numbering="local", device=device
+    )
+    sums = zcomm.NodeSums(topology, numel, ("int8", "int4:asym"), device=device, residual=residual)
+    for step in range(2):
+        sums.add(values(rank + step, numel * WORLD_SIZE, torch.float32, device))
+        made.append(torch.empty(numel, device=device))
+        sums.reduce(made[-1], values(rank + 7, numel * WORLD_SIZE, torch.float32, device))
+        residual.commit()
     return made
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import zcomm
-from tests.ranks import forkserver
+from tests.ranks import forkserver, use_emulated_nccl
 from zcomm import backend
 from zcomm.first_rank import gather_to_first, scatter_from_first
 from zcomm.groups import new_group
@@ -58,18 +58,28 @@ def _topology() -> zcomm.Topology:
     return zcomm.Topology(ranks_per_node=2)
 
 
+def _exchange_bytes(_: torch.Tensor, full: torch.Tensor) -> None:
+    zcomm.all_to_all_single(torch.empty_like(full), full, format="int8:asym")
+
+
 CASES = [
-    (_gather, signal.SIGKILL),
-    (_gather_in_place, signal.SIGSTOP),
-    (_reduce_scatter, signal.SIGSTOP),
-    (_gather_later, signal.SIGKILL),
-    (_reduce_scatter_over_two_hops, signal.SIGSTOP),
+    (_gather, signal.SIGKILL, "torch"),
+    (_gather_in_place, signal.SIGSTOP, "torch"),
+    (_reduce_scatter, signal.SIGSTOP, "torch"),
+    (_gather_later, signal.SIGKILL, "torch"),
+    (_reduce_scatter_over_two_hops, signal.SIGSTOP, "torch"),
+    (_reduce_scatter, signal.SIGSTOP, "nccl"),
+    (_gather_later, signal.SIGKILL, "nccl"),
+    (_reduce_scatter_over_two_hops, signal.SIGKILL, "nccl"),
+    (_exchange_bytes, signal.SIGSTOP, "nccl"),
 ]
 RANKS = 4
 
 
-def _live(rank: int, store: str, call: Callable[..., None], pipe: Connection) -> None:
+def _live(rank: int, store: str, call: Callable[..., None], over: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    if over == "nccl":
+        use_emulated_nccl()
     timeout = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timeout)
     shard, full = torch.ones(NUMEL), torch.ones(RANKS * NUMEL)
@@ -88,14 +98,14 @@ def _live(rank: int, store: str, call: Callable[..., None], pipe: Connection) ->
 class _Job:
     """Ranks, of which the last will be sent a signal while the others are in a collective."""
 
-    def __init__(self, store: Path, call: Callable[..., None], number: signal.Signals) -> None:
+    def __init__(self, store: Path, call: Callable[..., None], number: signal.Signals, over: str) -> None:
         context = forkserver()
-        self.name, self.number = f"{call.__name__} {number.name}", number
+        self.name, self.number = f"{call.__name__} {number.name} {over}", number
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(RANKS):
             here, there = context.Pipe()
-            process = context.Process(target=_live, args=(rank, str(store), call, there), daemon=True)
+            process = context.Process(target=_live, args=(rank, str(store), call, over, there), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,17 +26,19 @@ F32 = torch.float32
 
 
 def test_an_unknown_backend_is_named() -> None:
-    with pytest.raises(ConfigError, match="'torch' or 'nccl': backend='mpi'"):
-        zcomm.use_backend("mpi")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="'auto', 'torch' or 'nccl': backend='mpi'"):
+        Topology(ranks_per_node=1, backend="mpi")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"kernels must be one of auto, native, .*: kernels='fast'"):
+        Topology.single(kernels="fast")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="backend='gloo'"):
         zcomm.all_gather_single(torch.zeros(2), torch.zeros(2), Topology.single(), backend="gloo")  # type: ignore[arg-type]
 
 
 def test_a_build_without_cuda_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carrier.kernels, "native", object)
+    monkeypatch.setattr(carrier.kernels, "native", lambda: SimpleNamespace(build_info=lambda: {"cuda": None}))
     with pytest.raises(BackendUnavailableError, match="without CUDA: build it where nvcc is found"):
-        zcomm.use_backend("nccl")
-    assert carrier.chosen_backend(None) == "torch"
+        Topology.single(backend="nccl")
+    assert Topology.single().backend == "torch"
 
 
 def _check_refused_on_every_rank(rank: int) -> None:
@@ -51,23 +54,20 @@ def _check_refused_on_every_rank(rank: int) -> None:
     for call in calls:
         with pytest.raises(BackendUnavailableError, match=r"takes CUDA tensors, got device=cpu; use backend='torch'"):
             call()
-    carrier._CHOSEN[0] = "nccl"
-    try:
-        with pytest.raises(BackendUnavailableError, match="does not serve this all_reduce"):
-            zcomm.all_reduce(full)
-        encoded, part = zcomm.EncodedShard(shard), zcomm.SecondaryPartition(topology, 8, F32)
-        part.fill(shard)
-        kept: list[Any] = [
-            lambda: encoded.gather(full),
-            lambda: part.gather(torch.empty(8)),
-            lambda: zcomm.DeltaGather(full, topology),
-        ]
-        for call in kept:
-            with pytest.raises(BackendUnavailableError, match="takes CUDA tensors, got device=cpu"):
-                call()
-        zcomm.all_reduce(full, backend="torch")
-    finally:
-        carrier._CHOSEN[0] = "torch"
+    topology.backend = "nccl"  # a build without CUDA cannot make one
+    with pytest.raises(BackendUnavailableError, match="does not serve this all_reduce"):
+        zcomm.all_reduce(full, group=topology)
+    encoded = zcomm.EncodedShard(shard, topology)
+    kept: list[Any] = [
+        lambda: encoded.gather(full),
+        lambda: zcomm.SecondaryPartition(topology, 8, F32),
+        lambda: zcomm.DeltaGather(full, topology),
+        lambda: zcomm.NodeSums(topology, 8, ("int8", "int4")),
+    ]
+    for call in kept:
+        with pytest.raises(BackendUnavailableError, match="takes CUDA tensors, got device=cpu"):
+            call()
+    zcomm.all_reduce(full, group=topology, backend="torch")
     topology.close()
 
 

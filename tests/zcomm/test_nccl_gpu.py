@@ -1,4 +1,4 @@
-"""On a GPU: the collectives over NCCL have the bits of those over torch's groups. All ranks share the one GPU.
+"""The collectives over NCCL have the bits of those over torch's groups: on a GPU that all ranks share, else emulated.
 
 NCCL up to 2.29 takes ranks with different ``NCCL_HOSTID`` for ranks of different machines, which may share a GPU; from
 2.30 on there is a switch.
@@ -7,7 +7,7 @@ NCCL up to 2.29 takes ranks with different ``NCCL_HOSTID`` for ranks of differen
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,26 +16,30 @@ import torch
 from torch import Tensor
 
 import zcomm
-from tests.ranks import run_ranks
+from tests.ranks import ranks_over, run_ranks
 from tests.zcomm.calls import WORLD_SIZE, assert_same_bits, collectives, kept, with_residual
 from zcomm import Topology, chunks, nccl_steps
 from zcomm.carrier import nccl_unavailable_reason
 from zcomm.nccl_communicators import close_communicators
 from zcomm.nccl_library import nccl_library
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(bool(nccl_unavailable_reason()), reason=f"no NCCL backend: {nccl_unavailable_reason()[:80]}"),
-]
-
-DEVICE = torch.device("cuda", 0)
+IS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if IS_GPU else torch.device("cpu")
+pytestmark = pytest.mark.skipif(
+    IS_GPU and bool(nccl_unavailable_reason()), reason=f"no NCCL backend: {nccl_unavailable_reason()[:80]}"
+)
 DTYPES = (torch.float32, torch.bfloat16)
 FORMATS = ("none", "int8", "int4", "nf4", "fp8_e4m3")
 
 
+def _run(world_size: int, check: Callable[..., None], *args: object) -> None:
+    """On ranks over the emulated NCCL, or on a GPU over the real one."""
+    with ranks_over("torch" if IS_GPU else "nccl"):
+        run_ranks(world_size, check, *args)
+
+
 @contextmanager
-def _one_gpu(rank: int) -> Iterator[None]:
+def _one_device(rank: int) -> Iterator[None]:
     """This rank may share the GPU; chunks are small, so that there are several."""
     os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MAX_CTAS": "4"}
     if tuple(int(part) for part in nccl_library().version.split(".")) >= (2, 30):
@@ -87,7 +91,7 @@ def _check_call(rank: int, world_size: int, group: Any, wire: Any, dtype: torch.
 
 
 def _check_one_hop(rank: int, world_size: int) -> None:
-    with _one_gpu(rank):
+    with _one_device(rank):
         for wire in FORMATS:
             for dtype in DTYPES:
                 for numel in (1, 257, 20_000):
@@ -96,7 +100,7 @@ def _check_one_hop(rank: int, world_size: int) -> None:
 
 def _check_two_hops(rank: int, world_size: int) -> None:
     topology = Topology(ranks_per_node=2)
-    with _one_gpu(rank):
+    with _one_device(rank):
         for wire in ("int8", ("int8", "nf4"), ("none", "int4"), ("int8", "bf16")):
             for numel in (100, 10_000):
                 _check_call(rank, world_size, topology, wire, torch.float32, numel)
@@ -106,29 +110,29 @@ def _check_two_hops(rank: int, world_size: int) -> None:
 def _check_bytes(rank: int) -> None:
     """Hop by hop, in chunks: what the pipeline in C++ leaves to Python."""
     topology = Topology(ranks_per_node=2)
-    with _one_gpu(rank), pytest.MonkeyPatch.context() as patch:
+    with _one_device(rank), pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "MIN_CHUNK_NUMEL", 1024)
         for wire, dtype in (("int4:asym", torch.float32), ("none", torch.float64)):
             for group in (topology, None):
                 case = rank, "torch", group, wire, dtype, 3000
-                expected = collectives(*case, device="cuda")
-                got = collectives(rank, "nccl", *case[2:], device="cuda")
+                expected = collectives(*case, device=str(DEVICE))
+                got = collectives(rank, "nccl", *case[2:], device=str(DEVICE))
                 assert_same_bits(f"{wire}, {dtype}", got, expected)
         for group in (topology, None):
-            expected = with_residual(rank, "torch", group, 3000, device="cuda")
-            assert_same_bits("residual", with_residual(rank, "nccl", group, 3000, device="cuda"), expected)
-        expected = kept(rank, topology, 501, device="cuda")
-        zcomm.use_backend("nccl")
-        try:
-            assert_same_bits("kept", kept(rank, topology, 501, device="cuda"), expected)
-        finally:
-            zcomm.use_backend("torch")
+            expected = with_residual(rank, "torch", group, 3000, device=str(DEVICE))
+            assert_same_bits("residual", with_residual(rank, "nccl", group, 3000, device=str(DEVICE)), expected)
+        made = []
+        for name in ("torch", "nccl"):
+            over = Topology(ranks_per_node=2, backend=name)  # type: ignore[arg-type]
+            made.append(kept(rank, over, 501, device=str(DEVICE)))
+            over.close()
+        assert_same_bits("kept", made[1], made[0])
     topology.close()
 
 
 def _check_graph(rank: int, world_size: int) -> None:
     """A captured reduction runs again on what its input holds then."""
-    with _one_gpu(rank):
+    with _one_device(rank):
         full, shard = _values(rank, 20_000 * world_size, torch.float32), torch.empty(20_000, device=DEVICE)
         options: dict[str, Any] = {"format": "int8", "backend": "nccl"}
         zcomm.reduce_scatter_single(shard, full, **options)  # connections are made before
@@ -147,16 +151,17 @@ def _check_graph(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_one_hop_has_the_bits_of_torch(world_size: int) -> None:
-    run_ranks(world_size, _check_one_hop, world_size)
+    _run(world_size, _check_one_hop, world_size)
 
 
 def test_two_hops_have_the_bits_of_torch() -> None:
-    run_ranks(4, _check_two_hops, 4)
+    _run(4, _check_two_hops, 4)
 
 
 def test_what_has_no_kernels_has_the_bits_of_torch() -> None:
-    run_ranks(WORLD_SIZE, _check_bytes)
+    _run(WORLD_SIZE, _check_bytes)
 
 
+@pytest.mark.gpu
 def test_a_graph_replays() -> None:
-    run_ranks(2, _check_graph, 2)
+    _run(2, _check_graph, 2)

@@ -107,12 +107,11 @@ class Case:
 
 
 def run(options: Options, topology: Topology, device: torch.device) -> int:
-    """Run everything; the exit status. Collective; the first rank prints. Chooses the backend of this process."""
-    zcomm.use_backend(options.backend)
+    """Run everything; the exit status. Collective; the first rank prints."""
     report = Report(COLUMNS, as_json=options.json) if topology.rank == 0 else None
     if report is not None:
         report.start(
-            "collectives", backend=options.backend, device=device.type,
+            "collectives", backend=topology.backend, device=device.type,
             world_size=topology.world_size, nodes=topology.num_nodes,
             ranks_per_node=topology.ranks_per_node, iters=options.iters, warmup=options.warmup,
             kernels=zcomm.kernels.native_unavailable_reason() or "native",

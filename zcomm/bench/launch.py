@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -55,7 +56,8 @@ def on_ranks(
 def _as_a_rank(arguments: argparse.Namespace, work: Work) -> int:
     with process_group(arguments.device) as device:
         stands_in = arguments.emulate_nodes is None and arguments.ranks_per_node is not None
-        topology = choose_topology(arguments.ranks_per_node if stands_in else None)
+        backend: Any = getattr(arguments, "backend", "torch")  # of `zcomm bench`
+        topology = choose_topology(arguments.ranks_per_node if stands_in else None, backend=backend)
         # One hop over a ProcessGroup has no Topology to say who shares a node.
         os.environ["LOCAL_WORLD_SIZE"] = str(topology.ranks_per_node)
         try:

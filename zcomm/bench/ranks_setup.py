@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from zcomm.carrier import BackendName
 from zcomm.topology import Topology
 
 __all__ = ["choose_topology", "process_group", "relaunch_under_torchrun"]
@@ -53,7 +54,7 @@ def process_group(device: str = "auto") -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def choose_topology(ranks_per_node: int | None) -> Topology:
+def choose_topology(ranks_per_node: int | None, *, backend: BackendName = "torch") -> Topology:
     """Return the nodes that torchrun started; on a single machine, let each two ranks stand in for a node.
 
     ``ranks_per_node`` overrides both. An odd number of ranks, or two, stay one node.
@@ -61,4 +62,6 @@ def choose_topology(ranks_per_node: int | None) -> Topology:
     world_size, is_one_machine = dist.get_world_size(), os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
     if ranks_per_node is None and is_one_machine:
         ranks_per_node = 2 if world_size >= 4 and world_size % 2 == 0 else world_size
-    return Topology.from_env() if ranks_per_node is None else Topology(ranks_per_node=ranks_per_node)
+    if ranks_per_node is None:
+        return Topology.from_env(backend=backend)
+    return Topology(ranks_per_node=ranks_per_node, backend=backend)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,15 +121,15 @@ class Workload:
         is_forced = wire.num_hops == 1 and self.topology.has_two_hops and not wire.is_auto
         group = None if is_forced else self.topology  # connections of other calls are as warm as its own
         forward, backward = self._formats(wire)
-        key = self._next_key(wire)
+        options: dict[str, Any] = {"random": self._next_key(wire), "backend": self.topology.backend}
         if self.collective == "all_gather":
-            zcomm.all_gather_single(self.output, self.input, group, format=backward, random=key)
+            zcomm.all_gather_single(self.output, self.input, group, format=backward, **options)
         elif self.collective == "reduce_scatter":
-            zcomm.reduce_scatter_single(self.output, self.input, self.op, group=group, format=forward, random=key)
+            zcomm.reduce_scatter_single(self.output, self.input, self.op, group=group, format=forward, **options)
         elif self.collective == "all_reduce":
-            zcomm.all_reduce(self.output, self.op, group, format=forward, random=key)
+            zcomm.all_reduce(self.output, self.op, group, format=forward, **options)
         elif self.collective == "all_to_all":
-            zcomm.all_to_all_single(self.output, self.input, group, format=forward, random=key)
+            zcomm.all_to_all_single(self.output, self.input, group, format=forward, **options)
         else:
             self._secondary.gather(self.output)
 

@@ -25,7 +25,7 @@ from zcomm.fingerprint import facts
 from zcomm.formats import Format, get_format
 from zcomm.install.choices import Override
 from zcomm.meeting import meet
-from zcomm.recipes import Recipe, get_recipe
+from zcomm.recipes import AUTO_RECIPE, Recipe, get_recipe
 from zcomm.topology import Topology
 
 __all__ = ["agree", "settings_of"]
@@ -67,7 +67,7 @@ def settings_of(
 
 
 def _fields_of(name: str, value: object) -> Iterator[tuple[str, str]]:
-    if name == "recipe" and isinstance(value, str):
+    if name == "recipe" and isinstance(value, str) and value != AUTO_RECIPE.name:
         with suppress(ConfigError):
             value = get_recipe(value)
     if isinstance(value, Recipe):

@@ -22,22 +22,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zcomm import backend, volume
+from zcomm import volume
 from zcomm.adaptive import AdaptivePrecision
 from zcomm.all_reduce import FIRST_GATHER_HOP, all_reduce_steps
+from zcomm.backend import sum_
+from zcomm.carrier import BackendWish, KernelsName
 from zcomm.encoder import Encoder
 from zcomm.errors import ConfigError, LayoutError, StateError, TopologyError
 from zcomm.formats import codec_for
 from zcomm.install.adapting import Adapting
 from zcomm.install.agreement import agree, settings_of
+from zcomm.install.automatic import check_not_adaptive, for_all_reduce
 from zcomm.install.choices import Choice, Named, Override, choose, clean_name
 from zcomm.install.ddp_hook import GradBucket, exchange_gradients
 from zcomm.install.pieces import Piece, cut
 from zcomm.install.planned import Planned
-from zcomm.install.report import Account, Installation, Tally
+from zcomm.install.report import Account, Installation, Tally, described_topology
 from zcomm.philox import RandomKey
-from zcomm.recipes import DEFAULT_RECIPE, Recipe, Wires, get_recipe
-from zcomm.route import find_route
+from zcomm.recipes import AUTO_RECIPE, DEFAULT_RECIPE, Recipe, Wires, get_recipe
+from zcomm.route import check_carrier, find_route
 from zcomm.streams import SideStreams
 from zcomm.topology import Topology
 from zcomm.work import Steps, run_then
@@ -55,6 +58,8 @@ def install_ddp(
     topology: Topology | None = None,
     shadow: bool = False,
     adaptive: AdaptivePrecision | Mapping[str, Any] | bool | None = None,
+    backend: BackendWish = "auto",
+    kernels: KernelsName = "auto",
 ) -> Installation:
     """Let a DistributedDataParallel model exchange its gradients in ``recipe``'s formats, over two hops.
 
@@ -64,7 +69,8 @@ def install_ddp(
     Args:
         model: wrapped in DistributedDataParallel; gradients float32, bfloat16, float16 or float64.
         recipe: a name in :data:`zcomm.RECIPES`, or a :class:`zcomm.Recipe`: ``gradients`` is the format of the
-            reduce-scatter (inside the node, between nodes), ``reduced`` that of the gather. The same on every rank.
+            reduce-scatter (inside the node, between nodes), ``reduced`` that of the gather. ``"auto"``: what ``zcomm
+            probe`` found fastest for the largest bucket. The same on every rank.
         overrides: other formats (or recipes) for modules by name, such as ``{"lm_head": "bf16"}``; the longest prefix
             of a parameter's name wins, ``"none"`` leaves it as it is.
         topology: nodes and ranks of DDP's process group; default: as torchrun started them.
@@ -72,6 +78,8 @@ def install_ddp(
             report its bytes and its error. Costs time.
         adaptive: True, a :class:`zcomm.AdaptivePrecision` or its fields as a dict: formats follow the training, up to
             the recipe's. Then call ``end_step()`` of the installation before every step of the optimizer.
+        backend: as in :class:`zcomm.Topology`; "auto": that of ``topology``, if it is given.
+        kernels: the same.
 
     Returns:
         An Installation, with ``report()``, ``end_step()`` and ``uninstall()``.
@@ -80,27 +88,47 @@ def install_ddp(
         ConfigError, FormatError: A recipe, format or module name does not exist (the nearest is given), or differs
             between ranks (all are named).
         LayoutError: A parameter cannot be served; its name is given.
+        BackendUnavailableError: The backend or the kernels cannot be had, or do not serve the gradients' device.
         StateError: The model already has a communication hook.
         TopologyError: ``topology`` is not over DDP's ranks.
 
     Collective: the ranks compare their settings first, and what one of them refuses all raise, with its rank; nothing
-    is installed then. Cost of a step for each rank: that of :func:`zcomm.all_reduce`
-    for each bucket; one more if small or overridden parameters are in it, and then one copy each way.
+    is installed then. Cost of a step for each rank: that of :func:`zcomm.all_reduce` for each bucket; one more if small
+    or overridden parameters are in it, and then one copy each way.
     """
-    owned, checked = topology is None, partial(_checked, model, recipe, overrides or {}, adaptive, topology)
-    given = settings_of(recipe, overrides, adaptive, topology, shadow=shadow)
+    owned, carrier = topology is None, (backend, kernels)
+    checked = partial(_checked, model, recipe, overrides or {}, adaptive, topology, carrier)
+    given = settings_of(recipe, overrides, adaptive, topology, shadow=shadow, backend=backend, kernels=kernels)
     ddp, recipe, settings, choices = agree("install_ddp", given, _groups(model, topology), checked)
     group, state = ddp.process_group, _state_of(ddp)
-    if topology is None:
-        topology = Topology.from_env(None if dist.get_world_size(group) == dist.get_world_size() else group)
+    topology = topology or _topology_of(group, backend, kernels)
+    if recipe is AUTO_RECIPE:
+        recipe, choices = _automatic(ddp, overrides or {}, topology, closes=owned)
     account = Account((choice.name for choice in choices.values()), recipe)
     if settings is not None:
         account.adapting = Adapting(settings, ddp.module, recipe, topology)
-    compressed = _Compressed(topology, choices, account, has_residual=recipe.residual, is_shadow=shadow)
-    state.compressed = compressed
-    title = f"install_ddp, recipe {recipe.name}, {topology.num_nodes} nodes x {topology.ranks_per_node} ranks"
-    remove = partial(_uninstall, state, topology if owned else None)
-    return Installation(title + (", shadow: nothing is changed" if shadow else ""), account, remove)
+    state.compressed = _Compressed(topology, choices, account, has_residual=recipe.residual, is_shadow=shadow)
+    title = f"install_ddp, recipe {recipe.name}, {described_topology(topology, shadow=shadow)}"
+    return Installation(title, account, partial(_uninstall, state, topology if owned else None))
+
+
+def _topology_of(group: dist.ProcessGroup, backend: BackendWish, kernels: KernelsName) -> Topology:
+    """As torchrun has started the ranks of ``group``."""
+    whole = None if dist.get_world_size(group) == dist.get_world_size() else group
+    return Topology.from_env(whole, backend=backend, kernels=kernels)
+
+
+def _automatic(
+    ddp: DistributedDataParallel, overrides: Mapping[str, Override], topology: Topology, *, closes: bool
+) -> tuple[Recipe, dict[int, Choice]]:
+    """The recipe for ``"auto"``, and each parameter's formats; the topology is closed if there is none, and it says."""
+    try:
+        recipe = for_all_reduce(topology, *_largest_bucket(ddp))
+        return recipe, _choices(ddp, recipe, overrides)
+    except BaseException:
+        if closes:
+            topology.close()
+        raise
 
 
 def _groups(model: nn.Module, topology: Topology | None) -> list[dist.ProcessGroup]:
@@ -123,13 +151,17 @@ def _checked(
     overrides: Mapping[str, Override],
     adaptive: AdaptivePrecision | Mapping[str, Any] | bool | None,  # noqa: FBT001
     topology: Topology | None,
+    carrier: tuple[BackendWish, KernelsName],
 ) -> _Checked:
     """What was given, looked up; raises what this rank refuses."""
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"model must be a DistributedDataParallel: got {type(model).__name__}; wrap it first")
     recipe, settings = get_recipe(recipe), AdaptivePrecision.of(adaptive)
+    check_not_adaptive(recipe, settings)
     choices = _choices(model, recipe, overrides)
     _check_hooks(model)
+    for device in dict.fromkeys(parameter.device for parameter in model.parameters()):
+        check_carrier("install_ddp", topology, *carrier, device)
     group = model.process_group
     if topology is not None and (
         topology.world_size != dist.get_world_size(group) or topology.rank != dist.get_rank(group)
@@ -139,6 +171,12 @@ def _checked(
             f"group of {dist.get_world_size(group)}, rank {dist.get_rank(group)}"
         )
     return _Checked(model, recipe, settings, choices)
+
+
+def _largest_bucket(ddp: DistributedDataParallel) -> tuple[int, torch.device]:
+    """Its bytes, and where it is."""
+    trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+    return min(sum(parameter.nbytes for parameter in trained), int(ddp.bucket_bytes_cap)), trained[0].device
 
 
 def _uninstall(state: _State, topology: Topology | None) -> None:
@@ -218,7 +256,7 @@ def _plain_mean(ddp: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     same bits if the world size is a power of 2.
     """
     group = ddp.process_group
-    return backend.sum_(bucket.buffer().mul_(1.0 / dist.get_world_size(group)), group)
+    return sum_(bucket.buffer().mul_(1.0 / dist.get_world_size(group)), group)
 
 
 class _Compressed:

@@ -13,19 +13,24 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from zcomm.adaptive import AdaptivePrecision
+from zcomm.carrier import BackendWish, KernelsName
 from zcomm.errors import ConfigError, FormatError, LayoutError, StateError, TopologyError
 from zcomm.formats import codec_for
 from zcomm.install.adapting import Adapting
 from zcomm.install.agreement import agree, settings_of
+from zcomm.install.automatic import check_not_adaptive, for_shards
 from zcomm.install.choices import Choice, Override, choose
 from zcomm.install.fsdp2_comms import Gather, Plans, Reduce, ReplicaMean, ShadowGather, ShadowReduce
 from zcomm.install.fsdp2_units import Unit, process_groups_of, units_of
-from zcomm.install.report import Account, Installation
-from zcomm.recipes import DEFAULT_RECIPE, Recipe, get_recipe
+from zcomm.install.report import Account, Installation, described_topology
+from zcomm.nccl_communicators import close_communicators
+from zcomm.recipes import AUTO_RECIPE, DEFAULT_RECIPE, Recipe, get_recipe
+from zcomm.route import check_carrier
 from zcomm.topology import Topology
 
 __all__ = ["install_fsdp2"]
@@ -40,6 +45,8 @@ def install_fsdp2(
     replicate_group: dist.ProcessGroup | None = None,
     shadow: bool = False,
     adaptive: AdaptivePrecision | Mapping[str, Any] | bool | None = None,
+    backend: BackendWish = "auto",
+    kernels: KernelsName = "auto",
 ) -> Installation:
     """Let a model under ``fully_shard`` communicate in ``recipe``'s formats, over two hops.
 
@@ -50,7 +57,8 @@ def install_fsdp2(
     Args:
         model: with ``fully_shard`` applied to it or to modules in it, over a 1-D mesh.
         recipe: a name in :data:`zcomm.RECIPES`, or a :class:`zcomm.Recipe`: ``weights`` is the format of the gathers,
-            ``gradients`` that of the reduce-scatters (inside the node, between nodes). The same on every rank.
+            ``gradients`` that of the reduce-scatters (inside the node, between nodes). ``"auto"``: what ``zcomm
+            probe`` found fastest for the largest module. The same on every rank.
         overrides: other formats (or recipes) for modules by name, such as ``{"lm_head": "bf16"}``; the longest prefix
             of a parameter's name wins, ``"none"`` leaves it as it is.
         topology: nodes and ranks, if parameters are sharded over all of them; default: as torchrun started them.
@@ -61,6 +69,8 @@ def install_fsdp2(
         shadow: train as if nothing were installed, bit for bit, but carry out the compressed exchanges beside it and
             report their bytes and errors. Costs time.
         adaptive: as in :func:`zcomm.install_ddp`, for gradients; not with ``replicate_group``.
+        backend: as in :class:`zcomm.Topology`; "auto": that of ``topology``, if it is given.
+        kernels: the same. Over process groups without a Topology, which part of the ranks have, "auto" alone.
 
     Returns:
         An Installation, with ``report()``, ``end_step()`` and ``uninstall()``, which ends the mean over replicas, too.
@@ -68,6 +78,7 @@ def install_fsdp2(
     Raises:
         ConfigError, FormatError: A recipe, format or module name does not exist (the nearest is given), or differs
             between ranks (all are named); weights would be rounded stochastically; there is nothing to install on.
+        BackendUnavailableError: The backend or the kernels cannot be had, or do not serve the parameters' device.
         LayoutError: A module cannot be served; its name is given, and what to do.
         StateError: A module has a communication of its own already.
         TopologyError: ``topology`` or ``replicate_group`` does not fit the ranks.
@@ -76,20 +87,44 @@ def install_fsdp2(
     is installed then. Cost: one collective for each kind of format in a module instead
     of one; where small or overridden parameters lie between others, one copy each way.
     """
-    given = settings_of(recipe, overrides, adaptive, topology, shadow=shadow, replicates=replicate_group is not None)
-    checked = partial(_checked, model, recipe, overrides or {}, adaptive, topology, replicate_group, shadow=shadow)
-    units, recipe, settings, of_units = agree(
-        "install_fsdp2", given, _groups(model, topology, replicate_group), checked
+    ways, replicates = _Ways(topology, replicate_group, backend, kernels), replicate_group is not None
+    given = settings_of(
+        recipe, overrides, adaptive, topology, shadow=shadow, replicates=replicates, backend=backend, kernels=kernels
     )
-    owned = _topology_of_job(units) if topology is None and replicate_group is None else None
+    checked = partial(_checked, model, recipe, overrides or {}, adaptive, ways, shadow=shadow)
+    agreed = agree("install_fsdp2", given, _groups(model, topology, replicate_group), checked)
+    return _installed(model, agreed, overrides or {}, ways, shadow=shadow)
+
+
+def _installed(
+    model: nn.Module, agreed: _Checked, overrides: Mapping[str, Override], ways: _Ways, *, shadow: bool
+) -> Installation:
+    units, recipe, settings, of_units = agreed
+    replicate_group, topology = ways.replicate_group, ways.topology
+    owned = _topology_of_job(units, ways) if topology is None and replicate_group is None else None
     topology = topology or owned
+    if recipe is AUTO_RECIPE:
+        recipe, of_units = _automatic(units, overrides, topology, owned)
     account = Account((choice.name for chosen in of_units for choice in chosen), recipe)
     account.adapting = _adapting(settings, model, recipe, topology)
     before = [_Before(unit, replaces_hook=replicate_group is not None) for unit in units]
     last_hop = (Reduce if replicate_group is None else ReplicaMean) if recipe.residual else None
+    backend = ways.backend if topology is None else topology.backend
     of_each = zip(units, of_units, (_topology_of(unit, topology) for unit in units), strict=True)
-    _install([Plans(*one, account, residual_of=last_hop) for one in of_each], account, replicate_group, shadow=shadow)
-    return Installation(_title(recipe, topology, shadow=shadow), account, partial(_uninstall, before, owned))
+    plans = [Plans(*one, account, residual_of=last_hop, backend=backend) for one in of_each]
+    _install(plans, account, replicate_group, shadow=shadow)
+    groups = [unit.process_group for unit in units] + ([] if replicate_group is None else [replicate_group])
+    remove = partial(_uninstall, before, owned, groups if backend == "nccl" else [])
+    return Installation(_title(recipe, topology, backend, shadow=shadow), account, remove)
+
+
+class _Ways(NamedTuple):
+    """What exchanges are to go over."""
+
+    topology: Topology | None
+    replicate_group: dist.ProcessGroup | None
+    backend: BackendWish
+    kernels: KernelsName
 
 
 class _Checked(NamedTuple):
@@ -104,17 +139,20 @@ def _checked(
     recipe: str | Recipe,
     overrides: Mapping[str, Override],
     adaptive: AdaptivePrecision | Mapping[str, Any] | bool | None,  # noqa: FBT001
-    topology: Topology | None,
-    replicate_group: dist.ProcessGroup | None,
+    ways: _Ways,
     *,
     shadow: bool,
 ) -> _Checked:
     """What was given, looked up; raises what this rank refuses."""
     units = units_of(model)
     recipe, settings = get_recipe(recipe), AdaptivePrecision.of(adaptive)
+    check_not_adaptive(recipe, settings)
     of_units = _choices(units, recipe, overrides)
-    _check_replicas(units, replicate_group, topology, shadow=shadow)
-    _check_topology(units, topology)
+    _check_replicas(units, ways.replicate_group, ways.topology, shadow=shadow)
+    _check_topology(units, ways.topology)
+    _check_kernels(units, ways)
+    for device in dict.fromkeys(unit.group.device for unit in units):
+        check_carrier("install_fsdp2", ways.topology, ways.backend, ways.kernels, device)
     return _Checked(units, recipe, settings, of_units)
 
 
@@ -137,14 +175,50 @@ def _adapting(
     return None if settings is None or topology is None else Adapting(settings, model, recipe, topology)
 
 
-def _title(recipe: Recipe, topology: Topology | None, *, shadow: bool) -> str:
-    ways = "one hop" if topology is None else f"{topology.num_nodes} nodes x {topology.ranks_per_node} ranks"
-    return f"install_fsdp2, recipe {recipe.name}, {ways}" + (", shadow: nothing is changed" if shadow else "")
+def _automatic(
+    units: Sequence[Unit], overrides: Mapping[str, Override], topology: Topology | None, owned: Topology | None
+) -> tuple[Recipe, list[Sequence[Choice]]]:
+    """The recipe for ``"auto"``, and the formats of every unit's parameters; ``owned`` is closed if there is none."""
+    weights = max(sum(unit.padded_numels) * max(dtype.itemsize for dtype in unit.gather_dtypes) for unit in units)
+    gradients = max(sum(unit.padded_numels) * _gradient_nbytes(unit) for unit in units)
+    try:
+        recipe = for_shards(topology, (weights, gradients), units[0].group.device)
+        return recipe, _choices(units, recipe, overrides)
+    except BaseException:
+        if owned is not None:
+            owned.close()
+        raise
 
 
-def _uninstall(before: Sequence[_Before], topology: Topology | None) -> None:
+def _gradient_nbytes(unit: Unit) -> int:
+    """Bytes of an element on its way to the shards."""
+    wanted: torch.dtype | None = unit.group.mp_policy.reduce_dtype
+    return wanted.itemsize if wanted is not None else max(dtype.itemsize for dtype in unit.gather_dtypes)
+
+
+def _check_kernels(units: Sequence[Unit], ways: _Ways) -> None:
+    """Exchanges over a process group take the kernels that ``ZCOMM_KERNELS`` says: there is no Topology to own any."""
+    everyone = tuple(range(dist.get_world_size()))
+    has_topology = ways.topology is not None or any(unit.ranks == everyone for unit in units)
+    if ways.kernels != "auto" and (ways.replicate_group is not None or not has_topology):
+        raise ConfigError(
+            f"kernels={ways.kernels!r} needs parameters that are sharded over all ranks, or over those of topology=: "
+            "use kernels='auto' and ZCOMM_KERNELS"
+        )
+
+
+def _title(recipe: Recipe, topology: Topology | None, backend: BackendWish, *, shadow: bool) -> str:
+    if topology is not None:
+        return f"install_fsdp2, recipe {recipe.name}, {described_topology(topology, shadow=shadow)}"
+    over = f"one hop, backend {'nccl' if backend == 'nccl' else 'torch'}"
+    return f"install_fsdp2, recipe {recipe.name}, {over}" + (", shadow: nothing is changed" if shadow else "")
+
+
+def _uninstall(before: Sequence[_Before], topology: Topology | None, groups: Sequence[dist.ProcessGroup]) -> None:
     for one in before:
         one.restore()
+    for group in groups:
+        close_communicators(group)
     if topology is not None:
         topology.close()
 
@@ -205,10 +279,12 @@ def _choices(units: Sequence[Unit], recipe: Recipe, overrides: Mapping[str, Over
     return parts
 
 
-def _topology_of_job(units: Sequence[Unit]) -> Topology | None:
+def _topology_of_job(units: Sequence[Unit], ways: _Ways) -> Topology | None:
     """As torchrun has it, if anything is sharded over all ranks."""
     everyone = tuple(range(dist.get_world_size()))
-    return Topology.from_env() if any(unit.ranks == everyone for unit in units) else None
+    if all(unit.ranks != everyone for unit in units):
+        return None
+    return Topology.from_env(backend=ways.backend, kernels=ways.kernels)
 
 
 def _topology_of(unit: Unit, topology: Topology | None) -> Topology | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from zcomm import volume
 from zcomm.all_gather import all_gather_single
 from zcomm.all_reduce import all_reduce
+from zcomm.carrier import BackendName, BackendWish
 from zcomm.formats import Format
 from zcomm.install.choices import AS_IS, Choice
 from zcomm.install.fsdp2_units import Unit
@@ -47,7 +48,9 @@ class Plans:
         account: Account,
         *,
         residual_of: type[Reduce] | type[ReplicaMean] | None = None,
+        backend: BackendWish = "auto",
     ) -> None:
+        self._over_nccl = backend == "nccl"
         self.unit, self.choices, self.account = unit, tuple(choices), account
         self._asked = self.choices
         self._topology, self._residual_of = topology, residual_of
@@ -61,6 +64,10 @@ class Plans:
     def path(self, group: dist.ProcessGroup) -> Path:
         """The Topology, which is over all ranks of this unit, if ``group`` is, too; else ``group``."""
         return self._topology if self._topology is not None and self.is_whole(group) else group
+
+    def backend_of(self, path: Path) -> BackendName | None:
+        """What carries exchanges over ``path``: a Topology knows itself."""
+        return "nccl" if self._over_nccl and not isinstance(path, Topology) else None
 
     def is_whole(self, group: dist.ProcessGroup) -> bool:
         """Whether ``group`` is the ranks that share the parameters."""
@@ -180,15 +187,16 @@ class Gather(_Allocates):
     def __call__(self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object) -> None:
         """Gather ``input_tensor`` into ``output_tensor``; on CUDA in the order of the current stream."""
         path, rows = self._plans.path(group), output_tensor.view(group.size(), -1)
+        backend = self._plans.backend_of(path)
         for one in self.planned(group, output_tensor.dtype):
             piece, wire = one.piece, one.wires.weights
             shard = piece.take(input_tensor.view(1, -1))[0]
             if piece.is_view:
                 start, stop = piece.ranges[0]
-                all_gather_single(rows[:, start:stop], shard, path, format=wire)
+                all_gather_single(rows[:, start:stop], shard, path, format=wire, backend=backend)
             else:
                 values = rows.new_empty(rows.shape[0], piece.numel)
-                all_gather_single(values, shard, path, format=wire)
+                all_gather_single(values, shard, path, format=wire, backend=backend)
                 piece.put(values, rows)
             one.tally.calls += 1
 
@@ -221,6 +229,7 @@ class Reduce(_Allocates):
     ) -> None:
         """Sum (or average) ``input_tensor`` over the ranks into ``output_tensor``."""
         path, rows = self._plans.path(group), input_tensor.view(group.size(), -1)
+        backend = self._plans.backend_of(path)
         for one in self.planned(group, output_tensor.numel(), output_tensor.dtype):
             piece, wire = one.piece, self._plans.of_hops(one.wires.gradients, path)
             start, stop = piece.ranges[0]
@@ -228,7 +237,8 @@ class Reduce(_Allocates):
             key = self._plans.account.carried.key_for(*(wire if isinstance(wire, tuple) else (wire,)))
             source, residual = piece.take(rows), one.begin()
             self._plans.account.measure(piece, rows)
-            reduce_scatter_single(shard, source, op, group=path, format=wire, residual=residual, random=key)
+            how: dict[str, Any] = {"format": wire, "residual": residual, "random": key, "backend": backend}
+            reduce_scatter_single(shard, source, op, group=path, **how)
             if not piece.is_view:
                 piece.put(shard.view(1, -1), output_tensor.view(1, -1))
             one.tally.calls += 1
@@ -261,7 +271,7 @@ class ReplicaMean:
             values, key = piece.take(columns), self._plans.account.carried.key_for(between, reduced)
             all_reduce(
                 values.view(-1), "avg", self._group, format=between, gather_format=reduced, residual=one.begin(),
-                random=key,
+                random=key, backend=self._plans.backend_of(self._group),
             )  # fmt: skip
             if not piece.is_view:
                 piece.put(values, columns)

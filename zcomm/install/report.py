@@ -22,9 +22,17 @@ from zcomm.install.choices import Choice
 from zcomm.install.pieces import Piece
 from zcomm.recipes import Recipe
 from zcomm.residual import Residual
+from zcomm.topology import Topology
 from zcomm.volume import Sent
 
-__all__ = ["Account", "Installation", "Report", "Row", "Tally"]
+__all__ = ["Account", "Installation", "Report", "Row", "Tally", "described_topology"]
+
+
+def described_topology(topology: Topology, *, shadow: bool) -> str:
+    """The end of a title."""
+    ways = f"{topology.num_nodes} nodes x {topology.ranks_per_node} ranks"
+    ways += f", backend {topology.backend}, kernels {topology.kernels}"
+    return ways + (", shadow: nothing is changed" if shadow else "")
 
 
 @dataclass(slots=True)

@@ -151,13 +151,30 @@ class Zcomm:
         None, "so many consecutive ranks stand in for a node (absent: torchrun's environment)", minimum=1
     )
     weight_format: str | None = key(
-        None, "wire format of weights; overrides zero_quantized_weights", setting="weight_format", active_if="stage 1+"
+        None,
+        "wire format of weights; overrides zero_quantized_weights; auto: what zcomm probe found fastest",
+        setting="weight_format",
+        active_if="stage 1+",
     )
     gradient_format: str | tuple[str, ...] | None = key(
         None,
-        "wire format of gradients, or [inside the node, between nodes]; overrides zero_quantized_gradients",
+        "wire format of gradients, or [inside the node, between nodes]; overrides zero_quantized_gradients; auto: as "
+        "with weights",
         setting="gradient_format",
         active_if="stage 1+",
+    )
+    backend: str = key(
+        "auto",
+        "what carries weights and gradients. torch: torch's process groups. nccl: zcomm's communicator over NCCL in "
+        "C++, for parameters on GPUs, the same bits. auto: torch, until nccl is measured to be faster",
+        choices=("auto", "torch", "nccl"),
+        setting="backend",
+    )
+    kernels: str = key(
+        "auto",
+        "what encodes and decodes them, the same bits; auto: what ZCOMM_KERNELS says",
+        choices=("auto", "native", "triton", "cuda", "reference"),
+        setting="kernels",
     )
     mode: str | None = key(
         None,

@@ -21,6 +21,7 @@ from typing import NamedTuple, cast
 import torch
 
 from zcomm import Topology
+from zcomm.carrier import BackendName, KernelsName
 from zcomm.volume import (
     Exchanged,
     Sent,
@@ -61,6 +62,8 @@ class Shape:
     num_nodes: int
     ranks_per_node: int
     rank: int = 0
+    backend: BackendName = "torch"
+    kernels: KernelsName = "auto"
 
     @property
     def world_size(self) -> int:
