@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from zcomm import kernels
+from zcomm.cuda_driver import driver_unavailable_reason
 from zcomm.errors import BackendUnavailableError, ConfigError
 from zcomm.nccl_library import nccl_library
 
@@ -47,11 +48,14 @@ def chosen_backend(name: BackendName | None) -> BackendName:
 def nccl_unavailable_reason() -> str:
     """Why the communicator over NCCL cannot be used in this process; empty if it can."""
     try:
-        if not hasattr(kernels.native(), "NcclCommunicator"):
+        native = kernels.native()
+        if not hasattr(native, "NcclCommunicator"):
             return (
                 "the native module was built without CUDA: build it where nvcc is found, "
                 "with ZCOMM_CUDA=ON pip install --no-build-isolation ."
             )
+        if reason := driver_unavailable_reason(native.build_info()["cuda"]):
+            return reason
         nccl_library()
     except BackendUnavailableError as error:
         return str(error)

@@ -36,6 +36,7 @@ __all__ = [
     "native_unavailable_reason",
     "quantize",
     "quantize_difference",
+    "refusal",
 ]
 
 P = ParamSpec("P")
@@ -75,11 +76,32 @@ def native_description() -> str:
     return f"{calls.module.isa()} of {', '.join(built['isa_levels'])}; {built['compiler']}; {cuda}"
 
 
+def refusal() -> str:
+    """Why this process cannot compute as ``ZCOMM_KERNELS`` says, whatever the formats; empty if it can.
+
+    A native module that was not built is no reason unless it is asked for; one that is built for another machine is.
+    """
+    if reason := _native_refusal():
+        return reason
+    if env.value("ZCOMM_KERNELS") == "cuda" and torch.cuda.is_available() and (reason := on_cuda.unavailable_reason()):
+        return f"ZCOMM_KERNELS=cuda, but {reason}"
+    return ""
+
+
+def _native_refusal() -> str:
+    setting, reason = env.value("ZCOMM_KERNELS"), native_unavailable_reason()
+    if not reason or setting == "reference":
+        return ""
+    if setting == "native":
+        return f"ZCOMM_KERNELS=native, but {reason}"
+    return f"{reason}; or set ZCOMM_KERNELS=reference, which is slow" if calls.IS_MISFIT else ""
+
+
 @cache
 def _native_is_chosen() -> bool:
+    if refused := _native_refusal():
+        raise BackendUnavailableError(refused)
     reason = native_unavailable_reason()
-    if reason and env.value("ZCOMM_KERNELS") == "native":
-        raise BackendUnavailableError(f"ZCOMM_KERNELS=native, but {reason}")
     if calls.UNBUILT_REASON and env.value("ZCOMM_KERNELS") == "auto":
         warnings.warn(f"zcomm uses its slow PyTorch reference kernels: {reason}", RuntimeWarning, stacklevel=4)
     return not reason
