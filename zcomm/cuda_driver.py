@@ -46,7 +46,7 @@ def _release() -> str:
 
 
 def driver_unavailable_reason(built: str) -> str:
-    """Why CUDA code that was built with version ``built`` ("13.0.88") cannot run here, with the remedy; empty if it can."""
+    """Why CUDA code built with version ``built`` ("13.0.88") cannot run here, with the remedy; empty if it can."""
     major = int(built.partition(".")[0]) if built else 0
     cuda = driver_cuda()
     if not built or (cuda is not None and cuda[0] >= major):

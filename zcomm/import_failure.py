@@ -1,4 +1,4 @@
-"""Why the native module is not imported: it was not built, or it was built for another Python, processor or C library."""
+"""Why the native module is not imported: it is not built, or built for another Python, processor or C library."""
 
 from __future__ import annotations
 

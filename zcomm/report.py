@@ -113,7 +113,7 @@ def _no_cuda() -> str:
     """Why the CUDA kernels and the communicator over NCCL cannot run, whichever kernels are chosen."""
     built = kernels.native().build_info()["cuda"]
     if not built:
-        return "the native module is built without CUDA: where nvcc is, ZCOMM_CUDA=ON pip install --no-build-isolation ."
+        return "the native module is built without CUDA; from source, where nvcc is: ZCOMM_CUDA=ON pip install ."
     if reason := driver_unavailable_reason(built):
         return reason
     if torch.version.cuda is None:
