@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Literal, get_args
 
 from zcomm import kernels, on_cuda, on_triton
+from zcomm.cuda_driver import driver_unavailable_reason
 from zcomm.errors import BackendUnavailableError, ConfigError
 from zcomm.meeting import meet
 from zcomm.nccl_library import is_emulated, nccl_library
@@ -69,11 +70,16 @@ def chosen_backend(name: BackendName | None, owned: BackendName | None) -> Backe
 def nccl_unavailable_reason() -> str:
     """Why the communicator over NCCL cannot be used in this process; empty if it can."""
     try:
-        if not is_emulated() and not kernels.native().build_info()["cuda"]:
+        native = kernels.native()
+        if is_emulated():
+            return ""
+        if not native.build_info()["cuda"]:
             return (
                 "the native module was built without CUDA: build it where nvcc is found, "
                 "with ZCOMM_CUDA=ON pip install --no-build-isolation ."
             )
+        if reason := driver_unavailable_reason(native.build_info()["cuda"]):
+            return reason
         nccl_library()
     except BackendUnavailableError as error:
         return str(error)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zcomm import backend, env
-from zcomm.errors import ConfigError
+from zcomm import backend, env, kernels
+from zcomm.errors import BackendUnavailableError, ConfigError
 from zcomm.meeting import meet
 
 __all__ = ["compare", "compare_once", "differing", "facts"]
@@ -31,7 +31,15 @@ SWITCHES = ("ZCOMM_CHECK", "ZCOMM_DEBUG", "ZERO_DEBUG")
 def facts() -> dict[str, str]:
     """Of this process; switches as they are set, also wrongly."""
     found = {"torch": str(torch.__version__), "byte order": sys.byteorder, "zcomm-zero": _own_version()}
-    return found | {name: _setting(name) for name in SWITCHES}
+    return found | {name: _setting(name) for name in SWITCHES} | {"usable kernels": _refusal() or "as set"}
+
+
+def _refusal() -> str:
+    """Why this process has not the kernels that it was told to use."""
+    try:
+        return kernels.refusal()
+    except ConfigError as error:
+        return str(error)
 
 
 def _setting(name: str) -> str:
@@ -52,6 +60,8 @@ def _own_version() -> str:
 def compare(group: dist.ProcessGroup | None, **more: str) -> None:
     """Raise ConfigError on every rank of ``group``, with what differs and where, unless all have equal facts.
 
+    BackendUnavailableError, on every rank too, where all lack the kernels that they were told to use.
+
     Collective, and a barrier. None: all ranks. ``more`` are facts beside those of every process.
     """
     text = json.dumps(facts() | more, sort_keys=True)
@@ -59,6 +69,8 @@ def compare(group: dist.ProcessGroup | None, **more: str) -> None:
     if len(set(backend.gather_ints(int.from_bytes(digest, "little", signed=True), group))) == 1:
         for name in SWITCHES:
             env.value(name)  # wrong on all ranks, if on any
+        if reason := kernels.refusal():
+            raise BackendUnavailableError(reason)
         return
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     of_ranks = [json.loads(told) for told in meet(ranks, text, lane="facts", timeout=backend.timeout_of(group))]

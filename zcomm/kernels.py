@@ -36,6 +36,7 @@ __all__ = [
     "native_unavailable_reason",
     "quantize",
     "quantize_difference",
+    "refusal",
 ]
 
 P = ParamSpec("P")
@@ -75,12 +76,33 @@ def native_description() -> str:
     return f"{calls.module.isa()} of {', '.join(built['isa_levels'])}; {built['compiler']}; {cuda}"
 
 
+def refusal() -> str:
+    """Why this process cannot compute as ``ZCOMM_KERNELS`` says, whatever the formats; empty if it can.
+
+    A native module that was not built is no reason unless it is asked for; one that is built for another machine is.
+    """
+    if reason := _native_refusal():
+        return reason
+    if env.value("ZCOMM_KERNELS") == "cuda" and torch.cuda.is_available() and (reason := on_cuda.unavailable_reason()):
+        return f"ZCOMM_KERNELS=cuda, but {reason}"
+    return ""
+
+
+def _native_refusal(chosen: str = "auto") -> str:
+    (setting, said_by), reason = env.kernels(chosen), native_unavailable_reason(chosen)
+    if not reason or setting == "reference":
+        return ""
+    if setting == "native":
+        return f"{said_by}, but {reason}"
+    return f"{reason}; or set ZCOMM_KERNELS=reference, which is slow" if calls.IS_MISFIT else ""
+
+
 @cache
 def _native_is_chosen(chosen: str) -> bool:
-    (setting, said_by), reason = env.kernels(chosen), native_unavailable_reason(chosen)
-    if reason and setting == "native":
-        raise BackendUnavailableError(f"{said_by}, but {reason}")
-    if calls.UNBUILT_REASON and setting == "auto":
+    if refused := _native_refusal(chosen):
+        raise BackendUnavailableError(refused)
+    reason = native_unavailable_reason(chosen)
+    if calls.UNBUILT_REASON and env.kernels(chosen)[0] == "auto":
         warnings.warn(f"zcomm uses its slow PyTorch reference kernels: {reason}", RuntimeWarning, stacklevel=4)
     return not reason
 

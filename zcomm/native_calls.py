@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -9,19 +10,21 @@ from torch import Tensor
 
 from zcomm import env
 from zcomm.errors import MessageError
+from zcomm.import_failure import import_failure
 from zcomm.message import MessageLayout
 from zcomm.on_triton import ResidualBlocks
 
 try:
     from zcomm import _native
-except ImportError as error:  # a source tree that was not built
+except ImportError as error:
     _native = None  # type: ignore[assignment]
-    UNBUILT_REASON = f"the native module is not built: {error}; install the package with `pip install .`"
+    UNBUILT_REASON, IS_MISFIT = import_failure(error, sys.modules["zcomm"].__path__)
 else:
-    UNBUILT_REASON = ""
+    UNBUILT_REASON, IS_MISFIT = "", False
 
 __all__ = [
     "DTYPE_NUMBERS",
+    "IS_MISFIT",
     "UNBUILT_REASON",
     "array",
     "call",

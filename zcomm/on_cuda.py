@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zcomm import env, on_triton
 from zcomm import native_calls as calls
+from zcomm.cuda_driver import driver_unavailable_reason
 from zcomm.errors import BackendUnavailableError
 from zcomm.message import MessageLayout
 from zcomm.on_triton import ResidualBlocks
@@ -34,8 +35,11 @@ def unavailable_reason(chosen: str = "auto") -> str:
         return said_by
     if calls.UNBUILT_REASON:
         return calls.UNBUILT_REASON
-    if not calls.module.build_info()["cuda"]:
+    built = calls.module.build_info()["cuda"]
+    if not built:
         return "the native module is built without CUDA: it found no GPU or no nvcc (ZCOMM_CUDA=ON needs nvcc alone)"
+    if reason := driver_unavailable_reason(built):
+        return reason
     if setting != "cuda" and not on_triton.unavailable_reason("cuda"):
         return "Triton's kernels are the default: set ZCOMM_KERNELS=cuda for these"
     return ""

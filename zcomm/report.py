@@ -10,12 +10,14 @@ import os
 import platform
 import socket
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from zcomm import env, kernels, on_cuda, on_triton
+from zcomm.cuda_driver import driver_description, driver_unavailable_reason
 from zcomm.errors import BackendUnavailableError, ConfigError
 from zcomm.nccl_library import nccl_description
 
@@ -51,6 +53,7 @@ def collect() -> Report:
     """Everything, by section."""
     return {
         "versions": _versions(),
+        "available": _available(),
         "kernels": _kernels(),
         "torch": _torch(),
         "machine": _machine(),
@@ -87,6 +90,35 @@ def _versions() -> dict[str, str]:
         "numpy": _version("numpy"),
         "triton": _version("triton"),
     }
+
+
+def _available() -> dict[str, str]:
+    """What can be used here; or what is missing, with the command that installs it."""
+    return {
+        "native": _or_none(kernels.native_unavailable_reason, kernels.native_description),
+        "Triton": _or_none(lambda: on_triton.unavailable_reason("cuda"), lambda: _version("triton")),
+        "CUDA": _or_none(_no_cuda, lambda: f"built with {kernels.native().build_info()['cuda']}; {_cuda()}"),
+        'NCCL of backend="nccl"': nccl_description(),
+    }
+
+
+def _or_none(reason: Callable[[], str], description: Callable[[], str]) -> str:
+    try:
+        return f"none: {found}" if (found := reason()) else description()
+    except (BackendUnavailableError, ConfigError) as error:  # a report on a wrong setting must come all the same
+        return f"none: {error}"
+
+
+def _no_cuda() -> str:
+    """Why the CUDA kernels and the communicator over NCCL cannot run, whichever kernels are chosen."""
+    built = kernels.native().build_info()["cuda"]
+    if not built:
+        return "the native module is built without CUDA; from source, where nvcc is: ZCOMM_CUDA=ON pip install ."
+    if reason := driver_unavailable_reason(built):
+        return reason
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA: pip install --force-reinstall torch, of an index with CUDA builds"
+    return "" if torch.cuda.is_available() else f"torch {torch.__version__} finds no GPU"
 
 
 def _kernels() -> dict[str, str]:
@@ -130,7 +162,7 @@ def _triton(device_type: str) -> str:
 
 
 def _torch() -> dict[str, str]:
-    facts = {"CUDA": _cuda(), "NCCL": _nccl(), 'NCCL of backend="nccl"': nccl_description()}
+    facts = {"CUDA": _cuda(), "NCCL": _nccl()}
     if not dist.is_available():
         return facts | {"torch.distributed": "not in this build of torch"}
     facts["gloo"] = "available" if dist.is_gloo_available() else "not in this build of torch"
@@ -160,6 +192,7 @@ def _machine() -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "CPU": f"{_cpu_model()}, {os.cpu_count()} cores, {usable} usable",
         "memory": _memory(),
+        "NVIDIA driver": driver_description(),
     }
 
 
