@@ -84,7 +84,7 @@ def test_a_newer_glibc_is_asked_for(tmp_path: Path) -> None:
 
 
 EXPECTED = {
-    (1,): "kernels is usable on rank 0 and the native module does not fit: a test; or set .* on rank 1$",
+    (1,): "usable kernels is as set on rank 0 and the native module does not fit: a test; or set .* on rank 1$",
     (0, 1): "^the native module does not fit: a test; or set ZCOMM_KERNELS=reference, which is slow$",
 }
 """Ranks that have it -> what every rank says."""
