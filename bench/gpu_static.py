@@ -8,10 +8,10 @@ the rate of device memory (HBM) that allows if 80 % of all issue slots are used:
 
     share = min(1, 0.8 * lane instructions a second / weight of an element / (HBM bytes a second / bytes of an element))
 
-An instruction weighs 128 over the lanes of its unit, so an integer instruction at half rate weighs 2, and a memory access
-4. All weights are added up, as if no unit worked while another does: shares are from below. Arrays are bfloat16 and
-begin at 16 bytes; sums are of 8 messages; requantization is to the format of the messages; of Triton's candidates for
-tuning the row shows the cheapest.
+An instruction weighs 128 over the lanes of its arithmetic unit, so one on integers, at half rate, weighs 2; memory
+accesses, shuffles, special functions and control weigh 1. All weights are added up, as if no unit worked while another
+does. Arrays are bfloat16 and begin at 16 bytes; sums are of 8 messages; requantization is to the format of the
+messages; of Triton's candidates for tuning the row shows the cheapest.
 
 A report, not a gate: what is measured on a GPU is right where the two differ.
 """
@@ -19,6 +19,7 @@ A report, not a gate: what is measured on a GPU is right where the two differ.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,12 +39,13 @@ AIMS = {"int8": 0.85, "int4": 0.85, "fp8_e4m3": 0.80, "nf4": 0.70}
 LANES = 128
 """That the four schedulers of a multiprocessor issue to in a cycle: a warp each."""
 # Lanes a cycle by unit: NVIDIA's CUDA programming guide, table of the throughput of native arithmetic instructions, for
-# compute capability 8.0, 9.0 and 10.0; conversions are taken at the rate of the unit for transcendental functions
-# where the table does not name them.
+# compute capability 8.0, 9.0 and 10.0: integers, comparisons, selections, permutations and packing conversions at 64.
 FLOAT32 = frozenset({"FADD", "FMUL", "FFMA", "FADD2", "FMUL2", "FFMA2"})
-QUARTER = frozenset({"LDG", "STG", "LDS", "STS", "LDL", "STL", "SHFL", "LDSM", "STSM", "ATOMG", "RED"})
-SIXTEENTH = frozenset({"MUFU", "I2F", "F2I", "I2FP", "FCHK", "POPC", "FLO", "BREV", "REDUX", "F2F"})
-NO_UNIT = frozenset({"BRA", "EXIT", "BSSY", "BSYNC", "BAR", "RET", "CALL", "WARPSYNC", "DEPBAR", "YIELD", "NANOSLEEP"})
+OTHER_UNITS = frozenset({
+    "LDG", "STG", "LDS", "STS", "LDL", "STL", "LDSM", "STSM", "LDC", "S2R", "CS2R", "R2UR", "SHFL", "REDUX", "MUFU", "I2F",
+    "F2I", "FCHK", "BRA", "EXIT", "BSSY", "BSYNC", "BAR", "RET", "CALL", "WARPSYNC", "DEPBAR", "YIELD", "MEMBAR",
+})  # fmt: skip
+"""Memory, shuffles, special functions and control: one issue slot, and work beside the arithmetic units."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,9 @@ class Gpu:
     lane_instructions_per_s: float
     hbm_nbytes_per_s: float
     float32_lanes: int
-    """A cycle and multiprocessor."""
+    """A cycle and multiprocessor; those of other arithmetic are 64."""
     source: str
+    other_lanes: int = 64
 
 
 GPUS = {
@@ -67,15 +70,11 @@ GPUS = {
 
 
 def weight_of(instruction: Instruction, gpu: Gpu) -> float:
-    """Issue slots that an instruction takes, or that its unit needs for it."""
+    """Issue slots that an instruction takes, or that its arithmetic unit needs for it."""
     name = instruction.name
-    if name in NO_UNIT or name.startswith("U") or instruction.opcode.startswith("IMAD.MOV"):
+    if name in OTHER_UNITS or name.startswith("U") or instruction.opcode.startswith("IMAD.MOV"):
         return 1
-    if name in FLOAT32:
-        return LANES / gpu.float32_lanes
-    if name in QUARTER:
-        return 4
-    return 8 if name in SIXTEENTH else 2
+    return LANES / (gpu.float32_lanes if name in FLOAT32 else gpu.other_lanes)
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,9 @@ class Row:
 
     @property
     def share(self) -> float:
-        """Of the rate of device memory."""
+        """Of the rate of device memory; NaN without a fast path."""
+        if math.isnan(self.weight):
+            return self.weight
         gpu = GPUS[self.arch]
         of_issue = ISSUED_SHARE * gpu.lane_instructions_per_s / self.weight
         return min(1.0, of_issue * self.nbytes / gpu.hbm_nbytes_per_s)
@@ -157,7 +158,7 @@ def _report(archs: list[int], formats: tuple[str, ...]) -> Iterator[str]:
     yield ""
     yield "`python bench/gpu_static.py --output bench/results/gpu_static.md`; no GPU ran. What the columns mean stands at"
     yield "the top of bench/gpu_static.py; `static` counts a kernel's whole code, `fast` what a thread executes for a tile,"
-    yield "`weight` the same with 2 for instructions at half rate and 4 to 8 for memory, shuffles and special functions."
+    yield "`weight` the same with 2 for each instruction at half rate; both for an element."
     for arch in archs:
         gpu = GPUS[arch]
         yield from ("", f"## sm_{arch}: {gpu.name}", "")

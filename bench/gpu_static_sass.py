@@ -65,8 +65,8 @@ class Block:
 
     @property
     def is_end(self) -> bool:
-        """Whether a thread ends here."""
-        return any(i.name == "EXIT" and not i.predicate for i in self.instructions)
+        """Whether a thread may end here."""
+        return any(i.name == "EXIT" for i in self.instructions)
 
     @property
     def access(self) -> Access:
@@ -153,12 +153,9 @@ class Code:
         ``num_shuffles``: steps that the maximum of a block takes where a loop makes them, or 0 where none is made.
         """
         search = _Search(self.blocks, weigh, may_reduce=num_shuffles == 0)
-        loops = [loop for loop in search.loops() if loop.head != loop.last or True]
-        outer = max(loops, key=lambda loop: loop.last - loop.head, default=None)
-        is_outer = outer is not None and search.best(outer.head, outer.last, wanted) is not None
-        path = (
-            search.best(outer.head, outer.last, wanted) if is_outer and outer else search.best(0, None, wanted)
-        )
+        loops = search.loops()
+        turns = [search.best(loop.head, loop.last, wanted) for loop in loops]
+        path = min((turn for turn in turns if turn is not None), default=search.best(0, None, wanted))
         if path is None:
             return None
         path = path.plus(search.further(loops, message_nbytes, num_messages - 1))
