@@ -24,13 +24,15 @@ class Recorded:
         OnDevice.log = self.log
         self.current = Stream("main", self)
         self.num_streams = 0
+        self.priorities: list[int] = []
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: self.current)
         monkeypatch.setattr(torch.cuda, "Stream", self._new_stream)
         monkeypatch.setattr(torch.cuda, "stream", self._on)
         monkeypatch.setattr(torch.cuda, "Event", lambda: Event(self))
 
-    def _new_stream(self, _: torch.device) -> Stream:
+    def _new_stream(self, _: torch.device, priority: int = 0) -> Stream:
         self.num_streams += 1
+        self.priorities.append(priority)
         return Stream(f"side{self.num_streams}", self)
 
     @contextmanager

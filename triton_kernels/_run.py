@@ -1,6 +1,7 @@
 """How a kernel is launched: tile, warps, grid. Tuned once where there is a driver and enough to do.
 
-Results do not depend on any of this: ranks may choose differently.
+Results do not depend on any of this: ranks may choose differently. What was found is kept in files (_kept.py), so that
+of all processes on such a GPU only the first measures; ``zcomm probe`` there is enough.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import torch
 import triton
 from torch import Tensor
 
+from ._kept import Choice, Kept
 from .arithmetic import INTERPRETED
 
 TUNED_NUMEL = 1 << 20
 """From here on a launch takes longer than its overhead, and is worth tuning."""
-TILES, WARPS = (1024, 2048, 4096, 8192), (4, 8)
+CANDIDATES: tuple[Choice, ...] = ((1024, 4), (2048, 4), (4096, 4), (8192, 8))
+"""Elements and warps of a program: from 8 to 32 elements of a thread, and the widest for what waits longest."""
 LARGEST_TILE = 1 << 16
 
 
@@ -55,20 +58,53 @@ def _launch(
     written: tuple[str, ...],
 ) -> None:  # fmt: skip
     if _is_tuned(cols, numel):
-        tuned = _tuned(kernel, tuple(constants), written)
-        tuned[grid](*arguments, **constants, enable_fp_fusion=False)
+        choice = _tuned_choice(kernel, grid, arguments, constants, written)
     else:
-        tile, warps = _default(cols, numel)
+        choice = _default(cols, numel)
+    if choice is not None:
+        tile, warps = choice
         kernel[grid](*arguments, **constants, TILE=tile, num_warps=warps, enable_fp_fusion=False)
 
 
 def _is_tuned(cols: int, numel: int) -> bool:
-    if INTERPRETED.value or numel < TUNED_NUMEL or cols > TILES[0]:
-        return False
-    return not torch.cuda.is_current_stream_capturing()  # measuring waits for the device
+    return not INTERPRETED.value and numel >= TUNED_NUMEL and cols <= CANDIDATES[0][0]
 
 
-def _default(cols: int, numel: int) -> tuple[int, int]:
+def _tuned_choice(
+    kernel: Any, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any], written: tuple[str, ...]
+) -> Choice | None:
+    """What was found fastest; None where that is found now, which also does the work."""
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    launch = (kernel, *constants.items(), *[tensor.dtype for tensor in tensors], tensors[0].device)
+    choice = _kept().recall(launch)
+    if choice is not None:
+        return choice
+    description = _description(kernel, constants, tensors)
+    choice = _kept().load(launch, description)
+    if choice is not None:
+        return choice
+    if _is_capturing():  # measuring waits for the device, which ends the capture
+        return _default(0, 0)
+    tuned = _tuned(kernel, tuple(constants), written)
+    tuned[grid](*arguments, **constants, enable_fp_fusion=False)
+    found = tuned.best_config
+    _kept().keep(launch, description, (found.kwargs["TILE"], found.num_warps))
+    return None
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _description(kernel: Any, constants: dict[str, Any], tensors: list[Tensor]) -> str:
+    """All that decides what is fastest, but for the number of elements."""
+    device = tensors[0].device
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    dtypes = [str(tensor.dtype) for tensor in tensors]
+    return repr((gpu, triton.__version__, kernel.cache_key, CANDIDATES, sorted(constants.items()), dtypes))
+
+
+def _default(cols: int, numel: int) -> Choice:
     """Elements and warps of a program."""
     if INTERPRETED.value:  # a program's cost is per operation, not per element
         return max(cols, min(LARGEST_TILE, columns(max(numel, 2)))), 4
@@ -77,8 +113,13 @@ def _default(cols: int, numel: int) -> tuple[int, int]:
 
 def tuner_of(kernel: Any, key: tuple[str, ...], written: tuple[str, ...]) -> Any:
     """``kernel``, tuned once for each value of its arguments ``key`` and each dtype."""
-    configs = [triton.Config({"TILE": tile}, num_warps=warps) for tile in TILES for warps in WARPS]
+    configs = [triton.Config({"TILE": tile}, num_warps=warps) for tile, warps in CANDIDATES]
     return triton.autotune(configs, key=list(key), restore_value=list(written))(kernel)
 
 
 _tuned = cache(tuner_of)
+
+
+@cache
+def _kept() -> Kept:
+    return Kept(CANDIDATES)

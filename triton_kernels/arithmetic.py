@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from .ptx import RECIPROCAL, capability
+
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 TINY_BITS = tl.constexpr(0x0D800000)  # 2^-100
@@ -66,6 +68,17 @@ def clamped(values, LARGEST: tl.constexpr):
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def absmax_bits(values):
+    """Of each row of float32 values the bits of the largest magnitude; those of a NaN if one is there."""
+    return bits_of(tl.abs(tl.reduce(tl.abs(values), 1, _larger)))
+
+
+@triton.jit
 def divided(values, divisor):
     """IEEE division of float32 values by a number."""
     return tl.div_rn(values, tl.zeros_like(values) + divisor)
@@ -79,10 +92,29 @@ def scale_up(quotients):
 
 
 @triton.jit
+def scale_of(absmax, QMAX: tl.constexpr):
+    """``scale_up(absmax / QMAX)`` of float32 values from 2^-100 on, for a QMAX of at least 7 and of 8 bits.
+
+    Without a division: the scale is the smallest bfloat16 B with QMAX * B >= absmax, a product that is exact. For if
+    absmax is larger, then by at least 2^-23 / 1.99..., relatively; and the quotient by more than half a unit of B's
+    float32, which is at most 2^-24. What is rounded up here is the quotient but for at most two units, and less by
+    two: it is B, or the one before.
+    """
+    quotient = absmax * (1.0 / QMAX)
+    bits = (bits_of(quotient) + (0xFFFF - 2)) & UPPER_HALF
+    return tl.where(float_of(bits) * QMAX >= absmax, bits, bits + 0x10000)
+
+
+@triton.jit
 def inverse_of(scale_bits):
     """RN(1 / scale), of the bits of scales."""
     scales = float_of(scale_bits)
-    return tl.div_rn(tl.zeros_like(scales) + 1.0, scales)
+    CAPABILITY: tl.constexpr = 0 if INTERPRETED else capability()
+    if CAPABILITY >= 80:
+        inverse = tl.inline_asm_elementwise(RECIPROCAL, "=&r,r", [scales], tl.float32, True, 1)
+    else:
+        inverse = tl.div_rn(tl.zeros_like(scales) + 1.0, scales)
+    return inverse
 
 
 @triton.jit

@@ -1,7 +1,10 @@
 """Block codecs on tiles float32 [ROWS, COLS], a block a row: header bits and codes, and back.
 
 ``KIND`` is ``"symmetric"`` (int8, int4), ``"asymmetric"`` (with a zero point), ``"nf4"`` or ``"fp8"``. Headers are
-int32 [ROWS], the scale's 16 bits with the zero point's 16 bits above them; codes are int32 [ROWS, COLS].
+int32 [ROWS], the scale's 16 bits with the zero point's 16 bits above them; codes are a message's bytes, uint8
+[ROWS, COLS * BITS / 8].
+
+On NVIDIA's GPUs most codecs are the texts of ptx.py; what stands here is what they compute, for all other targets.
 """
 
 from __future__ import annotations
@@ -13,17 +16,36 @@ import triton.language as tl
 
 from .arithmetic import (
     INFINITY_BITS,
+    INTERPRETED,
     ONE_BITS,
     TINY_BITS,
     UPPER_HALF,
+    absmax_bits,
     bits_of,
     clamped,
     divided,
     float_of,
     inverse_of,
     rounded,
+    scale_of,
     scale_up,
     stochastic,
+)
+from .ptx import (
+    DECODE_FP8,
+    DECODE_INT4,
+    DECODE_INT8,
+    DECODE_NF4,
+    ENCODE_FP8,
+    ENCODE_INT4,
+    ENCODE_INT8,
+    ENCODE_NF4,
+    FOUR_FROM_BYTES,
+    FOUR_TO_BYTES,
+    NF4_LEVELS,
+    PAIRS_FROM_BYTES,
+    PAIRS_TO_BYTES,
+    capability,
 )
 
 NAN_HEADER = tl.constexpr(0x7FC0)
@@ -32,30 +54,77 @@ LARGEST_ASYMMETRIC = tl.constexpr(2.0**126)
 FP8_LARGEST = tl.constexpr(0x7E)
 FP8_SMALLEST_NORMAL_BITS = tl.constexpr(0x3C800000)  # 2^-6
 
-# The levels of the contract's N5, as in zcomm.blocks; a test compares them.
-NF4_LEVELS = (
-    *(-8.0, -5.5625, -4.1875, -3.15625, -2.28125, -1.4765625, -0.7265625, 0.0),
-    *(0.63671875, 1.2890625, 1.96875, 2.703125, 3.53125, 4.5, 5.78125, 8.0),
-)
 LEVELS = tl.constexpr(NF4_LEVELS)
 MIDPOINTS = tl.constexpr(tuple((low + high) / 2 for low, high in pairwise(NF4_LEVELS)))
 
 
 @triton.jit
-def encode_tile(values, mask, uniform, KIND: tl.constexpr, QMAX: tl.constexpr, IS_RANDOM: tl.constexpr):
+def _has_ptx(KIND: tl.constexpr, IS_RANDOM: tl.constexpr):
+    """Whether a text of ptx.py encodes: the hardware's conversion to e4m3 came with sm_89."""
+    CAPABILITY: tl.constexpr = 0 if INTERPRETED else capability()
+    return CAPABILITY >= (89 if KIND == "fp8" else 80) and KIND != "asymmetric" and not IS_RANDOM
+
+
+@triton.jit
+def encode_tile(
+    values, mask, uniform, KIND: tl.constexpr, BITS: tl.constexpr, QMAX: tl.constexpr, IS_RANDOM: tl.constexpr
+):
     """Headers, codes and whether blocks are finite, of ``values``, which are 0 where ``mask`` is not set."""
-    absmax = tl.max(bits_of(values) & 0x7FFFFFFF, axis=1)
+    absmax = absmax_bits(values)
     is_finite = absmax < INFINITY_BITS
     if KIND == "asymmetric":
         headers, codes = _encode_asymmetric(values, mask, uniform, is_finite, QMAX, IS_RANDOM)
+        codes = packed(codes, BITS)
     else:
         is_normal = is_finite & (absmax >= TINY_BITS)
-        scale_bits = scale_up(divided(float_of(tl.where(is_normal, absmax, ONE_BITS)), QMAX))
-        inverse = tl.where(is_normal, inverse_of(scale_bits), 0.0)
-        codes = _codes_of(values * inverse[:, None], uniform, KIND, QMAX, IS_RANDOM)
-        codes = tl.where(is_finite[:, None], codes, 0)
+        scale_bits = scale_of(float_of(tl.where(is_normal, absmax, ONE_BITS)), QMAX)
+        scaled = values * tl.where(is_normal, inverse_of(scale_bits), 0.0)[:, None]
         headers = tl.where(is_normal, scale_bits >> 16, tl.where(is_finite, 0, NAN_HEADER))
+        if _has_ptx(KIND, IS_RANDOM):
+            codes = _encoded_by_ptx(scaled, is_finite, KIND, BITS)
+        else:
+            codes = tl.where(is_finite[:, None], _codes_of(scaled, uniform, KIND, QMAX, IS_RANDOM), 0)
+            codes = packed(codes, BITS)
     return headers, codes, is_finite
+
+
+@triton.jit
+def _encoded_by_ptx(scaled, is_finite, KIND: tl.constexpr, BITS: tl.constexpr):
+    keep = tl.where(is_finite, 0xFF, 0).to(tl.uint8)[:, None]
+    if BITS == 4:
+        TEXT: tl.constexpr = ENCODE_NF4 if KIND == "nf4" else ENCODE_INT4
+        low, high = tl.split(tl.reshape(scaled, (scaled.shape[0], scaled.shape[1] // 2, 2)))
+        codes = tl.inline_asm_elementwise(TEXT, PAIRS_TO_BYTES, [low, high, keep], tl.uint8, True, 4)
+    else:
+        TEXT: tl.constexpr = ENCODE_FP8 if KIND == "fp8" else ENCODE_INT8
+        codes = tl.inline_asm_elementwise(TEXT, FOUR_TO_BYTES, [scaled, keep], tl.uint8, True, 4)
+    return codes
+
+
+@triton.jit
+def packed(codes, BITS: tl.constexpr):
+    """Codes int32 [ROWS, COLS] as bytes."""
+    if BITS == 4:
+        low, high = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
+        codes = (low & 0xF) | ((high & 0xF) << 4)
+    return codes.to(tl.uint8)
+
+
+@triton.jit
+def _unpacked(codes, BITS: tl.constexpr):
+    """Codes int32 [ROWS, COLS], their sign extended, of bytes."""
+    if BITS == 8:
+        numbers = codes.to(tl.int8, bitcast=True).to(tl.int32)
+    else:
+        pairs = codes.to(tl.int32)
+        numbers = _joined((pairs << 28) >> 28, (pairs << 24) >> 28)
+    return numbers
+
+
+@triton.jit
+def _joined(low, high):
+    """[ROWS, COLS] of what the low and the high halves of bytes, [ROWS, COLS / 2], stand for."""
+    return tl.reshape(tl.join(low, high), (low.shape[0], low.shape[1] * 2))
 
 
 @triton.jit
@@ -123,15 +192,36 @@ def decode_tile(headers, codes, KIND: tl.constexpr, BITS: tl.constexpr):
     """Float32 values; those of the largest scale may be infinite, and of a block with a NaN scale are NaN."""
     scales = float_of(headers << 16)[:, None]
     if KIND == "asymmetric":
-        product = (codes & ((1 << BITS) - 1)).to(tl.float32) * scales
+        product = (_unpacked(codes, BITS) & ((1 << BITS) - 1)).to(tl.float32) * scales
         values = float_of(headers & UPPER_HALF)[:, None] + product
-    elif KIND == "nf4":
-        values = _nf4_levels(codes & 0xF) * scales
-    elif KIND == "fp8":
-        values = _fp8_values(codes & 0xFF) * scales
+    elif INTERPRETED or capability() < 80:
+        values = _levels_of(_unpacked(codes, BITS), KIND) * scales
     else:
-        values = codes.to(tl.float32) * scales
+        values = _levels_by_ptx(codes, KIND, BITS) * scales
     return values
+
+
+@triton.jit
+def _levels_by_ptx(codes, KIND: tl.constexpr, BITS: tl.constexpr):
+    if BITS == 4:
+        TEXT: tl.constexpr = DECODE_NF4 if KIND == "nf4" else DECODE_INT4
+        low, high = tl.inline_asm_elementwise(TEXT, PAIRS_FROM_BYTES, [codes], (tl.float32, tl.float32), True, 4)
+        levels = _joined(low, high)
+    else:
+        TEXT: tl.constexpr = DECODE_FP8 if KIND == "fp8" else DECODE_INT8
+        levels = tl.inline_asm_elementwise(TEXT, FOUR_FROM_BYTES, [codes], tl.float32, True, 4)
+    return levels
+
+
+@triton.jit
+def _levels_of(codes, KIND: tl.constexpr):
+    if KIND == "nf4":
+        levels = _nf4_levels(codes & 0xF)
+    elif KIND == "fp8":
+        levels = _fp8_values(codes & 0xFF)
+    else:
+        levels = codes.to(tl.float32)
+    return levels
 
 
 @triton.jit

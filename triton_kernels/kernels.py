@@ -56,7 +56,7 @@ def encode_and_store(
     whole = values
     if ROTATED:
         whole = rotated_where_whole(values, remaining, BLOCK, ROWS)
-    headers, codes, _ = encode_tile(whole, mask, uniform, KIND, QMAX, IS_RANDOM)
+    headers, codes, _ = encode_tile(whole, mask, uniform, KIND, BITS, QMAX, IS_RANDOM)
     store_message(message_ptr, segment, tile, remaining, shape, headers, codes, KIND, BITS, BLOCK, ROWS, COLS)
     if RESIDUAL:
         lost = values - decoded_tile(headers, codes, remaining, KIND, BITS, BLOCK, ROTATED, ROWS, FLOAT32_MAX)

@@ -91,7 +91,7 @@ def decoded_tile(
     headers, codes, remaining, KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROTATED: tl.constexpr,
     ROWS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Values float32 [ROWS, COLS] of a tile's headers and codes, in [-LARGEST, LARGEST] or NaN."""
+    """Values float32 [ROWS, COLS] of a tile's headers and bytes of codes, in [-LARGEST, LARGEST] or NaN."""
     values = decode_tile(headers, codes, KIND, BITS)
     if ROTATED:
         values = clamped(values, FLOAT32_MAX)
@@ -167,22 +167,21 @@ def _code_bytes(
     """Pointers [ROWS, COLS * BITS / 8] to the bytes of a tile's codes, and which of them exist."""
     remaining = remaining_of(segment_nbytes, tile, BLOCK * ROWS * BITS // 8)  # keeps a multiple of 16 one
     offsets, mask = elements_of(remaining, BLOCK * BITS // 8, ROWS, COLS * BITS // 8)
-    return codes_ptr + tile * (BLOCK * ROWS * BITS // 8) + offsets, mask
+    first = tile * (BLOCK * ROWS * BITS // 8)
+    if BITS == 4:
+        # A 0, of which the compiler only knows that it is a multiple of 4: a thread then has the codes of the eight
+        # elements that it has of a 16-bit array, and they need not be exchanged between threads.
+        first += (tile >> 40) * 4
+    return codes_ptr + first + offsets, mask
 
 
 @triton.jit
 def _load_codes(
     codes_ptr, tile, segment_nbytes, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """Codes int32 [ROWS, COLS], their sign extended; 0 where there is none."""
+    """Codes as bytes, uint8 [ROWS, COLS * BITS / 8]; 0 where there is none."""
     pointers, mask = _code_bytes(codes_ptr, tile, segment_nbytes, BITS, BLOCK, ROWS, COLS)
-    codes = tl.load(pointers, mask=mask, other=0)
-    if BITS == 8:
-        codes = codes.to(tl.int8, bitcast=True).to(tl.int32)
-    else:
-        pairs = codes.to(tl.int32)
-        codes = tl.reshape(tl.join((pairs << 28) >> 28, (pairs << 24) >> 28), (ROWS, COLS))
-    return codes
+    return tl.load(pointers, mask=mask, other=0)
 
 
 @triton.jit
@@ -190,18 +189,17 @@ def store_message(
     message_ptr, segment, tile, remaining, shape, headers, codes, KIND: tl.constexpr, BITS: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile's headers and codes into the message at ``message_ptr``; ``shape`` as in load_message."""
+    """Write a tile's headers and bytes of codes into the message at ``message_ptr``; ``shape`` as in load_message."""
     segment_numel, segment_nbytes, codes_offset = shape
     pointers, mask = _header_pointers(message_ptr, segment, tile, remaining, segment_numel, KIND, BLOCK, ROWS)
     tl.store(pointers, headers.to(pointers.dtype.element_ty), mask=mask)
-    if BITS == 4:
-        _, mask = elements_of(remaining, BLOCK, ROWS, COLS)
-        codes = tl.where(mask, codes, 0)  # the unused half of a last byte
-        low, high = tl.split(tl.reshape(codes, (ROWS, COLS // 2, 2)))
-        codes = (low & 0xF) | ((high & 0xF) << 4)
     codes_ptr = message_ptr + codes_offset + segment * segment_nbytes
     pointers, mask = _code_bytes(codes_ptr, tile, segment_nbytes, BITS, BLOCK, ROWS, COLS)
-    tl.store(pointers, codes.to(tl.uint8), mask=mask)
+    tl.store(pointers, codes, mask=mask)
+    if BITS == 4:
+        if remaining % 2 == 1:  # a segment's last byte, whose other half is unused: written again by the same threads
+            offsets, _ = elements_of(remaining, BLOCK // 2, ROWS, COLS // 2)
+            tl.store(pointers, codes & 0xF, mask=mask & (offsets * 2 + 1 == remaining))
 
 
 @triton.jit

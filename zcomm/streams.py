@@ -8,6 +8,8 @@ Invariants:
     S1  A collective starts after everything that was on the current stream when it was called.
     S2  Whoever frees the tensors of a collective before it has ended does no harm: the allocator knows of the side
         stream. Writing to them is another matter, and needs ``wait()``.
+    S3  The side stream has a high priority: a collective's small kernels run as soon as thread blocks of the
+        computation's kernels end, and not after the last of those that are queued.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class SideStreams:
         """A context on the stream of CUDA ``device``, in which work on ``tensors`` is started."""
         stream = self._streams.get(device)
         if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            self._streams[device] = stream
         stream.wait_stream(torch.cuda.current_stream(device))
         try:
             with torch.cuda.stream(stream):
