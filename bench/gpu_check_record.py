@@ -11,7 +11,6 @@ is the reason why there is none. Lines with ``context`` alone are shown below th
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,19 +58,19 @@ class Record:
         self._outcomes: list[Outcome] = []
         self._rows: dict[str, list[Row]] = {}
         self._contexts: dict[str, list[str]] = {}
-        self._jsonl = (folder / ROWS).open("w")
-        self._log = (folder / LOG).open("w")
+        for name in (ROWS, TABLES, LOG):
+            (folder / name).write_text("")
 
     def begin(self, step: str) -> None:
         """What comes now is of ``step``."""
         self.step = step
         self._rows[step], self._contexts[step] = [], []
-        self._write(self._log, f"\n== {step}, after {time.monotonic() - self._started:.1f} s")
+        self._write(LOG, f"\n== {step}, after {time.monotonic() - self._started:.1f} s")
         self._rewrite()
 
     def line(self, text: str) -> None:
         """A line that the step has printed."""
-        self._write(self._log, text)
+        self._write(LOG, text)
         row = row_of(text)
         if row is None:
             return
@@ -83,7 +82,7 @@ class Record:
     def figure(self, row: Row, step: str = "") -> None:
         """Keep one row of the step under way, or of ``step``."""
         at = {"step": step or self.step, "at_s": round(time.monotonic() - self._started, 2)}
-        self._write(self._jsonl, json.dumps({**at, **row}))
+        self._write(ROWS, json.dumps({**at, **row}))
         self._rows[step or self.step].append(row)
         self._rewrite()
 
@@ -97,7 +96,7 @@ class Record:
     def end(self, outcome: Outcome) -> None:
         """What became of the step."""
         self._outcomes.append(outcome)
-        self._write(self._log, f"== {outcome.verdict}: {outcome.note}")
+        self._write(LOG, f"== {outcome.verdict}: {outcome.note}")
         self._rewrite()
 
     def finish(self, verdict: str) -> None:
@@ -116,10 +115,9 @@ class Record:
         new.write_text("\n\n".join(parts) + "\n")
         new.replace(path)
 
-    @staticmethod
-    def _write(file: Any, text: str) -> None:
-        file.write(text + os.linesep)
-        file.flush()  # what the system has, a SIGKILL of this process does not take
+    def _write(self, name: str, text: str) -> None:
+        with (self.folder / name).open("a") as file:  # closed: what the system has, a SIGKILL of this process leaves
+            file.write(text + "\n")
 
 
 def table(outcomes: Sequence[Outcome], running: str = "") -> str:

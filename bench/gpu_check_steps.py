@@ -94,7 +94,8 @@ def _run(step: Step, record: Record, place: Place, end: float) -> Outcome:
     try:
         process = subprocess.Popen(
             list(step.command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            cwd=place.folder, env=environment, start_new_session=True, preexec_fn=die_with_parent,
+            cwd=place.folder, env=environment, start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509  (this process has one thread)
         )  # fmt: skip
     except OSError as error:
         return Outcome(step.name, FAIL, 0.0, f"cannot be started: {error}")

@@ -5,10 +5,11 @@
     python bench/gpu_ranks.py 2 bench/gpu_collectives.py --device cpu --sizes-kib 16         the same over gloo
 
 A row is one collective, format, number of hops, size and backend: ``torch``, over torch.distributed's groups, or
-``nccl``, zcomm's own communicator; format ``torch`` is torch.distributed's own call. Its result is checked against exact
-float64 sums (``#wrong``). Then the calls of a size take turns. ``host`` is the median time until the call has returned,
-``p50`` until its result is there on the slowest rank, ``kernels`` and ``copies`` what the first rank's GPU has run for
-one call, by torch's profiler. Rows are printed when a size has been measured; see gpu_sharing.py on ranks that share.
+``nccl``, zcomm's own communicator; format ``torch`` is torch.distributed's own call. Its result is checked against
+exact float64 sums (``#wrong``). Then the calls of a size take turns. ``host`` is the median time until the call has
+returned, ``p50`` until its result is there on the slowest rank, ``kernels`` and ``copies`` what the first rank's GPU
+has run for one call, by torch's profiler. Rows are printed when a size is measured; what fails is a row with its error,
+and its backend is left alone from then on. See gpu_sharing.py on ranks that share a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from gpu_sharing import agreed, joined
 from gpu_trace import Launches, count_launches, traced
 
 import zcomm
-from zcomm import Topology
+from zcomm import Topology, control
 from zcomm.bench import torch_calls
 from zcomm.bench.checking import check
 from zcomm.bench.data import Tiles
@@ -54,6 +55,7 @@ COLUMNS = [
     Column("copies", "copies", "d"),
     Column("relative_error", "relerr", ".1e"),
     Column("unavailable", "unavailable"),
+    Column("error", "error"),
 ]
 
 
@@ -132,26 +134,41 @@ def measured(workload: Workload, arguments: argparse.Namespace, backend: Backend
 def run(arguments: argparse.Namespace, topology: Topology, device: torch.device, report: Report | None) -> int:
     """Every size, backend and collective; the backends of a size after each other."""
     tiles, left_out = Tiles(torch.bfloat16, device), []
-    backends = list(arguments.backends)
-    if "nccl" in backends and (reason := nccl_unavailable_reason() or refused_by_nccl(device)):
-        backends.remove("nccl")
-        if report is not None:
+    unusable = {}
+    if reason := nccl_unavailable_reason() or refused_by_nccl(device):
+        unusable["nccl"] = reason
+        if report is not None and "nccl" in arguments.backends:
             report.row({"backend": "nccl", "unavailable": reason}, num_wrong=0)
-    for kib, backend, collective in product(arguments.sizes_kib, backends, arguments.collectives):
+    for kib, backend, collective in product(arguments.sizes_kib, arguments.backends, arguments.collectives):
+        if backend in unusable:
+            continue
         if agreed(is_spent(), topology):
             left_out.append(f"{collective} of {kib:g} KiB over {backend}")
             continue
-        zcomm.use_backend(backend)
         workload = Workload(collective, int(kib * 1024), tiles, topology, "avg")
-        for row, num_wrong in measured(workload, arguments, backend):
-            if report is not None:
-                report.row(row, num_wrong=num_wrong)
-    zcomm.use_backend("torch")
+        rows, error = tried(workload, arguments, backend)
+        if error:
+            unusable[backend] = error
+            rows = [({"backend": backend, "collective": collective, "size": workload.nbytes, "error": error}, 1)]
+        for row, num_wrong in rows if report is not None else ():
+            report.row(row, num_wrong=num_wrong)
     if report is None:
         return 0
     if left_out:
         report.note(f"not measured, for want of time: {', '.join(left_out)}")
     return report.finish()
+
+
+def tried(workload: Workload, arguments: argparse.Namespace, backend: BackendName) -> tuple[list[tuple[Any, int]], str]:
+    """The rows, or what went wrong on any rank."""
+    rows, said = [], ""
+    zcomm.use_backend(backend)
+    try:
+        rows = list(measured(workload, arguments, backend))
+    except Exception as error:  # another backend goes on
+        said = f"{type(error).__name__}: {(str(error) or 'no text').splitlines()[0][:200]}"
+    zcomm.use_backend("torch")
+    return rows, next((text for text in control.gather_texts(said, workload.topology) if text), "")
 
 
 def refused_by_nccl(device: torch.device) -> str:

@@ -4,9 +4,10 @@
     python bench/gpu_offload.py --largest                                 as many as the free memory holds
     python bench/gpu_offload.py --device cpu --num-layers 2 --hidden-size 64 --seq-length 32      the same code, no GPU
 
-``zero.CPUAdam`` updates on the host, or torch's AdamW where the native module is not built; parameters and gradients in bfloat16 stay on the GPU. TFLOP/s counts 6 operations
-a parameter and token, and attention's, over the whole step. With a GPU one more step is traced: ``hidden`` is the
-share of the time of copies between host and GPU during which a kernel ran. ``#wrong``: the loss has not fallen.
+``zero.CPUAdam`` updates on the host, or torch's AdamW where the native module is not built; parameters and gradients in
+bfloat16 stay on the GPU. TFLOP/s counts 6 operations a parameter and token, and attention's, over the whole step. With
+a GPU one more step is traced: ``hidden`` is the share of the time of copies between host and GPU during which a kernel
+ran. ``#wrong``: the loss has not fallen.
 """
 
 from __future__ import annotations

@@ -27,11 +27,13 @@ def run_ranks(num_ranks: int, command: Sequence[str]) -> int:
         port = free.getsockname()[1]
     ranks = [_start(rank, num_ranks, port, command) for rank in range(num_ranks)]
     try:
-        while any(rank.poll() is None for rank in ranks):
-            if failed := [rank.returncode for rank in ranks if rank.returncode]:
+        while True:
+            codes = [rank.poll() for rank in ranks]  # of all: one that fails must not wait for those before it
+            if failed := [code for code in codes if code]:
                 return _code(failed[0])
+            if None not in codes:
+                return 0
             time.sleep(POLL_S)
-        return max(_code(rank.returncode) for rank in ranks)
     finally:
         for rank in ranks:
             rank.kill()
@@ -44,7 +46,8 @@ def _start(rank: int, num_ranks: int, port: int, command: Sequence[str]) -> subp
         "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
     }  # fmt: skip
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **{name: str(value) for name, value in told.items()}}
-    return subprocess.Popen(list(command), env=environment, preexec_fn=die_with_parent)
+    # This process has one thread: preexec_fn is safe.
+    return subprocess.Popen(list(command), env=environment, preexec_fn=die_with_parent)  # noqa: PLW1509
 
 
 def _code(returned: int) -> int:
