@@ -2,6 +2,8 @@
 
 Importing torch, and what a first optimizer imports, costs 4 s of a core: one process does it, and ranks are its forks.
 A rank that fails, dies or is late costs its pool, which is killed and built anew for the next test.
+
+``ranks_over("nccl")``: ranks of a pool whose collectives go over the emulated NCCL (``ZCOMM_NCCL=emulated``).
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
@@ -25,14 +28,28 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zcomm import Topology
+import zcomm
+from zcomm import Topology, env
+from zcomm.nccl_communicators import close_communicators
 
 TIMEOUT_S = int(os.environ.get("ZCOMM_TEST_TIMEOUT_S", "240"))
 """For one call: only a hang takes that long, also on a machine whose disk or cores are busy with something else."""
 AFTER_FAILURE_S = 5
 PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "zcomm", "zero", "pytest", "hypothesis"]
 
-_POOLS: dict[int, Pool] = {}
+_POOLS: dict[tuple[int, str], Pool] = {}
+"""By world size and backend."""
+_BACKEND: list[str] = ["torch"]
+
+
+@contextmanager
+def ranks_over(backend: str) -> Iterator[None]:
+    """Ranks' collectives go over ``backend``, "torch" or "nccl", unless they are told otherwise."""
+    before, _BACKEND[0] = _BACKEND[0], backend
+    try:
+        yield
+    finally:
+        _BACKEND[0] = before
 
 
 def forkserver() -> Any:
@@ -43,9 +60,9 @@ def forkserver() -> Any:
 
 
 class Pool:
-    """``world_size`` live processes in one gloo group."""
+    """``world_size`` live processes in one gloo group, whose collectives go over ``backend``."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, backend: str) -> None:
         context = forkserver()
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
@@ -53,7 +70,7 @@ class Pool:
         self.processes: list[Any] = []
         for rank in range(world_size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, store, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world_size, backend, store, there), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
@@ -74,9 +91,10 @@ class Pool:
 
 def run_ranks(world_size: int, fn: Callable[..., None], *args: object) -> None:
     """Call ``fn(rank, *args)`` on ranks 0..world_size-1 and raise AssertionError with every failed rank's traceback."""
-    if world_size not in _POOLS:
-        _POOLS[world_size] = Pool(world_size)
-    pool = _POOLS[world_size]
+    key = world_size, _BACKEND[0]
+    if key not in _POOLS:
+        _POOLS[key] = Pool(*key)
+    pool = _POOLS[key]
     failures: dict[int, str] = {}
     for rank, pipe in enumerate(pool.pipes):
         try:
@@ -97,7 +115,7 @@ def run_ranks(world_size: int, fn: Callable[..., None], *args: object) -> None:
                 failures[rank] = text
                 stop = min(stop, time.monotonic() + AFTER_FAILURE_S)  # others may wait for this rank
     if failures:
-        _POOLS.pop(world_size).close(kill=True)  # a failed rank may have left the others inside a collective
+        _POOLS.pop(key).close(kill=True)  # a failed rank may have left the others inside a collective
         raise AssertionError("\n".join(f"rank {rank}:{failures[rank]}" for rank in sorted(failures)))
 
 
@@ -129,12 +147,16 @@ def device_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connection) -> None:
     gc.freeze()  # what was there before the fork: collections neither visit it nor copy its pages
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     timeout = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+    if backend == "nccl":
+        os.environ["ZCOMM_NCCL"] = "emulated"
+        env.value.cache_clear()  # what was read before the fork
+        zcomm.use_backend("nccl")
     while (call := _receive(pipe)) is not None:
         fn, args = call
         torch.manual_seed(rank)
@@ -143,6 +165,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
             pipe.send(None)
         except BaseException:
             pipe.send(traceback.format_exc())
+    close_communicators()
     dist.destroy_process_group()
 
 

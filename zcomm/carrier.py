@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from zcomm import kernels
 from zcomm.errors import BackendUnavailableError, ConfigError
-from zcomm.nccl_library import nccl_library
+from zcomm.nccl_library import is_emulated, nccl_library
 
 __all__ = ["BackendName", "chosen_backend", "nccl_unavailable_reason", "use_backend"]
 
@@ -47,7 +47,7 @@ def chosen_backend(name: BackendName | None) -> BackendName:
 def nccl_unavailable_reason() -> str:
     """Why the communicator over NCCL cannot be used in this process; empty if it can."""
     try:
-        if not hasattr(kernels.native(), "NcclCommunicator"):
+        if not is_emulated() and not kernels.native().build_info()["cuda"]:
             return (
                 "the native module was built without CUDA: build it where nvcc is found, "
                 "with ZCOMM_CUDA=ON pip install --no-build-isolation ."

@@ -37,7 +37,11 @@ VARIABLES = {
         ("auto", "io_uring", "threads"),
         "what carries file I/O; auto: io_uring if it was found at build time and the kernel allows it",
     ),
-    "ZCOMM_NCCL": Variable("", (), "path of an NCCL library; default: torch's, else a wheel's, else the system's"),
+    "ZCOMM_NCCL": Variable(
+        "",
+        (),
+        "path of an NCCL library; default: torch's, a wheel's, the system's; emulated: over CPU tensors, for tests",
+    ),
     "ZERO_DEBUG": Variable("0", SWITCH, "1: zero fills what it gives back with NaN, and finds lost changes of values"),
 }
 

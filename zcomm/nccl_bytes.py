@@ -13,6 +13,7 @@ from torch import Tensor
 from zcomm.backend import Hop, Pending
 from zcomm.errors import BackendUnavailableError, CommunicationError
 from zcomm.nccl_communicators import communicator_over, inside_first
+from zcomm.nccl_library import is_emulated
 
 __all__ = ["check_device", "over_nccl"]
 
@@ -29,11 +30,12 @@ def _carried(hop: Hop, ordered: tuple[Hop, ...]) -> Hop:
 
 
 def check_device(operation: str, device: torch.device) -> None:
-    """Raise BackendUnavailableError unless tensors on ``device`` go over NCCL."""
-    if device.type != "cuda":
+    """Raise BackendUnavailableError unless tensors on ``device`` go over NCCL: CUDA's, or, emulated, the CPU's."""
+    taken = "cpu" if is_emulated() else "cuda"
+    if device.type != taken:
         raise BackendUnavailableError(
-            f"backend='nccl' does not serve this {operation}: it takes CUDA tensors, got device={device}; use "
-            "backend='torch'"
+            f"backend='nccl' does not serve this {operation}: it takes {taken.upper()} tensors, got device={device}; "
+            "use backend='torch'"
         )
 
 
@@ -56,25 +58,10 @@ class _NcclBytes:
     def _exchange(self, output: Tensor, source: Tensor, stride: int, nbytes: int, *, is_gather: bool) -> Pending:
         check_device("exchange", source.device)
         over = communicator_over(self._hops, source.device)
-        with over.sides[self._index].after_current(source.device, (output, source)) as stream:
-            place = stride, nbytes, stream.cuda_stream
+        with over.streams.beside(self._index, source.device, (output, source)) as lane:
+            place = stride, nbytes, lane.address
             try:
                 over.native.exchange_bytes(self._index, is_gather, source.data_ptr(), output.data_ptr(), *place)
             except RuntimeError as error:
                 raise CommunicationError(f"an exchange of bytes over NCCL: {error}") from error
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
-        return _Ordered(event)
-
-
-class _Ordered:
-    """An exchange that later work of the stream that waits comes after."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        self._event.wait()
-
-    def is_completed(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+            return lane.ended()

@@ -18,10 +18,10 @@ from torch.distributed import distributed_c10d
 from zcomm import backend, kernels
 from zcomm.backend import Hop
 from zcomm.carrier import nccl_unavailable_reason
+from zcomm.device_streams import DeviceStreams, device_streams, on_device
 from zcomm.errors import BackendUnavailableError, CommunicationError
 from zcomm.nccl_library import nccl_library
 from zcomm.starts import prefix_of_start
-from zcomm.streams import SideStreams
 
 __all__ = ["Communicator", "agree_on_nccl", "close_communicators", "communicator_over", "inside_first"]
 
@@ -38,8 +38,8 @@ class Communicator(NamedTuple):
 
     native: Any
     """The ``NcclCommunicator``."""
-    sides: tuple[SideStreams, ...]
-    """For exchanges of bytes, a stream for each hop."""
+    streams: DeviceStreams
+    """What it works on."""
 
 
 _COMMUNICATORS: WeakKeyDictionary[dist.ProcessGroup, dict[Key, Communicator]] = WeakKeyDictionary()
@@ -60,7 +60,7 @@ def communicator_over(hops: Sequence[Hop], device: torch.device) -> Communicator
     """
     groups = [hop.group for hop in hops if hop.group is not None]
     made = _COMMUNICATORS.setdefault(groups[0], {}) if groups else _ALONE
-    key = device.index, tuple(ALONE if hop.group is None else hop.group.group_name for hop in hops)
+    key = device.index or 0, tuple(ALONE if hop.group is None else hop.group.group_name for hop in hops)
     if key not in made:
         made[key] = _make(hops, device)
     return made[key]
@@ -74,11 +74,11 @@ def _make(hops: Sequence[Hop], device: torch.device) -> Communicator:
     timeout_s = min((t.total_seconds() for t in timeouts if t is not None), default=600.0)
     members = [(unique_id, hop.size, hop.rank) for unique_id, hop in zip(ids, hops, strict=True)]
     try:
-        with torch.cuda.device(device):
-            native = kernels.native().NcclCommunicator(nccl_library(), device.index, members, timeout_s)
+        with on_device(device):
+            native = kernels.native().NcclCommunicator(nccl_library(), device.index or 0, members, timeout_s)
     except RuntimeError as error:
         raise CommunicationError(f"no communicator over NCCL: {error}") from error
-    return Communicator(native, tuple(SideStreams() for _ in hops))
+    return Communicator(native, device_streams(native, len(hops)))
 
 
 def _store(hop: Hop, round_: str) -> Any:

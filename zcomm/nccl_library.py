@@ -1,7 +1,8 @@
 """Where NCCL is found: torch's own first, then the wheel nvidia-nccl-cu12 or -cu13, then the system's.
 
 It is loaded when first asked for; nothing of it is needed to build or import this package. ``ZCOMM_NCCL`` names one
-library, and then no other is looked for.
+library, and then no other is looked for; ``emulated`` names our own stand-in, for tests: processes of one machine, CPU
+tensors (``cpp/emulated``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any
 from zcomm import env, kernels
 from zcomm.errors import BackendUnavailableError, ConfigError
 
-__all__ = ["nccl_description", "nccl_library"]
+__all__ = ["is_emulated", "nccl_description", "nccl_library"]
+
+EMULATED = "emulated"
 
 
 def _candidates() -> list[str]:
@@ -37,7 +40,10 @@ def nccl_library() -> Any:
             function that is used; or the native module is not built.
     """
     try:
-        return kernels.native().load_nccl(env.value("ZCOMM_NCCL"), _candidates())
+        native, path = kernels.native(), env.value("ZCOMM_NCCL")
+        if path == EMULATED:
+            path = str(Path(native.__file__).with_name("_emulated_nccl.so"))
+        return native.load_nccl(path, _candidates())
     except RuntimeError as error:
         remedy = "install the extra zcomm-zero[nccl-cu12] or [nccl-cu13], whichever torch's CUDA is, or set ZCOMM_NCCL"
         raise BackendUnavailableError(f"{error}\n{remedy}") from error
@@ -46,11 +52,18 @@ def nccl_library() -> Any:
 atexit.register(nccl_library.cache_clear)  # what is still held when the interpreter ends is reported as leaked
 
 
+def is_emulated() -> bool:
+    """Whether the NCCL of this process is the emulation, which takes CPU tensors and no others."""
+    return env.value("ZCOMM_NCCL") != "" and bool(nccl_library().is_emulated)
+
+
 def nccl_description() -> str:
     """Version and path, or why there is none."""
     try:
         library = nccl_library()
     except (BackendUnavailableError, ConfigError) as error:
         return f"none: {str(error).splitlines()[0].rstrip(':')}"
+    if library.is_emulated:
+        return f"emulated in host memory, for tests alone: {library.path}"
     registered = "buffers can be registered" if library.can_register else "too old to register buffers"
     return f"{library.version}, {library.path}, {registered}"

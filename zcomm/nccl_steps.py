@@ -20,8 +20,9 @@ from torch import Tensor
 
 from zcomm import backend, env
 from zcomm.backend import Sent
+from zcomm.device_streams import on_device
 from zcomm.encoder import Encoder
-from zcomm.errors import CommunicationError
+from zcomm.errors import CommunicationError, MessageError
 from zcomm.formats import Format, codec_for, is_same_wire
 from zcomm.message import MessageLayout, layout_of
 from zcomm.native_calls import DTYPE_NUMBERS
@@ -86,7 +87,9 @@ def gather_over_nccl(rows: Tensor, shard: Tensor, numbering: Numbering, encoder:
     sizes = _sizes(route, shard.dtype, shard.numel(), segments)
     output = _rows(rows, route, numbering)
     _count(route, shard.dtype, sizes, segments, [c // s for c, s in zip(carried, segments, strict=True)])
-    yield from _queued(route, shard, lambda native, place: native.all_gather(sizes, _flat(shard), output, place))
+    yield from _queued(
+        route, (shard, rows), lambda native, place: native.all_gather(sizes, _flat(shard), output, place)
+    )
 
 
 def reduce_over_nccl(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, encoder: Encoder) -> Steps:
@@ -97,7 +100,7 @@ def reduce_over_nccl(output: Tensor, rows: Tensor, numbering: Numbering, divisor
     source = _rows(rows, route, numbering)
     _count(route, rows.dtype, sizes, segments, [1] * len(segments))
     yield from _queued(
-        route, rows, lambda native, place: native.reduce_scatter(sizes, source, _flat(output), divisor, place)
+        route, (rows, output), lambda native, place: native.reduce_scatter(sizes, source, _flat(output), divisor, place)
     )
 
 
@@ -109,7 +112,8 @@ def exchange_over_nccl(output: Tensor, source: Tensor, encoder: Encoder) -> Step
     carried = [route.num_nodes, route.ranks_per_node] if len(segments) == 2 else [1]
     _count(route, source.dtype, sizes, segments, carried)
     sent, received = _rows(source, route, "rank"), _rows(output, route, "rank")
-    yield from _queued(route, source, lambda native, place: native.all_to_all(sizes, sent, received, place))
+    tensors = (source, output)
+    yield from _queued(route, tensors, lambda native, place: native.all_to_all(sizes, sent, received, place))
 
 
 def _sizes(route: Route, dtype: torch.dtype, numel: int, segments: tuple[int, ...]) -> tuple[Any, ...]:
@@ -149,24 +153,32 @@ def _count(
             backend.count(hop, Sent(route.operation, str(wire), carried * layout.numel), carried * layout.nbytes)
 
 
-def _queued(route: Route, tensor: Tensor, call: Callable[[Any, Any], int]) -> Steps:
-    """``call`` of the communicator, on the current stream of the device of ``tensor``; ``call(native, None)``: the room
-    that it needs while a graph is captured."""
-    device = tensor.device
-    with torch.cuda.device(device):
-        native = communicator_over(inside_first([hop for hop, _ in route.hops]), device).native
+def _queued(route: Route, tensors: tuple[Tensor, Tensor], call: Callable[[Any, Any], int]) -> Steps:
+    """``call`` of the communicator, on input and output ``tensors``, on the current stream of their device;
+    ``call(native, None)``: the room that it needs while a graph is captured."""
+    device = tensors[0].device
+    with on_device(device):
+        over = communicator_over(inside_first([hop for hop, _ in route.hops]), device)
         flag = torch.ones(1, dtype=torch.int32, device=device)
-        stream = torch.cuda.current_stream(device).cuda_stream
         room = torch.empty(0, dtype=torch.uint8, device=device)
-        if torch.cuda.is_current_stream_capturing():
-            room = torch.empty(call(native, None), dtype=torch.uint8, device=device)  # of the graph's own memory
-        try:
-            call(native, (stream, flag.data_ptr(), room.data_ptr(), room.numel()))
-        except RuntimeError as error:
-            raise CommunicationError(f"{route.operation} over NCCL: {error}") from error
-        if any(codec_for(wire, tensor.dtype).is_block for _, wire in route.hops):
-            torch._assert_async(
-                flag,
-                f"a message of {route.operation} is not what this rank expects: sizes or formats differ between ranks",
-            )
-    yield None
+        if over.streams.is_captured():
+            room = torch.empty(call(over.native, None), dtype=torch.uint8, device=device)  # of the graph's own memory
+        with over.streams.calls(device, (*tensors, flag)) as lane:
+            try:
+                call(over.native, (lane.address, flag.data_ptr(), room.data_ptr(), room.numel()))
+            except RuntimeError as error:
+                raise CommunicationError(f"{route.operation} over NCCL: {error}") from error
+            ended = lane.ended()
+    yield ended
+    if any(codec_for(wire, tensors[0].dtype).is_block for _, wire in route.hops):
+        check_flag(flag, route.operation)
+
+
+def check_flag(flag: Tensor, operation: str) -> None:
+    """MessageError, or on a GPU an assertion, unless ``flag`` is 1."""
+    text = f"a message of {operation} is not what this rank expects: sizes or formats differ between ranks"
+    if flag.device.type == "cuda":
+        with torch.cuda.device(flag.device):
+            torch._assert_async(flag, text)
+    elif not flag.item():
+        raise MessageError(text)

@@ -1,5 +1,5 @@
-// The part of zcomm._native that speaks NCCL: argument conversion, GIL release, nothing else. The communicator is there
-// in builds with CUDA alone.
+// The part of zcomm._native that speaks NCCL: argument conversion, GIL release, nothing else. In builds without CUDA
+// the communicator works with the emulated NCCL alone.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -16,6 +16,8 @@
 
 #include "communicator.h"
 #include "cuda_device.h"
+#include "host_device.h"
+#include "host_stream.h"
 #include "nccl_library.h"
 #include "nccl_transport.h"
 #include "single_rank.h"
@@ -29,11 +31,11 @@ namespace {
 using zcomm::DType;
 using zcomm::nccl::Library;
 
-#ifdef ZCOMM_HAS_CUDA
-
 using zcomm::nccl::CallRows;
 using zcomm::nccl::CallSizes;
 using zcomm::nccl::Communicator;
+using zcomm::nccl::HostEvent;
+using zcomm::nccl::HostStream;
 
 // codec, block, hash of a chunk's messages, hash of the last chunk's
 using WireArgument = std::tuple<int, std::size_t, std::uint32_t, std::uint32_t>;
@@ -93,6 +95,16 @@ std::size_t RunOrMeasure(Communicator* communicator, const Call& call, const std
   return 0;
 }
 
+std::pair<std::shared_ptr<zcomm::nccl::Device>, std::shared_ptr<zcomm::nccl::Kernels>> MakeDevice(
+    const Library& library, [[maybe_unused]] int device) {
+  if (library.is_emulated) return {zcomm::nccl::MakeHostDevice(), zcomm::nccl::MakeHostKernels()};
+#ifdef ZCOMM_HAS_CUDA
+  return {zcomm::nccl::MakeCudaDevice(device, &library), zcomm::nccl::MakeCudaKernels()};
+#else
+  throw std::runtime_error("the native module was built without CUDA");
+#endif
+}
+
 void MakeCommunicator(Communicator* self, const Library& library, int device, const std::vector<HopArgument>& hops,
                       double timeout_s) {
   using Seconds = std::chrono::duration<double>;
@@ -105,16 +117,16 @@ void MakeCommunicator(Communicator* self, const Library& library, int device, co
     parsed.emplace_back(id, size, rank);
   }
   const nb::gil_scoped_release released;
-  std::shared_ptr<zcomm::nccl::Device> gpu = zcomm::nccl::MakeCudaDevice(device, &library);
+  auto [place, operations] = MakeDevice(library, device);
   std::vector<std::unique_ptr<zcomm::nccl::Transport>> transports;
   for (const auto& [id, size, rank] : parsed) {
     if (size == 1) {
-      transports.push_back(std::make_unique<zcomm::nccl::SingleRank>(gpu.get()));
+      transports.push_back(std::make_unique<zcomm::nccl::SingleRank>(place.get()));
     } else {
       transports.push_back(std::make_unique<zcomm::nccl::NcclTransport>(&library, id, size, rank, Seconds(timeout_s)));
     }
   }
-  new (self) Communicator(gpu, zcomm::nccl::MakeCudaKernels(), std::move(transports), Seconds(timeout_s));
+  new (self) Communicator(std::move(place), std::move(operations), std::move(transports), Seconds(timeout_s));
 }
 
 void DefineCommunicator(nb::module_& m) {
@@ -158,7 +170,19 @@ void DefineCommunicator(nb::module_& m) {
       .def("abort", &Communicator::Abort, release, "reason"_a);
 }
 
-#endif
+void DefineHostStream(nb::module_& m) {
+  nb::class_<HostEvent>(m, "HostEvent")
+      .def("is_done", &HostEvent::IsDone)
+      .def("wait", &HostEvent::Wait, nb::call_guard<nb::gil_scoped_release>());
+  nb::class_<HostStream>(m, "HostStream")
+      .def(nb::init<>())
+      .def_prop_ro("address", [](HostStream& self) { return reinterpret_cast<std::uintptr_t>(self.handle()); })
+      .def("record", [](HostStream& self) {
+        HostEvent event;
+        event.Record(&self);
+        return event;
+      });
+}
 
 }  // namespace
 
@@ -166,9 +190,9 @@ void DefineNccl(nb::module_& m) {
   nb::class_<Library>(m, "NcclLibrary")
       .def_ro("path", &Library::path)
       .def_prop_ro("version", [](const Library& self) { return zcomm::nccl::VersionText(self.version); })
-      .def_prop_ro("can_register", &Library::can_register);
+      .def_prop_ro("can_register", &Library::can_register)
+      .def_ro("is_emulated", &Library::is_emulated);
   m.def("load_nccl", &zcomm::nccl::LoadLibrary, nb::call_guard<nb::gil_scoped_release>(), "path"_a, "candidates"_a);
-#ifdef ZCOMM_HAS_CUDA
   DefineCommunicator(m);
-#endif
+  DefineHostStream(m);
 }

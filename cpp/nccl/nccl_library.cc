@@ -9,6 +9,7 @@ namespace zcomm::nccl {
 namespace {
 
 constexpr const char* kName = "libnccl.so.2";
+constexpr const char* kEmulatedName = "zcommNcclIsEmulated";
 constexpr int kOldestWithRegistration = 21900;
 
 std::string PathOf(void* handle, const std::string& asked) {
@@ -79,7 +80,7 @@ std::string VersionText(int version) {
 
 Library LoadLibrary(const std::string& path, const std::vector<std::string>& candidates) {
   void* handle = OpenFirst(path, candidates);
-  Library library{PathOf(handle, path), 0, {}};
+  Library library{PathOf(handle, path), 0, {}, false};
   Functions& functions = library.functions;
   library.version = VersionOf(handle, library.path, &functions);
   const std::string found = library.path + ", NCCL " + VersionText(library.version);
@@ -107,6 +108,7 @@ Library LoadLibrary(const std::string& path, const std::vector<std::string>& can
     resolve("ncclCommDeregister", &functions.comm_deregister);
   }
   if (!resolve.missing().empty()) throw std::runtime_error(found + " lacks " + resolve.missing());
+  library.is_emulated = dlsym(handle, kEmulatedName) != nullptr;
   return library;
 }
 

@@ -18,6 +18,8 @@ struct Library {
   int version;
   Functions functions;
 
+  bool is_emulated = false;  // cpp/emulated: buffers are memory of the host, streams are those of host_stream.h
+
   // Whether buffers can be allocated and registered by NCCL (2.19).
   bool can_register() const { return functions.mem_alloc != nullptr; }
 };

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def test_an_unknown_backend_is_named() -> None:
 
 
 def test_a_build_without_cuda_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carrier.kernels, "native", object)
+    monkeypatch.setattr(carrier.kernels, "native", lambda: SimpleNamespace(build_info=lambda: {"cuda": None}))
     with pytest.raises(BackendUnavailableError, match="without CUDA: build it where nvcc is found"):
         zcomm.use_backend("nccl")
     assert carrier.chosen_backend(None) == "torch"

@@ -1,64 +1,24 @@
 """Over backend="nccl" what has no CUDA kernels goes hop by hop as bytes: with the bits of torch, and over no group.
 
-The communicator is a stand-in here that reads and writes the addresses it is given, on the CPU.
+The communicator is over the emulated NCCL.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import zcomm
-from tests.ranks import run_ranks
+from tests.ranks import ranks_over, run_ranks
 from tests.zcomm.calls import WORLD_SIZE, assert_same_bits, collectives, kept, with_residual
-from zcomm import Topology, backend, carrier, chunks, nccl_bytes, nccl_communicators, nccl_steps, route, secondary
-from zcomm.backend import Hop
-from zcomm.nccl_communicators import Communicator as Over
+from zcomm import Topology, backend, carrier, chunks, nccl_communicators, nccl_steps
 
 FORMATS = ("int8:stochastic", "int4:asym", "nf4/32:hadamard", "int4/96", "int8", "none")
-STREAM = 11
-
-
-def _at(address: int, nbytes: int) -> Tensor:
-    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
-
-
-class StandIn:
-    """The native communicator's exchanges of bytes, by gloo."""
-
-    calls = 0
-
-    def __init__(self, hops: Sequence[Hop]) -> None:
-        self._hops = hops
-
-    def exchange_bytes(self, index: int, is_gather: bool, *place: int) -> None:  # noqa: FBT001  (as in C++)
-        source, output, stride, nbytes, stream = place
-        assert stream == STREAM
-        StandIn.calls += 1
-        hop = self._hops[index]
-        rows = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(hop.size)]
-        if is_gather:
-            dist.all_gather(rows, _at(source, nbytes).clone(), group=hop.group)
-        else:
-            parts = _at(source, nbytes * hop.size).clone()
-            received = torch.empty_like(parts)
-            dist.all_to_all_single(received, parts, group=hop.group)
-            rows = list(received.view(hop.size, nbytes))
-        for i, row in enumerate(rows):
-            _at(output + i * stride, nbytes).copy_(row)
-
-
-class _Side:
-    def after_current(self, *_: Any) -> Any:
-        return nullcontext(SimpleNamespace(cuda_stream=STREAM))
 
 
 def _over_nccl_only(exchange: Any) -> Any:
@@ -70,20 +30,13 @@ def _over_nccl_only(exchange: Any) -> Any:
 
 
 @contextmanager
-def _over_stand_in() -> Iterator[None]:
-    """The stand-in carries what goes over NCCL; torch's groups carry none of it."""
-    sides: Any = (_Side(), _Side())
+def _hop_by_hop() -> Iterator[None]:
+    """No call goes through the pipeline in C++, and torch's groups carry none."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (nccl_bytes, nccl_steps, route, secondary):
-            patch.setattr(module, "check_device", lambda *_: None)
         patch.setattr(nccl_steps, "_has_kernels", lambda _: False)
-        patch.setattr(nccl_bytes, "communicator_over", lambda hops, _: Over(StandIn(hops), sides))
-        patch.setattr(nccl_bytes.torch.cuda, "Event", lambda: SimpleNamespace(record=lambda _: None, wait=lambda: None))
         for name in ("_gather", "_exchange"):
             patch.setattr(backend, name, _over_nccl_only(getattr(backend, name)))
-        before = StandIn.calls
         yield
-        assert before < StandIn.calls, "nothing went over the stand-in"
 
 
 def _check_all(rank: int) -> None:
@@ -102,34 +55,33 @@ def _check_calls(rank: int) -> None:
                 continue
             with zcomm.traffic() as expected_traffic:
                 expected = collectives(rank, "torch", group, wire, dtype, numel)
-            with _over_stand_in(), zcomm.traffic() as traffic:
+            with _hop_by_hop(), zcomm.traffic() as traffic:
                 got = collectives(rank, "nccl", group, wire, dtype, numel)
             assert_same_bits(f"{wire}, {dtype}, {numel}", got, expected)
             assert traffic.as_dict() == expected_traffic.as_dict()
     for group in (topology, None):
         expected = with_residual(rank, "torch", group, 1000)
-        with _over_stand_in():
+        with _hop_by_hop():
             assert_same_bits("residual", with_residual(rank, "nccl", group, 1000), expected)
-    expected = kept(rank, topology, 501)
-    with _over_stand_in(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(carrier, "_CHOSEN", ["nccl"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(carrier, "_CHOSEN", ["torch"])
+        expected = kept(rank, topology, 501)
+    with _hop_by_hop():
         assert_same_bits("kept", kept(rank, topology, 501), expected)
     _check_closing(topology)
 
 
 def _check_closing(topology: Topology) -> None:
     """Closing a topology frees what was made over its groups."""
-    group = topology.intra.group
-    assert group is not None
-    nccl_communicators._COMMUNICATORS[group] = {}
-    other = dist.group.WORLD
+    group, other = topology.intra.group, dist.group.WORLD
     assert other is not None
-    nccl_communicators._COMMUNICATORS[other] = {}
+    assert {group, other} <= set(nccl_communicators._COMMUNICATORS)
     topology.close()
-    assert list(nccl_communicators._COMMUNICATORS) == [other]
+    assert group not in nccl_communicators._COMMUNICATORS
     nccl_communicators.close_communicators(other)
-    assert not nccl_communicators._COMMUNICATORS
+    assert other not in nccl_communicators._COMMUNICATORS
 
 
 def test_bytes_over_nccl_have_the_bits_of_torch() -> None:
-    run_ranks(WORLD_SIZE, _check_all)
+    with ranks_over("nccl"):
+        run_ranks(WORLD_SIZE, _check_all)
