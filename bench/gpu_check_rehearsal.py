@@ -8,7 +8,6 @@ kernel out of memory; what it has started goes on). That happens after the first
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,11 +15,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from gpu_check_plan import BUDGETS, ENVIRONMENT, deadline_s
+from gpu_check_plan import BUDGETS, COMMANDS, ENVIRONMENT, deadline_s
 from gpu_check_processes import MARK, marked, new_mark
 from gpu_check_record import ROWS, TABLES, row_of
 from gpu_check_steps import Step
@@ -92,8 +92,8 @@ class Run:
         return sum(self.counts[name] for name in names[: names.index(step) + 1])
 
 
-def rehearse(folder: Path, words: Sequence[str], injections: Sequence[Injection], kill_after: int | None = None) -> Run:
-    """Run gpu_check.py with ``injections``; SIGKILL it when it has written ``kill_after`` figures."""
+def rehearse(folder: Path, words: Sequence[str], injections: Sequence[Injection], killed_in: str = "") -> Run:
+    """Run gpu_check.py with ``injections``; SIGKILL it when it has a figure of the step ``killed_in``."""
     mark, begin = new_mark(), time.monotonic()
     script = str(Path(__file__).with_name("gpu_check.py"))
     command = [sys.executable, script, f"--output={folder}", *(["--only", *words] if words else []), "--rehearse"]
@@ -105,7 +105,7 @@ def rehearse(folder: Path, words: Sequence[str], injections: Sequence[Injection]
         process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, env={**os.environ, MARK: mark})
         while process.poll() is None:
             time.sleep(POLL_S)
-            if kill_after is not None and rows.exists() and rows.read_bytes().count(b"\n") >= kill_after:
+            if killed_in and rows.exists() and f'{{"step": "{killed_in}"' in rows.read_text():
                 process.kill()
                 process.wait()
     seconds = time.monotonic() - begin
@@ -146,23 +146,25 @@ def plan_of(names: Sequence[str]) -> list[list[Injection]]:
 
 
 def rehearse_all(folder: Path, words: Sequence[str]) -> int:
-    """Every step going wrong once, then this process being killed; prints the table, 1 if anything was not right."""
+    """Every step going wrong once, and gpu_check.py killed; prints the table, 1 if anything was not right.
+
+    The runs go at the same time, for most of what a hang takes is waiting.
+    """
     names = [n for n in BUDGETS if n != ENVIRONMENT and (not words or any(word in n for word in words))]
-    clean = rehearse(folder / "clean", words, [])
-    total = sum(clean.counts.values())
-    print(f"without failures: {total} figures, exit code {clean.code}, {clean.seconds:.0f} s", flush=True)
-    runs = []
-    for number, injections in enumerate(plan_of(names)):
-        runs.append(rehearse(folder / f"run{number + 1}", words, injections))
-        print(
-            f"run {number + 1}: {runs[-1].seconds:.0f} s, {problems(runs[-1], clean) or 'as it has to be'}", flush=True
-        )
-    runs.append(rehearse(folder / "killed", words, [], kill_after=max(1, 2 * total // 3)))
-    lines = table_of(runs, clean, names)
+    measuring = [name for name in names if name in COMMANDS] or [ENVIRONMENT]
+    with ThreadPoolExecutor(len(KINDS) + 2) as pool:
+        of_clean = pool.submit(rehearse, folder / "clean", words, [])
+        of_runs = [
+            pool.submit(rehearse, folder / f"run{number + 1}", words, injections)
+            for number, injections in enumerate(plan_of(names))
+        ]
+        of_runs.append(pool.submit(rehearse, folder / "killed", words, [], measuring[len(measuring) // 2]))
+        clean, runs = of_clean.result(), [of_run.result() for of_run in of_runs]
     failed = clean.code != 0 or any(problems(run, clean) for run in runs)
-    text = "\n".join([*lines, "", f"{'FAILED' if failed else 'all as it has to be'}; without failures {total} figures"])
+    without = f"without failures: {sum(clean.counts.values())} figures, exit code {clean.code}, {clean.seconds:.0f} s"
+    verdict = "FAILED" if failed else "all as it has to be"
+    text = "\n".join([*table_of(runs, clean, names), "", f"{verdict}; {without}"])
     (folder / "rehearsal.md").write_text(text + "\n")
-    (folder / "rehearsal.json").write_text(json.dumps([run.__dict__ for run in (clean, *runs)], default=str) + "\n")
     print(text)
     return int(failed)
 

@@ -1,8 +1,9 @@
 """Steps of a check, each a command with a budget: a step that fails, hangs or dies does not end the others.
 
-A step ends at the latest when its own budget and those of the steps before it are spent, so what a step leaves over is
-there for the later ones, none takes of theirs, and all together end within the sum. Nothing here needs more than
-Python's standard library.
+A step ends at the latest when its own budget and those of the steps before it are spent: what a step leaves over is
+there for the later ones, none takes of theirs, and all together end within the sum. No step takes more than
+``MOST_BUDGETS`` of its own, so that one that hangs leaves something over. Nothing here needs more than Python's
+standard library.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = ["Place", "Step", "all_passed", "last_line", "run_steps"]
 
 GRACE_S = 2.0
 """Between SIGTERM and SIGKILL, of the step's own time."""
+MOST_BUDGETS = 2.0
 LEAST_S = 1.0
 """A step that has less time than this is not begun."""
 POLL_S = 0.05
@@ -75,7 +77,8 @@ def run_steps(
         elif end - time.monotonic() < min(step.budget_s, LEAST_S):
             outcome = Outcome(step.name, LATE, 0.0, "not begun: no time was left")
         else:
-            outcome = _run(step, record, place(), end)
+            most = time.monotonic() + MOST_BUDGETS * step.budget_s
+            outcome = _run(step, record, place(), min(end, most))
         outcomes.append(outcome)
         record.end(outcome)
         report(outcome)

@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace, topology: Topology, device: torch.device,
     tiles, left_out = Tiles(torch.bfloat16, device), []
     unusable = {}
     if reason := nccl_unavailable_reason() or refused_by_nccl(device):
-        unusable["nccl"] = reason
+        unusable["nccl"] = reason = " ".join(reason.split())
         if report is not None and "nccl" in arguments.backends:
             report.row({"backend": "nccl", "unavailable": reason}, num_wrong=0)
     for kib, backend, collective in product(arguments.sizes_kib, arguments.backends, arguments.collectives):

@@ -130,7 +130,7 @@ def row(case: Case, rounds: int, topology: Topology) -> tuple[dict[str, Any], in
 
 def run(arguments: argparse.Namespace, topology: Topology, device: torch.device, report: Report | None) -> int:
     """Each backend, format and collective."""
-    reason = nccl_unavailable_reason() or refused_by_nccl(device)
+    reason = " ".join((nccl_unavailable_reason() or refused_by_nccl(device)).split())
     for backend in BACKENDS:
         if backend == "nccl" and reason:
             if report is not None:

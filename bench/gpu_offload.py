@@ -181,8 +181,9 @@ def main() -> int:
     row["losses"] = f"{first:.4f} to {last:.4f}"
     if device.type == "cuda":
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    row |= of_trace(traced(step, device, arguments.trace))
     report.row(row, num_wrong=int(not last < first))
+    if of_copies := of_trace(traced(step, device, arguments.trace)):
+        report.row({"parameters": row["parameters"], **of_copies}, num_wrong=0)
     optimizer.close()
     return report.finish()
 
