@@ -1,19 +1,21 @@
-"""Check and measure on this machine everything that needs a GPU: one command, no network.
+"""Check and measure on this machine everything that needs a GPU: one command, no network, within 9 minutes.
 
-    bench/gpu_check.sh              under 8 minutes
-    bench/gpu_check.sh --quick      under 2
-    bench/gpu_check.sh --no-build   with the package as it is installed
+    bench/gpu_check.sh --output FOLDER      all of it; the results are in FOLDER at any moment
+    bench/gpu_check.sh --quick              within 2 minutes
+    bench/gpu_check.sh --no-build           with the package as it is installed, or its source tree as it is
+    bench/gpu_check.sh --rehearse           the same steps on the CPU, tiny; or with failures: --rehearse kill:offload
+    bench/gpu_check.sh --rehearse all       every step failing, hanging and being killed, and this process too
 
-It builds the package for this GPU's architecture alone, with the torch, nanobind and scikit-build-core that are there;
-runs the tests marked ``gpu`` (every kernel against the reference, several ranks that share the GPU over NCCL, streams);
-compute-sanitizer on the tests of the CUDA kernels; then the benchmarks: kernels beside a copy, the main job, offload.
-Each step has a time limit of its own, and what it prints goes to a file under ``--output``.
+First what only a GPU can say: kernels beside a copy, collectives, training steps, first calls, CUDA graphs, offload;
+then tests, bits against the CPU reference, sanitizers. The package is built before, for this GPU's architecture alone,
+with what is installed; if that fails, its source tree is used, which has the Triton kernels and torch's NCCL.
 
-It ends with a table of the steps, and writes it, with the machine, the versions and the rows of the benchmarks, to
-``bench/results/gpu_NAME.md``. Exit code:
+Every figure is written when it is known: ``figures.jsonl`` and ``figures.md``, with ``steps.log``, whatever ends this
+process later. Each step has a budget, and what one leaves over goes to the later ones. It ends with a table of the
+steps. Exit code:
 
     0   every step passed, or was skipped for the reason that is shown
-    1   a step failed, or its time was over
+    1   a step failed, gave no figure although it measures, or its time was over
     2   wrong options
     3   there is no GPU that torch can use: nothing was checked, and the reason is shown
 """
@@ -21,36 +23,44 @@ It ends with a table of the steps, and writes it, with the machine, the versions
 from __future__ import annotations
 
 import argparse
-import json
 import re
+import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
 from gpu_check_machine import TEST_PACKAGES, Machine, look
-from gpu_check_plan import Plan, make_steps
-from gpu_check_steps import Outcome, all_passed, run_steps, table
+from gpu_check_package import Package
+from gpu_check_plan import BUDGETS, ENVIRONMENT, PACKAGE, Mode, Plan, deadline_s, make_steps
+from gpu_check_record import PASS, TABLES, Outcome, Record, table
+from gpu_check_rehearsal import Injection, injected, parse_injection, rehearse_all
+from gpu_check_steps import Place, Step, all_passed, run_steps
 
 NO_GPU = 3
-DEADLINE_S, QUICK_DEADLINE_S = 465.0, 115.0
-RESULTS = Path(__file__).parent / "results"
-SHOWN = ("beside", "main job", "offload")
-"""Steps with one of these in their names are shown with what they have printed."""
-MAX_LINES = 60
+ALL = "all"
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer formats and sizes, under 2 minutes")
-    parser.add_argument("--no-build", action="store_true", help="use the package as it is installed")
-    parser.add_argument("--output", type=Path, default=Path("runs/gpu_check"), help="folder of what steps print")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the table that is kept")
+    parser.add_argument("--quick", action="store_true", help="fewer formats and sizes, within 2 minutes")
+    parser.add_argument("--no-build", action="store_true", help="use the package as it is")
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu_check"), help="folder of all that is written")
+    parser.add_argument("--results", type=Path, help="folder that also gets the tables in the end, as gpu_NAME.md")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="steps with one of these in their names")
     parser.add_argument("--commit", default="", help="what was checked, where the tree is not under git")
-    return parser.parse_args()
+    parser.add_argument("--rehearse", nargs="*", metavar="KIND:STEP", help="on the CPU; KIND is fail, hang or kill")
+    arguments = parser.parse_args()
+    arguments.injections = []
+    if arguments.rehearse is not None and arguments.rehearse != [ALL]:
+        names = [name for name in BUDGETS if name != ENVIRONMENT]
+        try:
+            arguments.injections = [parse_injection(text, names) for text in arguments.rehearse]
+        except ValueError as error:
+            parser.error(str(error))
+    return arguments
 
 
 def without_gpu(machine: Machine) -> str:
@@ -67,12 +77,6 @@ def without_gpu(machine: Machine) -> str:
     )
 
 
-def facts_table(machine: Machine) -> str:
-    """The machine, as a Markdown table."""
-    rows = [f"| {name} | {text.replace('|', '/')} |" for name, text in machine.facts.items()]
-    return "\n".join(["| fact | value |", "|---|---|", *rows])
-
-
 def results_path(folder: Path, machine: Machine) -> Path:
     """The file of this GPU."""
     assert machine.gpu is not None, "results are of a GPU"
@@ -80,67 +84,85 @@ def results_path(folder: Path, machine: Machine) -> Path:
     return folder / f"gpu_{name}.md"
 
 
-def document(machine: Machine, outcomes: Sequence[Outcome], command: str, seconds: float) -> str:
-    """What is kept: machine, steps, and what the benchmarks printed."""
-    assert machine.gpu is not None, "results are of a GPU"
-    verdict = "every step passed or was skipped" if all_passed(outcomes) else "a step failed"
-    day = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    parts = [
-        f"# {machine.gpu.name}",
-        f"`{command}`, {day}, {seconds:.0f} s: {verdict}.",
-        facts_table(machine),
-        table(outcomes),
-    ]
-    for outcome in outcomes:
-        if outcome.log is not None and any(word in outcome.name for word in SHOWN):
-            parts.append(f"## {outcome.name}\n\n{printed(outcome.log.read_text(errors='replace'))}")
-    return "\n\n".join(parts) + "\n"
+def chosen_steps(plan: Plan, words: list[str], injections: list[Injection]) -> list[Step]:
+    """The steps that were asked for, with what is to go wrong in them."""
+    kinds = {injection.step: injection.kind for injection in injections}
+    steps = [step for step in make_steps(plan) if not words or any(word in step.name for word in words)]
+    return [injected(step, kinds[step.name]) if step.name in kinds else step for step in steps]
 
 
-def printed(text: str) -> str:
-    """What a benchmark printed: its JSON rows as a table, else its last lines without progress bars."""
-    rows = [json.loads(line) for line in text.splitlines() if line.startswith('{"operation"')]
-    if rows:
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        cells = [[_number(row.get(name, "-")) for name in names] for row in rows]
-        lines = [names, ["---"] * len(names), *cells]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    kept = [line for line in text.replace("\r", "\n").splitlines() if line.strip() and "/s]" not in line]
-    return "\n".join(["```", *kept[-MAX_LINES:], "```"])
+class Check:
+    """One run of the steps on ``machine``."""
+
+    def __init__(self, plan: Plan, title: str, begun_at: float) -> None:
+        """Files in the plan's output, with the facts of the machine as the first step."""
+        self._begun_at, self._plan = begun_at, plan
+        self._scratch = Path(tempfile.mkdtemp(prefix="gpu_check-"))
+        self._package = Package(self._scratch / "source")
+        self._place: Place | None = None
+        self.record = Record(plan.output, title)
+        self.record.begin(ENVIRONMENT)
+        self._write_facts(plan.machine.facts)
+        missing = plan.machine.missing(TEST_PACKAGES)
+        note = f"not installed, done without as far as possible: {', '.join(missing)}" if missing else ""
+        self.outcomes = [Outcome(ENVIRONMENT, PASS, time.monotonic() - begun_at, note, len(plan.machine.facts))]
+        self.record.end(self.outcomes[0])
+
+    def run(self, steps: list[Step]) -> int:
+        """Run them, print the table and return the exit code."""
+        spent_s = getattr(BUDGETS[ENVIRONMENT], self._plan.mode)
+        try:
+            self.outcomes += run_steps(
+                steps, self.record, begun_at=self._begun_at, spent_s=spent_s, place=self._where, report=_say
+            )
+        finally:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        failed = [outcome.name for outcome in self.outcomes if not all_passed([outcome])]
+        verdict = f"failed: {', '.join(failed)}" if failed else "every step passed or was skipped"
+        self.record.finish(verdict)
+        print(f"\n{table(self.outcomes)}\n\n{verdict}; written to {self.record.folder / TABLES}", flush=True)
+        return 1 if failed else 0
+
+    def _where(self) -> Place:
+        """The source tree for the package's own step; then where the package is found."""
+        if self._place is None and self.record.step == PACKAGE:
+            return Place(Path(__file__).parents[1], {})
+        if self._place is None:
+            self._place = self._package.find()
+            origin = "installed" if self._package.is_installed else "not installed: a copy of the source tree"
+            self._write_facts({"package": origin, **self._package.facts})
+        return self._place
+
+    def _write_facts(self, facts: dict[str, str]) -> None:
+        for name, text in facts.items():
+            self.record.figure({"fact": name, "value": text, "num_wrong": 0}, step=ENVIRONMENT)
 
 
-def _number(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _say(outcome: Outcome) -> None:
+    print(f"{outcome.verdict:>5} {outcome.seconds:6.1f} s  {outcome.name}: {outcome.note}", flush=True)
 
 
 def main() -> int:
     """Look, run the steps, and say what became of them."""
-    arguments = parse_arguments()
-    start = time.monotonic()
+    begun_at, arguments = time.monotonic(), parse_arguments()
+    if arguments.rehearse == [ALL]:
+        return rehearse_all(arguments.output, arguments.only)
+    mode: Mode = "rehearsed" if arguments.rehearse is not None else "quick" if arguments.quick else "full"
     machine = look(arguments.commit)
-    print(facts_table(machine), flush=True)
-    if machine.gpu is None:
+    if machine.gpu is None and mode != "rehearsed":
+        print("\n".join(f"{name}: {text}" for name, text in machine.facts.items()))
         print(f"\n{without_gpu(machine)}")
         return NO_GPU
-    plan = Plan(machine, arguments.quick, not arguments.no_build, arguments.output)
-    deadline_s = QUICK_DEADLINE_S if arguments.quick else DEADLINE_S
-    if missing := machine.missing(TEST_PACKAGES):
-        print(f"\nnot installed, done without as far as possible: {', '.join(missing)}", flush=True)
-
-    def say(outcome: Outcome) -> None:
-        print(f"{outcome.verdict:>5} {outcome.seconds:6.1f} s  {outcome.name}: {outcome.note}", flush=True)
-
-    steps = make_steps(plan)
-    if arguments.only:
-        steps = [step for step in steps if any(word in step.name for word in arguments.only)]
-    outcomes = run_steps(steps, arguments.output, deadline_s=deadline_s, report=say)
-    command = "bench/gpu_check.sh" + " --quick" * arguments.quick + " --no-build" * arguments.no_build
-    command += f" --only {' '.join(arguments.only)}" if arguments.only else ""
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    path = results_path(arguments.results, machine)
-    path.write_text(document(machine, outcomes, command, time.monotonic() - start))
-    print(f"\n{table(outcomes)}\n\nwritten to {path}; what the steps printed is in {arguments.output}")
-    return 0 if all_passed(outcomes) else 1
+    name = machine.gpu.name if machine.gpu and mode != "rehearsed" else "Rehearsal on the CPU"
+    plan = Plan(machine, mode, not arguments.no_build, arguments.output.resolve())
+    day = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    check = Check(plan, f"{name}, bench/gpu_check.sh {' '.join(sys.argv[1:])}, {day}", begun_at)
+    print(f"results in {plan.output}; all steps end within {deadline_s(mode):.0f} s", flush=True)
+    code = check.run(chosen_steps(plan, arguments.only, arguments.injections))
+    if arguments.results is not None and machine.gpu is not None:
+        arguments.results.mkdir(parents=True, exist_ok=True)
+        shutil.copy(plan.output / TABLES, results_path(arguments.results, machine))
+    return code
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The steps of gpu_check.py, and how what they print is read."""
+"""The steps of gpu_check.py, their budgets, and how what they print is read."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Literal, NamedTuple
 
-from gpu_check_machine import JOB_PACKAGES, TEST_PACKAGES, Machine, nvcc
-from gpu_check_steps import FAIL, PASS, SKIP, Step
+from gpu_check_machine import TEST_PACKAGES, Machine, nvcc
+from gpu_check_record import FAIL, PASS, SKIP
+from gpu_check_steps import Step
 
-__all__ = ["BUILD", "Plan", "gpu_test_files", "make_steps", "read_kernels", "read_results", "read_tests"]
+__all__ = ["BUDGETS", "ENVIRONMENT", "PACKAGE", "Budget", "Mode", "Plan", "deadline_s", "gpu_test_files", "make_steps"]
 
-BUILD = "build"
+Mode = Literal["full", "quick", "rehearsed"]
+ENVIRONMENT, PACKAGE = "environment", "package"
 CUDA_TESTS, TRITON_TESTS = "CUDA kernels against the reference", "Triton kernels against the reference"
 KERNELS, RANKS = "tests/cuda/test_gpu.py", "tests/zcomm/test_nccl_gpu.py"
 PYTHON = sys.executable
@@ -30,8 +31,48 @@ EVERYWHERE = {
     "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "PYTHONUNBUFFERED": "1",
 }  # fmt: skip
 """One machine, which may have no network; and what a step printed before it was stopped is wanted."""
+REHEARSED = {"ZCOMM_NCCL": "emulated"}
+"""The stand-in for NCCL, which takes tensors in memory."""
 SHARED = {"ZCOMM_KERNELS": "cuda", "ZCOMM_TEST_TIMEOUT_S": "110"}
 """The Triton kernels would be compiled on every rank; processes that share a GPU take turns, which takes time."""
+
+
+class Budget(NamedTuple):
+    """Seconds of a step; 0: it is left out."""
+
+    full: float
+    quick: float
+    rehearsed: float
+
+
+BUDGETS = {
+    ENVIRONMENT: Budget(28, 11, 20),
+    PACKAGE: Budget(100, 45, 20),
+    "CUDA kernels beside a copy": Budget(25, 12, 40),
+    "Triton kernels beside a copy": Budget(45, 0, 30),
+    "collectives, 1 rank": Budget(25, 10, 30),
+    "collectives, 2 x 2 ranks": Budget(30, 10, 55),
+    "training step, 1 rank": Budget(30, 10, 65),
+    "training step, 2 x 2 ranks": Budget(45, 0, 70),
+    "first call": Budget(30, 0, 35),
+    "CUDA graphs": Budget(20, 8, 45),
+    "offload, 1.3 G parameters": Budget(25, 0, 35),
+    CUDA_TESTS: Budget(40, 10, 13),
+    "ranks that share the GPU, over NCCL": Budget(30, 0, 13),
+    "streams and host synchronizations": Budget(10, 0, 13),
+    TRITON_TESTS: Budget(30, 0, 13),
+    "compute-sanitizer memcheck": Budget(10, 0, 13),
+    "compute-sanitizer racecheck": Budget(7, 0, 13),
+    "compute-sanitizer initcheck": Budget(6, 0, 13),
+}
+"""In the order of the steps: what a GPU decides first. What a step leaves over goes to those after it."""
+OWN_S = 4.0
+"""For the start of gpu_check.py itself, and its end."""
+
+
+def deadline_s(mode: Mode) -> float:
+    """Within which gpu_check.py ends."""
+    return OWN_S + sum(getattr(budget, mode) for budget in BUDGETS.values())
 
 
 @dataclass(frozen=True)
@@ -39,7 +80,7 @@ class Plan:
     """What was asked for."""
 
     machine: Machine
-    is_quick: bool = False
+    mode: Mode = "full"
     builds: bool = True
     output: Path = Path("runs/gpu_check")
 
@@ -67,35 +108,27 @@ def _read_required_tests(text: str) -> tuple[str, str]:
 def read_kernels(text: str) -> tuple[str, str]:
     """Of the rows from 64 MiB up: the worst share of the copy rate of each operation, and whether a goal is missed."""
     rows = [json.loads(line) for line in text.splitlines() if line.startswith('{"operation"')]
-    if not rows:
-        return FAIL, "no rows"
-    notes, missed = [], 0
-    for kernels in sorted({row["kernels"] for row in rows}):
-        shares: dict[str, float] = {}
-        for row in rows:
-            operation = row["operation"].split(" ")[0]
-            if row["kernels"] == kernels and row["size"] >= GOAL_NBYTES and "over_copy" in row:
-                shares[operation] = min(row["over_copy"], shares.get(operation, 9.0))
-        missed += sum(share < GOALS.get(name, 0.0) for name, share in shares.items())
-        if shares:
-            notes.append(f"{kernels}: " + ", ".join(f"{name} {share:.2f}" for name, share in shares.items()))
-    wrong = sum(row["num_wrong"] for row in rows)
-    note = f"{len(rows)} rows, {wrong} wrong; least share of the copy rate from 64 MiB: {'; '.join(notes) or '-'}"
+    shares: dict[str, float] = {}
+    for row in rows:
+        operation = row["operation"].split(" ")[0]
+        if row["size"] >= GOAL_NBYTES and "over_copy" in row:
+            shares[operation] = min(row["over_copy"], shares.get(operation, 9.0))
+    missed = sum(share < GOALS.get(name, 0.0) for name, share in shares.items())
+    note = ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
+    note = f"least share of the copy rate from 64 MiB: {note or '-'}"
     return PASS, f"{note}; {missed} below the goal" if missed else note
 
 
-def read_results(text: str) -> tuple[str, str]:
-    """What the main job and the offload benchmark print for this."""
-    wanted = r"^(?:RESULT (.*)|(tokens/s \(median step\)|peak GPU memory|held-out loss at end) +(\S+(?: MB)?).*)$"
-    found = re.findall(wanted, text, re.MULTILINE)
-    return PASS, "; ".join(whole or f"{name} {value}" for whole, name, value in found)
-
-
 def make_steps(plan: Plan) -> list[Step]:
-    """Every step, in order; those that cannot be begun say why."""
-    built = (BUILD,) if plan.builds else ()
-    steps = [_build(plan), *_tests(plan, built), *_sanitizers(plan, built), *_benchmarks(plan, built)]
-    return [replace(step, environment={**EVERYWHERE, **step.environment}) for step in steps]
+    """Every step of the plan's mode, in order; those that cannot be begun say why."""
+    steps = {step.name: step for step in (_build(plan), *_figures(plan), *_tests(plan), *_sanitizers(plan))}
+    chosen = []
+    for name, budget in BUDGETS.items():
+        if name != ENVIRONMENT and (seconds := getattr(budget, plan.mode)):
+            step = steps[name]
+            told = EVERYWHERE | (REHEARSED if plan.mode == "rehearsed" else {})
+            chosen.append(replace(step, budget_s=seconds, environment={**told, **step.environment}))
+    return chosen
 
 
 def _refusal(reason: str) -> list[str]:
@@ -104,13 +137,15 @@ def _refusal(reason: str) -> list[str]:
 
 
 def _build(plan: Plan) -> Step:
+    if plan.mode == "rehearsed":
+        return Step(PACKAGE, [PYTHON, "bench/gpu_check_package.py"], gives_figures=True)
     gpu = plan.machine.gpu
     assert gpu is not None, "there are no steps without a GPU"
     folder = f"build/gpu_check-{gpu.architecture}-{sys.version_info.major}{sys.version_info.minor}"
     command = [PYTHON, "-m", "pip", "install", "--no-index", "--no-build-isolation", "--no-deps", "-v"]
     command += [f"-Cbuild-dir={folder}", "-e", "."]
     if problem := plan.machine.build_problem():
-        command = _refusal(f"the package cannot be built: {problem}; --no-build uses the one that is installed")
+        command = _refusal(f"the package cannot be built: {problem}; --no-build uses it as it is installed, or unbuilt")
     environment = {
         "ZCOMM_CUDA": "ON",
         "CUDAARCHS": f"{gpu.architecture}-real",
@@ -119,7 +154,7 @@ def _build(plan: Plan) -> Step:
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }
     reason = "" if plan.builds else "--no-build"
-    return Step(BUILD, command, 80 if plan.is_quick else 140, environment, skip_reason=reason, read=_read_build)
+    return Step(PACKAGE, command, environment=environment, skip_reason=reason, read=_read_build)
 
 
 def _read_build(text: str) -> tuple[str, str]:
@@ -128,8 +163,79 @@ def _read_build(text: str) -> tuple[str, str]:
     return PASS, "; ".join(found + re.findall(r"^.*\berror: .*$", text, re.MULTILINE | re.IGNORECASE)[:1])
 
 
+class _Command(NamedTuple):
+    """A script with its words by mode, on so many ranks."""
+
+    script: str
+    full: str
+    quick: str
+    rehearsed: str
+    num_ranks: int = 0
+    """0: without ranks."""
+
+
+LARGE = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --batch-size 8"
+MIDDLE = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --batch-size 4"
+TINY = "--device cpu --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --steps 1"
+SOME_COLLECTIVES = "--device cpu --sizes-kib 16 --formats int8 --rounds 1 --collectives all_gather all_reduce"
+COMMANDS = {
+    "CUDA kernels beside a copy": _Command(
+        "gpu_kernels.py", "--kernels cuda --sizes-mib 64 256 1024 16 1 4096 --compare eager",
+        "--kernels cuda --sizes-mib 64 256 --rounds 7", "--device cpu --sizes-mib 0.25 --formats int8 --rounds 1",
+    ),
+    "Triton kernels beside a copy": _Command(
+        "gpu_kernels.py", "--kernels triton --sizes-mib 64 256 1024 16 1",
+        "", "--device cpu --sizes-mib 0.25 --formats int4 --rounds 1",
+    ),
+    "collectives, 1 rank": _Command(
+        "gpu_collectives.py", "--formats none int8 int4 nf4 fp8_e4m3 --sizes-kib 1024 64 16384",
+        "--sizes-kib 1024", SOME_COLLECTIVES, num_ranks=1,
+    ),
+    "collectives, 2 x 2 ranks": _Command(
+        "gpu_collectives.py", "--ranks-per-node 2 --sizes-kib 1024 64 16384 --rounds 7",
+        "--ranks-per-node 2 --sizes-kib 1024 --rounds 5 --formats int8", f"{SOME_COLLECTIVES} --ranks-per-node 1",
+        num_ranks=4,
+    ),
+    "training step, 1 rank": _Command(
+        "gpu_training.py", LARGE, f"{LARGE} --contenders ddp zero~stage~1 zero~stage~3 --steps 3",
+        f"{TINY} --contenders ddp zero~stage~1 fsdp2~reshard=True", num_ranks=1,
+    ),
+    "training step, 2 x 2 ranks": _Command(
+        "gpu_training.py", f"--ranks-per-node 2 {MIDDLE}", "",
+        f"{TINY} --ranks-per-node 1 --contenders ddp zero~stage~3 delta-hpz deepspeed~stage~3", num_ranks=4,
+    ),
+    "first call": _Command("gpu_first_call.py", "", "", "--device cpu --formats int8 --numel 4096"),
+    "CUDA graphs": _Command(
+        "gpu_graph.py", "", "--formats int8 --rounds 5", "--device cpu --formats int8 --numel 4096 --rounds 1",
+        num_ranks=2,
+    ),
+    "offload, 1.3 G parameters": _Command(
+        "gpu_offload.py", "", "", TINY.replace("--num-attention-heads 2 ", ""),
+    ),
+}  # fmt: skip
+"""The size and the contender that say most come first: what is left when the time is over is named, not measured."""
+REHEARSED_RANKS = 2
+
+
+def _figures(plan: Plan) -> list[Step]:
+    steps = []
+    for name, of in COMMANDS.items():
+        ranks = min(of.num_ranks, REHEARSED_RANKS) if plan.mode == "rehearsed" else of.num_ranks
+        launch = ["bench/gpu_ranks.py", str(ranks)] if ranks else []
+        words = [word.replace("~", " ") for word in getattr(of, plan.mode).split()]
+        command = [PYTHON, *launch, f"bench/{of.script}", "--json", *words]
+        if "offload" in name:
+            command += ["--trace", str(plan.output.resolve() / "offload_trace.json.gz")]
+        read = read_kernels if of.script == "gpu_kernels.py" else Step.read
+        steps.append(Step(name, command, gives_figures=True, read=read))
+    return steps
+
+
 def _pytest(plan: Plan, *arguments: str, workers: int = 1) -> list[str]:
     """Pytest with a limit on each test, as far as its plugins are there; warnings are no errors here."""
+    if plan.mode == "rehearsed":  # as quick as pytest can be: what is rehearsed is the step
+        quick = ["--noconftest", "-p", "no:hypothesispytest", "-q", "-o", "addopts="]
+        return [PYTHON, "-m", "pytest", *quick, "tests/test_documents.py", "-k", "version"]
     missing = plan.machine.missing(TEST_PACKAGES)
     if "pytest" in missing:
         return _refusal("pytest is not installed")
@@ -147,42 +253,39 @@ def gpu_test_files() -> list[str]:
     return sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in p.read_text())
 
 
-def _tests(plan: Plan, built: Sequence[str]) -> list[Step]:
-    gpu, quick = plan.machine.gpu, plan.is_quick
-    assert gpu is not None, "there are no steps without a GPU"
-    workers = max(1, min(len(os.sched_getaffinity(0)) - 1, gpu.nbytes // (4 * 2**30), 14))
+def _tests(plan: Plan) -> list[Step]:
+    nbytes = plan.machine.gpu.nbytes if plan.machine.gpu else 0
+    workers = max(1, min(len(os.sched_getaffinity(0)) - 1, nbytes // (4 * 2**30), 14))
     others = [path for path in gpu_test_files() if path not in (KERNELS, RANKS)]
-    some = " and deltas" if quick else ""
+    shared = {"OMP_NUM_THREADS": "2"}
 
-    def step(name: str, budgets_s: tuple[float, float], *arguments: str, **options: Any) -> Step:
-        environment = {"OMP_NUM_THREADS": "2", **options.get("environment", {})}
-        command = _pytest(plan, *arguments, workers=options.get("workers", 1))
-        read = _read_required_tests if name == CUDA_TESTS else read_tests
-        return Step(name, command, budgets_s[not quick], environment, built, read=read)
+    def step(name: str, *arguments: str, workers: int = 1, told: Sequence[tuple[str, str]] = ()) -> Step:
+        command = _pytest(plan, *arguments, workers=workers)
+        read = _read_required_tests if name == CUDA_TESTS and plan.builds else read_tests
+        return Step(name, command, environment={**shared, **dict(told)}, read=read)
 
     return [
-        step(CUDA_TESTS, (25, 60), KERNELS, "-k", "not triton", workers=workers),
-        step("ranks that share the GPU, over NCCL", (25, 90), RANKS, environment=SHARED),
-        step("streams and host synchronizations", (20, 40), *others),
-        step(TRITON_TESTS, (35, 140), KERNELS, "-k", f"triton{some}", workers=workers),
+        step(CUDA_TESTS, KERNELS, "-k", "not triton", workers=workers),
+        step("ranks that share the GPU, over NCCL", RANKS, told=list(SHARED.items())),
+        step("streams and host synchronizations", *others),
+        step(TRITON_TESTS, KERNELS, "-k", "triton", workers=workers),
     ]
 
 
-def _sanitizers(plan: Plan, built: Sequence[str]) -> list[Step]:
+def _sanitizers(plan: Plan) -> list[Step]:
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-    reason = "" if program else "compute-sanitizer is not on the PATH, nor under /usr/local/cuda"
+    is_rehearsed = plan.mode == "rehearsed"
+    reason = "" if program or is_rehearsed else "compute-sanitizer is not on the PATH, nor under /usr/local/cuda"
     tests = _pytest(
         plan, KERNELS, "-k", "not triton and messages and dtype1 and (int8 or nf4) and not 1024 and not 512"
     )
     # Each tensor is an allocation of its own, whose ends the tool knows.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "2"}
     steps = []
-    for tool, budget_s in (("memcheck", 60), ("racecheck", 45), ("initcheck", 45)):
-        command = [str(program), "--tool", tool, "--error-exitcode", "9", *tests]
-        skipped = reason or ("--quick" if plan.is_quick and tool != "memcheck" else "")
-        seconds = 35 if plan.is_quick else budget_s
-        needs = (*built, CUDA_TESTS)
-        steps.append(Step(f"compute-sanitizer {tool}", command, seconds, environment, needs, skipped, read=_read_tool))
+    for tool in ("memcheck", "racecheck", "initcheck"):
+        under = [] if is_rehearsed else [str(program), "--tool", tool, "--error-exitcode", "9"]
+        name, command = f"compute-sanitizer {tool}", [*under, *tests]
+        steps.append(Step(name, command, environment=environment, skip_reason=reason, read=_read_tool))
     return steps
 
 
@@ -190,32 +293,3 @@ def _read_tool(text: str) -> tuple[str, str]:
     verdict, note = read_tests(text)
     summary = re.findall(r"^=+ ((?:ERROR|RACECHECK) SUMMARY.*)$", text, re.MULTILINE)
     return verdict, f"{summary[-1] if summary else 'the tool printed no summary'}; {note}"
-
-
-def _benchmarks(plan: Plan, built: Sequence[str]) -> list[Step]:
-    quick, in_full = plan.is_quick, "--quick" if plan.is_quick else ""
-    kernels = [PYTHON, "bench/gpu_kernels.py", "--json"]
-    # The Triton kernels take half a minute to compile.
-    few = ["--kernels", "cuda", "--sizes-mib", "64", "256", "--rounds", "7", "--budget-s", "15"]
-    others = ["eager", *(["deepspeed"] if find_spec("deepspeed") else [])]
-    rows = [*kernels, *(few if quick else ["--compare", *others, "--budget-s", "90"])]
-    absent = plan.machine.missing(JOB_PACKAGES)
-    reason = f"not installed: {', '.join(absent)}" if absent else ""
-    job = [PYTHON, "bench/train_gpt.py", "--num-ranks", "1", "--output", str(plan.output / "train_gpt")]
-    job += ["--num-layers", "24", "--hidden-size", "1024", "--num-attention-heads", "16", "--seq-length", "1024"]
-    job += ["--batch-size", "8", "--sample-bytes", "0", "--eval-interval", "1000"]
-    job += ["--train-iters", "6" if quick else "20"]
-    offload = [PYTHON, "bench/gpu_offload.py"]
-    traced = ["--trace", str(plan.output / "offload_trace.json")]
-    compiled = [*kernels, "--kernels", "cuda", "--formats", "int8", "--sizes-mib", "256", "--compare", "compiled"]
-    steps = [
-        ("kernels beside a copy", (30, 120), rows, "", read_kernels),
-        ("the main job, 300 M parameters", (30, 50), job, reason, read_results),
-        ("offload, 1.3 G parameters", (0, 60), [*offload, *traced], in_full, read_results),
-        ("offload, the largest model", (0, 90), [*offload, "--largest"], in_full, read_results),
-        ("kernels beside torch.compile", (0, 45), compiled, in_full, read_kernels),
-    ]
-    return [
-        Step(name, command, budgets_s[not quick], {}, built, skipped, is_check=False, read=read)
-        for name, budgets_s, command, skipped, read in steps
-    ]

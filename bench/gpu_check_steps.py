@@ -1,27 +1,41 @@
-"""Steps of a check, each a command with a time limit of its own: a step that fails or is late does not end the others.
+"""Steps of a check, each a command with a budget: a step that fails, hangs or dies does not end the others.
 
-A step starts in a process group of its own, which is killed as a whole when the time is over. What it prints goes to a
-file. Nothing here needs more than Python's standard library.
+A step ends at the latest when its own budget and those of the steps before it are spent: what a step leaves over is
+there for the later ones, none takes of theirs, and all together end within the sum. No step takes more than
+``MOST_BUDGETS`` of its own, so that one that hangs leaves something over. Nothing here needs more than Python's
+standard library.
 """
 
 from __future__ import annotations
 
 import os
-import signal
+import select
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["FAIL", "LATE", "PASS", "SKIP", "Outcome", "Step", "all_passed", "last_line", "run_steps", "table"]
+from gpu_budget import LIMIT
+from gpu_check_processes import MARK, die_with_parent, new_mark, stop
+from gpu_check_record import FAIL, LATE, PASS, SKIP, Outcome, Record
 
-PASS, FAIL, SKIP, LATE = "pass", "FAIL", "skip", "LATE"
-"""LATE: the step's time was over, or none was left for it to begin; it counts as failed."""
-KILL_AFTER_S = 5.0
+__all__ = ["Place", "Step", "all_passed", "last_line", "run_steps"]
+
+GRACE_S = 2.0
+"""Between SIGTERM and SIGKILL, of the step's own time."""
+MOST_BUDGETS = 2.0
 LEAST_S = 1.0
 """A step that has less time than this is not begun."""
+POLL_S = 0.05
+
+
+class Place(NamedTuple):
+    """Where steps run."""
+
+    folder: Path
+    environment: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -33,49 +47,42 @@ class Step:
     budget_s: float = 60.0
     environment: Mapping[str, str] = field(default_factory=dict)
     """Beside that of this process."""
-    needs: Sequence[str] = ()
-    """Steps that must have passed, if they are among those that are run."""
     skip_reason: str = ""
     """If not empty, the step is not begun."""
-    is_check: bool = True
-    """Otherwise it only measures: that no time was left for it is not a failure."""
+    gives_figures: bool = False
+    """Without a figure it has failed, unless it says why each is unavailable."""
     read: Callable[[str], tuple[str, str]] = lambda _: (PASS, "")
     """Verdict and note from what a command printed that ended with 0; the note also where it ended otherwise."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a step."""
-
-    name: str
-    verdict: str
-    seconds: float
-    note: str
-    log: Path | None = None
-
-
 def run_steps(
-    steps: Sequence[Step], folder: Path, *, deadline_s: float, report: Callable[[Outcome], None] = lambda _: None
+    steps: Sequence[Step],
+    record: Record,
+    *,
+    begun_at: float,
+    spent_s: float = 0.0,
+    place: Callable[[], Place] = lambda: Place(Path.cwd(), {}),
+    report: Callable[[Outcome], None] = lambda _: None,
 ) -> list[Outcome]:
-    """Run ``steps`` one after the other, at most ``deadline_s`` all together; what they print goes to ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + deadline_s
-    outcomes: dict[str, Outcome] = {}
-    for number, step in enumerate(steps):
-        missing = [name for name in step.needs if name in outcomes and outcomes[name].verdict != PASS]
-        left_s = end - time.monotonic()
+    """Run ``steps`` one after the other. ``begun_at``, of time.monotonic(): when ``spent_s`` of budgets began to run.
+
+    ``place`` is asked before each step, ``report`` told after it.
+    """
+    end, outcomes = begun_at + spent_s, []
+    for step in steps:
+        record.begin(step.name)
+        end += step.budget_s
         if step.skip_reason:
             outcome = Outcome(step.name, SKIP, 0.0, step.skip_reason)
-        elif missing:
-            outcome = Outcome(step.name, SKIP, 0.0, f"needs: {', '.join(missing)}")
-        elif left_s < min(step.budget_s, LEAST_S):
-            note = "not begun: the time of the whole check was over"
-            outcome = Outcome(step.name, LATE if step.is_check else SKIP, 0.0, note)
+        elif end - time.monotonic() < min(step.budget_s, LEAST_S):
+            outcome = Outcome(step.name, LATE, 0.0, "not begun: no time was left")
         else:
-            outcome = _run(step, folder / f"{number:02}_{_file_name(step.name)}.log", min(step.budget_s, left_s))
-        outcomes[step.name] = outcome
+            most = time.monotonic() + MOST_BUDGETS * step.budget_s
+            outcome = _run(step, record, place(), min(end, most))
+        outcomes.append(outcome)
+        record.end(outcome)
         report(outcome)
-    return list(outcomes.values())
+    return outcomes
 
 
 def all_passed(outcomes: Sequence[Outcome]) -> bool:
@@ -83,62 +90,74 @@ def all_passed(outcomes: Sequence[Outcome]) -> bool:
     return all(outcome.verdict in (PASS, SKIP) for outcome in outcomes)
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """A Markdown table of ``outcomes``."""
-    rows = [(o.name, o.verdict, f"{o.seconds:.1f}", o.note.replace("|", "/")) for o in outcomes]
-    header = ("step", "result", "seconds", "note")
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(3)]
-    lines = [_line(header, widths), "|".join(["", *("-" * (w + 2) for w in widths), "---", ""])]
-    return "\n".join([*lines, *(_line(row, widths) for row in rows)])
+def _run(step: Step, record: Record, place: Place, end: float) -> Outcome:
+    start, mark = time.monotonic(), os.environ.get(MARK) or new_mark()
+    limit_s = end - start
+    environment = {**os.environ, **step.environment, **place.environment, MARK: mark, LIMIT: f"{limit_s:.1f}"}
+    try:
+        process = subprocess.Popen(
+            list(step.command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            cwd=place.folder, env=environment, start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509  (this process has one thread)
+        )  # fmt: skip
+    except OSError as error:
+        return Outcome(step.name, FAIL, 0.0, f"cannot be started: {error}")
+    output = _Output(process, record)
+    try:
+        while process.poll() is None and time.monotonic() < end - GRACE_S:
+            output.read(POLL_S)
+        is_late = process.poll() is None
+    finally:
+        stop(process, mark, GRACE_S)
+    output.finish()
+    seconds, (verdict, note) = time.monotonic() - start, step.read(output.text)
+    count, reasons = record.figures(step.name)
+    if is_late:
+        verdict, note = LATE, f"stopped after {limit_s:.0f} s; {note or last_line(output.text)}"
+    elif process.returncode:
+        verdict, note = FAIL, f"exit code {process.returncode}; {note or last_line(output.text)}"
+    elif step.gives_figures and not count:
+        verdict, note = (SKIP, "; ".join(dict.fromkeys(reasons))) if reasons else (FAIL, "it gave no figure")
+    return Outcome(step.name, verdict, seconds, note, count)
 
 
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)]
-    return f"| {' | '.join([*padded, cells[-1]])} |".replace("|  |", "| - |")
+class _Output:
+    """What a process prints, handed on line by line as it comes."""
 
+    def __init__(self, process: subprocess.Popen[bytes], record: Record) -> None:
+        assert process.stdout is not None, "the process was started with a pipe"
+        self._pipe, self._record, self._rest = process.stdout, record, b""
+        self._lines: list[str] = []
+        os.set_blocking(self._pipe.fileno(), False)
 
-def _file_name(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)[:40].strip("_")
+    @property
+    def text(self) -> str:
+        return "\n".join(self._lines)
 
+    def read(self, wait_s: float) -> bool:
+        """Wait for something and take it; False if nothing came."""
+        ready, _, _ = select.select([self._pipe], [], [], wait_s)
+        chunk = os.read(self._pipe.fileno(), 1 << 16) if ready else b""
+        if not chunk:
+            time.sleep(wait_s if ready else 0.0)  # it has closed its output and runs on
+            return False
+        *whole, self._rest = (self._rest + chunk).split(b"\n")
+        for line in whole:
+            self._take(line)
+        return True
 
-def _run(step: Step, log: Path, limit_s: float) -> Outcome:
-    start = time.monotonic()
-    with log.open("wb") as output:
-        try:
-            process = subprocess.Popen(
-                list(step.command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                env={**os.environ, **step.environment}, start_new_session=True,
-            )  # fmt: skip
-        except OSError as error:
-            return Outcome(step.name, FAIL, 0.0, f"cannot be started: {error}", log)
-        try:
-            code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            _kill_group(process)
-    seconds, text = time.monotonic() - start, log.read_text(errors="replace")
-    verdict, note = step.read(text)
-    if code is None:
-        return Outcome(step.name, LATE, seconds, f"stopped after {limit_s:.0f} s; {note or last_line(text)}", log)
-    if code:
-        return Outcome(step.name, FAIL, seconds, f"exit code {code}; {note or last_line(text)}", log)
-    return Outcome(step.name, verdict, seconds, note, log)
+    def finish(self) -> None:
+        """Take what is left."""
+        while self.read(0.0):
+            pass
+        if self._rest:
+            self._take(self._rest)
+        self._pipe.close()
 
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of the process's group, which it leads; kindly at first if it runs itself."""
-    if process.poll() is None:
-        _signal(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(KILL_AFTER_S)
-    _signal(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _signal(group: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(group, number)
+    def _take(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip("\r")
+        self._lines.append(text)
+        self._record.line(text)
 
 
 def last_line(text: str) -> str:

@@ -11,7 +11,8 @@ elements. ``eager`` and ``compiled`` are torch's own operations on whole arrays 
 ``--compare-mib``; ``deepspeed`` its CUDA quantizer, int8 and int4 in groups of the same size, in fp16 and bf16.
 
 Before anything is timed, the Triton kernels are compiled in ``--jobs`` processes, which is most of the time it takes.
-With ``--budget-s`` sizes for which no time or memory is left are not measured, and named.
+Sizes for which no memory is left, or no time under gpu_check.py, are not measured, and named; so are kernels that are
+not there.
 """
 
 from __future__ import annotations
@@ -28,12 +29,11 @@ from itertools import product
 from typing import Any
 
 import torch
-from gpu_kernels_cases import NUM_SUMMED, Case, Data, device_nbytes, kernels_of, make_cases
+from gpu_budget import is_spent
+from gpu_kernels_cases import NUM_SUMMED, Case, Data, device_nbytes, kernels_of, make_cases, reason_against
 from gpu_kernels_timer import Timer
 
-from zcomm import _native
 from zcomm.bench.harness import Column, Report
-from zcomm.triton_kernels import unavailable_reason
 
 FORMATS = ("int8", "int4", "nf4", "fp8_e4m3")
 DTYPES = ("bfloat16", "float32", "float16")
@@ -51,6 +51,7 @@ COLUMNS = [
     Column("copy_gbps", "    copy", ".1f", is_measurement=True),
     Column("over_copy", "   /copy", ".3f", is_measurement=True),
     *(Column(name, f"/{name}", ".2f", is_measurement=True) for name in CONTENDERS),
+    Column("unavailable", "unavailable"),
 ]
 
 
@@ -58,14 +59,13 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--kernels", nargs="+", choices=("cuda", "triton"), help="default: whatever there is")
+    parser.add_argument("--kernels", nargs="+", choices=("cuda", "triton"), help="default: both")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS, metavar="NAME")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES[:1], metavar="NAME")
     parser.add_argument("--sizes-mib", nargs="+", type=float, default=SIZES_MIB, metavar="MIB")
     parser.add_argument("--rounds", type=int, default=11, help="times that each is timed")
     parser.add_argument("--compare", nargs="*", choices=CONTENDERS, default=(), help="what else to time")
     parser.add_argument("--compare-mib", type=float, default=256.0, help="and up to which size")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="no other size is begun after so long")
     parser.add_argument("--jobs", type=int, default=min(16, len(os.sched_getaffinity(0))), help="0: do not prepare")
     parser.add_argument("--prepare", action="store_true", help="compile what is needed, and time nothing")
     parser.add_argument("--json", action="store_true", help="rows as JSON lines")
@@ -74,26 +74,11 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--rounds and --sizes-mib must be positive")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device: --device cpu runs the same code with the native kernels")
-    arguments.kernels = _kernels(arguments, parser)
-    return arguments
-
-
-def _kernels(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
     if arguments.device == "cpu":
         if arguments.kernels:
             parser.error("--kernels chooses between those of a GPU")
-        return ["native"]
-    reasons = {
-        "cuda": "" if _native.build_info()["cuda"] else "the native module is built without CUDA",
-        "triton": unavailable_reason("cuda"),
-    }
-    for name in arguments.kernels or ():
-        if reasons[name]:
-            parser.error(f"--kernels {name}: {reasons[name]}")
-    found = arguments.kernels or [name for name, reason in reasons.items() if not reason]
-    if not found:
-        parser.error("; ".join(reasons.values()))
-    return list(found)
+        arguments.kernels = ["native"]
+    return arguments
 
 
 def prepare(arguments: argparse.Namespace) -> str:
@@ -188,20 +173,27 @@ def _bound(case: Case, name: str) -> Callable[[], object]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Everything, the smallest arrays first; 1 if a result is wrong."""
+    """Everything, in the order of the sizes; 1 if a result is wrong."""
     start, device = time.monotonic(), torch.device(arguments.device)
     report = Report(COLUMNS, as_json=arguments.json)
     report.start("gpu_kernels", device=arguments.device, rounds=arguments.rounds)
+    reasons = {name: reason_against(name) for name in arguments.kernels or ("cuda", "triton")}
+    for name, reason in reasons.items():
+        if reason:
+            report.row({"kernels": name, "unavailable": reason}, num_wrong=0)
+    arguments.kernels = [name for name, reason in reasons.items() if not reason]
+    if not arguments.kernels:
+        return report.finish()
     if "triton" in arguments.kernels and arguments.jobs:
         if problem := prepare(arguments):
             report.note(problem)
         report.note(f"compiled after {time.monotonic() - start:.0f} s")
     timer, left_out = Timer(device), []
-    for size_mib, name, dtype_name in product(sorted(arguments.sizes_mib), arguments.formats, arguments.dtypes):
+    for size_mib, name, dtype_name in product(arguments.sizes_mib, arguments.formats, arguments.dtypes):
         dtype = getattr(torch, dtype_name)
         numel = max(int(size_mib * 2**20) // dtype.itemsize // 1024, 1) * 1024
         needed = device_nbytes(name, dtype, numel, max(NUM_SUMMED)) + 8 * numel * dtype.itemsize
-        is_late = time.monotonic() - start > arguments.budget_s
+        is_late = is_spent()
         if is_late or (device.type == "cuda" and needed > torch.cuda.mem_get_info()[0]):
             left_out.append(f"{name} {dtype_name} {size_mib:g} MiB ({'time' if is_late else 'memory'})")
             continue

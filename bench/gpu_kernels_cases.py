@@ -14,11 +14,12 @@ from torch_forms import CODECS, CodecSpec
 from torch_forms import decode_sum as torch_decode_sum
 from torch_forms import encode as torch_encode
 
-from zcomm import kernels, on_cuda, on_triton, quant
+from zcomm import kernels, native_calls, on_cuda, on_triton, quant
 from zcomm.formats import get_format
 from zcomm.message import MessageLayout, layout_of
+from zcomm.triton_kernels import unavailable_reason
 
-__all__ = ["NUM_SUMMED", "Case", "Data", "device_nbytes", "kernels_of", "make_cases"]
+__all__ = ["NUM_SUMMED", "Case", "Data", "device_nbytes", "kernels_of", "make_cases", "reason_against"]
 
 NUM_SUMMED = (4, 8)
 CHECKED_NUMEL = 1 << 16
@@ -29,6 +30,17 @@ Call = Callable[[], object]
 def kernels_of(name: str) -> ModuleType:
     """The module with the operations of ``cuda``, ``triton`` or, on the CPU, ``native`` kernels."""
     return {"cuda": on_cuda, "triton": on_triton, "native": kernels}[name]
+
+
+def reason_against(name: str) -> str:
+    """Why the ``cuda``, ``triton`` or ``native`` kernels cannot be used here; empty if they can."""
+    if name == "triton":
+        return unavailable_reason("cuda")
+    if native_calls.module is None:
+        return native_calls.UNBUILT_REASON
+    if name == "cuda" and not native_calls.module.build_info()["cuda"]:
+        return "the native module is built without CUDA"
+    return ""
 
 
 def device_nbytes(format_name: str, dtype: torch.dtype, numel: int, num_summed: int) -> int:

@@ -4,9 +4,10 @@
     python bench/gpu_offload.py --largest                                 as many as the free memory holds
     python bench/gpu_offload.py --device cpu --num-layers 2 --hidden-size 64 --seq-length 32      the same code, no GPU
 
-``zero.CPUAdam`` updates on the host; parameters and gradients in bfloat16 stay on the GPU. TFLOP/s counts 6 operations
-a parameter and token, and attention's, over the whole step. With a GPU one more step is traced: ``copies hidden`` is
-the share of the time of copies between host and GPU during which a kernel ran.
+``zero.CPUAdam`` updates on the host, or torch's AdamW where the native module is not built; parameters and gradients in
+bfloat16 stay on the GPU. TFLOP/s counts 6 operations a parameter and token, and attention's, over the whole step. With
+a GPU one more step is traced: ``hidden`` is the share of the time of copies between host and GPU during which a kernel
+ran. ``#wrong``: the loss has not fallen.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpt_model import GPT, GPTConfig, choose_matmul_dtype
+from gpu_trace import Event, count_launches, traced
 from torch import Tensor
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.optim import AdamW
 
 import zero
+from zcomm.bench.harness import Column, Report
+from zcomm.kernels import native_unavailable_reason
 from zero import ZeroOptimizer
 
 HOST_NBYTES, DEVICE_NBYTES = 18, 8
@@ -32,6 +36,18 @@ HOST_NBYTES, DEVICE_NBYTES = 18, 8
 MEMORY_SHARE = 0.6
 HEAD_WIDTH = 128
 Interval = tuple[float, float]
+COLUMNS = [
+    Column("parameters", " parameters", "d"),
+    Column("optimizer", "optimizer"),
+    Column("p50_ms", "p50(ms)", ".1f", is_measurement=True),
+    Column("tokens_per_s", "tokens/s", ".0f", is_measurement=True),
+    Column("tflops", "TFLOP/s", ".1f", is_measurement=True),
+    Column("peak_gib", "peak(GiB)", ".1f", is_measurement=True),
+    Column("copies_ms", "copies(ms)", ".1f", is_measurement=True),
+    Column("hidden", "hidden", ".2f", is_measurement=True),
+    Column("kernels", "kernels", "d"),
+    Column("losses", "losses"),
+]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -45,6 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3, help="timed ones, after one that is not")
     parser.add_argument("--trace", type=Path, help="where the trace goes, for chrome://tracing or Perfetto")
+    parser.add_argument("--json", action="store_true", help="rows as JSON lines")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device: --device cpu runs the same code without")
@@ -85,41 +102,20 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
     return union
 
 
-def share_hidden(events: Iterable[tuple[str, float, float]]) -> tuple[float, float]:
-    """Seconds of copies between host and GPU, and the share of them in which a kernel ran.
-
-    ``events`` are what ran on the GPU: name, begin and end in microseconds.
-    """
+def share_hidden(events: Iterable[Event]) -> tuple[float, float]:
+    """Seconds of copies between host and GPU, and the share of them in which a kernel ran."""
     copies, kernels = [], []
-    for name, begin, end in events:
-        if name.startswith("Memcpy"):
-            if "DtoD" not in name:
-                copies.append((begin, end))
-        elif not name.startswith("Memset"):
-            kernels.append((begin, end))
+    for event in events:
+        if not event.is_copy:
+            kernels.append((event.begin, event.end))
+        elif event.name.startswith("Memcpy") and "DtoD" not in event.name:
+            copies.append((event.begin, event.end))
     of_copies, of_kernels = merged(copies), merged(kernels)
     total = sum(end - begin for begin, end in of_copies)
     return total * 1e-6, sum(covered(copy, of_kernels) for copy in of_copies) / total if total else 0.0
 
 
-def traced(step: Callable[[], None], path: Path | None) -> str:
-    """Run ``step`` once more under the profiler."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize()
-    events = [
-        (event.name, event.time_range.start, event.time_range.end)
-        for event in profiler.events() or []
-        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
-    ]
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(path))
-    seconds, share = share_hidden(events)
-    return f"copies {1e3 * seconds:.1f} ms a step, copies hidden {share:.2f}"
-
-
-def build(arguments: argparse.Namespace, device: torch.device) -> tuple[GPT, ZeroOptimizer]:
+def build(arguments: argparse.Namespace, device: torch.device, report: Report) -> tuple[GPT, ZeroOptimizer]:
     """The model on the device, and the optimizer with its states in host memory."""
     num_layers, width = arguments.num_layers, arguments.hidden_size
     if arguments.largest:
@@ -130,15 +126,16 @@ def build(arguments: argparse.Namespace, device: torch.device) -> tuple[GPT, Zer
     torch.manual_seed(1)
     with device:
         model = GPT(GPTConfig(num_layers, width, heads, arguments.seq_length, dtype)).bfloat16()
+    chosen: Any = AdamW if native_unavailable_reason() else zero.CPUAdam
     optimizer = ZeroOptimizer(
-        model, zero.CPUAdam, stage=2, lr=1e-4, weight_decay=0.1, offload_optimizer={"device": "cpu", "pin_memory": True}
+        model, chosen, stage=2, lr=1e-4, weight_decay=0.1, offload_optimizer={"device": "cpu", "pin_memory": True}
     )
-    print(f"# {num_layers} layers of {width}, made in {time.monotonic() - start:.1f} s", flush=True)
+    report.note(f"{num_layers} layers of {width}, made in {time.monotonic() - start:.1f} s")
     return model, optimizer
 
 
-def measure(arguments: argparse.Namespace, device: torch.device, step: Callable[[], None], model: GPT) -> None:
-    """Time the steps, and print their rate."""
+def rates(arguments: argparse.Namespace, device: torch.device, step: Callable[[], None], model: GPT) -> dict[str, Any]:
+    """Time the steps."""
     seconds = []
     for index in range(arguments.steps + 1):
         begin = time.perf_counter()
@@ -151,15 +148,24 @@ def measure(arguments: argparse.Namespace, device: torch.device, step: Callable[
     numel, config = sum(p.numel() for p in model.parameters()), model.config
     of_attention = 6 * config.num_layers * config.seq_length * config.hidden_size  # causal: half of 12
     tflops = num_tokens * (6 * numel + of_attention) / median / 1e12
-    rate = f"{1e3 * median:.0f} ms a step, {num_tokens / median:,.0f} tokens/s, {tflops:.1f} TFLOP/s"
-    print(f"RESULT {numel / 1e9:.2f} G parameters, {rate}", flush=True)
+    rate = {"p50_ms": 1e3 * median, "tokens_per_s": num_tokens / median, "tflops": tflops}
+    return {"parameters": numel, "optimizer": "AdamW" if native_unavailable_reason() else "CPUAdam", **rate}
+
+
+def of_trace(events: Sequence[Event]) -> dict[str, Any]:
+    """What a traced step says of its copies."""
+    if (launches := count_launches(events)) is None:
+        return {}
+    seconds, share = share_hidden(events)
+    return {"copies_ms": 1e3 * seconds, "hidden": share, "kernels": launches.kernels}
 
 
 def main() -> int:
     """Build, time, trace; 1 if the loss has not fallen."""
     arguments = parse_arguments()
-    device = torch.device(arguments.device)
-    model, optimizer = build(arguments, device)
+    device, report = torch.device(arguments.device), Report(COLUMNS, as_json=arguments.json)
+    report.start("gpu_offload", device=device.type, steps=arguments.steps)
+    model, optimizer = build(arguments, device, report)
     tokens = torch.randint(0, 256, (arguments.batch_size, arguments.seq_length + 1), device=device)
     losses: list[Tensor] = []
 
@@ -170,14 +176,16 @@ def main() -> int:
         optimizer.zero_grad()
         losses.append(loss.detach())
 
-    measure(arguments, device, step, model)
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated()
-        print(f"RESULT peak GPU memory {peak / 2**30:.1f} GiB; {traced(step, arguments.trace)}")
+    row = rates(arguments, device, step, model)
     first, last = losses[0].item(), losses[-1].item()
-    print(f"RESULT loss {first:.4f} to {last:.4f} on one batch")
+    row["losses"] = f"{first:.4f} to {last:.4f}"
+    if device.type == "cuda":
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    report.row(row, num_wrong=int(not last < first))
+    if of_copies := of_trace(traced(step, device, arguments.trace)):
+        report.row({"parameters": row["parameters"], **of_copies}, num_wrong=0)
     optimizer.close()
-    return 0 if last < first else 1
+    return report.finish()
 
 
 if __name__ == "__main__":

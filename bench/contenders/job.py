@@ -37,7 +37,9 @@ def new_setup(
         num_attention_heads=arguments.num_attention_heads,
         seq_length=arguments.seq_length,
     )
-    model, folder = GPT(config).to(device), getattr(arguments, "nvme_folder", None)
+    with device:  # made there: hundreds of millions of random numbers take long on a processor
+        model = GPT(config)
+    folder = getattr(arguments, "nvme_folder", None)
     return Setup(model, getattr(torch, dtype), 1e-3, arguments.batch_size, topology, folder)
 
 

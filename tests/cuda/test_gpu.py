@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.zcomm.data import mixture, same_values
-from zcomm import _native, on_cuda, on_triton, quant
+from zcomm import native_calls, on_cuda, on_triton, quant
 from zcomm.formats import get_format
 from zcomm.message import MessageLayout, layout_of
 from zcomm.triton_kernels import unavailable_reason
@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+HAS_CUDA_KERNELS = native_calls.module is not None and bool(native_calls.module.build_info()["cuda"])
 WIRES = ["int8", "int4", "nf4", "fp8_e4m3", "none", "bf16", "int8/1024", "int4/8", "nf4/512", "fp8_e4m3/32"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1, 1), (2, 3, 255), (1, 2, 1024), (3, 2, 4099), (2, 1, 65536), (1, 1, 3_000_001)]
@@ -31,8 +32,8 @@ SHAPES = [(1, 1, 1), (2, 3, 255), (1, 2, 1024), (3, 2, 4099), (2, 1, 65536), (1,
 @pytest.fixture(params=["cuda", "triton"])
 def kernels(request: pytest.FixtureRequest) -> Any:
     if request.param == "cuda":
-        if not _native.build_info()["cuda"]:
-            pytest.skip("the native module is built without CUDA")
+        if not HAS_CUDA_KERNELS:
+            pytest.skip("the native module is not built, or without CUDA")
         return on_cuda
     if reason := unavailable_reason("cuda"):
         pytest.skip(reason)
@@ -119,7 +120,7 @@ def test_deltas(kernels: Any, wire: str, seed: int) -> None:
 
 
 def test_residuals_are_those_of_triton(seed: int) -> None:
-    if not _native.build_info()["cuda"] or unavailable_reason("cuda"):
+    if not HAS_CUDA_KERNELS or unavailable_reason("cuda"):
         pytest.skip("needs both kinds of kernels")
     numel, rows = 5000, 3
     for wire in ("int4", "nf4", "int8", "fp8_e4m3"):
@@ -171,7 +172,7 @@ def test_a_message_of_another_kind_is_found(kernels: Any) -> None:
 
 def test_ranks_as_threads_of_one_process(seed: int) -> None:
     """Each on a stream of its own: a reduce-scatter whose exchange is a look at the other threads' messages."""
-    if not _native.build_info()["cuda"]:
+    if not HAS_CUDA_KERNELS:
         pytest.skip("the native module is built without CUDA")
     world_size, numel = 4, 30_000
     layout = _layout("int8", torch.float32, 1, numel)
@@ -206,7 +207,7 @@ def _reference_messages(x: Tensor, layout: MessageLayout, count: int) -> Tensor:
 
 
 def test_a_graph_replays_the_kernels() -> None:
-    if not _native.build_info()["cuda"]:
+    if not HAS_CUDA_KERNELS:
         pytest.skip("the native module is built without CUDA")
     layout = _layout("int4", torch.float32, 1, 100_000)
     x, out = torch.randn(100_000, device="cuda"), torch.empty(100_000, device="cuda")

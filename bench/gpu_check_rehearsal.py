@@ -1,0 +1,190 @@
+"""Failures made on purpose, to see that a check keeps its figures, ends in time and says what failed.
+
+    python bench/gpu_check_rehearsal.py KIND COMMAND...       runs COMMAND until it has printed something, then fails
+
+KIND is ``fail`` (it ends with 1), ``hang`` (it stops for good, and ignores SIGTERM) or ``kill`` (SIGKILL, as by a
+kernel out of memory; what it has started goes on). That happens after the first figure, or the end if there is none.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from gpu_check_plan import BUDGETS, COMMANDS, ENVIRONMENT, deadline_s
+from gpu_check_processes import MARK, marked, new_mark
+from gpu_check_record import ROWS, TABLES, row_of
+from gpu_check_steps import Step
+
+__all__ = ["KINDS", "Injection", "injected", "parse_injection", "rehearse_all"]
+
+KINDS = ("fail", "hang", "kill")
+WHOLE = "gpu_check.py itself"
+POLL_S = 0.02
+
+
+class Injection(NamedTuple):
+    """What is to happen to a step."""
+
+    kind: str
+    step: str
+
+
+def parse_injection(text: str, names: Sequence[str]) -> Injection:
+    """``KIND:STEP``, where STEP is a name or the beginning of one alone; ValueError says what is wrong."""
+    kind, _, wanted = text.partition(":")
+    found = [name for name in names if name == wanted] or [name for name in names if name.startswith(wanted)]
+    if kind not in KINDS or len(found) != 1:
+        raise ValueError(f"--rehearse takes KIND:STEP, KIND of {', '.join(KINDS)}, STEP of {', '.join(names)}: {text}")
+    return Injection(kind, found[0])
+
+
+def injected(step: Step, kind: str) -> Step:
+    """``step`` with a command that goes wrong."""
+    return replace(step, command=[sys.executable, str(Path(__file__).resolve()), kind, *step.command])
+
+
+def go_wrong(kind: str, command: Sequence[str]) -> int:
+    """Run ``command`` until its first figure is out, and then do what ``kind`` says."""
+    process = subprocess.Popen(list(command), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None, "the process was started with a pipe"
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        if "num_wrong" in (row_of(line.rstrip()) or {}):
+            break
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "hang":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            time.sleep(60)
+    process.kill()
+    print("failed on purpose")
+    return 1
+
+
+@dataclass
+class Run:
+    """One rehearsal, with some of its steps injected."""
+
+    injections: Sequence[Injection]
+    code: int
+    seconds: float
+    counts: Counter[str]
+    """Figures by step, those of the environment among them."""
+    is_whole: bool
+    """Whether all but the last line of the figures are JSON, and the tables have them."""
+    num_left: int
+    """Processes that were still there."""
+
+    def before(self, step: str) -> int:
+        """Figures when ``step`` went wrong, its own among them."""
+        names = list(BUDGETS)
+        return sum(self.counts[name] for name in names[: names.index(step) + 1])
+
+
+def rehearse(folder: Path, words: Sequence[str], injections: Sequence[Injection], killed_in: str = "") -> Run:
+    """Run gpu_check.py with ``injections``; SIGKILL it when it has a figure of the step ``killed_in``."""
+    mark, begin = new_mark(), time.monotonic()
+    script = str(Path(__file__).with_name("gpu_check.py"))
+    command = [sys.executable, script, f"--output={folder}", *(["--only", *words] if words else []), "--rehearse"]
+    command += [f"{injection.kind}:{injection.step}" for injection in injections]
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = folder / ROWS
+    rows.unlink(missing_ok=True)
+    with (folder / "printed.log").open("wb") as printed:
+        process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, env={**os.environ, MARK: mark})
+        while process.poll() is None:
+            time.sleep(POLL_S)
+            if killed_in and rows.exists() and f'{{"step": "{killed_in}"' in rows.read_text():
+                process.kill()
+                process.wait()
+    seconds = time.monotonic() - begin
+    time.sleep(0.5)  # the kernel's signals to orphans
+    *lines, last = rows.read_text().split("\n")
+    found = [row for line in [*lines, last] if (row := row_of(line)) is not None]
+    tables = (folder / TABLES).read_text()
+    is_whole = len(found) >= len(lines) and all(f"\n## {row['step']}\n" in tables for row in found[:-1])
+    counts = Counter(row["step"] for row in found)
+    return Run(injections, process.returncode, seconds, counts, is_whole, len(marked(mark)))
+
+
+def problems(run: Run, clean: Run) -> list[str]:
+    """What is not as it has to be; ``clean`` went without injections."""
+    wrong = []
+    hit = {injection.step for injection in run.injections}
+    expected = -signal.SIGKILL if not hit else 1
+    if run.code != expected:
+        wrong.append(f"exit code {run.code}, not {expected}")
+    if run.seconds > deadline_s("rehearsed"):
+        wrong.append(f"{run.seconds:.0f} s")
+    if not run.is_whole:
+        wrong.append("a file is not whole")
+    if run.num_left:
+        wrong.append(f"{run.num_left} processes left")
+    if hit:
+        lost = [name for name, count in clean.counts.items() if name not in hit and run.counts[name] != count]
+        wrong += [f"figures of {name} lost" for name in lost]
+        wrong += [f"no figure of {name}" for name in hit if clean.counts[name] and not run.counts[name]]
+    return wrong
+
+
+def plan_of(names: Sequence[str]) -> list[list[Injection]]:
+    """Runs in each of which a third of the steps goes wrong, so that each does once, and each kind in each run."""
+    turns = len(KINDS)
+    kinds = {name: KINDS[(index // turns + index) % turns] for index, name in enumerate(names)}
+    return [[Injection(kinds[name], name) for name in names[turn::turns]] for turn in range(turns)]
+
+
+def rehearse_all(folder: Path, words: Sequence[str]) -> int:
+    """Every step going wrong once, and gpu_check.py killed; prints the table, 1 if anything was not right.
+
+    The runs go at the same time, for most of what a hang takes is waiting.
+    """
+    names = [n for n in BUDGETS if n != ENVIRONMENT and (not words or any(word in n for word in words))]
+    measuring = [name for name in names if name in COMMANDS] or [ENVIRONMENT]
+    with ThreadPoolExecutor(len(KINDS) + 2) as pool:
+        of_clean = pool.submit(rehearse, folder / "clean", words, [])
+        of_runs = [
+            pool.submit(rehearse, folder / f"run{number + 1}", words, injections)
+            for number, injections in enumerate(plan_of(names))
+        ]
+        of_runs.append(pool.submit(rehearse, folder / "killed", words, [], measuring[len(measuring) // 2]))
+        clean, runs = of_clean.result(), [of_run.result() for of_run in of_runs]
+    failed = clean.code != 0 or any(problems(run, clean) for run in runs)
+    without = f"without failures: {sum(clean.counts.values())} figures, exit code {clean.code}, {clean.seconds:.0f} s"
+    verdict = "FAILED" if failed else "all as it has to be"
+    text = "\n".join([*table_of(runs, clean, names), "", f"{verdict}; {without}"])
+    (folder / "rehearsal.md").write_text(text + "\n")
+    print(text)
+    return int(failed)
+
+
+def table_of(runs: Sequence[Run], clean: Run, names: Sequence[str]) -> list[str]:
+    """A line for each injected failure, in the order of the steps."""
+    lines = [
+        "| run | injected failure | figures before it | figures in the end | exit code | ended after, of | otherwise |"
+    ]
+    lines.append("|" + "---|" * 7)
+    rows = [(names.index(i.step), n + 1, f"{i.kind}: {i.step}", run, run.before(i.step))
+            for n, run in enumerate(runs) for i in run.injections]  # fmt: skip
+    rows += [(len(names), n + 1, f"kill: {WHOLE}", run, sum(run.counts.values()))
+             for n, run in enumerate(runs) if not run.injections]  # fmt: skip
+    for _, number, what, run, before in sorted(rows, key=lambda row: row[0]):
+        after = f"{run.seconds:.0f} s, {deadline_s('rehearsed'):.0f} s"
+        wrong = "; ".join(problems(run, clean)) or "as it has to be"
+        lines.append(f"| {number} | {what} | {before} | {sum(run.counts.values())} | {run.code} | {after} | {wrong} |")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(go_wrong(sys.argv[1], sys.argv[2:]))

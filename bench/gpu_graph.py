@@ -1,0 +1,164 @@
+"""CUDA graphs: are collectives and kernels captured, does a replay give the bits of a call, and how fast is it?
+
+    python bench/gpu_ranks.py 2 bench/gpu_graph.py
+    python bench/gpu_ranks.py 1 bench/gpu_graph.py --device cpu            the same, where a replay is a call
+
+Each case is called once, captured, and replayed on other values; ``#wrong`` counts elements that differ from those of a
+call on the same values. ``call`` and ``replay`` are medians until the result is there. A capture that fails is the
+row's error; what comes after it over the same communicator may fail for that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from gpu_collectives import refused_by_nccl
+from gpu_sharing import joined
+from torch import Tensor
+
+import zcomm
+from zcomm import Topology, control
+from zcomm.bench import torch_calls
+from zcomm.bench.harness import Column, Report
+from zcomm.carrier import BackendName, nccl_unavailable_reason
+from zcomm.nccl_communicators import close_communicators
+
+COLUMNS = [
+    Column("ranks", "ranks"),
+    Column("backend", "backend"),
+    Column("collective", "    collective"),
+    Column("format", "format"),
+    Column("size", "   size(B)", "d"),
+    Column("call_us", "call(us)", ".1f", is_measurement=True),
+    Column("replay_us", "replay(us)", ".1f", is_measurement=True),
+    Column("unavailable", "unavailable"),
+    Column("error", "error"),
+]
+BACKENDS: tuple[BackendName, ...] = ("torch", "nccl")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--formats", nargs="+", default=["int8", "int4"])
+    parser.add_argument("--numel", type=int, default=2**20, help="of a rank's shard")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--json", action="store_true", help="rows as JSON lines")
+    return parser.parse_args()
+
+
+class Case:
+    """A reduce-scatter or an all-gather, from ``source`` to ``target``."""
+
+    def __init__(self, collective: str, shapes: tuple[int, int], device: torch.device, call: Callable[..., object]):
+        self.collective = collective
+        self.source = torch.randn(shapes[0], device=device)
+        self.target = torch.zeros(shapes[1], device=device)
+        self._device, self._call = device, call
+
+    def call(self) -> None:
+        """Once."""
+        self._call(self.target, self.source)
+
+    def captured(self) -> Callable[[], object]:
+        """A graph's replay; on the CPU, which has no graphs, the call itself."""
+        self.call()  # connections and buffers are made before
+        if self._device.type != "cuda":
+            return self.call
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.call()
+        return graph.replay
+
+    def wrong_after(self, replay: Callable[[], object]) -> int:
+        """Elements of a replay on new values that are not those of a call."""
+        self.source.normal_()
+        replay()
+        torch_calls.finish()
+        got: Tensor = self.target.clone()
+        self.target.zero_()
+        self.call()
+        torch_calls.finish()
+        return int((got != self.target).sum())
+
+
+def median_us(call: Callable[[], object], rounds: int) -> float:
+    """Until the result is there, on this rank."""
+    seconds = []
+    for _ in range(rounds + 1):
+        torch_calls.barrier()
+        start = time.perf_counter()
+        call()
+        torch_calls.finish()
+        seconds.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(seconds[1:])
+
+
+def cases(numel: int, format_name: str, topology: Topology, device: torch.device) -> list[Case]:
+    """Both collectives, over all ranks."""
+    whole = numel * topology.world_size
+    gather = partial(zcomm.all_gather_single, group=topology, format=format_name)
+    scatter = partial(zcomm.reduce_scatter_single, group=topology, format=format_name)
+    return [
+        Case("reduce_scatter", (whole, numel), device, scatter), Case("all_gather", (numel, whole), device, gather)
+    ]  # fmt: skip
+
+
+def row(case: Case, rounds: int, topology: Topology) -> tuple[dict[str, Any], int]:
+    """Capture, compare, time."""
+    found: dict[str, Any] = {}
+    wrong, said = 0, ""
+    try:
+        replay = case.captured()
+        wrong = case.wrong_after(replay)
+        found = {"call_us": median_us(case.call, rounds), "replay_us": median_us(replay, rounds)}
+    except Exception as error:  # the other rows are tried
+        said = f"{type(error).__name__}: {(str(error) or 'no text').splitlines()[0][:200]}"
+    errors = [text for text in control.gather_texts(said, topology) if text]
+    of_all = int(control.gather_float64(torch.tensor([float(wrong)]), topology).sum())
+    return ({"error": errors[0]}, 1) if errors else (found, of_all)
+
+
+def run(arguments: argparse.Namespace, topology: Topology, device: torch.device, report: Report | None) -> int:
+    """Each backend, format and collective."""
+    reason = " ".join((nccl_unavailable_reason() or refused_by_nccl(device)).split())
+    for backend in BACKENDS:
+        if backend == "nccl" and reason:
+            if report is not None:
+                report.row({"backend": backend, "unavailable": reason}, num_wrong=0)
+            continue
+        zcomm.use_backend(backend)
+        for name in arguments.formats:
+            for case in cases(arguments.numel, name, topology, device):
+                found, wrong = row(case, arguments.rounds, topology)
+                about = {"ranks": topology.world_size, "backend": backend, "collective": case.collective}
+                if report is not None:
+                    report.row(about | {"format": name, "size": case.source.nbytes, **found}, num_wrong=wrong)
+    zcomm.use_backend("torch")
+    return report.finish() if report is not None else 0
+
+
+def main() -> int:
+    """Join the ranks and capture; 1 if a capture fails or a replay is wrong."""
+    arguments = parse_arguments()
+    with joined(arguments.device) as (topology, device):
+        report = Report(COLUMNS, as_json=arguments.json) if topology.rank == 0 else None
+        if report is not None:
+            report.start("gpu_graph", device=device.type, ranks=topology.world_size, rounds=arguments.rounds)
+        try:
+            return run(arguments, topology, device, report)
+        finally:
+            close_communicators()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

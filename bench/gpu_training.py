@@ -1,0 +1,178 @@
+"""A training step under ZeRO's stages, ZeRO++ and delta-hpZ beside DDP, FSDP2 and DeepSpeed, by ranks that share a GPU.
+
+    python bench/gpu_ranks.py 1 bench/gpu_training.py --num-layers 24 --hidden-size 1024 --num-attention-heads 16
+    python bench/gpu_ranks.py 4 bench/gpu_training.py --ranks-per-node 2
+    python bench/gpu_ranks.py 2 bench/gpu_training.py --device cpu --ranks-per-node 1 --num-layers 1 --hidden-size 32
+
+One contender after the other, so that each row is printed when it is known, and none has the memory of another:
+``first`` is building it and its first step, ``p50`` the median of the later ones, ``host`` the time until a step has
+returned, ``kernels`` and ``copies`` what the first rank's GPU has run for one, ``/ddp`` how many times faster than DDP.
+``#wrong``: the loss after the same steps is not DDP's, within zero_step.py's tolerance. See gpu_sharing.py on ranks
+that share a GPU. With one rank nothing is sent: what is left is each library's own cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+from contenders.catalogue import ENTRIES, available, build
+from contenders.contender import Contender
+from contenders.job import add_shape, batch, new_setup
+from gpu_budget import is_spent
+from gpu_sharing import agreed, joined
+from gpu_trace import count_launches, traced
+from zero_step import LOSS_TOLERANCE
+
+import zcomm
+from zcomm import Topology, control
+from zcomm.bench import torch_calls
+from zcomm.bench.harness import Column, Report
+
+PEERS = ("ddp", "fsdp2 reshard=False", "fsdp2 reshard=True", *(f"deepspeed stage {n}" for n in (1, 2, 3)))
+OURS = (*(f"zero stage {n}" for n in (1, 2, 3)), "zero++", "delta-hpz")
+ORDER = ("ddp", *OURS, *PEERS[1:])
+COLUMNS = [
+    Column("ranks", "ranks"),
+    Column("case", "case".rjust(20)),
+    Column("p50_ms", "p50(ms)", ".2f", is_measurement=True),
+    Column("host_ms", "host(ms)", ".2f", is_measurement=True),
+    Column("over_ddp", "/ddp", ".2f", is_measurement=True),
+    Column("tokens_per_s", "tokens/s", ".0f", is_measurement=True),
+    Column("kernels", "kernels", "d"),
+    Column("copies", "copies", "d"),
+    Column("first_s", "first(s)", ".2f", is_measurement=True),
+    Column("peak_mib", "peak(MiB)", ".0f", is_measurement=True),
+    Column("loss", "loss", ".4f"),
+    Column("unavailable", "unavailable"),
+    Column("error", "error"),
+]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--ranks-per-node", type=int, help="so many stand in for a node; default: all")
+    parser.add_argument("--dtype", choices=LOSS_TOLERANCE, default="bfloat16")
+    parser.add_argument("--contenders", nargs="+", choices=ORDER, default=ORDER, metavar="NAME")
+    parser.add_argument("--steps", type=int, default=6, help="timed, after one that is not")
+    parser.add_argument("--json", action="store_true", help="rows as JSON lines")
+    add_shape(parser)
+    return parser.parse_args()
+
+
+class Training:
+    """The contenders, one after the other, on the ranks of ``topology``."""
+
+    def __init__(self, arguments: argparse.Namespace, topology: Topology, device: torch.device) -> None:
+        self._arguments, self._topology, self._device = arguments, topology, device
+        self._of_ddp: dict[str, float] = {}
+
+    def row(self, name: str) -> tuple[dict[str, Any], int]:
+        """Of one contender; what fails on any rank is the row's error, a peer's the reason that it is unavailable."""
+        found: dict[str, Any] = {}
+        said = ""
+        try:
+            found = self._measure(name)
+        except Exception as error:  # the others go on
+            said = f"{type(error).__name__}: {(str(error) or 'no text').splitlines()[0][:200]}"
+        self._free()
+        errors = [text for text in control.gather_texts(said, self._topology) if text]
+        row = {"ranks": f"{self._topology.num_nodes}x{self._topology.ranks_per_node}", "case": name}
+        if errors:
+            return row | {"unavailable" if name in PEERS else "error": errors[0]}, int(name not in PEERS)
+        return self._judged(row | found)
+
+    def _judged(self, row: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        if row["case"] == "ddp":
+            self._of_ddp = row
+        if not self._of_ddp:
+            return row, 0
+        right, tolerance = self._of_ddp["loss"], LOSS_TOLERANCE[self._arguments.dtype]
+        is_right = abs(row["loss"] - right) <= tolerance * abs(right)  # NaN is not
+        return row | {"over_ddp": self._of_ddp["p50_ms"] / row["p50_ms"]}, int(not is_right)
+
+    def _measure(self, name: str) -> dict[str, Any]:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        setup = new_setup(self._arguments, self._arguments.dtype, self._device, self._topology)
+        contender = build(name, setup)
+        try:
+            self._step(contender)
+            first, times = time.perf_counter() - start, [self._step(contender) for _ in range(self._arguments.steps)]
+            launches = count_launches(traced(lambda: self._step(contender), self._device))
+        finally:
+            contender.close()
+        whole = statistics.median(seconds for seconds, _ in times)
+        tokens = self._topology.world_size * self._arguments.batch_size * self._arguments.seq_length
+        peak = {"peak_mib": torch.cuda.max_memory_allocated() / 2**20} if self._device.type == "cuda" else {}
+        return {
+            "p50_ms": 1e3 * whole, "host_ms": 1e3 * statistics.median(host for _, host in times),
+            "tokens_per_s": tokens / whole, "first_s": first, "loss": contender.loss, **peak,
+            **(launches._asdict() if launches else {}),
+        }  # fmt: skip
+
+    def _step(self, contender: Contender) -> tuple[float, float]:
+        """Seconds until a step has ended on all ranks, and until its call has returned on this one."""
+        tokens = batch(self._arguments, contender.num_steps, self._topology.rank, self._device)
+        torch_calls.barrier()
+        start = time.perf_counter()
+        loss = contender.step(*tokens)
+        host = time.perf_counter() - start
+        torch_calls.barrier()
+        whole = time.perf_counter() - start
+        contender.num_steps += 1
+        mean = loss.float().reshape(1)
+        zcomm.all_reduce(mean, "avg", group=self._topology)
+        contender.loss = mean.item()
+        return whole, host
+
+    def _free(self) -> None:
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def run(arguments: argparse.Namespace, topology: Topology, device: torch.device, report: Report | None) -> int:
+    """All that are installed; 1 if one of ours fails or learns something else than DDP."""
+    training, left_out = Training(arguments, topology, device), []
+    for name in arguments.contenders:
+        if not available((name,)):
+            row, num_wrong = {"case": name, "unavailable": f"{ENTRIES[name].needs} is not installed"}, 0
+        elif agreed(is_spent(), topology):
+            left_out.append(name)
+            continue
+        else:
+            row, num_wrong = training.row(name)
+        if report is not None:
+            report.row(row, num_wrong=num_wrong)
+    if report is None:
+        return 0
+    if left_out:
+        report.note(f"not measured, for want of time: {', '.join(left_out)}")
+    return report.finish()
+
+
+def main() -> int:
+    """Join the ranks and train."""
+    arguments = parse_arguments()
+    with joined(arguments.device, arguments.ranks_per_node) as (topology, device):
+        report = Report(COLUMNS, as_json=arguments.json) if topology.rank == 0 else None
+        if report is not None:
+            report.start("gpu_training", device=device.type, ranks=topology.world_size, dtype=arguments.dtype)
+            numel = sum(
+                p.numel() for p in new_setup(arguments, arguments.dtype, torch.device("meta")).model.parameters()
+            )
+            report.note(f"parameters {numel:,}  batch {arguments.batch_size} x {arguments.seq_length} per rank")
+        return run(arguments, topology, device, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
