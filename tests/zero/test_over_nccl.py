@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 import zcomm
 from tests.ranks import ranks_over, run_ranks
 from tests.zero.training import assert_same_bits, train_and_collect
+from zcomm import nccl_bytes, nccl_steps
+from zcomm.nccl_communicators import communicator_over
 
 ZEROPP = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
 MODES: dict[str, dict[str, Any]] = {
@@ -24,12 +28,29 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@contextmanager
+def _used() -> Iterator[None]:
+    """Fails unless something has gone over the communicator."""
+    uses: list[object] = []
+
+    def counting(*args: Any) -> Any:
+        uses.append(args)
+        return communicator_over(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (nccl_steps, nccl_bytes):
+            patch.setattr(module, "communicator_over", counting)
+        yield
+    assert len(uses) > 3
+
+
 def _check_mode(rank: int, mode: str, dtype: torch.dtype) -> None:
     results = []
     for backend in ("torch", "nccl"):
         zcomm.use_backend(backend)  # type: ignore[arg-type]
         loop = {"num_micro": 2, "max_norm": 0.5}
-        results.append(train_and_collect(rank, dtype=dtype, loop=loop, ranks_per_node=2, **MODES[mode]))
+        with _used() if backend == "nccl" else nullcontext():
+            results.append(train_and_collect(rank, dtype=dtype, loop=loop, ranks_per_node=2, **MODES[mode]))
     assert_same_bits(*results)
 
 
