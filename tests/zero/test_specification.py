@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +296,9 @@ def _check_scheduler(rank: int) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(given, step_size=1, gamma=0.0)
     with zero_optimizer(model, given, stage=2, offload_optimizer={"device": "cpu"}) as optimizer:
         _steps(model, optimizer, rank, range(1))
-        scheduler.step()  # no warning that there was no step before
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scheduler.step()  # no warning that there was no step before
         before = [p.detach().clone() for p in model.parameters()]
         _steps(model, optimizer, rank, range(1, 2))
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))  # lr is 0 now
