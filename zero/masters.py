@@ -195,6 +195,7 @@ def _try_steps(optimizer: Optimizer, device: torch.device, shape: tuple[int, ...
     params = [part.clone() for part in values.view(shape)]
     trial: Optimizer = object.__new__(type(optimizer))
     trial.__dict__.update(optimizer.__dict__)
+    trial.__dict__.pop("step", None)  # a scheduler's wrapper of it steps the original
     trial.state = defaultdict(dict)
     settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     if not torch.is_tensor(settings.get("lr")) and not settings.get("lr", 1):

@@ -62,7 +62,7 @@ def move(model: nn.Module, device: torch.device) -> None:
 
 
 class InFloat32:
-    """Hooks of one module: inputs of 16 bits become float32, and outputs get their dtype.
+    """Hooks of one module: inputs of 16 bits become float32, and outputs get their dtype, unless it is cast again.
 
     torch's own kernels take a float16 input with float32 weights for some norms and devices, and raise for others.
     """
@@ -71,10 +71,14 @@ class InFloat32:
         self._given: list[torch.dtype | None] = []
         """Of the calls that run, the dtype of their 16-bit inputs."""
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ARG002
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Widen."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dtype in NARROW]
+        is_wide = not any(param.dtype in NARROW for param in module.parameters())
+        leaves = tree_leaves((args, kwargs)) if is_wide else []
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype in NARROW]
         self._given.append(tensors[0].dtype if tensors else None)
+        if not tensors:
+            return args, kwargs
         return tree_map_only(Tensor, lambda t: t.float() if t.dtype in NARROW else t, (args, kwargs))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+import zcomm
 import zero
 from tests.ranks import run_ranks
 from tests.zero.configs import CONFIGS
@@ -295,7 +297,9 @@ def _check_scheduler(rank: int) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(given, step_size=1, gamma=0.0)
     with zero_optimizer(model, given, stage=2, offload_optimizer={"device": "cpu"}) as optimizer:
         _steps(model, optimizer, rank, range(1))
-        scheduler.step()  # no warning that there was no step before
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scheduler.step()  # no warning that there was no step before
         before = [p.detach().clone() for p in model.parameters()]
         _steps(model, optimizer, rank, range(1, 2))
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))  # lr is 0 now
@@ -304,6 +308,36 @@ def _check_scheduler(rank: int) -> None:
 
 def test_a_scheduler_of_the_given_adam_goes_on() -> None:
     run_ranks(2, _check_scheduler)
+
+
+class Coupled(torch.optim.SGD):
+    """What an element gets depends on all of its tensor."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad /= param.grad.norm()
+        return super().step(closure)
+
+
+def _check_trials(rank: int, folder: str) -> None:
+    """A scheduler wraps its optimizer's step(), which trial steps must not call."""
+    model = _model()
+    coupled = Coupled(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(coupled, step_size=1)
+    with pytest.raises(zcomm.ConfigError, match="Coupled is not elementwise"):
+        zero.ZeroOptimizer(model, coupled)
+    model = _model()
+    given = torch.optim.RMSprop(model.parameters())
+    torch.optim.lr_scheduler.StepLR(given, step_size=1)
+    tier = {"device": "nvme", "nvme_path": folder}
+    with zero_optimizer(model, given, stage=2, offload_optimizer=tier) as optimizer:
+        _steps(model, optimizer, rank, range(2))
+
+
+def test_trial_steps_are_those_of_optimizers_with_schedulers_too(tmp_path: Path) -> None:
+    run_ranks(2, _check_trials, str(tmp_path))
 
 
 # Gradients summed in 16 bits

@@ -286,6 +286,7 @@ def moments_of(inner: Optimizer, dtype: torch.dtype) -> dict[str, MomentLayout]:
     for group in inner.param_groups:
         trial: Optimizer = object.__new__(type(inner))
         trial.__dict__.update(inner.__dict__)
+        trial.__dict__.pop("step", None)  # a scheduler's wrapper of it steps the original
         trial.state = defaultdict(dict)
         param = torch.ones(3, dtype=dtype)
         trial.param_groups = [{**group, "params": [param]}]
