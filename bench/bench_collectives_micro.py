@@ -40,7 +40,7 @@ DELTAS = [wire for wire in WIRES if wire[0] in FORMATS and "+" not in wire[0]]
 NUM_RANKS, RANKS_PER_NODE = 4, 2
 NBYTES = 2**16
 ROUNDS = {"rounds": 30, "warmup_rounds": 3}
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=240)
 
 Call = tuple[str, str, int]
 """Collective, format (``torch``: torch's own), hops."""
