@@ -38,12 +38,12 @@ AIMS = {"int8": 0.85, "int4": 0.85, "fp8_e4m3": 0.80, "nf4": 0.70}
 """Of quantize and decode on sm_90."""
 LANES = 128
 """That the four schedulers of a multiprocessor issue to in a cycle: a warp each."""
-# Lanes a cycle by unit: NVIDIA's CUDA programming guide, table of the throughput of native arithmetic instructions, for
+# Lanes a cycle by unit: NVIDIA's CUDA programming guide, table of the throughput of native arithmetic instructions, of
 # compute capability 8.0, 9.0 and 10.0: integers, comparisons, selections, permutations and packing conversions at 64.
 FLOAT32 = frozenset({"FADD", "FMUL", "FFMA", "FADD2", "FMUL2", "FFMA2"})
 OTHER_UNITS = frozenset({
-    "LDG", "STG", "LDS", "STS", "LDL", "STL", "LDSM", "STSM", "LDC", "S2R", "CS2R", "R2UR", "SHFL", "REDUX", "MUFU", "I2F",
-    "F2I", "FCHK", "BRA", "EXIT", "BSSY", "BSYNC", "BAR", "RET", "CALL", "WARPSYNC", "DEPBAR", "YIELD", "MEMBAR",
+    "LDG", "STG", "LDS", "STS", "LDL", "STL", "LDSM", "STSM", "LDC", "S2R", "CS2R", "R2UR", "SHFL", "REDUX", "MUFU",
+    "I2F", "F2I", "FCHK", "BRA", "EXIT", "BSSY", "BSYNC", "BAR", "RET", "CALL", "WARPSYNC", "DEPBAR", "YIELD", "MEMBAR",
 })  # fmt: skip
 """Memory, shuffles, special functions and control: one issue slot, and work beside the arithmetic units."""
 
@@ -72,7 +72,7 @@ GPUS = {
 def weight_of(instruction: Instruction, gpu: Gpu) -> float:
     """Issue slots that an instruction takes, or that its arithmetic unit needs for it."""
     name = instruction.name
-    if name in OTHER_UNITS or name.startswith("U") or instruction.opcode.startswith("IMAD.MOV"):
+    if name in OTHER_UNITS or name.startswith("U"):
         return 1
     return LANES / (gpu.float32_lanes if name in FLOAT32 else gpu.other_lanes)
 
@@ -156,13 +156,16 @@ def _cuda_rows(arch: int, formats: tuple[str, ...]) -> Iterator[Row]:
 def _report(archs: list[int], formats: tuple[str, ...]) -> Iterator[str]:
     yield "# Kernels, by their machine code"
     yield ""
-    yield "`python bench/gpu_static.py --output bench/results/gpu_static.md`; no GPU ran. What the columns mean stands at"
-    yield "the top of bench/gpu_static.py; `static` counts a kernel's whole code, `fast` what a thread executes for a tile,"
-    yield "`weight` the same with 2 for each instruction at half rate; both for an element."
+    yield "`python bench/gpu_static.py --output bench/results/gpu_static.md`; no GPU ran. What the columns mean"
+    yield "stands at the top of bench/gpu_static.py; `static` counts a kernel's whole code, `fast` what a thread"
+    yield "executes for a tile, `weight` the same with 2 for each instruction at half rate; all for an element."
     for arch in archs:
         gpu = GPUS[arch]
         yield from ("", f"## sm_{arch}: {gpu.name}", "")
-        yield f"{gpu.lane_instructions_per_s / 1e12:.1f}e12 lane instructions/s, {gpu.hbm_nbytes_per_s / 1e12:.2f} TB/s ({gpu.source})."
+        rates = (
+            f"{gpu.lane_instructions_per_s / 1e12:.1f}e12 lane instructions/s, {gpu.hbm_nbytes_per_s / 1e12:.2f} TB/s"
+        )
+        yield f"{rates} ({gpu.source})."
         yield from ("", HEADER)
         for row in (*_triton_rows(arch, formats), *_cuda_rows(arch, formats)):
             yield row.line()

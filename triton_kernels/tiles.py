@@ -224,8 +224,9 @@ def store_message(
     codes_ptr = message_ptr + codes_offset + segment * segment_nbytes
     pointers, mask = _code_bytes(codes_ptr, tile, segment_nbytes, BITS, BLOCK, ROWS, COLS, PAIRED)
     tl.store(pointers, codes, mask=mask)
-    if BITS == 4 and not PAIRED:
-        if remaining % 2 == 1:  # a segment's last byte, whose other half is unused: written again by the same threads
+    if BITS == 4 and not PAIRED:  # noqa: SIM102  the first is known when compiling
+        # a segment's last byte, whose other half is unused: written again by the same threads
+        if remaining % 2 == 1:
             offsets, _ = elements_of(remaining, BLOCK // 2, ROWS, COLS // 2)
             tl.store(pointers, codes & 0xF, mask=mask & (offsets * 2 + 1 == remaining))
 

@@ -103,7 +103,9 @@ def test_fp8_codes_of_all_float32_bits() -> None:
 
 def _reference_fp8(bits: Words) -> NDArray[np.uint8]:
     """The contract's integer operations, of magnitudes."""
-    normal = ((bits + np.uint32(0x7FFFF) + (bits >> np.uint32(20) & np.uint32(1))) >> np.uint32(20)).astype(np.int64) - 960
+    normal = ((bits + np.uint32(0x7FFFF) + (bits >> np.uint32(20) & np.uint32(1))) >> np.uint32(20)).astype(
+        np.int64
+    ) - 960
     denormal = np.rint(floats(bits) * np.float32(512.0)).astype(np.int64)
     return np.minimum(np.where(bits < 0x3C800000, denormal, normal), 0x7E).astype(np.uint8)
 
