@@ -8,7 +8,7 @@ nf4 needs tables of 16 entries, and ``prmt`` looks up four bytes at once, in a t
 operand; a digit of 8 or more yields the highest bit of the byte, eight times. So a table of 16 bytes takes two, with
 its first half and one with its second, where the digits have their bit 3 flipped, and an exclusive or: which is right
 where bytes i and i + 8 have the same highest bit, and the second half is stored with all bits flipped if that is set.
-Entries are numbers of 16 bits, in two such tables; a constant that is added to them all makes the highest bits agree.
+Entries are numbers of 16 bits, in two such tables, chosen so that the highest bits agree.
 """
 
 from __future__ import annotations
