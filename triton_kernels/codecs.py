@@ -235,8 +235,8 @@ def _levels_by_ptx(codes, KIND: tl.constexpr, BITS: tl.constexpr):
         low, high = tl.inline_asm_elementwise(TEXT, PAIRS_FROM_BYTES, [codes], (tl.float32, tl.float32), True, 4)
         levels = _joined(low, high)
     else:
-        TEXT: tl.constexpr = DECODE_FP8 if KIND == "fp8" else DECODE_INT8
-        levels = tl.inline_asm_elementwise(TEXT, FOUR_FROM_BYTES, [codes], tl.float32, True, 4)
+        OF_BYTES: tl.constexpr = DECODE_FP8 if KIND == "fp8" else DECODE_INT8
+        levels = tl.inline_asm_elementwise(OF_BYTES, FOUR_FROM_BYTES, [codes], tl.float32, True, 4)
     return levels
 
 
