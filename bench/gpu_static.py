@@ -11,7 +11,7 @@ the rate of device memory (HBM) that allows if 80 % of all issue slots are used:
 An instruction weighs 128 over the lanes of its arithmetic unit, so one on integers, at half rate, weighs 2; memory
 accesses, shuffles, special functions and control weigh 1. All weights are added up, as if no unit worked while another
 does. Arrays are bfloat16 and begin at 16 bytes; sums are of 8 messages; requantization is to the format of the
-messages; of Triton's candidates for tuning the row shows the cheapest.
+messages; Triton's programs are the largest that tuning tries.
 
 A report, not a gate: what is measured on a GPU is right where the two differ.
 """
@@ -23,6 +23,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from gpu_static_kernels import NUM_SUMMED, OPERATIONS, Kernel, cuda_kernels, missing_tools, triton_kernel
@@ -38,12 +39,12 @@ AIMS = {"int8": 0.85, "int4": 0.85, "fp8_e4m3": 0.80, "nf4": 0.70}
 """Of quantize and decode on sm_90."""
 LANES = 128
 """That the four schedulers of a multiprocessor issue to in a cycle: a warp each."""
-# Lanes a cycle by unit: NVIDIA's CUDA programming guide, table of the throughput of native arithmetic instructions, for
+# Lanes a cycle by unit: NVIDIA's CUDA programming guide, table of the throughput of native arithmetic instructions, of
 # compute capability 8.0, 9.0 and 10.0: integers, comparisons, selections, permutations and packing conversions at 64.
 FLOAT32 = frozenset({"FADD", "FMUL", "FFMA", "FADD2", "FMUL2", "FFMA2"})
 OTHER_UNITS = frozenset({
-    "LDG", "STG", "LDS", "STS", "LDL", "STL", "LDSM", "STSM", "LDC", "S2R", "CS2R", "R2UR", "SHFL", "REDUX", "MUFU", "I2F",
-    "F2I", "FCHK", "BRA", "EXIT", "BSSY", "BSYNC", "BAR", "RET", "CALL", "WARPSYNC", "DEPBAR", "YIELD", "MEMBAR",
+    "LDG", "STG", "LDS", "STS", "LDL", "STL", "LDSM", "STSM", "LDC", "S2R", "CS2R", "R2UR", "SHFL", "REDUX", "MUFU",
+    "I2F", "F2I", "FCHK", "BRA", "EXIT", "BSSY", "BSYNC", "BAR", "RET", "CALL", "WARPSYNC", "DEPBAR", "YIELD", "MEMBAR",
 })  # fmt: skip
 """Memory, shuffles, special functions and control: one issue slot, and work beside the arithmetic units."""
 
@@ -72,7 +73,7 @@ GPUS = {
 def weight_of(instruction: Instruction, gpu: Gpu) -> float:
     """Issue slots that an instruction takes, or that its arithmetic unit needs for it."""
     name = instruction.name
-    if name in OTHER_UNITS or name.startswith("U") or instruction.opcode.startswith("IMAD.MOV"):
+    if name in OTHER_UNITS or name.startswith("U"):
         return 1
     return LANES / (gpu.float32_lanes if name in FLOAT32 else gpu.other_lanes)
 
@@ -137,14 +138,11 @@ def row_of(backend: str, operation: str, format: str, arch: int, tile: str, kern
 
 
 def _triton_rows(arch: int, formats: tuple[str, ...]) -> Iterator[Row]:
+    tile, warps = _run.CANDIDATES[-1]
     for operation in OPERATIONS:
         for format in formats:
-            rows = [
-                row_of("Triton", operation, format, arch, f"{choice[0]}/{choice[1]}",
-                       triton_kernel(operation, format, arch, choice))
-                for choice in _run.CANDIDATES
-            ]  # fmt: skip
-            yield min(rows, key=lambda row: (row.spilled_nbytes, row.weight))
+            kernel = triton_kernel(operation, format, arch, (tile, warps))
+            yield row_of("Triton", operation, format, arch, f"{tile}/{warps}", kernel)
 
 
 def _cuda_rows(arch: int, formats: tuple[str, ...]) -> Iterator[Row]:
@@ -156,15 +154,18 @@ def _cuda_rows(arch: int, formats: tuple[str, ...]) -> Iterator[Row]:
 def _report(archs: list[int], formats: tuple[str, ...]) -> Iterator[str]:
     yield "# Kernels, by their machine code"
     yield ""
-    yield "`python bench/gpu_static.py --output bench/results/gpu_static.md`; no GPU ran. What the columns mean stands at"
-    yield "the top of bench/gpu_static.py; `static` counts a kernel's whole code, `fast` what a thread executes for a tile,"
-    yield "`weight` the same with 2 for each instruction at half rate; both for an element."
+    yield "`python bench/gpu_static.py --output bench/results/gpu_static.md`; no GPU ran. What the columns mean"
+    yield "stands at the top of bench/gpu_static.py; `static` counts a kernel's whole code, `fast` what a thread"
+    yield "executes for a tile, `weight` the same with 2 for each instruction at half rate; all for an element."
     for arch in archs:
         gpu = GPUS[arch]
         yield from ("", f"## sm_{arch}: {gpu.name}", "")
-        yield f"{gpu.lane_instructions_per_s / 1e12:.1f}e12 lane instructions/s, {gpu.hbm_nbytes_per_s / 1e12:.2f} TB/s ({gpu.source})."
+        rates = (
+            f"{gpu.lane_instructions_per_s / 1e12:.1f}e12 lane instructions/s, {gpu.hbm_nbytes_per_s / 1e12:.2f} TB/s"
+        )
+        yield f"{rates} ({gpu.source})."
         yield from ("", HEADER)
-        for row in (*_triton_rows(arch, formats), *_cuda_rows(arch, formats)):
+        for row in chain(_triton_rows(arch, formats), _cuda_rows(arch, formats)):
             yield row.line()
 
 

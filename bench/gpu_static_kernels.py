@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,7 +167,7 @@ def triton_kernel(operation: str, format: str, arch: int, choice: tuple[int, int
 def cuda_kernels(arch: int) -> Iterator[tuple[str, str, Kernel]]:
     """Operation, format and kernel, of all for block codecs."""
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    if not os.path.exists(nvcc):
+    if not Path(nvcc).exists():
         return
     for source_operation, source in CUDA_SOURCES.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -194,6 +193,3 @@ def _cuda_rows(operation: str, codes: dict[str, Code], registers: dict[str, int]
             codes[name], registers[name], elements, _access(operation, elements, bits), elements * bits // 8,
             _nbytes(layout, operation), shuffles,
         )  # fmt: skip
-
-
-Progress = Callable[[str], None]

@@ -3,7 +3,7 @@
 One file for each kernel, its constants and dtypes, GPU, version of Triton and source of the kernel, named by a hash
 of all these, in ``$TRITON_CACHE_DIR/zcomm_tuned``, or ``zcomm/tuned`` in the user's cache folder. Invariants:
 
-    T1  A file is replaced whole (os.replace): processes that write at once leave one of their results.
+    T1  A file is replaced whole: processes that write at once leave one of their results.
     T2  What is not such a file, or of something else, or names no candidate is as good as none: it is measured again
         and overwritten.
     T3  A folder that cannot be written costs time, never an error.
@@ -76,7 +76,7 @@ def _replace(path: Path, text: str) -> None:
     try:
         with os.fdopen(handle, "w") as file:
             file.write(text)
-        os.replace(name, path)
+        Path(name).replace(path)
     except BaseException:
-        os.unlink(name)
+        Path(name).unlink()
         raise

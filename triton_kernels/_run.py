@@ -18,8 +18,8 @@ from .arithmetic import INTERPRETED
 
 TUNED_NUMEL = 1 << 20
 """From here on a launch takes longer than its overhead, and is worth tuning."""
-CANDIDATES: tuple[Choice, ...] = ((1024, 4), (2048, 4), (4096, 4), (8192, 8))
-"""Elements and warps of a program: from 8 to 32 elements of a thread, and the widest for what waits longest."""
+CANDIDATES: tuple[Choice, ...] = ((1024, 4), (2048, 4), (4096, 4), (8192, 4))
+"""Elements and warps of a program: 8 to 64 elements of a thread."""
 LARGEST_TILE = 1 << 16
 
 

@@ -76,12 +76,14 @@ def encode_tile(
         headers, codes = _encode_asymmetric(values, mask, uniform, is_finite, QMAX, IS_RANDOM)
         codes = packed(codes, BITS)
     else:
-        is_normal = is_finite & (absmax >= TINY_BITS)
-        scale_bits = scale_of(float_of(tl.where(is_normal, absmax, ONE_BITS)), QMAX)
-        scaled = values * tl.where(is_normal, inverse_of(scale_bits), 0.0)[:, None]
-        headers = tl.where(is_normal, scale_bits >> 16, tl.where(is_finite, 0, NAN_HEADER))
+        headers, inverse = _scales_of(absmax, is_finite, QMAX)
+        scaled = values * inverse[:, None]
         if _has_ptx(KIND, IS_RANDOM):
-            codes = _encoded_by_ptx(scaled, is_finite, KIND, BITS)
+            if BITS == 4:
+                low, high = tl.split(tl.reshape(scaled, (scaled.shape[0], scaled.shape[1] // 2, 2)))
+                codes = _pairs_by_ptx(low, high, is_finite, KIND)
+            else:
+                codes = _bytes_by_ptx(scaled, is_finite, KIND)
         else:
             codes = tl.where(is_finite[:, None], _codes_of(scaled, uniform, KIND, QMAX, IS_RANDOM), 0)
             codes = packed(codes, BITS)
@@ -89,16 +91,41 @@ def encode_tile(
 
 
 @triton.jit
-def _encoded_by_ptx(scaled, is_finite, KIND: tl.constexpr, BITS: tl.constexpr):
-    keep = tl.where(is_finite, 0xFF, 0).to(tl.uint8)[:, None]
-    if BITS == 4:
-        TEXT: tl.constexpr = ENCODE_NF4 if KIND == "nf4" else ENCODE_INT4
-        low, high = tl.split(tl.reshape(scaled, (scaled.shape[0], scaled.shape[1] // 2, 2)))
-        codes = tl.inline_asm_elementwise(TEXT, PAIRS_TO_BYTES, [low, high, keep], tl.uint8, True, 4)
+def encode_pairs(low, high, KIND: tl.constexpr, QMAX: tl.constexpr):
+    """Headers and codes of 4 bits, to nearest, of the even and the odd elements, float32 [ROWS, COLS / 2] each."""
+    absmax = tl.maximum(absmax_bits(low), absmax_bits(high))
+    is_finite = absmax < INFINITY_BITS
+    headers, inverse = _scales_of(absmax, is_finite, QMAX)
+    low, high = low * inverse[:, None], high * inverse[:, None]
+    if _has_ptx(KIND, False):
+        codes = _pairs_by_ptx(low, high, is_finite, KIND)
     else:
-        TEXT: tl.constexpr = ENCODE_FP8 if KIND == "fp8" else ENCODE_INT8
-        codes = tl.inline_asm_elementwise(TEXT, FOUR_TO_BYTES, [scaled, keep], tl.uint8, True, 4)
-    return codes
+        low, high = _codes_of(low, 0.0, KIND, QMAX, False), _codes_of(high, 0.0, KIND, QMAX, False)
+        codes = tl.where(is_finite[:, None], (low & 0xF) | ((high & 0xF) << 4), 0).to(tl.uint8)
+    return headers, codes
+
+
+@triton.jit
+def _scales_of(absmax, is_finite, QMAX: tl.constexpr):
+    """Headers, and what values are multiplied by, of the bits of blocks' largest magnitudes."""
+    is_normal = is_finite & (absmax >= TINY_BITS)
+    scale_bits = scale_of(float_of(tl.where(is_normal, absmax, ONE_BITS)), QMAX)
+    headers = tl.where(is_normal, scale_bits >> 16, tl.where(is_finite, 0, NAN_HEADER))
+    return headers, tl.where(is_normal, inverse_of(scale_bits), 0.0)
+
+
+@triton.jit
+def _pairs_by_ptx(low, high, is_finite, KIND: tl.constexpr):
+    keep = tl.where(is_finite, 0xFF, 0).to(tl.uint8)[:, None]
+    TEXT: tl.constexpr = ENCODE_NF4 if KIND == "nf4" else ENCODE_INT4
+    return tl.inline_asm_elementwise(TEXT, PAIRS_TO_BYTES, [low, high, keep], tl.uint8, True, 4)
+
+
+@triton.jit
+def _bytes_by_ptx(scaled, is_finite, KIND: tl.constexpr):
+    keep = tl.where(is_finite, 0xFF, 0).to(tl.uint8)[:, None]
+    TEXT: tl.constexpr = ENCODE_FP8 if KIND == "fp8" else ENCODE_INT8
+    return tl.inline_asm_elementwise(TEXT, FOUR_TO_BYTES, [scaled, keep], tl.uint8, True, 4)
 
 
 @triton.jit
@@ -208,8 +235,8 @@ def _levels_by_ptx(codes, KIND: tl.constexpr, BITS: tl.constexpr):
         low, high = tl.inline_asm_elementwise(TEXT, PAIRS_FROM_BYTES, [codes], (tl.float32, tl.float32), True, 4)
         levels = _joined(low, high)
     else:
-        TEXT: tl.constexpr = DECODE_FP8 if KIND == "fp8" else DECODE_INT8
-        levels = tl.inline_asm_elementwise(TEXT, FOUR_FROM_BYTES, [codes], tl.float32, True, 4)
+        OF_BYTES: tl.constexpr = DECODE_FP8 if KIND == "fp8" else DECODE_INT8
+        levels = tl.inline_asm_elementwise(OF_BYTES, FOUR_FROM_BYTES, [codes], tl.float32, True, 4)
     return levels
 
 

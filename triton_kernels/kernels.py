@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from .arithmetic import FLOAT32_MAX, divided
-from .codecs import encode_tile
+from .codecs import encode_pairs, encode_tile
 from .residuals import RESIDUAL_BLOCK, load_residual, store_residual
 from .tiles import (
     check_hashes,
@@ -28,6 +28,7 @@ from .tiles import (
     elements_of,
     load_array,
     load_message,
+    load_pairs,
     load_sum,
     locate,
     rotated_where_whole,
@@ -57,7 +58,7 @@ def encode_and_store(
     if ROTATED:
         whole = rotated_where_whole(values, remaining, BLOCK, ROWS)
     headers, codes, _ = encode_tile(whole, mask, uniform, KIND, BITS, QMAX, IS_RANDOM)
-    store_message(message_ptr, segment, tile, remaining, shape, headers, codes, KIND, BITS, BLOCK, ROWS, COLS)
+    store_message(message_ptr, segment, tile, remaining, shape, headers, codes, KIND, BITS, BLOCK, ROWS, COLS, False)
     if RESIDUAL:
         lost = values - decoded_tile(headers, codes, remaining, KIND, BITS, BLOCK, ROTATED, ROWS, FLOAT32_MAX)
         lost = tl.reshape(tl.where(mask, lost, 0.0), (RESIDUAL_ROWS, RESIDUAL_BLOCK))
@@ -71,25 +72,30 @@ def quantize_kernel(
     beta, seed, tensor, step, hop, rank, first,
     KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr, ROTATED: tl.constexpr,
     QMAX: tl.constexpr, HEADER_NBYTES: tl.constexpr, RANDOM: tl.constexpr, RESIDUAL: tl.constexpr,
-    DELTA: tl.constexpr, TILE: tl.constexpr,
+    DELTA: tl.constexpr, PAIRED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Messages of a block codec from the array x, or from x - held."""
+    """Messages of a block codec from the array x, or from x - held. With PAIRED of two elements of x at a time."""
     ROWS: tl.constexpr = TILE // COLS if TILE > COLS else 1
     message, segment, tile, remaining = locate(num_segments, segment_numel, BLOCK, ROWS)
     shape = (segment_numel, segment_nbytes, codes_offset)
     start = message * message_stride + segment * segment_stride + tile * (BLOCK * ROWS)
-    values = load_array(x_ptr, start, remaining, BLOCK, ROWS, COLS)
-    if DELTA:
-        values = values - load_array(held_ptr, start, remaining, BLOCK, ROWS, COLS)
-    uniform = uniform_of(start + first, (seed, tensor, step, hop, rank), BLOCK, ROWS, COLS, RANDOM)
     message_ptr = out_ptr + message * pitch
-    if RESIDUAL:
-        residual_codes_ptr += (message * num_segments + segment) * residual_codes_stride
-        residual_scales_ptr += (message * num_segments + segment) * residual_scales_stride
-    encode_and_store(
-        message_ptr, segment, tile, remaining, shape, values, uniform, residual_codes_ptr, residual_scales_ptr, beta,
-        KIND, BITS, QMAX, BLOCK, ROTATED, RANDOM != "", RESIDUAL, ROWS, COLS,
-    )  # fmt: skip
+    if PAIRED:
+        low, high = load_pairs(x_ptr, start, remaining, BLOCK, ROWS, COLS)
+        headers, codes = encode_pairs(low, high, KIND, QMAX)
+        store_message(message_ptr, segment, tile, remaining, shape, headers, codes, KIND, BITS, BLOCK, ROWS, COLS, True)
+    else:
+        values = load_array(x_ptr, start, remaining, BLOCK, ROWS, COLS)
+        if DELTA:
+            values = values - load_array(held_ptr, start, remaining, BLOCK, ROWS, COLS)
+        uniform = uniform_of(start + first, (seed, tensor, step, hop, rank), BLOCK, ROWS, COLS, RANDOM)
+        if RESIDUAL:
+            residual_codes_ptr += (message * num_segments + segment) * residual_codes_stride
+            residual_scales_ptr += (message * num_segments + segment) * residual_scales_stride
+        encode_and_store(
+            message_ptr, segment, tile, remaining, shape, values, uniform, residual_codes_ptr, residual_scales_ptr,
+            beta, KIND, BITS, QMAX, BLOCK, ROTATED, RANDOM != "", RESIDUAL, ROWS, COLS,
+        )  # fmt: skip
     if (tile == 0) & (segment == 0):
         store_ends(message_ptr, pitch, num_segments, shape, layout_hash, HEADER_NBYTES, BLOCK)
 

@@ -54,17 +54,30 @@ def quantize(
         _cast(x, (message_stride, segment_stride), typed(out, layout), strides, layout, out.shape[0], held=held)
         return
     encoding = encoding_of(layout)
-    words, random = random_of(draw, layout, (message_stride, segment_stride))
+    strides = (message_stride, segment_stride)
+    words, random = random_of(draw, layout, strides)
     run(
         kernels.quantize_kernel,
         (x, held, typed(out, layout), message_stride, segment_stride, *encoding.shape,
          *_residual_arguments(residual, layout), *words),
-        _encoder(layout, random, residual) | {"DELTA": held is not None},
+        _encoder(layout, random, residual)
+        | {"DELTA": held is not None, "PAIRED": not random and _is_paired(x, layout, strides, held, residual)},
         num_units=out.shape[0] * layout.num_segments,
         numel=layout.segment_numel,
         block=encoding.block,
         written=() if residual is None else OF_RESIDUAL,
         widest=0 if residual is None else RESIDUAL_BLOCK,
+    )  # fmt: skip
+
+
+def _is_paired(
+    x: Tensor, layout: Layout, strides: tuple[int, int], held: Tensor | None, residual: Residual | None
+) -> bool:
+    """Whether two elements are loaded as a word, and their codes are a byte: threads then have longer rows."""
+    is_plain = held is None and residual is None and not layout.is_rotated and not layout.codec.name.endswith("_asym")
+    return (
+        is_plain and layout.codec.bits == 4 and x.element_size() == 2 and x.data_ptr() % 4 == 0
+        and not any(number % 2 for number in (layout.segment_numel, layout.block, *strides))
     )  # fmt: skip
 
 

@@ -5,10 +5,10 @@ halves of each byte. ``keep`` has a byte of 0xFF for each byte of codes, or of 0
 what the arithmetic in codecs.py does, on all inputs that can occur: the tests execute the texts on the CPU.
 
 nf4 needs tables of 16 entries, and ``prmt`` looks up four bytes at once, in a table of 8, by the digits of its last
-operand; a digit of 8 or more yields the highest bit of the byte, eight times. So a table of 16 bytes takes two, one with
+operand; a digit of 8 or more yields the highest bit of the byte, eight times. So a table of 16 bytes takes two, with
 its first half and one with its second, where the digits have their bit 3 flipped, and an exclusive or: which is right
 where bytes i and i + 8 have the same highest bit, and the second half is stored with all bits flipped if that is set.
-Entries are numbers of 16 bits, in two such tables; a constant that is added to them all makes the highest bits agree.
+Entries are numbers of 16 bits, in two such tables, chosen so that the highest bits agree.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ LOW, HIGH = ("e0", "e1", "e2", "e3"), ("o0", "o1", "o2", "o3")
 ROUNDER = "0f4B400000"  # 1.5 * 2^23: its neighbours are whole numbers
 ALTERNATE = "0xE4"  # of lop3: a where the mask is set, else b
 
-# RN(1 / x) of a bfloat16 x whose inverse is normal: one step of Newton's, which for each of the 128 significands is right
+# RN(1 / x) of a bfloat16 x whose inverse is normal: one step of Newton's, right for each of the 128 significands
 # from wherever the approximation may lie, within its documented unit in the last place.
 RECIPROCAL = _text(
     _registers("error"),
@@ -191,7 +191,7 @@ DECODE_NF4 = _text(
     *[f"add.rn.f32 ${k}, ${k}, 0fC7000800;" for k in range(8)],
 )
 
-# The code of y is how many midpoints are below. A parabola in y, |y| guesses it, or one less, in steps of 1/16 (which is
+# The code of y is how many midpoints are below. A parabola in y, |y| guesses it, or one less, in steps of 1/16 (that is
 # the distance of 1.5 * 2^19's neighbours: four bits of a byte). Then one comparison decides, with the midpoint that
 # the guess looks up: of y rounded up to steps of 2^-10, which all midpoints are multiples of, so that y > midpoint
 # is the same as before. Both are 16-bit numbers, two in a register; bit 15 of their difference says "not above".

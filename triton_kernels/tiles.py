@@ -14,7 +14,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arithmetic import FLOAT32_MAX, butterflies, clamped, narrowed, philox_word, philox_words, widened
+from .arithmetic import (
+    FLOAT32_MAX,
+    UPPER_HALF,
+    butterflies,
+    clamped,
+    float_of,
+    narrowed,
+    philox_word,
+    philox_words,
+    widened,
+)
 from .codecs import decode_tile
 
 
@@ -49,6 +59,23 @@ def load_array(ptr, first, remaining, BLOCK: tl.constexpr, ROWS: tl.constexpr, C
     """Float32 [ROWS, COLS] from element ``first`` (int64) of an array of a floating dtype; 0 where there is none."""
     offsets, mask = elements_of(remaining, BLOCK, ROWS, COLS)
     return widened(tl.load(ptr + first + offsets, mask=mask, other=0.0))
+
+
+@triton.jit
+def load_pairs(ptr, first, remaining, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The even and the odd elements, float32 [ROWS, COLS / 2] each, from element ``first`` of a 16-bit array.
+
+    ``first``, ``remaining`` and BLOCK are even, and ``ptr`` is aligned to 4 bytes.
+    """
+    offsets, mask = elements_of(remaining // 2, BLOCK // 2, ROWS, COLS // 2)
+    words_ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first // 2
+    words = tl.load(words_ptr + offsets, mask=mask, other=0)
+    if ptr.dtype.element_ty == tl.bfloat16:
+        low, high = float_of(words << 16), float_of(words & UPPER_HALF)
+    else:
+        low = widened(words.to(tl.int16).to(tl.float16, bitcast=True))
+        high = widened((words >> 16).to(tl.int16).to(tl.float16, bitcast=True))
+    return low, high
 
 
 @triton.jit
@@ -162,13 +189,14 @@ def _load_headers(
 
 @triton.jit
 def _code_bytes(
-    codes_ptr, tile, segment_nbytes, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):
+    codes_ptr, tile, segment_nbytes, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    PAIRED: tl.constexpr,
+):  # fmt: skip
     """Pointers [ROWS, COLS * BITS / 8] to the bytes of a tile's codes, and which of them exist."""
     remaining = remaining_of(segment_nbytes, tile, BLOCK * ROWS * BITS // 8)  # keeps a multiple of 16 one
     offsets, mask = elements_of(remaining, BLOCK * BITS // 8, ROWS, COLS * BITS // 8)
     first = tile * (BLOCK * ROWS * BITS // 8)
-    if BITS == 4:
+    if BITS == 4 and not PAIRED:
         # A 0, of which the compiler only knows that it is a multiple of 4: a thread then has the codes of the eight
         # elements that it has of a 16-bit array, and they need not be exchanged between threads.
         first += (tile >> 40) * 4
@@ -180,24 +208,25 @@ def _load_codes(
     codes_ptr, tile, segment_nbytes, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
     """Codes as bytes, uint8 [ROWS, COLS * BITS / 8]; 0 where there is none."""
-    pointers, mask = _code_bytes(codes_ptr, tile, segment_nbytes, BITS, BLOCK, ROWS, COLS)
+    pointers, mask = _code_bytes(codes_ptr, tile, segment_nbytes, BITS, BLOCK, ROWS, COLS, False)
     return tl.load(pointers, mask=mask, other=0)
 
 
 @triton.jit
 def store_message(
     message_ptr, segment, tile, remaining, shape, headers, codes, KIND: tl.constexpr, BITS: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Write a tile's headers and bytes of codes into the message at ``message_ptr``; ``shape`` as in load_message."""
     segment_numel, segment_nbytes, codes_offset = shape
     pointers, mask = _header_pointers(message_ptr, segment, tile, remaining, segment_numel, KIND, BLOCK, ROWS)
     tl.store(pointers, headers.to(pointers.dtype.element_ty), mask=mask)
     codes_ptr = message_ptr + codes_offset + segment * segment_nbytes
-    pointers, mask = _code_bytes(codes_ptr, tile, segment_nbytes, BITS, BLOCK, ROWS, COLS)
+    pointers, mask = _code_bytes(codes_ptr, tile, segment_nbytes, BITS, BLOCK, ROWS, COLS, PAIRED)
     tl.store(pointers, codes, mask=mask)
-    if BITS == 4:
-        if remaining % 2 == 1:  # a segment's last byte, whose other half is unused: written again by the same threads
+    if BITS == 4 and not PAIRED:  # noqa: SIM102  the first is known when compiling
+        # a segment's last byte, whose other half is unused: written again by the same threads
+        if remaining % 2 == 1:
             offsets, _ = elements_of(remaining, BLOCK // 2, ROWS, COLS // 2)
             tl.store(pointers, codes & 0xF, mask=mask & (offsets * 2 + 1 == remaining))
 

@@ -15,7 +15,9 @@ namespace zcomm::cuda {
 
 constexpr int kThreads = 128;
 constexpr std::uint32_t kWarps = kThreads / 32;
-// Of a multiprocessor: bounds a thread's registers, to 96, so that 20 warps have loads on the way.
+// Of a multiprocessor: bounds a thread's registers, to 96, so that 20 warps have loads on the way. What decodes and
+// encodes in one kernel would spill, and has 128.
+template <class Operation>
 constexpr int kBlocksAtOnce = 5;
 
 struct Quantizing {
@@ -42,8 +44,11 @@ struct Requantizing {
   }
 };
 
+template <>
+constexpr int kBlocksAtOnce<Requantizing> = 4;
+
 template <class Operation, class C>
-__global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce<Operation>)
     Kernel(const __grid_constant__ typename Operation::Arguments arguments) {
   __shared__ Tables tables;
   if (threadIdx.x < 64) FillTables(static_cast<int>(threadIdx.x), &tables);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,111 @@ def test_nf4_has_the_same_levels() -> None:
     assert codecs.NF4_LEVELS == blocks.NF4_LEVELS
 
 
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The folder of choices, which begins empty; nothing is in memory."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    _run._kept.cache_clear()
+    yield tmp_path / "zcomm_tuned"
+    _run._kept.cache_clear()
+
+
+class Tuning:
+    """Launches that are tuned, without a GPU: of the configurations, the widest is said to be the fastest."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tiles: list[int] = []
+        self.num_measured = 0
+        self._monkeypatch = monkeypatch
+        monkeypatch.setattr(kernels.quantize_kernel, "run", lambda *_, **options: self.tiles.append(options["TILE"]))
+        monkeypatch.setattr(_run, "_is_tuned", lambda *_: True)
+        monkeypatch.setattr(_run, "_tuned", self._tuned)
+
+    def _tuned(self, *arguments: Any) -> Any:
+        tuner = _run.tuner_of(*arguments)
+        self._monkeypatch.setattr(tuner, "_bench", self._measure)
+        return tuner
+
+    def _measure(self, *_: Any, config: Any, **__: Any) -> list[int]:
+        self.num_measured += 1
+        return [10_000 - config.kwargs["TILE"]] * 3
+
+    def launch(self, format: str = "int8") -> int:
+        """The tile of a launch."""
+        layout = layout_of("test", FORMATS[format], torch.float32, 1, 1 << 20)
+        x = torch.zeros(1 << 20)
+        launch.quantize(x, layout, layout.new(1, x.device), 0, 0)
+        return self.tiles[-1]
+
+
+def _forget() -> None:
+    """As a new process begins."""
+    _run._kept.cache_clear()
+
+
+WIDEST = max(tile for tile, _ in _run.CANDIDATES)
+
+
+def test_the_next_process_does_not_measure_again(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning = Tuning(monkeypatch)
+    assert [tuning.launch(), tuning.launch()] == [WIDEST, WIDEST]
+    assert tuning.num_measured == len(_run.CANDIDATES)
+    _forget()
+    assert tuning.launch() == WIDEST
+    assert tuning.num_measured == len(_run.CANDIDATES)
+    tuning.launch("int4")
+    assert tuning.num_measured == 2 * len(_run.CANDIDATES)
+    assert len(list(kept.glob("*.json"))) == 2
+    assert not list(kept.glob(".new-*"))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"of": "another", "tile": 1024, "warps": 4}', None])
+def test_a_damaged_or_foreign_file_is_measured_again(
+    content: str | None, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuning = Tuning(monkeypatch)
+    tuning.launch()
+    (path,) = kept.glob("*.json")
+    whole = path.read_text()
+    path.write_text(whole.replace(f'"tile": {WIDEST}', '"tile": 12345') if content is None else content)
+    _forget()
+    assert tuning.launch() == WIDEST
+    assert tuning.num_measured == 2 * len(_run.CANDIDATES)
+    assert path.read_text() == whole
+
+
+def test_another_gpu_has_its_own_choices(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    described = _run._description
+    tuning = Tuning(monkeypatch)
+    tuning.launch()
+    monkeypatch.setattr(_run, "_description", lambda *arguments: described(*arguments) + "another")
+    _forget()
+    tuning.launch()
+    assert len(list(kept.glob("*.json"))) == 2
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
+    _forget()
+    tuning = Tuning(monkeypatch)
+    assert [tuning.launch(), tuning.launch()] == [WIDEST, WIDEST]
+    assert tuning.num_measured == len(_run.CANDIDATES)
+    _forget()
+
+
+def test_nothing_is_measured_inside_a_capture(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning = Tuning(monkeypatch)
+    with monkeypatch.context() as captured:
+        captured.setattr(_run, "_is_capturing", lambda: True)
+        assert tuning.launch() == 2048
+        assert tuning.num_measured == 0
+    tuning.launch()
+    monkeypatch.setattr(_run, "_is_capturing", lambda: True)
+    assert tuning.launch() == WIDEST  # known, and used there
+
+
+@pytest.mark.usefixtures("kept")
 def test_a_tuned_launch_passes_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU is asked: of the configurations, the widest is said to be the fastest."""
     taken: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -83,6 +189,6 @@ def test_a_tuned_launch_passes_what_the_kernel_takes(monkeypatch: pytest.MonkeyP
     assert len(arguments) + len([o for o in options if o in kernels.quantize_kernel.arg_names]) == len(
         kernels.quantize_kernel.arg_names
     )
-    assert options["TILE"] == max(_run.TILES)
+    assert options["TILE"] == max(tile for tile, _ in _run.CANDIDATES)
     assert options["enable_fp_fusion"] is False
-    assert options["grid"](options) == ((1 << 20) // max(_run.TILES),)
+    assert options["grid"](options) == ((1 << 20) // options["TILE"],)

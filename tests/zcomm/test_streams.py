@@ -8,6 +8,7 @@ from torch import Tensor
 
 import zcomm
 from tests.recorded_streams import DEVICE, OnDevice, Recorded
+from zcomm.streams import SideStreams
 from zcomm.work import Steps, WorkQueue, run
 
 
@@ -38,6 +39,12 @@ def test_a_side_stream_starts_after_the_current_one_which_waits_in_the_end(recor
     run(recorded.steps("c"), _tensor(), async_op=True, queue=queue)
     run(recorded.steps("d"), _tensor(), async_op=True, queue=WorkQueue())
     assert recorded.num_streams == 2, "one a topology, made once"
+
+
+def test_a_side_stream_goes_before_the_computations_kernels(recorded: Recorded) -> None:
+    with SideStreams().after_current(DEVICE, []):
+        pass
+    assert recorded.priorities == [-1]
 
 
 def test_tensors_of_a_collective_that_fails_are_kept_for_what_was_started(recorded: Recorded) -> None:

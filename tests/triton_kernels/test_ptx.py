@@ -1,0 +1,150 @@
+"""The texts of NVIDIA instructions, executed on the CPU, against the reference's levels, midpoints and roundings."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.triton_kernels.emulated_ptx import Words, execute, floats, words
+from zcomm import blocks
+from zcomm.triton_kernels import ptx
+
+LEVELS = np.array(blocks.NF4_LEVELS, np.float32)
+MIDPOINTS = np.array([(low + high) / 2 for low, high in pairwise(blocks.NF4_LEVELS)], np.float32)
+EXCESS = 2  # units in the last place: a scaled value is at most qmax * (1 + 2^-22)
+
+
+def _bits(value: float) -> int:
+    return int(words(np.array([value], np.float32))[0])
+
+
+def _around(points: NDArray[np.float32], largest: float, reach: int = 300) -> NDArray[np.float32]:
+    """The float32 neighbours of points and of 0, up to ``largest`` and a little beyond, and others between them."""
+    steps = np.arange(-reach, reach + 1, dtype=np.int64)
+    bits = words(np.abs(points)).astype(np.int64)[:, None] + steps
+    near = floats(bits.clip(0).astype(np.uint32).ravel())
+    spread = floats(np.arange(0, _bits(largest) + 1, 9973, dtype=np.uint32))
+    last = floats(words(np.full(EXCESS + 1, largest, np.float32)) + np.arange(EXCESS + 1, dtype=np.uint32))
+    values = np.concatenate([near[near <= last[-1]], spread, last])
+    values = np.concatenate([values, -values])
+    return np.concatenate([values, np.zeros(-values.size % 8, np.float32)])
+
+
+def _bytes(results: Words) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(results).view(np.uint8)
+
+
+def _encoded(text: Any, values: NDArray[np.float32], keep: int = 0xFFFFFFFF) -> NDArray[np.uint8]:
+    """Codes of values, four (eight with two halves) a call."""
+    width = 8 if "$9" in text.value else 4
+    columns = words(values).reshape(-1, width)
+    kept = np.full(len(columns), keep, np.uint32)
+    return _bytes(execute(text.value, [*columns.T, kept], 1)[0])
+
+
+def _pairs(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Values in the order in which eight of them enter: low halves of four bytes, then high halves."""
+    return np.ascontiguousarray(values.reshape(-1, 4, 2).transpose(0, 2, 1)).ravel()
+
+
+def _halves(codes: NDArray[np.uint8]) -> NDArray[np.int64]:
+    return np.stack([codes & 0xF, codes >> 4], -1).ravel().astype(np.int64)
+
+
+def test_nf4_codes_are_the_numbers_of_midpoints_below() -> None:
+    values = _around(MIDPOINTS, 8.0)
+    codes = _halves(_encoded(ptx.ENCODE_NF4, _pairs(values)))
+    assert (codes == np.searchsorted(MIDPOINTS, values, side="left")).all()
+
+
+def test_int4_and_int8_round_half_to_even() -> None:
+    for text, qmax in ((ptx.ENCODE_INT4, 7), (ptx.ENCODE_INT8, 127)):
+        values = _around(np.arange(0, qmax + 1, dtype=np.float32) - np.float32(0.5), float(qmax))
+        expected = np.rint(values).astype(np.int64)
+        if qmax == 7:
+            codes = _halves(_encoded(text, _pairs(values)))
+            assert (codes == expected % 16).all()
+        else:
+            assert (_encoded(text, values) == expected % 256).all()
+
+
+@pytest.mark.parametrize("text", [ptx.ENCODE_INT8, ptx.ENCODE_INT4, ptx.ENCODE_NF4, ptx.ENCODE_FP8])
+def test_blocks_that_are_not_finite_have_codes_of_0(text: Any) -> None:
+    values = np.array([np.nan, np.inf, -np.inf, 1, -1, 0, 3, 400], np.float32)
+    kept = _encoded(text, values, 0x00FF00FF).reshape(-1, 4)
+    assert (kept[:, [1, 3]] == 0).all()
+    assert (kept[:, [0, 2]] == _encoded(text, values).reshape(-1, 4)[:, [0, 2]]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fp8_codes_of_all_float32_bits() -> None:
+    """Of torch's conversion, which shares nothing with the emulation, and of the reference; 2^24 patterns a turn."""
+    last = _bits(448.0) + EXCESS
+    first = _bits(2.0**-13)  # below, all is rounded to 0: some
+    for start in range(first, last + 1, 1 << 24):
+        bits = np.arange(start, min(start + (1 << 24), last + 1), dtype=np.uint32)
+        bits = np.concatenate([bits, np.full(-bits.size % 4, last, np.uint32)])
+        expected = torch.from_numpy(floats(bits)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        changes = np.flatnonzero(np.diff(expected)) + 1  # where codes change, both sides; and 1 in 1009
+        kept = np.unique(np.concatenate([changes, changes - 1, np.arange(0, bits.size, 1009), [bits.size - 1]]))
+        kept = np.concatenate([kept, np.full(-kept.size % 4, kept[-1])])
+        assert (_encoded(ptx.ENCODE_FP8, floats(bits[kept])) == expected[kept]).all()
+        negative = _encoded(ptx.ENCODE_FP8, -floats(bits[kept]))
+        assert (negative == np.where(expected[kept] > 0, expected[kept] | 0x80, 0)).all()
+        reference = _reference_fp8(bits)
+        assert (reference == expected).all()
+
+
+def _reference_fp8(bits: Words) -> NDArray[np.uint8]:
+    """The contract's integer operations, of magnitudes."""
+    normal = ((bits + np.uint32(0x7FFFF) + (bits >> np.uint32(20) & np.uint32(1))) >> np.uint32(20)).astype(
+        np.int64
+    ) - 960
+    denormal = np.rint(floats(bits) * np.float32(512.0)).astype(np.int64)
+    return np.minimum(np.where(bits < 0x3C800000, denormal, normal), 0x7E).astype(np.uint8)
+
+
+def test_fp8_has_no_negative_zero() -> None:
+    values = floats(np.array([0x80000000, 0x80000001, 0xBA800000, 0xBA800001], np.uint32))  # 0, least, 2^-10, more
+    assert _encoded(ptx.ENCODE_FP8, values).tolist() == [0, 0, 0, 0x81]
+
+
+def test_all_codes_decode_to_their_levels() -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    results = execute(ptx.DECODE_INT8.value, [codes.view(np.uint32)], 4)
+    assert (np.stack([floats(r) for r in results], -1).ravel() == codes.view(np.int8)).all()
+    results = execute(ptx.DECODE_FP8.value, [codes.view(np.uint32)], 4)
+    exponent, mantissa = (codes >> 3 & 0xF).astype(np.float64), (codes & 7).astype(np.float64)
+    expected = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10), mantissa * 2.0**-9)
+    expected = np.where(codes >= 0x80, -expected, expected).astype(np.float32)
+    assert (np.stack(results, -1).ravel() == words(expected)).all()  # a negative zero, too
+
+
+def test_all_pairs_of_codes_decode_to_their_levels() -> None:
+    codes = np.random.default_rng(1).integers(0, 256, 1 << 14).astype(np.uint8)
+    codes[:256] = np.arange(256)
+    signed = (np.stack([codes & 0xF, codes >> 4], -1).astype(np.int64) + 8) % 16 - 8
+    for text, levels in ((ptx.DECODE_INT4, signed), (ptx.DECODE_NF4, LEVELS[np.stack([codes & 0xF, codes >> 4], -1)])):
+        results = [floats(result) for result in execute(text.value, [codes.view(np.uint32)], 8)]
+        found = np.stack([np.stack(results[:4], -1).ravel(), np.stack(results[4:], -1).ravel()], -1)
+        assert (found == levels).all()
+
+
+def test_reciprocals_of_scales_are_rounded_right_from_any_approximation() -> None:
+    """Whatever rcp.approx yields within its documented unit in the last place; all significands of a bfloat16."""
+    assert "rcp.approx.ftz.f32 $0, $1;" in ptx.RECIPROCAL.value
+    significands = np.arange(128, dtype=np.uint32)
+    for exponent in (20, 127, 250):  # scales of 2^-107 to 2^123
+        scales = floats((np.uint32(exponent) << np.uint32(23)) | (significands << np.uint32(16)))
+        expected = words((1 / scales.astype(np.float64)).astype(np.float32))
+        for off in range(-2, 3):
+            approximate = (expected.astype(np.int64) + off).astype(np.uint32)
+            text = ptx.RECIPROCAL.value.replace("rcp.approx.ftz.f32 $0, $1;", "mov.b32 $0, $2;")
+            registers = execute(text, [words(scales), approximate], 1)
+            assert (registers[0] == expected).all(), (exponent, off)
