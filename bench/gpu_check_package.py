@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from gpu_check_steps import Place
 
@@ -31,7 +30,7 @@ FOLDERS = {
     "tests": "tests",
 }
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.so", "results", "mutants")
-LIMIT_S = 40.0
+LIMIT_S = 30.0
 
 
 def copy_source(folder: Path) -> None:
@@ -48,8 +47,8 @@ def copy_source(folder: Path) -> None:
     metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def facts_at(place: Place) -> dict[str, Any]:
-    """What ``zcomm env`` says there, flat; empty if the package cannot be imported."""
+def facts_at(place: Place) -> dict[str, str] | None:
+    """What ``zcomm env`` says there, flat; nothing if it takes too long, None if the package cannot be imported."""
     command = [sys.executable, "-m", "zcomm", "env", "--json"]
     environment = {**os.environ, **place.environment}
     try:
@@ -57,29 +56,33 @@ def facts_at(place: Place) -> dict[str, Any]:
             command, cwd=place.folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
         found: dict[str, dict[str, str]] = json.loads(done.stdout)
-    except (subprocess.TimeoutExpired, ValueError):
+    except subprocess.TimeoutExpired:
         return {}
+    except ValueError:
+        return None
     return {f"{section}: {name}": text for section in ("kernels", "torch") for name, text in found[section].items()}
 
 
 class Package:
-    """Where steps find the package, once it is known whether it is installed."""
+    """Where steps find the package: as it is installed, or a copy of its source tree."""
 
     def __init__(self, folder: Path) -> None:
         """``folder`` is where the source tree is copied to, if it has to be."""
-        self._folder, self._place = folder, Place(ROOT, {})
-        self.facts: dict[str, Any] = {}
-        self.is_installed = False
+        self._folder = folder
+        self.is_installed = True
+        self.facts: dict[str, str] = {}
 
     def find(self) -> Place:
-        """As it is installed, or the copy; looked up again each time, for a step may have installed it."""
-        self.facts = facts_at(Place(Path("/"), {}))
-        self.is_installed = bool(self.facts)
-        if not self.is_installed:
+        """Look once the package has had its chance to be installed; it takes seconds, as importing torch does."""
+        facts = facts_at(Place(Path("/"), {}))
+        place = Place(ROOT, {})
+        if facts is None:
+            self.is_installed = False
             copy_source(self._folder)
-            self._place = Place(self._folder, {"PYTHONPATH": str(self._folder)})
-            self.facts = facts_at(self._place)
-        return self._place
+            place = Place(self._folder, {"PYTHONPATH": str(self._folder)})
+            facts = facts_at(place)
+        self.facts = facts or {}
+        return place
 
 
 def main() -> int:
@@ -87,8 +90,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         copy_source(Path(folder))
         facts = facts_at(Place(Path(folder), {"PYTHONPATH": folder}))
-    print(json.dumps({"copied": True, "facts": len(facts), "num_wrong": int(not facts)}))
-    return int(not facts)
+    print(json.dumps({"copied": True, "facts": len(facts or ()), "num_wrong": int(facts is None)}))
+    return int(facts is None)
 
 
 if __name__ == "__main__":

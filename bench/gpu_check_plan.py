@@ -46,14 +46,14 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    ENVIRONMENT: Budget(28, 11, 20),
+    ENVIRONMENT: Budget(28, 11, 40),
     PACKAGE: Budget(100, 45, 20),
     "CUDA kernels beside a copy": Budget(25, 12, 40),
     "Triton kernels beside a copy": Budget(45, 0, 30),
     "collectives, 1 rank": Budget(25, 10, 30),
     "collectives, 2 x 2 ranks": Budget(30, 10, 55),
-    "training step, 1 rank": Budget(30, 10, 65),
-    "training step, 2 x 2 ranks": Budget(45, 0, 70),
+    "training step, 1 rank": Budget(30, 10, 55),
+    "training step, 2 x 2 ranks": Budget(45, 0, 60),
     "first call": Budget(30, 0, 35),
     "CUDA graphs": Budget(20, 8, 45),
     "offload, 1.3 G parameters": Budget(25, 0, 35),

@@ -77,8 +77,8 @@ def run_steps(
         elif end - time.monotonic() < min(step.budget_s, LEAST_S):
             outcome = Outcome(step.name, LATE, 0.0, "not begun: no time was left")
         else:
-            most = time.monotonic() + MOST_BUDGETS * step.budget_s
-            outcome = _run(step, record, place(), min(end, most))
+            where = place()
+            outcome = _run(step, record, where, min(end, time.monotonic() + MOST_BUDGETS * step.budget_s))
         outcomes.append(outcome)
         record.end(outcome)
         report(outcome)
