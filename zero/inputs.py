@@ -129,7 +129,8 @@ def choose_topology(
     kernels: KernelsName = "auto"
     if plan is not None:
         backend, kernels = plan.settings.backend, plan.settings.kernels
-        ranks_per_node = ranks_per_node or plan.configuration.values.zcomm.ranks_per_node
+        if ranks_per_node is None:
+            ranks_per_node = plan.configuration.values.zcomm.ranks_per_node
     if ranks_per_node is not None:
         return Topology(ranks_per_node=ranks_per_node, group=group, backend=backend, kernels=kernels)
     return Topology.from_env(group, backend=backend, kernels=kernels)
