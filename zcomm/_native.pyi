@@ -59,6 +59,25 @@ class NcclLibrary:
     def can_register(self) -> bool:
         """Whether it allocates and registers buffers."""
 
+    @property
+    def is_emulated(self) -> bool:
+        """Whether it stands for NCCL in memory of the host; ``cpp/emulated``."""
+
+class HostEvent:
+    """What was queued on a stream of the host when it was recorded; ``cpp/nccl/host_stream.h``."""
+
+    def is_done(self) -> bool: ...
+    def wait(self) -> None: ...
+
+class HostStream:
+    """A stream whose work is done by a thread of its own, for the emulated NCCL."""
+
+    @property
+    def address(self) -> int:
+        """As calls of the communicator take it."""
+
+    def record(self) -> HostEvent: ...
+
 def load_nccl(path: str, candidates: list[str]) -> NcclLibrary:
     """Load NCCL from ``path`` alone, or else from the first place that has one.
 

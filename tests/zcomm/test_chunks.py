@@ -14,7 +14,7 @@ from torch import Tensor
 import zcomm
 from tests.ranks import run_ranks, topology
 from tests.zcomm.data import mixture, same_values
-from zcomm import Format, chunks, volume
+from zcomm import Format, chunks, nccl_steps, volume
 from zcomm.work import Steps, Work
 
 INT8, INT4, NONE = (zcomm.get_format(name) for name in ("int8", "int4", "none"))
@@ -23,11 +23,11 @@ NUMEL = 5 * 512 + 77
 
 @contextmanager
 def _chunks_of_at_least(numel: int) -> Iterator[None]:
-    usual, chunks.MIN_CHUNK_NUMEL = chunks.MIN_CHUNK_NUMEL, numel
-    try:
+    """Over whatever backend."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "MIN_CHUNK_NUMEL", numel)
+        patch.setattr(nccl_steps, "MIN_CHUNK_NUMEL", numel)
         yield
-    finally:
-        chunks.MIN_CHUNK_NUMEL = usual
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,7 @@ def _check_same_bits(rank: int, numbering: str, dtype: torch.dtype) -> None:
         assert all(same_values(a, b) for a, b in zip(whole, in_chunks, strict=True)), wire
 
 
+@pytest.mark.usefixtures("both_backends")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
 @pytest.mark.parametrize("numbering", ["rank", "local"])
 def test_results_do_not_depend_on_chunks(numbering: str, dtype: torch.dtype) -> None:

@@ -17,6 +17,8 @@ from tests.zcomm.data import same_values
 from tests.zcomm.oracle import Wire
 from zcomm import DeltaGather, FormatError, LayoutError, StateError, TopologyError, chunks, volume
 
+pytestmark = pytest.mark.usefixtures("both_backends")
+
 ONE = zcomm.Topology.single()
 WIRES = {"int8": Wire("int8", 256), "int4": Wire("int4", 128), "nf4": Wire("nf4", 64)}
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import zcomm
 from tests.conftest import SAID
@@ -83,7 +84,7 @@ def test_every_format_and_option_has_the_bits_of_torch(dtype: torch.dtype, recor
 
 def _check_beside_formats(rank: int, *, is_checked: bool) -> None:
     """Residuals, and what keeps shards of its own; ``is_checked``: with message checksums."""
-    results: dict[str, list[torch.Tensor]] = {}
+    results: dict[str, list[Tensor]] = {}
     with checking() if is_checked else nullcontext(), small_chunks():
         for name in ("torch", "nccl"):
             t = zcomm.Topology(ranks_per_node=2, backend=name)  # type: ignore[arg-type]
@@ -105,6 +106,12 @@ def _check_called(rank: int, is_checked: bool) -> None:  # noqa: FBT001  (what r
     _check_beside_formats(rank, is_checked=is_checked)
 
 
+def _gather(full: Tensor, shard: Tensor, group: Any, wire: str, *, async_op: bool) -> None:
+    work = zcomm.all_gather_single(full, shard, group, format=wire, async_op=async_op)
+    if work is not None:
+        work.wait()
+
+
 def _check_other_format(rank: int) -> None:
     """Rank 3's messages have the size of the others', and another format: whoever gets them raises, nobody hangs."""
     t, wire = zcomm.Topology(ranks_per_node=2), "fp8_e4m3/256" if rank == 3 else "int8/256"
@@ -112,9 +119,7 @@ def _check_other_format(rank: int) -> None:
     for group in (t, None):
         for async_op in (False, True):
             with small_chunks(), pytest.raises(MessageError, match="sizes or formats differ"):
-                work = zcomm.all_gather_single(full, shard, group, format=wire, async_op=async_op)
-                assert work is not None
-                work.wait()
+                _gather(full, shard, group, wire, async_op=async_op)
     zcomm.all_gather_single(full, shard, t, format="none")
     assert bool((full == 1).all())
     t.close()

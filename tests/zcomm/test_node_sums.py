@@ -14,6 +14,8 @@ from zcomm import FormatError, LayoutError, Residual
 from zcomm.node_replica import NodeReplica
 from zcomm.node_sums import NodeSums
 
+pytestmark = pytest.mark.usefixtures("both_backends")
+
 SHARD = 700  # no multiple of a block
 
 

@@ -18,6 +18,8 @@ from tests.zcomm.data import same_values
 from tests.zcomm.oracle import Wire
 from zcomm import ConfigError, FormatError, RandomKey, Residual, chunks
 
+pytestmark = pytest.mark.usefixtures("both_backends")
+
 ONE = zcomm.Topology.single()
 KEY = RandomKey(seed=5, tensor=6, step=7)
 INT8, INT4 = "int8:stochastic", "int4/64:stochastic"

@@ -18,6 +18,8 @@ from zcomm import ConfigError, LayoutError, Residual, StateError, chunks
 from zcomm.auto import Choice, Table
 from zcomm.route import find_route
 
+pytestmark = pytest.mark.usefixtures("both_backends")
+
 ONE = zcomm.Topology.single()
 WIRES = {"int8": Wire("int8", 256), "int4": Wire("int4", 128), "nf4": Wire("nf4", 64), "int8/48": Wire("int8", 48)}
 

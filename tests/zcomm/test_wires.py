@@ -20,6 +20,8 @@ from tests.zcomm.oracle import Wire
 from zcomm import LayoutError, volume
 from zcomm.backend import DIRECT_NBYTES
 
+pytestmark = pytest.mark.usefixtures("both_backends")
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 BLOCKS = {"int8": 256, "int4": 128}
 

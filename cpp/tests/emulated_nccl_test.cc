@@ -1,0 +1,172 @@
+// The emulated NCCL between threads that stand for processes, under the transport of the real one: what arrives, in
+// which order, and what the others are told when something goes wrong.
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "host_device.h"
+#include "host_stream.h"
+#include "nccl_library.h"
+#include "nccl_transport.h"
+#include "test_util.h"
+
+namespace zcomm::nccl {
+namespace {
+
+constexpr std::size_t kRanks = 3;
+constexpr std::size_t kLarge = 1 << 20;  // more than a socket holds
+using Bytes = std::vector<std::uint8_t>;
+
+// Calls `check(transport, rank, stream)` on all ranks at once.
+template <class Check>
+void OnRanks(const Library& library, const Check& check) {
+  const UniqueId id = MakeUniqueId(library);
+  std::vector<std::thread> ranks;
+  for (std::size_t rank = 0; rank < kRanks; ++rank) {
+    ranks.emplace_back([&, rank] {
+      HostStream stream;
+      NcclTransport transport(&library, id, kRanks, rank, std::chrono::seconds(60));
+      check(&transport, rank, &stream);
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+}
+
+void WaitFor(HostStream* stream) {
+  HostEvent end;
+  end.Record(stream);
+  end.Wait();
+}
+
+// What goes wrong with `call`: at once, or while it is under way.
+template <class Call>
+std::string ErrorOf(Transport* transport, const Call& call) {
+  try {
+    call();
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  for (;;) {
+    std::string error = transport->AsyncError();
+    if (!error.empty()) return error;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+// What rank `from` sends to rank `to`: every byte tells where it belongs.
+Bytes Sent(std::size_t from, std::size_t to, std::size_t nbytes) {
+  Bytes bytes(nbytes);
+  std::iota(bytes.begin(), bytes.end(), static_cast<std::uint8_t>(50 * from + 7 * to));
+  return bytes;
+}
+
+void TestExchanges(const Library& library) {
+  OnRanks(library, [](Transport* transport, std::size_t rank, HostStream* stream) {
+    const Bytes own = Sent(rank, 0, kLarge);
+    Bytes rows(kRanks * kLarge);
+    transport->Gather(own.data(), rows.data(), kLarge, kLarge, stream->handle());
+    Bytes sends;
+    Bytes received(kRanks * 1000);
+    for (std::size_t to = 0; to < kRanks; ++to) {
+      const Bytes part = Sent(rank, to, 1000);
+      sends.insert(sends.end(), part.begin(), part.end());
+    }
+    // Two repeats of 500 bytes each, of every part.
+    transport->Exchange({sends.data(), 1000, 500}, {received.data(), 1000, 500}, 500, 2, stream->handle());
+    WaitFor(stream);
+    for (std::size_t from = 0; from < kRanks; ++from) {
+      const Bytes row = Sent(from, 0, kLarge);
+      EXPECT(std::equal(row.begin(), row.end(), rows.begin() + from * kLarge), "gathered from rank %zu", from);
+      const Bytes part = Sent(from, rank, 1000);
+      EXPECT(std::equal(part.begin(), part.end(), received.begin() + from * 1000), "exchanged with rank %zu", from);
+    }
+    EXPECT(transport->AsyncError().empty(), "no error");
+  });
+}
+
+// Streams of one communicator that are not ordered by events: its exchanges run in the order of the calls all the same.
+void TestOrderOverStreams(const Library& library) {
+  OnRanks(library, [](Transport* transport, std::size_t rank, HostStream* stream) {
+    HostStream late;
+    late.Queue([] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); });
+    std::uint8_t first[kRanks];
+    std::uint8_t second[kRanks];
+    const std::uint8_t own[2] = {static_cast<std::uint8_t>(rank), static_cast<std::uint8_t>(10 + rank)};
+    transport->Gather(own, first, 1, 1, late.handle());
+    transport->Gather(own + 1, second, 1, 1, stream->handle());
+    WaitFor(stream);
+    for (std::size_t from = 0; from < kRanks; ++from) {
+      EXPECT(first[from] == from && second[from] == 10 + from, "from rank %zu", from);
+    }
+    WaitFor(&late);
+  });
+}
+
+void TestErrors(const Library& library) {
+  OnRanks(library, [](Transport* transport, std::size_t rank, HostStream* stream) {
+    const std::size_t nbytes = rank == 0 ? 8 : 12;
+    Bytes own(nbytes);
+    Bytes rows(kRanks * nbytes);
+    const std::string error =
+        ErrorOf(transport, [&] { transport->Gather(own.data(), rows.data(), nbytes, nbytes, stream->handle()); });
+    const bool is_named = Contains(
+        error, rank == 0 ? "sends 12 bytes where this rank expects 8" : "sends 8 bytes where this rank expects 12");
+    EXPECT(is_named || Contains(error, "has gone"), "%s", error.c_str());
+    transport->Abort();
+    WaitFor(stream);
+  });
+  OnRanks(library, [](Transport* transport, std::size_t rank, HostStream* stream) {
+    if (rank == 2) return transport->Abort();
+    std::uint8_t own = 1;
+    std::uint8_t rows[kRanks];
+    const std::string error = ErrorOf(transport, [&] { transport->Gather(&own, rows, 1, 1, stream->handle()); });
+    EXPECT(Contains(error, "has gone"), "%s", error.c_str());
+    transport->Abort();
+    WaitFor(stream);  // what an error has stopped ends when it is aborted
+  });
+}
+
+void TestEvents() {
+  const std::shared_ptr<Device> device = MakeHostDevice();
+  const Stream first = device->CreateStream();
+  const Stream second = device->CreateStream();
+  const Event event = device->CreateEvent();
+  EXPECT(device->IsDone(event), "never recorded");
+  std::atomic<bool> may_go{false};
+  std::uint8_t values[2] = {1, 0};
+  static_cast<WorkStream*>(first)->Queue([&] {
+    while (!may_go) std::this_thread::yield();
+    values[0] = 5;
+  });
+  device->Record(event, first);
+  device->Wait(second, event);
+  device->Copy(values + 1, values, 1, second);
+  EXPECT(!device->IsDone(event), "its stream still works");
+  may_go = true;
+  void* data = device->Allocate(1);
+  device->Free(data);  // waits for the device
+  EXPECT(device->IsDone(event) && values[1] == 5, "the copy came after the event: %d", values[1]);
+  device->DestroyEvent(event);
+  device->DestroyStream(first);
+  device->DestroyStream(second);
+}
+
+}  // namespace
+}  // namespace zcomm::nccl
+
+int main() {
+  using namespace zcomm::nccl;
+  const Library library = LoadLibrary(EMULATED_NCCL, {});
+  EXPECT(library.is_emulated, "it says so");
+  TestEvents();
+  TestExchanges(library);
+  TestOrderOverStreams(library);
+  TestErrors(library);
+  return 0;
+}
