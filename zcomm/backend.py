@@ -349,7 +349,7 @@ def gather_ints(value: int, group: dist.ProcessGroup | None) -> list[int]:
     if not takes_host_tensors(backend_of(group)):
         ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
         return [int(text) for text in meet(ranks, str(value), lane="numbers", timeout=timeout_of(group))]
-    mine = torch.tensor([value], dtype=torch.int64)
+    mine = torch.tensor([value], dtype=torch.int64, device="cpu")  # a constructor may run under torch.device("meta")
     of_ranks = mine.new_empty(dist.get_world_size(group))
     with failing("all_gather of one number", group):
         cast(Pending, _all_gather(of_ranks, mine, group=group, async_op=True)).wait()

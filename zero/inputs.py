@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zcomm import ConfigError, Topology
+from zcomm.carrier import BackendWish, KernelsName
 from zcomm.route import check_carrier
 from zero.agreement import on_every_rank
 from zero.config.plan import Plan, make_plan
@@ -120,13 +121,16 @@ def choose_topology(
     topology: Topology | None, ranks_per_node: int | None, group: dist.ProcessGroup | None, plan: Plan | None = None
 ) -> Topology:
     """The ranks and nodes that a user means; collective if they are yet to be made, over the backend of ``plan``."""
-    backend, kernels = ("auto", "auto") if plan is None else (plan.settings.backend, plan.settings.kernels)
     if topology is not None:
         if ranks_per_node is not None or group is not None:
             raise ConfigError("topology= already says the group and the ranks per node: pass only one of them")
         return topology
-    if ranks_per_node is None and plan is not None:
-        ranks_per_node = plan.configuration.values.zcomm.ranks_per_node
+    backend: BackendWish = "auto"
+    kernels: KernelsName = "auto"
+    if plan is not None:
+        backend, kernels = plan.settings.backend, plan.settings.kernels
+        if ranks_per_node is None:
+            ranks_per_node = plan.configuration.values.zcomm.ranks_per_node
     if ranks_per_node is not None:
         return Topology(ranks_per_node=ranks_per_node, group=group, backend=backend, kernels=kernels)
     return Topology.from_env(group, backend=backend, kernels=kernels)

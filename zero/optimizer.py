@@ -99,8 +99,7 @@ class ZeroOptimizer(Optimizer):
             group = data_parallel(group)
         self._model_parallel, group = (ModelParallel(), None) if group is None else (group.model_parallel, group.group)
         # A wrong option or optimizer is refused, on every rank, before the model is touched.
-        ranks = group if topology is None else topology
-        plan = check_inputs(model, optimizer, config, options, ranks)
+        plan = check_inputs(model, optimizer, config, options, topology or group)
         self._owns_topology = topology is None
         topology = choose_topology(topology, ranks_per_node, group, plan)
         try:
