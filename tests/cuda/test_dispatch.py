@@ -29,6 +29,7 @@ def _layout(name: str, **options: Any) -> MessageLayout:
 def setting(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
     """ZCOMM_KERNELS of the test."""
     monkeypatch.setenv("ZCOMM_KERNELS", request.param)
+    monkeypatch.setattr(on_cuda, "driver_unavailable_reason", lambda _: "")  # nothing is launched
     for cached in (env.value, on_cuda._is_chosen, on_triton._is_chosen):
         cached.cache_clear()
     yield request.param
