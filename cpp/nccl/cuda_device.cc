@@ -30,14 +30,14 @@ class OnDevice {
   int before_ = 0;
 };
 
-// What this thread asks of CUDA does not break a capture that another thread is making.
+// What this thread asks of CUDA breaks no capture, neither another thread's nor, as thread-local mode would, its own.
 class BesideCaptures {
  public:
   BesideCaptures() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
   ~BesideCaptures() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
 
  private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeThreadLocal;
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
 class CudaDevice final : public Device {

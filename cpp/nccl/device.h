@@ -31,7 +31,8 @@ class Device {
   virtual void Record(Event event, Stream stream) = 0;
   // What is queued on `stream` from here on waits for what `event` stands for now.
   virtual void Wait(Stream stream, Event event) = 0;
-  // Whether what the event stands for has been done; not for an event recorded during a capture.
+  // Whether what the event stands for has been done; not for an event recorded during a capture. Not to be called on a
+  // thread that captures, as Allocate and Free are not: CUDA refuses them there, and the capture is lost.
   virtual bool IsDone(Event event) = 0;
   // Whether work on `stream` is being captured into a graph.
   virtual bool IsCapturing(Stream stream) = 0;
@@ -88,7 +89,8 @@ class Transport {
 
   // What has gone wrong since the last call, on this rank or another; empty: nothing.
   virtual std::string AsyncError() = 0;
-  // Ends what is under way and what is queued, without result. No other call but the destructor's may follow.
+  // Ends what is under way and what is queued, without result. No other call but the destructor's may follow. Also from
+  // another thread while a call does not return: it then ends with an error.
   virtual void Abort() noexcept = 0;
   // Lets the network read and write `data` directly, where it can; null where not.
   virtual void* Register(void* data, std::size_t nbytes) = 0;

@@ -9,6 +9,7 @@ namespace zcomm::nccl {
 namespace {
 
 constexpr const char* kName = "libnccl.so.2";
+constexpr int kOldestWithSplit = 21800;
 constexpr int kOldestWithRegistration = 21900;
 
 std::string PathOf(void* handle, const std::string& asked) {
@@ -100,6 +101,7 @@ Library LoadLibrary(const std::string& path, const std::vector<std::string>& can
   resolve("ncclAllGather", &functions.all_gather);
   resolve("ncclSend", &functions.send);
   resolve("ncclRecv", &functions.recv);
+  if (library.version >= kOldestWithSplit) resolve("ncclCommSplit", &functions.comm_split);
   if (library.version >= kOldestWithRegistration) {
     resolve("ncclMemAlloc", &functions.mem_alloc);
     resolve("ncclMemFree", &functions.mem_free);

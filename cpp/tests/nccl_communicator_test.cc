@@ -209,12 +209,30 @@ void CheckTimeoutAndAbort() {
   ranks.Close(3);  // with nothing under way
 }
 
+// A call of CUDA or NCCL does not return: every call of a collective in turn.
+void CheckStuckCalls() {
+  const Case c = OneHop(Collective::kReduce, 2, kInt8, 300);
+  std::size_t number = 0;
+  for (bool is_over = false; !is_over; ++number) {
+    FakeWorld world(static_cast<std::uint32_t>(number));
+    FakeRanks ranks(&world, c, /*timeout_s=*/0.02);
+    world.TakeCounts(0);
+    world.HangAt(0, number);
+    const std::string error = ErrorOf([&] { ranks.Call(0); });
+    is_over = error.empty();  // there is no such call
+    EXPECT(is_over || Contains(error, "reduce_scatter has not ended within 0.02"), "call %zu: %s", number,
+           error.c_str());
+  }
+  EXPECT(number > 15, "only %zu calls", number);
+}
+
 // A graph is made once and runs twice, each time on what is there then.
 void CheckCapture() {
   for (const Case& c : {TwoHops(Collective::kReduce, kInt8, kNf4), TwoHops(Collective::kGather, kInt8, kInt8)}) {
     FakeWorld world(5);
     FakeRanks ranks(&world, c);
-    ranks.CallAll();  // the workspace of the communicators is in use
+    world.Hold();
+    ranks.CallAll();  // their workspaces are in use, and their ends would be asked for
     ranks.Renew();
     std::vector<std::function<void()>> graphs;
     for (std::size_t rank = 0; rank < c.num_ranks(); ++rank) {
@@ -234,6 +252,7 @@ void CheckCapture() {
       ranks.Call(rank);
       graphs.push_back(world.EndCapture(ranks.stream(rank)));
     }
+    world.Release();
     for (int repeat = 0; repeat < 2; ++repeat) {
       for (const auto& replay : graphs) replay();
     }
@@ -344,6 +363,7 @@ int main() {
   zcomm::nccl::CheckCapture();
   zcomm::nccl::CheckFailureOfConstruction();
   zcomm::nccl::CheckTimeoutAndAbort();
+  zcomm::nccl::CheckStuckCalls();
   zcomm::nccl::CheckEveryFailure();
   zcomm::nccl::CheckEveryWaitIsNeeded();
   std::puts("ok");
