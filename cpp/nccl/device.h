@@ -5,6 +5,7 @@
 #include <string>
 
 #include "zcomm/arrays.h"
+#include "zcomm/cuda_kernels.h"
 #include "zcomm/message_layout.h"
 
 // What the pipeline needs of a GPU and of NCCL, as interfaces: cuda_device.cc and nccl_transport.cc are the real ones,
@@ -44,24 +45,22 @@ class Device {
 };
 
 // The operations of quantize.h, decode.h and reduce.h, queued on a stream; the same bits. `is_valid`, an int32 in
-// device memory or null, becomes 0 where a message carries another hash than it should.
+// device memory or null, becomes 0 where a message carries another hash than it should. `expected` messages, of the
+// output's layout, lose their trailers.
+using cuda::Expected;
 class Kernels {
  public:
   virtual ~Kernels() = default;
 
   virtual void Quantize(const MessageLayout& layout, const ConstRows& input, const MutableMessages& output,
-                        Stream stream) = 0;
+                        const Expected& expected, Stream stream) = 0;
   virtual void Decode(const MessageLayout& layout, const ConstMessages& input, const MutableRows& output,
                       std::int32_t* is_valid, Stream stream) = 0;
   virtual void DecodeSum(const MessageLayout& layout, const ConstMessages& input, const MutableRows& output,
                          float divisor, std::int32_t* is_valid, Stream stream) = 0;
   virtual void DecodeSumRequantize(const MessageLayout& layout, const ConstMessages& input,
                                    const MessageLayout& out_layout, const MutableMessages& output,
-                                   std::int32_t* is_valid, Stream stream) = 0;
-
-  // `count` messages in a row lose their trailers, whatever they were: what is not received from here on is refused by
-  // the decoder, and never taken for an earlier message in the same place.
-  virtual void ClearTrailers(const MessageLayout& layout, std::uint8_t* messages, std::size_t count, Stream stream) = 0;
+                                   const Expected& expected, std::int32_t* is_valid, Stream stream) = 0;
 };
 
 // Equal parts for and from every rank of a hop. Part i of a repeat lies i strides from its first byte, repeat r begins

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
 
 #include "communicator.h"
 #include "fake_ranks.h"
@@ -138,6 +139,68 @@ void CheckOverlap() {
       EXPECT(has_chunks ? num_overlaps > 40 : num_overlaps == 0, "%zu kernels beside transfers", num_overlaps);
     }
   }
+}
+
+using Counts = std::map<std::string, std::size_t>;
+
+// Of a call in the steady state, on rank 0: kernels, transfers, events. Each costs the host some microseconds.
+Counts CountsOf(const Case& c) {
+  FakeWorld world(9);
+  FakeRanks ranks(&world, c);
+  ranks.CallAll();
+  ranks.Renew();
+  world.Settle();
+  world.TakeCounts(0);
+  ranks.CallAll();
+  world.Settle();
+  Expect(ranks, 9);
+  return world.TakeCounts(0);
+}
+
+std::string Text(const Counts& counts) {
+  std::string text;
+  for (const auto& [name, count] : counts) text += " " + name + " " + std::to_string(count);
+  return text;
+}
+
+// What a chunk launches; its stages; and with chunks, the events: one recorded for each stage of each chunk, for the
+// workspace and for the end, and waits for the stage before, for the slot, for the workspace and by the caller. Nothing
+// else: no copy, no memset, no assertion.
+void CheckLaunches() {
+  struct Row {
+    Case c;
+    std::size_t num_stages;
+    Counts of_chunk;
+  };
+  const std::vector<Row> rows = {
+      {OneHop(Collective::kGather, 2, kInt8), 3, {{"Quantize", 1}, {"Gather", 1}, {"Decode", 1}}},
+      {OneHop(Collective::kReduce, 2, kInt8), 3, {{"Quantize", 1}, {"Exchange", 1}, {"DecodeSum", 1}}},
+      {OneHop(Collective::kExchange, 2, kInt8), 3, {{"Quantize", 1}, {"Exchange", 1}, {"Decode", 1}}},
+      {TwoHops(Collective::kGather, kInt8, kInt8), 4, {{"Quantize", 1}, {"Gather", 2}, {"Decode", 1}}},
+      {TwoHops(Collective::kGather, kInt8, kInt4), 5, {{"Quantize", 2}, {"Gather", 2}, {"Decode", 2}}},
+      {TwoHops(Collective::kReduce, kInt8, kInt4),
+       5,
+       {{"Quantize", 1}, {"Exchange", 2}, {"DecodeSumRequantize", 1}, {"DecodeSum", 1}}},
+      {TwoHops(Collective::kExchange, kInt8, kInt8), 5, {{"Quantize", 2}, {"Exchange", 2}, {"Decode", 1}}},
+      {TwoHops(Collective::kExchange, kInt8, kInt4), 5, {{"Quantize", 3}, {"Exchange", 2}, {"Decode", 3}}},
+  };
+  for (const Row& row : rows) {
+    for (const std::size_t chunks : {1, 4, 7}) {
+      Case c = row.c;
+      c.numel = chunks * kChunk;
+      c.is_numbered_local = c.is_numbered_local && c.collective != Collective::kExchange;
+      Counts expected;
+      for (const auto& [name, count] : row.of_chunk) expected[name] = count * chunks;
+      const std::size_t with_full_slots = chunks > row.num_stages ? chunks - row.num_stages : 0;
+      expected["Record"] = row.num_stages * chunks + 2;
+      expected["Wait"] = (row.num_stages - 1) * chunks + with_full_slots + 2;
+      const Counts got = CountsOf(c);
+      EXPECT(got == expected, "%s:%s, expected%s", c.Name().c_str(), Text(got).c_str(), Text(expected).c_str());
+    }
+  }
+  const Counts got = CountsOf(OneHop(Collective::kGather, 2, kFloat, 4 * kChunk));  // in place, in one piece
+  const Counts plain = {{"Gather", 1}, {"Record", 3}, {"Wait", 2}};
+  EXPECT(got == plain, "in place:%s", Text(got).c_str());
 }
 
 std::string ErrorOf(const std::function<void()>& call) {
@@ -359,6 +422,7 @@ int main() {
   zcomm::nccl::CheckShortMessages();
   zcomm::nccl::CheckBytes();
   zcomm::nccl::CheckOverlap();
+  zcomm::nccl::CheckLaunches();
   zcomm::nccl::CheckArguments();
   zcomm::nccl::CheckCapture();
   zcomm::nccl::CheckFailureOfConstruction();
