@@ -24,6 +24,7 @@ from zcomm.background import Background
 from zcomm.errors import ConfigError, StateError, TopologyError
 from zcomm.flight_files import attach
 from zcomm.ledger import Ledger
+from zcomm.message_flags import look_at_all
 from zcomm.nccl_communicators import close_communicators
 from zcomm.watch import Watch, Watched
 from zcomm.work import WorkQueue
@@ -257,7 +258,11 @@ class Topology:
         return self.num_nodes > 1 and self.ranks_per_node > 1
 
     def close(self) -> None:
-        """Finish what is queued and free the process groups."""
+        """Finish what is queued and free the process groups.
+
+        Raises:
+            MessageError: On a GPU a message was of another layout than this rank expected.
+        """
         if "watch" in self.__dict__:
             self.__dict__.pop("watch").close()
         if "companion" in self.__dict__:
@@ -275,6 +280,7 @@ class Topology:
             group = self._groups.pop()
             close_communicators(group)
             groups.destroy_group(group, is_local=self._is_local)
+        look_at_all(is_last=True)
 
     def __repr__(self) -> str:
         return f"Topology(nodes={self.num_nodes}, ranks_per_node={self.ranks_per_node}, rank={self.rank})"

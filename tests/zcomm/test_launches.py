@@ -1,0 +1,121 @@
+"""What each collective launches on a GPU when Python drives it: counted here, for each launch costs the host time.
+
+Kernels that stand for the GPU's are counted, and every operation of torch's but views and allocations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zcomm
+from tests.ranks import run_ranks, topology
+from zcomm import chunks, kernels, message, quant
+
+NUMEL = 4096
+Counts = dict[str, int]
+
+
+class _Gpu(TorchDispatchMode):
+    """Counts launches: of the kernels, as the module that serves a GPU, and of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self._is_in_kernel = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        is_launch = func.namespace == "aten" and not func.is_view and not name.startswith(("empty", "new_empty", "_to"))
+        if is_launch and not self._is_in_kernel and name not in ("detach", "alias", "_local_scalar_dense"):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    def serves(self, *_: Any) -> bool:
+        return True
+
+    def _kernel(self, name: str, run: Callable[[], None]) -> None:
+        self.counts[name] += 1
+        self._is_in_kernel = True
+        try:
+            run()
+        finally:
+            self._is_in_kernel = False
+
+    def quantize(self, *arguments: Any, residual: Any = None, expected: Tensor | None = None) -> None:
+        def run() -> None:
+            if expected is not None:
+                message.clear_trailers(expected)
+            quant.quantize(*arguments)
+
+        self._kernel("quantize", run)
+
+    def decode(self, *arguments: Any) -> None:
+        self._kernel("decode", lambda: quant.decode(*arguments))
+
+    def decode_sum(self, *arguments: Any) -> None:
+        self._kernel("decode_sum", lambda: quant.decode_sum(*arguments))
+
+    def decode_sum_requantize(self, *arguments: Any, residual: Any = None, expected: Tensor | None = None) -> None:
+        def run() -> None:
+            if expected is not None:
+                message.clear_trailers(expected)
+            quant.decode_sum_requantize(*arguments)
+
+        self._kernel("decode_sum_requantize", run)
+
+
+def _counted(call: Callable[[], object]) -> Counts:
+    usual = kernels._on_gpu
+    with _Gpu() as gpu:
+        kernels._on_gpu = lambda *_, **__: gpu  # type: ignore[assignment,misc]
+        try:
+            call()
+        finally:
+            kernels._on_gpu = usual
+    return dict(gpu.counts)
+
+
+def _check_launches(rank: int) -> None:
+    nodes, full = topology(2), torch.randn(4 * NUMEL)
+    shard, other = torch.randn(NUMEL), torch.empty(4 * NUMEL)
+    part = torch.empty(NUMEL)
+
+    def gather(group: Any, wire: Any, numbering: Any = "local") -> Counts:
+        return _counted(lambda: zcomm.all_gather_single(other, shard, group, format=wire, numbering=numbering))
+
+    def reduce(group: Any, wire: Any) -> Counts:
+        return _counted(lambda: zcomm.reduce_scatter_single(part, full, "avg", group=group, format=wire))
+
+    def exchange(group: Any, wire: Any) -> Counts:
+        return _counted(lambda: zcomm.all_to_all_single(other, full, group, format=wire))
+
+    both = ("int8", "int4")
+    expected: dict[str, tuple[Counts, Counts]] = {
+        "gather, one hop": (gather(None, "int8", "rank"), {"quantize": 1, "decode": 1}),
+        "gather, forwarded": (gather(nodes, "int8"), {"quantize": 1, "decode": 1}),
+        "gather, by rank": (gather(nodes, "int8", "rank"), {"quantize": 1, "decode": 2}),
+        "gather, recoded": (gather(nodes, both), {"quantize": 2, "decode": 2}),
+        "reduce, one hop": (reduce(None, "int8"), {"quantize": 1, "decode_sum": 1}),
+        "reduce": (reduce(nodes, both), {"quantize": 1, "decode_sum_requantize": 1, "decode_sum": 1}),
+        "exchange, one hop": (exchange(None, "int8"), {"quantize": 1, "decode": 1}),
+        "exchange, forwarded": (exchange(nodes, "int8"), {"quantize": 1, "clone": 2, "decode": 1}),
+        "exchange, recoded": (exchange(nodes, both), {"quantize": 2, "clone": 2, "decode": 2}),
+    }
+    usual, chunks.MIN_CHUNK_NUMEL = chunks.MIN_CHUNK_NUMEL, 1024
+    try:
+        expected["4 chunks"] = reduce(nodes, both), {"quantize": 4, "decode_sum_requantize": 4, "decode_sum": 4}
+        expected["4 chunks gathered"] = gather(nodes, "int8"), {"quantize": 4, "decode": 4}
+    finally:
+        chunks.MIN_CHUNK_NUMEL = usual
+    for name, (got, wanted) in expected.items():
+        assert got == wanted, f"{name}: {got}, expected {wanted}"
+
+
+def test_launches_of_each_collective() -> None:
+    run_ranks(4, _check_launches)
