@@ -201,7 +201,7 @@ def decode_sum_requantize(
     messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout, draw: Draw | None = None,
     *, residual: ResidualBlocks | None = None, expected: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Sum ``messages``; segment s of the sum becomes message s of ``out``. The options are those of :func:`quantize`."""
+    """Sum ``messages``; segment s of the sum becomes message s of ``out``. Options are those of :func:`quantize`."""
     assert residual is None or fuses_residual(out, out_layout, layout, draw=draw), f"a residual with {out_layout}"
     message.verify(messages, layout)
     gpu = _on_gpu(out, layout, out_layout, draw=draw) if messages.numel() else None

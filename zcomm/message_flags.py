@@ -38,7 +38,7 @@ class MessageFlag:
     def __init__(self, device: torch.device) -> None:
         if self.is_capturing():
             raise StateError(
-                f"the first zcomm call on {device} cannot be captured into a graph: make one such call before the capture"
+                f"the first zcomm call on {device} cannot be captured into a graph: make such a call before the capture"
             )
         self.tensor = torch.ones(1, dtype=torch.int32, device=device)
         """int32 [1] on the device, 1 until a kernel meets a message of another layout."""

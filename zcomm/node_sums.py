@@ -154,9 +154,7 @@ class NodeSums:
 
     @property
     def _chunks(self) -> list[slice]:
-        return chunks_of(
-            self.shard_numel, self._inside, self._between, least=self._route.least_chunk(self._device)
-        )
+        return chunks_of(self.shard_numel, self._inside, self._between, least=self._route.least_chunk(self._device))
 
     def _checked(self, input: Tensor) -> Tensor:
         rows = rows_of("input", input, self._topology.world_size)

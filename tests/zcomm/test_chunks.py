@@ -53,7 +53,8 @@ def test_small_shards_are_not_cut() -> None:
 def test_on_gpus_a_chunk_takes_several_times_what_it_costs_the_host() -> None:
     """By arithmetic of its own: bytes over the rate, against the host's time."""
     slow, fast = Link(20e-6, 2e9), Link(5e-6, 900e9)
-    for num_ranks, links, rate, latency_s in ((8, (), 450e9, 0), (8, (slow, fast), 900e9, 25e-6), (2, (slow,), 2e9, 20e-6)):
+    cases = ((8, (), 450e9, 0), (8, (slow, fast), 900e9, 25e-6), (2, (slow,), 2e9, 20e-6))
+    for num_ranks, links, rate, latency_s in cases:
         least = chunks.least_chunk("cuda", num_ranks, links)
         assert least >= 2**24
         assert least == 2**24 or least * num_ranks / rate == pytest.approx(4 * (300e-6 + latency_s), rel=1e-3)

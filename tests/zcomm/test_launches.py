@@ -47,13 +47,8 @@ class _Gpu(TorchDispatchMode):
         finally:
             self._is_in_kernel = False
 
-    def quantize(self, *arguments: Any, residual: Any = None, expected: Tensor | None = None) -> None:
-        def run() -> None:
-            if expected is not None:
-                message.clear_trailers(expected)
-            quant.quantize(*arguments)
-
-        self._kernel("quantize", run)
+    def quantize(self, *arguments: Any, expected: Tensor | None = None, **_: Any) -> None:
+        self._kernel("quantize", lambda: _clear_and(quant.quantize, arguments, expected))
 
     def decode(self, *arguments: Any) -> None:
         self._kernel("decode", lambda: quant.decode(*arguments))
@@ -61,13 +56,14 @@ class _Gpu(TorchDispatchMode):
     def decode_sum(self, *arguments: Any) -> None:
         self._kernel("decode_sum", lambda: quant.decode_sum(*arguments))
 
-    def decode_sum_requantize(self, *arguments: Any, residual: Any = None, expected: Tensor | None = None) -> None:
-        def run() -> None:
-            if expected is not None:
-                message.clear_trailers(expected)
-            quant.decode_sum_requantize(*arguments)
+    def decode_sum_requantize(self, *arguments: Any, expected: Tensor | None = None, **_: Any) -> None:
+        self._kernel("decode_sum_requantize", lambda: _clear_and(quant.decode_sum_requantize, arguments, expected))
 
-        self._kernel("decode_sum_requantize", run)
+
+def _clear_and(encode: Callable[..., None], arguments: tuple[Any, ...], expected: Tensor | None) -> None:
+    if expected is not None:
+        message.clear_trailers(expected)
+    encode(*arguments)
 
 
 def _counted(call: Callable[[], object]) -> Counts:

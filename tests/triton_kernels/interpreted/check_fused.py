@@ -17,7 +17,7 @@ from zcomm.philox import Draw, RandomKey
 from zcomm.residual import Residual
 from zcomm.route import Route, find_route
 from zcomm.topology import Topology
-from zcomm.triton_kernels import launch
+from zcomm.triton_kernels import _layout, launch
 
 WIRES = ["int4", "nf4", "int8", "fp8_e4m3", "int4:asym", "int4/512:hadamard", "int8/2", "int4:asym:hadamard:stochastic"]
 SIZES = [1, 255, 256, 257, 1000, 2053]
