@@ -74,8 +74,8 @@ QUANT, RS, AR = "zcomm/quant.py", "zcomm/reduce_scatter.py", "zcomm/all_reduce.p
 MUTANTS = [
     Mutant("dropped divide, one hop", RS, "kernels.decode_sum(received, layout, output, 0, divisor)",
            "kernels.decode_sum(received, layout, output, 0, 1)", ONE_HOP),
-    Mutant("dropped divide, two hops", RS, "kernels.decode_sum(received, between, output, 0, divisor)",
-           "kernels.decode_sum(received, between, output, 0, 1)", TWO_HOPS),
+    Mutant("dropped divide, two hops", RS, "kernels.decode_sum(last, between, output, 0, divisor)",
+           "kernels.decode_sum(last, between, output, 0, 1)", TWO_HOPS),
     Mutant("dropped divide, reference kernels", QUANT, "    if divisor != 1:\n        total = divided(total, divisor)\n",
            "", KERNELS),
     Mutant("wrong hop order", RS, "(intra, wire), (inter, wire_between) = route.hops",
