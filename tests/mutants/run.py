@@ -97,7 +97,7 @@ class Copy:
     def _run_cpp(self, tests: Sequence[str]) -> tuple[int | None, str]:
         """``cpp/tests/NAME.cc::CHECK``: build NAME, and run that check of it. As pytest: 1 if it fails, 2 if broken."""
         build, text = self._folder / "build-mutants", ""
-        options = ["-DZCOMM_BUILD_TESTS=ON", "-DZCOMM_CUDA=OFF"]
+        options = ["-DZCOMM_BUILD_TESTS=ON", "-DZCOMM_CUDA=OFF", "-DCMAKE_BUILD_TYPE=Debug"]
         for test in tests:
             name, check = Path(test.split("::")[0]).stem, test.split("::")[1]
             for words in (

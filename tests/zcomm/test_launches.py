@@ -1,6 +1,7 @@
 """What each collective launches on a GPU when Python drives it: counted here, for each launch costs the host time.
 
-Kernels that stand for the GPU's are counted, and every operation of torch's but views and allocations.
+Kernels that stand for the GPU's are counted, and every operation of torch's but views and allocations. And that what an
+exchange brings has no trailers before, so that what comes too short is refused, whoever clears them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zcomm
 from tests.ranks import run_ranks, topology
-from zcomm import chunks, kernels, message, quant
+from zcomm import backend, chunks, kernels, message, quant
+from zcomm.message import MessageLayout
 
 NUMEL = 4096
 Counts = dict[str, int]
@@ -115,3 +117,67 @@ def _check_launches(rank: int) -> None:
 
 def test_launches_of_each_collective() -> None:
     run_ranks(4, _check_launches)
+
+
+class _Trailers:
+    """Counts messages yet to come that still have a trailer, before each exchange. Memory is not zero by chance."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+        self._usual = MessageLayout.new, backend.all_gather, backend.all_to_all
+
+    def __enter__(self) -> _Trailers:
+        new, gather, exchange = self._usual
+
+        def gathered(output: Tensor, own: Tensor, *rest: Any) -> Any:
+            self.found.append(_with_trailers(output) - own.shape[0])
+            return gather(output, own, *rest)
+
+        def exchanged(output: Tensor, sent: Tensor, *rest: Any) -> Any:
+            self.found.append(_with_trailers(output))
+            return exchange(output, sent, *rest)
+
+        MessageLayout.new = lambda *arguments: new(*arguments).fill_(0xAB)  # type: ignore[method-assign]
+        backend.all_gather, backend.all_to_all = gathered, exchanged
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        MessageLayout.new, backend.all_gather, backend.all_to_all = self._usual  # type: ignore[method-assign]
+
+
+def _with_trailers(messages: Tensor) -> int:
+    return int((messages[..., -message.TRAILER_NBYTES :] != 0).any(-1).sum())
+
+
+def _check_trailers(rank: int) -> None:
+    nodes, full, shard = topology(2), torch.randn(4 * NUMEL), torch.randn(NUMEL)
+    other, part, both = torch.empty(4 * NUMEL), torch.empty(NUMEL), ("int8", "int4")
+    sums, delta = zcomm.NodeSums(nodes, NUMEL, both), zcomm.DeltaGather(torch.zeros(4 * NUMEL), nodes)
+    delta.refresh(shard)
+    calls: list[tuple[int, Callable[[], object]]] = [
+        (1, lambda: zcomm.all_gather_single(other, shard, format="int8")),
+        (2, lambda: zcomm.all_gather_single(other, shard, nodes, format="int8")),
+        (2, lambda: zcomm.all_gather_single(other, shard, nodes, format=both)),
+        (1, lambda: zcomm.reduce_scatter_single(part, full, format="int8")),
+        (2, lambda: zcomm.reduce_scatter_single(part, full, group=nodes, format=both)),
+        (2, lambda: zcomm.reduce_scatter_single(part, full, group=nodes, format=("none", "int8"))),
+        (1, lambda: zcomm.all_to_all_single(other, full, format="int8")),
+        (2, lambda: zcomm.all_to_all_single(other, full, nodes, format="int8")),
+        (2, lambda: zcomm.all_to_all_single(other, full, nodes, format=both)),
+        (2, lambda: zcomm.EncodedShard(shard, nodes).gather(other, numbering="local")),
+        (2, lambda: sums.reduce(part, full)),
+        (1, lambda: sums.add(full)),
+        (1, lambda: sums.reduce(part)),
+        (2, lambda: delta.update(shard)),
+    ]
+    for number, (num_exchanges, call) in enumerate(calls):
+        with _Trailers() as trailers:
+            call()
+        plain = [0] * num_exchanges
+        if number == 5:  # the first hop's messages are plain arrays, of 8 bytes that are not zero
+            trailers.found[0] = 0
+        assert trailers.found == plain, f"call {number}: {trailers.found} messages with trailers, expected {plain}"
+
+
+def test_what_an_exchange_brings_has_no_trailers_before() -> None:
+    run_ranks(4, _check_trailers)
