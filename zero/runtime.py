@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zcomm import StateError, Topology, control
-from zcomm.message_flags import look_at_all
 from zero.agreement import on_every_rank
 from zero.away import Away
 from zero.bucket import Bucket, BucketState, ShardInfo, master_dtype
@@ -195,7 +194,6 @@ class Runtime:
         self.gatherer.release_all()
         self.gatherer.end_iteration(Mode.TRAINING)
         self.pool.drop_unused()
-        look_at_all()  # the messages of this step are on their way to being judged
 
     def publish(self, buckets: list[Bucket], *, are_written: bool = False, changed: set[int] | None = None) -> None:
         """Bring what the forward reads in line with the masters: see :meth:`zero.publish.Publisher.publish`."""
