@@ -11,6 +11,8 @@ Arguments, in elements where nothing else is said:
     residual_codes, _scales          what earlier messages lost, in rows of blocks: a row for each segment of a message
     seed ... rank, first             of the random numbers; see zcomm.philox
     is_valid_ptr                     int32 [1], cleared where a message has another hash
+    expected_ptr, num_expected       messages like those that are written, yet to come: their trailers are cleared, but
+                                     for those from own_start to own_stop, which are being written
     TILE                             elements that a program handles, at least one block
 """
 
@@ -24,6 +26,7 @@ from .codecs import encode_pairs, encode_tile
 from .residuals import RESIDUAL_BLOCK, load_residual, store_residual
 from .tiles import (
     check_hashes,
+    clear_trailers,
     decoded_tile,
     elements_of,
     load_array,
@@ -37,6 +40,9 @@ from .tiles import (
     store_message,
     uniform_of,
 )
+
+WORDS = ("seed", "tensor", "step", "hop", "rank", "num_expected", "own_start", "own_stop")
+"""Arguments whose values no kernel is compiled for."""
 
 
 @triton.jit
@@ -65,11 +71,11 @@ def encode_and_store(
         store_residual(residual_codes_ptr, residual_scales_ptr, tile, remaining, lost, RESIDUAL_ROWS)
 
 
-@triton.jit(do_not_specialize=["layout_hash", "seed", "tensor", "step", "hop", "rank"])
+@triton.jit(do_not_specialize=["layout_hash", *WORDS])
 def quantize_kernel(
     x_ptr, held_ptr, out_ptr, message_stride, segment_stride, num_segments, segment_numel, pitch, segment_nbytes,
     codes_offset, layout_hash, residual_codes_ptr, residual_scales_ptr, residual_codes_stride, residual_scales_stride,
-    beta, seed, tensor, step, hop, rank, first,
+    beta, seed, tensor, step, hop, rank, first, expected_ptr, num_expected, own_start, own_stop,
     KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr, ROTATED: tl.constexpr,
     QMAX: tl.constexpr, HEADER_NBYTES: tl.constexpr, RANDOM: tl.constexpr, RESIDUAL: tl.constexpr,
     DELTA: tl.constexpr, PAIRED: tl.constexpr, TILE: tl.constexpr,
@@ -98,14 +104,16 @@ def quantize_kernel(
         )  # fmt: skip
     if (tile == 0) & (segment == 0):
         store_ends(message_ptr, pitch, num_segments, shape, layout_hash, HEADER_NBYTES, BLOCK)
+    clear_trailers(expected_ptr, num_expected, own_start, own_stop, pitch)
 
 
-@triton.jit(do_not_specialize=["in_hash", "layout_hash", "seed", "tensor", "step", "hop", "rank"])
+@triton.jit(do_not_specialize=["in_hash", "layout_hash", *WORDS])
 def requantize_kernel(
     in_ptr, is_valid_ptr, out_ptr, num_messages, num_segments, segment_numel, in_pitch,
     in_segment_nbytes, in_codes_offset, in_hash, pitch, segment_nbytes, codes_offset, layout_hash,
     residual_codes_ptr, residual_scales_ptr, residual_codes_stride, residual_scales_stride, beta, seed, tensor, step,
-    hop, rank, first, IN_KIND: tl.constexpr, IN_BITS: tl.constexpr, IN_BLOCK: tl.constexpr, IN_COLS: tl.constexpr,
+    hop, rank, first, expected_ptr, num_expected, own_start, own_stop,
+    IN_KIND: tl.constexpr, IN_BITS: tl.constexpr, IN_BLOCK: tl.constexpr, IN_COLS: tl.constexpr,
     IN_ROTATED: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr,
     ROTATED: tl.constexpr, QMAX: tl.constexpr, HEADER_NBYTES: tl.constexpr, RANDOM: tl.constexpr,
     RESIDUAL: tl.constexpr, TILE: tl.constexpr,
@@ -139,6 +147,7 @@ def requantize_kernel(
         store_ends(message_ptr, pitch, 1, shape, layout_hash, HEADER_NBYTES, BLOCK)
         if segment == 0:
             check_hashes(in_ptr, num_messages, in_pitch, in_hash, is_valid_ptr, IN_KIND)
+    clear_trailers(expected_ptr, num_expected, own_start, own_stop, pitch)
 
 
 @triton.jit(do_not_specialize=["layout_hash"])

@@ -5,6 +5,8 @@ Arrays are float32, bfloat16 or float16 and are addressed as in :mod:`zcomm.quan
 ``i * message_stride + s * segment_stride`` elements. Messages are uint8 [num_messages, nbytes], contiguous and, for
 block codecs, at an address that is a multiple of 16.
 
+``expected``, messages like those written, uint8 [m, nbytes], are yet to come: a kernel that encodes clears their
+trailers, but for those of ``out``, if they are among them. So what is received too short is refused.
 ``is_valid`` is int32 [1] on the messages' device: a kernel that decodes clears it if a trailer is not this layout's.
 """
 
@@ -41,7 +43,7 @@ class Residual(NamedTuple):
 
 def quantize(
     x: Tensor, layout: Layout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None = None,
-    *, held: Tensor | None = None, residual: Residual | None = None,
+    *, held: Tensor | None = None, residual: Residual | None = None, expected: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write messages ``out`` from the array ``x``, or from RN(x - held), ``held`` being addressed as ``x`` is.
 
@@ -59,7 +61,7 @@ def quantize(
     run(
         kernels.quantize_kernel,
         (x, held, typed(out, layout), message_stride, segment_stride, *encoding.shape,
-         *_residual_arguments(residual, layout), *words),
+         *_residual_arguments(residual, layout), *words, *_expected_arguments(expected, out, layout)),
         _encoder(layout, random, residual)
         | {"DELTA": held is not None, "PAIRED": not random and _is_paired(x, layout, strides, held, residual)},
         num_units=out.shape[0] * layout.num_segments,
@@ -119,7 +121,7 @@ def decode_sum(
 
 def decode_sum_requantize(
     messages: Tensor, layout: Layout, out: Tensor, out_layout: Layout, draw: Draw | None = None,
-    *, is_valid: Tensor, residual: Residual | None = None,
+    *, is_valid: Tensor, residual: Residual | None = None, expected: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Sum ``messages``; segment s of the sum becomes message s of ``out``, which has one segment a message.
 
@@ -133,7 +135,7 @@ def decode_sum_requantize(
     if not _is_fused(layout, out_layout):
         total = torch.empty(layout.num_segments * layout.segment_numel, dtype=torch.float32, device=out.device)
         decode_sum(messages, layout, total, layout.segment_numel, 1, is_valid=is_valid)
-        quantize(total, out_layout, out, layout.segment_numel, 0, draw, residual=residual)
+        quantize(total, out_layout, out, layout.segment_numel, 0, draw, residual=residual, expected=expected)
         return
     encoding, out_encoding = encoding_of(layout), encoding_of(out_layout)
     decoder = _decoder(layout)
@@ -143,7 +145,8 @@ def decode_sum_requantize(
     run(
         kernels.requantize_kernel,
         (typed(messages, layout), is_valid, typed(out, out_layout), messages.shape[0], *encoding.shape,
-         *out_encoding.shape[2:], *_residual_arguments(residual, out_layout), *words),
+         *out_encoding.shape[2:], *_residual_arguments(residual, out_layout), *words,
+         *_expected_arguments(expected, out, out_layout)),
         {f"IN_{name}": value for name, value in decoder.items()} | _encoder(out_layout, random, residual),
         num_units=layout.num_segments,
         numel=layout.segment_numel,
@@ -196,6 +199,14 @@ def _residual_arguments(
         raise ValueError(f"with a residual, the block must be a power of two: block={layout.block}")
     codes, scales, beta = residual
     return codes, scales.view(torch.int16), codes.stride(0), scales.stride(0), beta
+
+
+def _expected_arguments(expected: Tensor | None, out: Tensor, layout: Layout) -> tuple[Tensor, int, int, int]:
+    """Messages, how many, and the first of them that is in ``out`` and the one after the last."""
+    if expected is None:
+        return typed(out, layout), 0, 0, 0
+    own = (out.data_ptr() - expected.data_ptr()) // layout.nbytes
+    return typed(expected, layout), expected.shape[0], own, own + out.shape[0]
 
 
 def _cast(

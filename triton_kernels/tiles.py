@@ -248,6 +248,17 @@ def store_ends(message_ptr, nbytes, num_segments, shape, layout_hash, HEADER_NBY
 
 
 @triton.jit
+def clear_trailers(expected_ptr, num_expected, own_start, own_stop, nbytes):
+    """Clear the trailers of messages that are yet to come, but for those from ``own_start`` to ``own_stop``."""
+    if tl.program_id(0) == 0:
+        for start in tl.range(0, num_expected, 128):
+            index = start + tl.arange(0, 128)
+            is_cleared = (index < num_expected) & ((index < own_start) | (index >= own_stop))
+            trailers = expected_ptr + index.to(tl.int64) * nbytes + (nbytes - 8)
+            tl.store(trailers.to(tl.pointer_type(tl.int64), bitcast=True), 0, mask=is_cleared)
+
+
+@triton.jit
 def check_hashes(messages_ptr, num_messages, pitch, layout_hash, is_valid_ptr, KIND: tl.constexpr):
     """Clear the flag at ``is_valid_ptr`` if a message of a block codec is not of the layout with this hash."""
     if KIND != "cast":

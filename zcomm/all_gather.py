@@ -94,7 +94,7 @@ def gather_steps(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Enc
         return _one_hop(rows, shard, encoder)
     steps = _two_hops_recoded
     (_, wire), (_, wire_inside) = route.hops
-    chunks = chunks_of(shard.numel(), wire, wire_inside)
+    chunks = chunks_of(shard.numel(), wire, wire_inside, least=route.least_chunk(shard.device))
     if is_same_wire(wire, wire_inside, shard.dtype):
         is_plain = codec_for(wire, shard.dtype).dtype == shard.dtype
         if is_plain and len(chunks) > 1:
@@ -140,8 +140,8 @@ def _one_hop(rows: Tensor, shard: Tensor, encoder: Encoder) -> Steps:
     if layout.codec.dtype == shard.dtype == rows.dtype:
         yield backend.all_gather(rows, shard, hop, _sent(layout, wire))
         return
-    messages = layout.new_to_receive(hop.size, shard.device)
-    kernels.quantize(shard, layout, own_message(messages, route), 0, 0, encoder.draw(0))
+    messages = layout.new(hop.size, shard.device)
+    kernels.quantize(shard, layout, own_message(messages, route), 0, 0, encoder.draw(0), expected=messages)
     yield from gather_messages(messages, layout, route)
     kernels.decode(messages, layout, rows, rows.stride(0), 0)
 
@@ -176,8 +176,8 @@ def _two_hops_in_pieces(rows: Tensor, shard: Tensor, numbering: Numbering, encod
 def _two_hops_forwarded(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
     route = encoder.route
     layout = route.layout(route.hops[0][1], shard.dtype, 1, shard.numel())
-    messages = layout.new_to_receive(route.world_size, shard.device)
-    kernels.quantize(shard, layout, own_message(messages, route), 0, 0, encoder.draw(0))
+    messages = layout.new(route.world_size, shard.device)
+    kernels.quantize(shard, layout, own_message(messages, route), 0, 0, encoder.draw(0), expected=messages)
     yield from gather_messages(messages, layout, route)
     if numbering == "local":
         kernels.decode(messages, layout, rows, rows.stride(0), 0)
@@ -192,19 +192,22 @@ def _two_hops_recoded(rows: Tensor, shard: Tensor, numbering: Numbering, encoder
     numel, device = shard.numel(), shard.device
     layout = route.layout(wire, shard.dtype, 1, numel)
     inside = route.layout(wire_inside, shard.dtype, route.num_nodes, numel)
-    of_nodes = layout.new_to_receive(route.num_nodes, device)
-    messages = inside.new_to_receive(route.ranks_per_node, device)
+    of_nodes = layout.new(route.num_nodes, device)
+    messages = inside.new(route.ranks_per_node, device)
     mine = of_nodes[inter.rank : inter.rank + 1]
-    kernels.quantize(shard, layout, mine, 0, 0, encoder.draw(0))
+    kernels.quantize(shard, layout, mine, 0, 0, encoder.draw(0), expected=of_nodes)
     yield backend.all_gather(of_nodes, mine, inter, _sent(layout, wire))
     mine = messages[intra.rank : intra.rank + 1]
-    _recode(of_nodes, layout, mine, inside, encoder)
+    _recode((of_nodes, layout), (mine, inside), messages, encoder)
     yield backend.all_gather(messages, mine, intra, _sent(inside, wire_inside))
     kernels.decode(messages, inside, rows, *route.strides(numbering, rows.stride(0)))
 
 
-def _recode(of_nodes: Tensor, layout: MessageLayout, message: Tensor, inside: MessageLayout, encoder: Encoder) -> None:
-    """Decode a message a node, and encode all values as one ``message``; a plain array is decoded into directly."""
+def _recode(
+    source: tuple[Tensor, MessageLayout], target: tuple[Tensor, MessageLayout], expected: Tensor, encoder: Encoder
+) -> None:
+    """Decode a message a node, and encode all values as one; a plain array is decoded into directly."""
+    (of_nodes, layout), (message, inside) = source, target
     numel = layout.segment_numel
     if inside.codec.dtype is not None:
         kernels.decode(of_nodes, layout, message.view(-1).view(inside.codec.dtype), numel, 0)
@@ -213,4 +216,4 @@ def _recode(of_nodes: Tensor, layout: MessageLayout, message: Tensor, inside: Me
     values = encoder.buffer(1, inside.num_segments, numel, dtype, message.device)
     kernels.decode(of_nodes, layout, values, values.stride(0), 0)
     same = replace(encoder, rank=encoder.route.local_rank)  # all nodes encode these values, and must get the same bits
-    kernels.quantize(values, inside, message, 0, values.stride(0), same.draw(1))
+    kernels.quantize(values, inside, message, 0, values.stride(0), same.draw(1), expected=expected)

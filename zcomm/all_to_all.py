@@ -83,7 +83,8 @@ def _steps(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
         return exchange_over_nccl(parts, source_parts, encoder)
     if len(route.hops) == 1:
         return _one_hop(parts, source_parts, encoder)
-    chunks = chunks_of(parts.shape[1], *(wire for _, wire in route.hops))
+    least = route.least_chunk(source.device)
+    chunks = chunks_of(parts.shape[1], *(wire for _, wire in route.hops), least=least)
     return pipelined([_two_hops(parts[:, c], source_parts[:, c], encoder.at(c.start)) for c in chunks], num_exchanges=2)
 
 
@@ -96,8 +97,8 @@ def _one_hop(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
     if source.dtype == output.dtype == layout.codec.dtype:
         yield backend.all_to_all(output, source, hop, sent)
         return
-    messages, received = layout.new(hop.size, source.device), layout.new_to_receive(hop.size, source.device)
-    kernels.quantize(source, layout, messages, numel, 0, encoder.draw(0))
+    messages, received = layout.new(hop.size, source.device), layout.new(hop.size, source.device)
+    kernels.quantize(source, layout, messages, numel, 0, encoder.draw(0), expected=received)
     yield backend.all_to_all(received, messages, hop, sent)
     kernels.decode(received, layout, output, numel, 0)
 
@@ -109,9 +110,11 @@ def _two_hops(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
     nodes, locals_, numel = route.num_nodes, route.ranks_per_node, source.shape[1]
     layout = route.layout(wire, source.dtype, 1, numel)
     messages = layout.new(route.world_size, source.device)
-    kernels.quantize(source, layout, messages, source.stride(0), 0, encoder.draw(0))
+    num_hops = 2 if wire == wire_between else 1  # what is forwarded is not encoded again: cleared for both hops
+    received = layout.new(num_hops * route.world_size, source.device)
+    kernels.quantize(source, layout, messages, source.stride(0), 0, encoder.draw(0), expected=received)
+    received, last = received[: route.world_size], received[route.world_size :]
     messages = messages.view(nodes, locals_, -1).transpose(0, 1).contiguous()  # to [local rank, node]
-    received = layout.new_to_receive(route.world_size, source.device)
     yield backend.all_to_all(received, messages, intra, Sent(route.operation, str(wire), nodes * numel))
     messages = received.view(locals_, nodes, -1).transpose(0, 1).contiguous()  # [to node, from local rank]
     if wire != wire_between:
@@ -120,7 +123,7 @@ def _two_hops(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
         kernels.decode(messages.view(route.world_size, -1), layout, values, values.stride(0), 0)
         layout = route.layout(wire_between, source.dtype, 1, numel)
         messages = layout.new(route.world_size, source.device)
-        encoder.encode(1, values, messages, layout)
-    received = layout.new_to_receive(route.world_size, source.device)
-    yield backend.all_to_all(received, messages, inter, Sent(route.operation, str(wire_between), locals_ * numel))
-    kernels.decode(received, layout, output, output.stride(0), 0)  # [from node, from local rank]: rank order
+        last = layout.new(route.world_size, source.device)
+        encoder.encode(1, values, messages, layout, expected=last)
+    yield backend.all_to_all(last, messages, inter, Sent(route.operation, str(wire_between), locals_ * numel))
+    kernels.decode(last, layout, output, output.stride(0), 0)  # [from node, from local rank]: rank order

@@ -34,6 +34,7 @@ from zcomm import control, env
 from zcomm.errors import ConfigError, ZcommError
 from zcomm.formats import Format, get_format
 from zcomm.topology import Numbering, Topology
+from zcomm.work import Link
 
 __all__ = ["AUTO", "Choice", "Table", "probe_path", "resolve", "shape_of", "table_of"]
 
@@ -79,6 +80,8 @@ class Table:
     device: str = ""
     choices: dict[str, list[tuple[int, Choice]]] = field(default_factory=dict)
     """By operation, ascending in the bytes of the full tensor from which they hold."""
+    links: tuple[Link, ...] = ()
+    """Inside nodes and between them, as far as there are any."""
     known: dict[tuple[Any, ...], Resolved] = field(default_factory=dict, compare=False, repr=False)
     """What calls have been told before."""
 
@@ -110,7 +113,11 @@ class Table:
                 operation: sorted((int(nbytes), Choice.parse(wire, hops)) for nbytes, wire, hops in choices)
                 for operation, choices in found["choices"].items()
             }
-            return cls(str(found["device"]), rows)
+            links = tuple(
+                Link(float(link["latency_us"]) * 1e-6, float(link["bandwidth_gbps"]) * 1e9)
+                for link in found.get("links", {}).values()
+            )
+            return cls(str(found["device"]), rows, links)
         except (ZcommError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 f"{path} is not what `zcomm probe` writes: {error!r} in {text[:100]!r}; delete it or probe again"
@@ -143,6 +150,7 @@ def table_of(topology: Topology) -> Table:
         shape = shape_of(topology)
         table = Table.parse(*found.split("\n", 1), shape=shape) if found else Table()
         topology.auto_table, topology.uses_world = table, table.has_one_hop
+        topology.queue.links = table.links
     assert isinstance(topology.auto_table, Table), "auto_table is set here only"
     return topology.auto_table
 

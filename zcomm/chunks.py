@@ -7,7 +7,8 @@
 
 Invariants:
     K1  Chunks start on multiples of every format's block: values, codes and scales are those of the whole.
-    K2  Sizes, formats and nothing else decide: all ranks cut alike, and start their exchanges in the same order.
+    K2  Sizes, formats, the kind of device and the probe's table, which all ranks have alike, decide, and nothing else:
+        all ranks cut alike, and start their exchanges in the same order.
     K3  After an exchange that could not be started, none is started on any hop: messages are never taken for others.
 """
 
@@ -19,21 +20,49 @@ from contextlib import suppress
 
 from zcomm.backend import Pending
 from zcomm.formats import Format
-from zcomm.work import Steps
+from zcomm.work import Link, Steps
 
-__all__ = ["chunks_of", "pipelined"]
+__all__ = ["PYTHON_S", "chunks_of", "fewest_of_all_ranks", "least_chunk", "pipelined"]
 
 MIN_CHUNK_NUMEL = 2**18
+"""On CPUs, over gloo: measured."""
+MIN_CHUNK_NUMEL_ON_GPU = 2**24
 MAX_CHUNKS = 16
+PYTHON_S = 300e-6
+"""What a chunk costs the host when Python drives it: some 5 launches, 2 exchanges, and the Python around them."""
+NVLINK = Link(latency_s=0.0, bytes_per_s=450e9)
+"""Of an H100, each way; assumed where nothing is known: a faster link makes larger chunks."""
+WORTH = 4
+"""A transfer must take so many times what its chunk costs the host, or cutting is slower than not cutting."""
 
 
-def chunks_of(numel: int, *formats: Format) -> list[slice]:
+def fewest_of_all_ranks(host_s: float, links: Sequence[Link] = ()) -> int:
+    """Elements of all ranks together in a chunk that costs the host ``host_s`` seconds, on a GPU, at a byte each.
+
+    Chunks save the time of the hop that takes less, so the fastest link decides. What it is given is the same on every
+    rank.
+    """
+    fastest = max((link.bytes_per_s for link in links), default=NVLINK.bytes_per_s)
+    return math.ceil(WORTH * (host_s + sum(link.latency_s for link in links)) * fastest)
+
+
+def least_chunk(device_type: str, num_ranks: int, links: Sequence[Link] = ()) -> int:
+    """Elements of a shard from which a chunk is worth what it costs, on such devices of ``num_ranks`` ranks.
+
+    ``links`` are what ``zcomm probe`` found, if the ranks have agreed on its table; used on GPUs.
+    """
+    if device_type == "cpu":
+        return MIN_CHUNK_NUMEL
+    return max(MIN_CHUNK_NUMEL_ON_GPU, fewest_of_all_ranks(PYTHON_S, links) // num_ranks)
+
+
+def chunks_of(numel: int, *formats: Format, least: int | None = None) -> list[slice]:
     """The chunks of a shard of ``numel`` elements that travels in ``formats``; one if it is small.
 
-    At most ``MAX_CHUNKS``, of at least ``MIN_CHUNK_NUMEL`` elements, but for the last.
+    At most ``MAX_CHUNKS``, of at least ``least`` (default: ``MIN_CHUNK_NUMEL``) elements, but for the last.
     """
     multiple = math.lcm(*(format.block or 1 for format in formats), 256)
-    wanted = max(MIN_CHUNK_NUMEL, -(-numel // MAX_CHUNKS))
+    wanted = max(MIN_CHUNK_NUMEL if least is None else least, -(-numel // MAX_CHUNKS))
     step = -(-wanted // multiple) * multiple
     return [slice(start, min(start + step, numel)) for start in range(0, numel, step)]
 

@@ -170,7 +170,7 @@ class DeltaGather:
     def _updating(self, shard: Tensor, encoder: Encoder) -> Steps:
         if len(self._route.hops) == 1:
             return self._exchange(self._rows, shard, encoder)
-        chunks = chunks_of(shard.numel(), self._format)
+        chunks = chunks_of(shard.numel(), self._format, least=self._route.least_chunk(shard.device))
         return pipelined(
             [self._exchange(self._rows[:, c], shard[c], encoder.at(c.start)) for c in chunks], num_exchanges=2
         )
@@ -178,8 +178,9 @@ class DeltaGather:
     def _exchange(self, rows: Tensor, shard: Tensor, encoder: Encoder) -> Steps:
         route, device = self._route, shard.device
         layout = route.layout(self._format, torch.float32, 1, shard.numel())
-        messages = layout.new_to_receive(route.world_size, device)
-        kernels.quantize_difference(shard, rows[self._own_row], layout, own_message(messages, route), encoder.draw(0))
+        messages = layout.new(route.world_size, device)
+        own, draw = own_message(messages, route), encoder.draw(0)
+        kernels.quantize_difference(shard, rows[self._own_row], layout, own, draw, expected=messages)
         yield from gather_messages(messages, layout, route)
         if len(route.hops) == 1 or self._numbering == "local":  # messages come in the order of rows
             kernels.decode_add(messages, layout, rows)

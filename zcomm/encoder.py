@@ -73,34 +73,44 @@ class Encoder:
         room = torch.empty((num_rows - 1) * stride + numel, dtype=dtype, device=device)
         return room.as_strided((num_rows, numel), (stride, 1))
 
-    def encode(self, hop: int, values: Tensor, out: Tensor, layout: MessageLayout) -> None:
-        """Row i of ``values`` as message i of ``out``; with a residual ``values``, float32, are lost."""
+    def encode(
+        self, hop: int, values: Tensor, out: Tensor, layout: MessageLayout, *, expected: Tensor | None = None
+    ) -> None:
+        """Row i of ``values`` as message i of ``out``; with a residual ``values``, float32, are lost.
+
+        ``expected``, what the hop will bring, as in :func:`zcomm.kernels.quantize`.
+        """
         residual = self.residual if hop == len(self.route.hops) - 1 else None
         arguments = values, layout, out, values.stride(0), 0, self.draw(hop)
         if residual is None:
-            kernels.quantize(*arguments)
+            kernels.quantize(*arguments, expected=expected)
         elif kernels.fuses_residual(values, layout, draw=self.draw(hop)):
-            kernels.quantize(*arguments, residual=residual.blocks_to_renew(self.first, layout.segment_numel))
+            blocks = residual.blocks_to_renew(self.first, layout.segment_numel)
+            kernels.quantize(*arguments, residual=blocks, expected=expected)
         else:
             residual.add_to_(values, self.first)
-            kernels.quantize(*arguments)
+            kernels.quantize(*arguments, expected=expected)
             residual.keep(values, out, layout, self.first)
 
-    def sum_and_encode(self, received: Tensor, summed: MessageLayout, out: Tensor, layout: MessageLayout) -> None:
+    def sum_and_encode(
+        self, received: Tensor, summed: MessageLayout, out: Tensor, layout: MessageLayout, *, expected: Tensor
+    ) -> None:
         """Hop 2 of a reduction: sum ``received``; segment s of the sum becomes message s of ``out``."""
-        self.encode_sum(1, received, summed, out, layout)
+        self.encode_sum(1, received, summed, out, layout, expected=expected)
 
-    def encode_sum(self, hop: int, received: Tensor, summed: MessageLayout, out: Tensor, layout: MessageLayout) -> None:
+    def encode_sum(
+        self, hop: int, received: Tensor, summed: MessageLayout, out: Tensor, layout: MessageLayout, *, expected: Tensor
+    ) -> None:
         """As :meth:`encode`, of the sum of ``received``, for the route's last hop, whose number is ``hop``."""
         draw, numel = self.draw(hop), layout.segment_numel
         if draw is None or numel == self.shard_numel:
             if self.residual is None:
-                kernels.decode_sum_requantize(received, summed, out, layout, draw)
+                kernels.decode_sum_requantize(received, summed, out, layout, draw, expected=expected)
                 return
             if kernels.fuses_residual(received, layout, summed, draw=draw):
                 blocks = self.residual.blocks_to_renew(self.first, numel)
-                kernels.decode_sum_requantize(received, summed, out, layout, draw, residual=blocks)
+                kernels.decode_sum_requantize(received, summed, out, layout, draw, residual=blocks, expected=expected)
                 return
         values = self.buffer(hop, summed.num_segments, numel, torch.float32, received.device)
         kernels.decode_sum(received, summed, values, values.stride(0), 1)
-        self.encode(hop, values, out, layout)
+        self.encode(hop, values, out, layout, expected=expected)

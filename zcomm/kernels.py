@@ -156,18 +156,32 @@ def _shown(kernel: Callable[P, None]) -> Callable[P, None]:
     return shown
 
 
+def _cleared(expected: Tensor | None, layout: MessageLayout, gpu: ModuleType | None) -> Tensor | None:
+    """What is left for the kernel of ``gpu`` to clear; where there is none, it is done here."""
+    if expected is None or not layout.codec.is_block:
+        return None
+    if gpu is None:
+        message.clear_trailers(expected)
+        return None
+    return expected
+
+
 @_shown
 def quantize(
     x: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None = None,
-    *, residual: ResidualBlocks | None = None,
+    *, residual: ResidualBlocks | None = None, expected: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write messages ``out`` [num_messages, nbytes] from the array that begins at ``x``; see :mod:`zcomm.quant`.
 
     ``residual``, of a row for each message, is added and renewed: only where :func:`fuses_residual` says so.
+    ``expected`` [m, nbytes], of the same layout, are the messages that the exchange which follows will bring: they lose
+    their trailers, but for those of ``out`` that are among them. On a GPU in the same launch.
     """
     assert residual is None or fuses_residual(x, layout, draw=draw), f"a residual with {layout}"
-    if out.numel() and (gpu := _on_gpu(x, layout, draw=draw)):
-        gpu.quantize(x, layout, out, message_stride, segment_stride, draw, residual=residual)
+    gpu = _on_gpu(x, layout, draw=draw) if out.numel() else None
+    expected = _cleared(expected, layout, gpu)
+    if gpu is not None:
+        gpu.quantize(x, layout, out, message_stride, segment_stride, draw, residual=residual, expected=expected)
     elif out.numel() and _uses_native(x, layout):
         source = *calls.rows(layout, out.shape[0]), *calls.array(x), message_stride, segment_stride
         target = out.data_ptr(), layout.nbytes, layout.hash, _draw(draw)
@@ -207,13 +221,15 @@ def decode_sum(messages: Tensor, layout: MessageLayout, out: Tensor, segment_str
 @_shown
 def decode_sum_requantize(
     messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout, draw: Draw | None = None,
-    *, residual: ResidualBlocks | None = None,
+    *, residual: ResidualBlocks | None = None, expected: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Sum ``messages``; segment s of the sum becomes message s of ``out``. ``residual`` as in :func:`quantize`."""
+    """Sum ``messages``; segment s of the sum becomes message s of ``out``. Options are those of :func:`quantize`."""
     assert residual is None or fuses_residual(out, out_layout, layout, draw=draw), f"a residual with {out_layout}"
     message.verify(messages, layout)
-    if messages.numel() and (gpu := _on_gpu(out, layout, out_layout, draw=draw)):
-        gpu.decode_sum_requantize(messages, layout, out, out_layout, draw, residual=residual)
+    gpu = _on_gpu(out, layout, out_layout, draw=draw) if messages.numel() else None
+    options = {"residual": residual, "expected": _cleared(expected, out_layout, gpu)}
+    if gpu is not None:
+        gpu.decode_sum_requantize(messages, layout, out, out_layout, draw, **options)
     elif messages.numel() and _uses_native(out, layout, out_layout):
         source = *calls.incoming(messages, layout), *calls.wire(out_layout)
         target = out.data_ptr(), out_layout.nbytes, out_layout.hash, _draw(draw)
@@ -227,13 +243,19 @@ def decode_sum_requantize(
 
 
 @_shown
-def quantize_difference(x: Tensor, held: Tensor, layout: MessageLayout, out: Tensor, draw: Draw | None = None) -> None:
-    """Write message ``out`` [1, nbytes] from RN(x - held), both [n] (N11)."""
+def quantize_difference(
+    x: Tensor, held: Tensor, layout: MessageLayout, out: Tensor, draw: Draw | None = None,
+    *, expected: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write message ``out`` [1, nbytes] from RN(x - held), both [n] (N11). ``expected`` as in :func:`quantize`."""
     gpu = _on_gpu(x, layout, draw=draw) if x.numel() else None
-    if gpu is not None and gpu.serves(held, layout):
-        gpu.quantize(x, layout, out, 0, 0, draw, held=held)
+    if gpu is not None and not gpu.serves(held, layout):
+        gpu = None
+    expected = _cleared(expected, layout, gpu)
+    if gpu is not None:
+        gpu.quantize(x, layout, out, 0, 0, draw, held=held, expected=expected)
         message.sign(out, layout)
-    elif gpu is None and x.numel() and _uses_native(x, layout) and _uses_native(held, layout):
+    elif x.numel() and _uses_native(x, layout) and _uses_native(held, layout):
         arrays = *calls.array(x), *calls.array(held), 0, 0
         target = out.data_ptr(), layout.nbytes, layout.hash, _draw(draw)
         _call("quantize_difference", layout, *calls.rows(layout, 1), *arrays, *target)

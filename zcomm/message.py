@@ -29,7 +29,7 @@ from zcomm import env
 from zcomm.errors import MessageError
 from zcomm.formats import Codec, Format, codec_for
 
-__all__ = ["MessageLayout", "layout_of", "sign", "verify"]
+__all__ = ["MessageLayout", "clear_trailers", "layout_of", "sign", "verify"]
 
 ALIGN = 16
 TRAILER_NBYTES = 8
@@ -91,10 +91,13 @@ class MessageLayout:
         return torch.empty((num_messages, self.nbytes), dtype=torch.uint8, device=device)
 
     def new_to_receive(self, num_messages: int, device: torch.device) -> Tensor:
-        """As :meth:`new`, without trailers: what is received too short is refused, whatever the memory held before."""
+        """As :meth:`new`, without trailers: what is received too short is refused, whatever the memory held before.
+
+        Where a kernel encodes what is sent, ``expected=`` of :func:`zcomm.kernels.quantize` does it in the same launch.
+        """
         messages = self.new(num_messages, device)
         if self.codec.is_block:
-            messages.view(torch.int64)[:, -1] = 0
+            clear_trailers(messages)
         return messages
 
 
@@ -111,6 +114,11 @@ def layout_of(
     codec = codec_for(format, dtype)
     is_rotated = format.rotation is not None
     return MessageLayout(operation, codec, format.block, num_segments, segment_numel, is_rotated, kernels)
+
+
+def clear_trailers(messages: Tensor) -> None:
+    """Set the trailers of a block codec's ``messages`` [num_messages, nbytes] to zero."""
+    messages.view(torch.int64)[:, -1] = 0
 
 
 def _checksums(messages: Tensor) -> list[int]:

@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,22 +20,26 @@ from torch import Tensor
 
 from zcomm import backend, env
 from zcomm.backend import Sent
+from zcomm.chunks import fewest_of_all_ranks
 from zcomm.device_streams import on_device
 from zcomm.encoder import Encoder
 from zcomm.errors import CommunicationError, MessageError
-from zcomm.formats import Format, codec_for, is_same_wire
+from zcomm.formats import Format, is_same_wire
 from zcomm.message import MessageLayout, layout_of
+from zcomm.message_flags import flag_of
 from zcomm.native_calls import DTYPE_NUMBERS
 from zcomm.nccl_bytes import check_device
 from zcomm.nccl_communicators import communicator_over, inside_first
 from zcomm.route import Route
 from zcomm.topology import Numbering
-from zcomm.work import Steps
+from zcomm.work import Link, Steps
 
 __all__ = ["chunk_numel", "exchange_over_nccl", "gather_over_nccl", "is_native", "reduce_over_nccl"]
 
-MIN_CHUNK_NUMEL = 2**22
-"""Elements of all ranks in a chunk: below, a transfer is too short to hide the launches."""
+NATIVE_S = 60e-6
+"""What a chunk costs the host: some 5 launches, 2 groups of NCCL's and 10 calls for events, without Python."""
+MIN_CHUNK_NUMEL = max(2**24, fewest_of_all_ranks(NATIVE_S))
+"""Elements of all ranks in a chunk over links of which nothing is known."""
 MAX_CHUNKS = 16
 MIN_BLOCK, MAX_BLOCK = 8, 1024
 """Of the CUDA kernels."""
@@ -69,10 +73,14 @@ def _has_kernels(wire: Format) -> bool:
     return is_plain and (is_power or not wire.block)
 
 
-def chunk_numel(numel: int, num_ranks: int, *formats: Format) -> int:
-    """Elements of each rank in a chunk, whole blocks: at least ``MIN_CHUNK_NUMEL`` of all, at most ``MAX_CHUNKS``."""
+def chunk_numel(numel: int, num_ranks: int, *formats: Format, links: Sequence[Link] = ()) -> int:
+    """Elements of each rank in a chunk, whole blocks: as many of all as are worth a chunk, at most ``MAX_CHUNKS``.
+
+    ``links`` as for :func:`zcomm.chunks.least_chunk`.
+    """
     multiple = math.lcm(*(format.block or 1 for format in formats), 256)
-    wanted = max(-(-MIN_CHUNK_NUMEL // num_ranks), -(-numel // MAX_CHUNKS))
+    fewest = max(2**24, fewest_of_all_ranks(NATIVE_S, links)) if links else MIN_CHUNK_NUMEL
+    wanted = max(-(-fewest // num_ranks), -(-numel // MAX_CHUNKS))
     return -(-wanted // multiple) * multiple
 
 
@@ -118,7 +126,8 @@ def exchange_over_nccl(output: Tensor, source: Tensor, encoder: Encoder) -> Step
 
 def _sizes(route: Route, dtype: torch.dtype, numel: int, segments: tuple[int, ...]) -> tuple[Any, ...]:
     """numel, elements of a chunk, and of each hop codec, block, and hashes of a chunk's and the last's layout."""
-    step = min(numel, chunk_numel(numel, route.world_size, *(wire for _, wire in route.hops)))
+    links = () if route.queue is None else route.queue.links
+    step = min(numel, chunk_numel(numel, route.world_size, *(wire for _, wire in route.hops), links=links))
     wires = []
     for (_, wire), count in zip(route.hops, segments, strict=True):
         whole, last = (layout_of(route.operation, wire, dtype, count, n) for n in (step, _last(numel, step)))
@@ -159,7 +168,7 @@ def _queued(route: Route, tensors: tuple[Tensor, Tensor], call: Callable[[Any, A
     device = tensors[0].device
     with on_device(device):
         over = communicator_over(inside_first([hop for hop, _ in route.hops]), device)
-        flag = torch.ones(1, dtype=torch.int32, device=device)
+        flag = _flag(device, route.operation)
         room = torch.empty(0, dtype=torch.uint8, device=device)
         if over.streams.is_captured():
             room = torch.empty(call(over.native, None), dtype=torch.uint8, device=device)  # of the graph's own memory
@@ -170,15 +179,14 @@ def _queued(route: Route, tensors: tuple[Tensor, Tensor], call: Callable[[Any, A
                 raise CommunicationError(f"{route.operation} over NCCL: {error}") from error
             ended = lane.ended()
     yield ended
-    if any(codec_for(wire, tensors[0].dtype).is_block for _, wire in route.hops):
-        check_flag(flag, route.operation)
+    if device.type == "cpu" and not flag.item():
+        raise MessageError(
+            f"a message of {route.operation} is not what this rank expects: sizes or formats differ between ranks"
+        )
 
 
-def check_flag(flag: Tensor, operation: str) -> None:
-    """MessageError, or on a GPU an assertion, unless ``flag`` is 1."""
-    text = f"a message of {operation} is not what this rank expects: sizes or formats differ between ranks"
-    if flag.device.type == "cuda":
-        with torch.cuda.device(flag.device):
-            torch._assert_async(flag, text)
-    elif not flag.item():
-        raise MessageError(text)
+def _flag(device: torch.device, operation: str) -> Tensor:
+    """int32 [1] on ``device``, cleared where a message is of another layout: a GPU's own, or of one call on the host."""
+    if device.type == "cuda":
+        return flag_of(device).used_by(operation)
+    return torch.ones(1, dtype=torch.int32)

@@ -154,7 +154,7 @@ class NodeSums:
 
     @property
     def _chunks(self) -> list[slice]:
-        return chunks_of(self.shard_numel, self._inside, self._between)
+        return chunks_of(self.shard_numel, self._inside, self._between, least=self._route.least_chunk(self._device))
 
     def _checked(self, input: Tensor) -> Tensor:
         rows = rows_of("input", input, self._topology.world_size)
@@ -219,10 +219,11 @@ class NodeSums:
         """What the node's ranks send of ``rows`` [world_size, m]: a message of num_nodes segments from each."""
         hop, num_nodes, device = self._hops[0], self._topology.num_nodes, rows.device
         layout = self._route.layout(self._inside, rows.dtype, num_nodes, rows.shape[1])
-        received, sending = layout.new_to_receive(hop.size, device), rows
+        received, sending = layout.new(hop.size, device), rows
         if not (rows.is_contiguous() and layout.codec.dtype == rows.dtype):
             sending = layout.new(hop.size, device)
-            kernels.quantize(rows, layout, sending, num_nodes * rows.stride(0), rows.stride(0))
+            strides = num_nodes * rows.stride(0), rows.stride(0)
+            kernels.quantize(rows, layout, sending, *strides, expected=received)
         yield backend.all_to_all(received, sending, hop, Sent(OPERATION, str(self._inside), layout.numel))
         return received, layout
 
@@ -237,12 +238,12 @@ class NodeSums:
             yield None
             return
         layout = self._route.layout(self._between, torch.float32, 1, output.numel())
-        sending, received = layout.new(hop.size, device), layout.new_to_receive(hop.size, device)
+        sending, received = layout.new(hop.size, device), layout.new(hop.size, device)
         route: Route = replace(self._route, hops=((hop, self._between),))
         encoder = Encoder(route, self.shard_numel, None, self.residual, first_hop=1, first=first)
         if isinstance(values, Tensor):
-            encoder.encode(0, values, sending, layout)
+            encoder.encode(0, values, sending, layout, expected=received)
         else:
-            encoder.encode_sum(0, *values, sending, layout)
+            encoder.encode_sum(0, *values, sending, layout, expected=received)
         yield backend.all_to_all(received, sending, hop, Sent(OPERATION, str(self._between), output.numel()))
         kernels.decode_sum(received, layout, output, 0, topology.world_size)

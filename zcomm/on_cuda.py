@@ -82,17 +82,21 @@ def _residual(blocks: ResidualBlocks | None) -> tuple[int, int, int, int, float]
     return codes.data_ptr(), scales.data_ptr(), codes.stride(0), scales.stride(0), beta
 
 
+def _expected(messages: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if messages is None else (messages.data_ptr(), messages.shape[0])
+
+
 def quantize(
     x: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None,
-    *, held: Tensor | None = None, residual: ResidualBlocks | None = None,
+    *, held: Tensor | None = None, residual: ResidualBlocks | None = None, expected: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As :func:`zcomm.quant.quantize`; of x - held, or with a residual (N10). ``draw`` is None."""
+    """As :func:`zcomm.kernels.quantize`; of x - held, or with a residual (N10). ``draw`` is None."""
     assert draw is None, f"serves() says no: {draw}"
     if held is not None and not layout.codec.is_block:
         x, held = x.float() - held, None
     arrays = (*calls.array(x), message_stride, segment_stride)
     target = out.data_ptr(), layout.nbytes, layout.hash
-    others = None if held is None else calls.array(held), _residual(residual)
+    others = None if held is None else calls.array(held), _residual(residual), _expected(expected)
     _launch("quantize", x.device, layout, *calls.rows(layout, out.shape[0]), *arrays, *target, *others)
 
 
@@ -126,17 +130,17 @@ def _decode_sum(
 
 def decode_sum_requantize(
     messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout, draw: Draw | None,
-    *, residual: ResidualBlocks | None = None,
+    *, residual: ResidualBlocks | None = None, expected: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As :func:`zcomm.quant.decode_sum_requantize`; or with a residual (N10). ``draw`` is None."""
+    """As :func:`zcomm.kernels.decode_sum_requantize`; or with a residual (N10). ``draw`` is None."""
     assert draw is None, f"serves() says no: {draw}"
-    on_triton.checked(_requantize, messages, layout, out, out_layout, residual)
+    on_triton.checked(_requantize, messages, layout, out, out_layout, residual, expected)
 
 
 def _requantize(
     messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout, residual: ResidualBlocks | None,
-    *, is_valid: Tensor,
+    expected: Tensor | None, *, is_valid: Tensor,
 ) -> None:  # fmt: skip
     target = (*calls.wire(out_layout), out.data_ptr(), out_layout.nbytes, out_layout.hash)
-    arrays = (*calls.incoming(messages, layout), *target, _residual(residual), is_valid.data_ptr())
-    _launch("decode_sum_requantize", out.device, layout, *arrays)
+    arrays = (*calls.incoming(messages, layout), *target, _residual(residual), _expected(expected))
+    _launch("decode_sum_requantize", out.device, layout, *arrays, is_valid.data_ptr())

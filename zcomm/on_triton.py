@@ -3,7 +3,8 @@
 They serve CUDA tensors (with ZCOMM_KERNELS=cuda what zcomm.on_cuda leaves to them), and with ZCOMM_KERNELS=triton and
 TRITON_INTERPRET=1 CPU tensors, in Triton's interpreter; what a layout says of kernels wins over ZCOMM_KERNELS. On CPU
 tensors, and with ZCOMM_CHECK=1, another layout raises MessageError before anything is written. Otherwise a kernel
-clears a flag on the device, which is asserted there: the host does not wait, and the next call that does reports it.
+clears a flag on the device, for which the host does not wait: a later call raises MessageError
+(:mod:`zcomm.message_flags`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from zcomm import env, quant
 from zcomm.errors import BackendUnavailableError
 from zcomm.message import MessageLayout
+from zcomm.message_flags import flag_of
 from zcomm.philox import Draw
 from zcomm.triton_kernels import unavailable_reason as triton_unavailable_reason
 
@@ -70,12 +72,6 @@ def _launch() -> ModuleType:
     return importlib.import_module("zcomm.triton_kernels.launch")
 
 
-@cache
-def _flag(device: torch.device) -> Tensor:
-    """int32 [1], 1 until a message of another layout is met; then the device's assertion has ended its use."""
-    return torch.ones(1, dtype=torch.int32, device=device)
-
-
 def checked(
     launch: Callable[..., None], messages: Tensor, layout: MessageLayout, *arguments: Any, **options: Any
 ) -> None:
@@ -83,14 +79,14 @@ def checked(
     is_checked_here = messages.device.type == "cpu" or env.is_set("ZCOMM_CHECK")
     if layout.codec.is_block and is_checked_here:
         quant.check_hashes(messages, layout)
-    flag = _flag(messages.device)
+    flag = _unread() if messages.device.type == "cpu" else flag_of(messages.device).used_by(layout.operation)
     launch(messages, layout, *arguments, is_valid=flag, **options)
-    if layout.codec.is_block and not is_checked_here:
-        torch._assert_async(
-            flag,
-            f"a message of {layout.operation} is not what this rank expects: sizes or formats differ between ranks; "
-            "ZCOMM_CHECK=1 says which",
-        )
+
+
+@cache
+def _unread() -> Tensor:
+    """For kernels in the interpreter, whose messages have been checked."""
+    return torch.ones(1, dtype=torch.int32)
 
 
 def fuses_residual(array: Tensor, layout: MessageLayout, *others: MessageLayout) -> bool:
@@ -104,11 +100,11 @@ def _residual(blocks: ResidualBlocks | None) -> Any:
 
 def quantize(
     x: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None,
-    *, held: Tensor | None = None, residual: ResidualBlocks | None = None,
+    *, held: Tensor | None = None, residual: ResidualBlocks | None = None, expected: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As :func:`zcomm.quant.quantize`; of x - held, or with a residual (N10)."""
-    of_residual = _residual(residual)
-    _launch().quantize(x, layout, out, message_stride, segment_stride, draw, held=held, residual=of_residual)
+    """As :func:`zcomm.kernels.quantize`; of x - held, or with a residual (N10)."""
+    options = {"held": held, "residual": _residual(residual), "expected": expected}
+    _launch().quantize(x, layout, out, message_stride, segment_stride, draw, **options)
 
 
 def decode(
@@ -126,8 +122,8 @@ def decode_sum(messages: Tensor, layout: MessageLayout, out: Tensor, segment_str
 
 def decode_sum_requantize(
     messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout, draw: Draw | None,
-    *, residual: ResidualBlocks | None = None,
+    *, residual: ResidualBlocks | None = None, expected: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As :func:`zcomm.quant.decode_sum_requantize`; or with a residual (N10)."""
-    of_residual = _residual(residual)
-    checked(_launch().decode_sum_requantize, messages, layout, out, out_layout, draw, residual=of_residual)
+    """As :func:`zcomm.kernels.decode_sum_requantize`; or with a residual (N10)."""
+    options = {"residual": _residual(residual), "expected": expected}
+    checked(_launch().decode_sum_requantize, messages, layout, out, out_layout, draw, **options)

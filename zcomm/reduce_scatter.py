@@ -105,7 +105,8 @@ def reduce_steps(output: Tensor, rows: Tensor, numbering: Numbering, divisor: in
         return reduce_over_nccl(output, rows, numbering, divisor, encoder)
     if len(route.hops) == 1:
         return _one_hop(output, rows, divisor, encoder)
-    chunks = chunks_of(output.numel(), *(wire for _, wire in route.hops))
+    least = route.least_chunk(output.device)
+    chunks = chunks_of(output.numel(), *(wire for _, wire in route.hops), least=least)
     of_chunks = [_two_hops(output[c], rows[:, c], numbering, divisor, encoder.at(c.start)) for c in chunks]
     return pipelined(of_chunks, num_exchanges=2)
 
@@ -115,12 +116,12 @@ def _one_hop(output: Tensor, rows: Tensor, divisor: int, encoder: Encoder) -> St
     hop, wire = route.hops[0]
     numel = output.numel()
     layout = route.layout(wire, rows.dtype, 1, numel)
-    received = layout.new_to_receive(hop.size, output.device)
+    received = layout.new(hop.size, output.device)
     if encoder.residual is None:
-        sending = _encoded(rows, layout, hop.size, (rows.stride(0), 0), encoder, is_in_order=True)
+        sending = _encoded(rows, layout, received, (rows.stride(0), 0), encoder, is_in_order=True)
     else:
         sending = layout.new(hop.size, rows.device)
-        encoder.encode(0, rows.to(torch.float32, copy=True), sending, layout)
+        encoder.encode(0, rows.to(torch.float32, copy=True), sending, layout, expected=received)
     yield backend.all_to_all(received, sending, hop, Sent(route.operation, str(wire), numel))
     kernels.decode_sum(received, layout, output, 0, divisor)
 
@@ -131,30 +132,30 @@ def _two_hops(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, 
     (intra, wire), (inter, wire_between) = route.hops
     numel, device = output.numel(), output.device
     layout = route.layout(wire, rows.dtype, route.num_nodes, numel)
-    received = layout.new_to_receive(intra.size, device)
+    received = layout.new(intra.size, device)
     strides = route.strides(numbering, rows.stride(0))
-    sending = _encoded(rows, layout, intra.size, strides, encoder, is_in_order=numbering == "local")
+    sending = _encoded(rows, layout, received, strides, encoder, is_in_order=numbering == "local")
     yield backend.all_to_all(received, sending, intra, Sent(route.operation, str(wire), layout.numel))
     between = route.layout(wire_between, rows.dtype, 1, numel)
     partial = between.new(inter.size, device)
-    encoder.sum_and_encode(received, layout, partial, between)
-    received = between.new_to_receive(inter.size, device)
-    yield backend.all_to_all(received, partial, inter, Sent(route.operation, str(wire_between), numel))
-    kernels.decode_sum(received, between, output, 0, divisor)
+    last = between.new(inter.size, device)
+    encoder.sum_and_encode(received, layout, partial, between, expected=last)
+    yield backend.all_to_all(last, partial, inter, Sent(route.operation, str(wire_between), numel))
+    kernels.decode_sum(last, between, output, 0, divisor)
 
 
 def _encoded(
     rows: Tensor,
     layout: MessageLayout,
-    num_messages: int,
+    received: Tensor,
     strides: tuple[int, int],
     encoder: Encoder,
     *,
     is_in_order: bool,
 ) -> Tensor:
-    """The messages of hop 1; ``rows`` themselves where they are the bytes to send."""
+    """The messages of hop 1, for as many as will be ``received``; ``rows`` where they are the bytes to send."""
     if is_in_order and rows.is_contiguous() and layout.codec.dtype == rows.dtype:
         return rows
-    messages = layout.new(num_messages, rows.device)
-    kernels.quantize(rows, layout, messages, *strides, encoder.draw(0))
+    messages = layout.new(received.shape[0], rows.device)
+    kernels.quantize(rows, layout, messages, *strides, encoder.draw(0), expected=received)
     return messages

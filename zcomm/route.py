@@ -20,6 +20,7 @@ from zcomm.carrier import (
     unavailable_reason,
     unserved_reason,
 )
+from zcomm.chunks import least_chunk
 from zcomm.debug import compare_calls
 from zcomm.errors import BackendUnavailableError, ConfigError, FormatError, LayoutError, TopologyError
 from zcomm.formats import Format, get_format
@@ -80,6 +81,10 @@ class Route:
         """Raise BackendUnavailableError if this goes over NCCL, and ``device`` is not a GPU."""
         if self.backend == "nccl":
             check_device(self.operation, device)
+
+    def least_chunk(self, device: torch.device) -> int:
+        """Elements of a shard on ``device`` from which a chunk is worth what it costs."""
+        return least_chunk(device.type, self.world_size, () if self.queue is None else self.queue.links)
 
     def own_row(self, numbering: Numbering) -> int:
         """The row that this rank owns."""

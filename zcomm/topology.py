@@ -26,6 +26,7 @@ from zcomm.carrier import BackendName, BackendWish, KernelsName, agree_on_carrie
 from zcomm.errors import ConfigError, StateError, TopologyError
 from zcomm.flight_files import attach
 from zcomm.ledger import Ledger
+from zcomm.message_flags import look_at_all
 from zcomm.nccl_communicators import Communicators
 from zcomm.watch import Watch, Watched
 from zcomm.work import WorkQueue
@@ -293,7 +294,11 @@ class Topology:
         return self.num_nodes > 1 and self.ranks_per_node > 1
 
     def close(self) -> None:
-        """Finish what is queued, and free the communicators over NCCL and the process groups."""
+        """Finish what is queued, and free the communicators over NCCL and the process groups.
+
+        Raises:
+            MessageError: On a GPU a message was of another layout than this rank expected.
+        """
         if "watch" in self.__dict__:
             self.__dict__.pop("watch").close()
         if "companion" in self.__dict__:
@@ -311,6 +316,7 @@ class Topology:
         while self._groups:
             group = self._groups.pop()
             groups.destroy_group(group, is_local=self._is_local)
+        look_at_all(is_last=True)
 
     def __repr__(self) -> str:
         return f"Topology(nodes={self.num_nodes}, ranks_per_node={self.ranks_per_node}, rank={self.rank})"

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from zcomm.errors import StateError
 from zcomm.ledger import current_bucket, in_bucket
 from zcomm.streams import SideStreams
 
-__all__ = ["Steps", "Work", "WorkQueue", "nothing", "run", "run_then"]
+__all__ = ["Link", "Steps", "Work", "WorkQueue", "nothing", "run", "run_then"]
 
 Steps = Generator[Pending | None, None, None]
 POLL_S = 0.0002
@@ -165,6 +166,13 @@ class _Queued(Work):
         return self.done.wait(seconds)
 
 
+class Link(NamedTuple):
+    """A kind of link between ranks."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
 class WorkQueue:
     """Collectives of one Topology, driven one after the other by one thread, which is started when first needed."""
 
@@ -176,6 +184,8 @@ class WorkQueue:
         self.waits: set[int] = set()
         """Threads that wait for this one's."""
         self.side = SideStreams()
+        self.links: tuple[Link, ...] = ()
+        """What the ranks have agreed on of the Topology's links (:mod:`zcomm.auto`)."""
 
     @property
     def thread_id(self) -> int | None:

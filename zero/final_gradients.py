@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zcomm import StateError, control
+from zcomm.message_flags import look_at_all
 from zero.agreement import on_every_rank
 from zero.grad_factor import GradFactor
 from zero.masters import MasterPiece
@@ -94,10 +95,11 @@ class FinalGradients:
                 piece.master.grad = wide[piece.start : piece.start + piece.master.numel()]
 
     def clear(self) -> None:
-        """Forget them."""
+        """Forget them: the step is over, and its messages are looked at."""
         self._overflow, self.flag.grad = None, None
         for piece in self._pieces:
             piece.master.grad = None
+        look_at_all()
 
     def _hand_out(self) -> None:
         """Each master gets its part of the reduced gradient; parameters that no rank used get none.

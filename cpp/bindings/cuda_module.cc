@@ -41,6 +41,14 @@ std::optional<Residual> MakeResidual(const ResidualArgument& argument) {
                   Size("codes_stride", codes_stride), Size("scales_stride", scales_stride), beta};
 }
 
+// address of the first, how many
+using ExpectedArgument = std::tuple<std::uintptr_t, std::int64_t>;
+
+zcomm::cuda::Expected MakeExpected(const ExpectedArgument& argument) {
+  const auto& [address, count] = argument;
+  return {reinterpret_cast<std::uint8_t*>(address), Size("num_expected", count)};
+}
+
 std::int32_t* Flag(std::uintptr_t address) { return reinterpret_cast<std::int32_t*>(address); }
 Stream MakeStream(std::uintptr_t stream) { return reinterpret_cast<Stream>(stream); }
 
@@ -48,7 +56,7 @@ void Quantize(int codec, std::int64_t block, bool is_rotated, std::int64_t num_m
               std::int64_t segment_numel, int x_dtype, std::uintptr_t x_ptr, std::int64_t message_stride,
               std::int64_t segment_stride, std::uintptr_t out_ptr, std::int64_t out_stride_bytes,
               std::uint32_t layout_hash, const HeldArgument& held_argument, const ResidualArgument& residual_argument,
-              std::uintptr_t stream) {
+              const ExpectedArgument& expected, std::uintptr_t stream) {
   const MessageLayout layout = Layout(codec, block, is_rotated, num_segments, segment_numel);
   const auto input = MakeRows<ConstRows>(x_dtype, x_ptr, message_stride, segment_stride);
   const auto output = MakeMessages<MutableMessages>(out_ptr, out_stride_bytes, num_messages, layout_hash);
@@ -59,7 +67,7 @@ void Quantize(int codec, std::int64_t block, bool is_rotated, std::int64_t num_m
   }
   const std::optional<Residual> residual = MakeResidual(residual_argument);
   zcomm::cuda::Quantize(layout, WholeOf(layout), input, held ? &*held : nullptr, residual ? &*residual : nullptr,
-                        output, MakeStream(stream));
+                        output, MakeStream(stream), MakeExpected(expected));
 }
 
 void Decode(int codec, std::int64_t block, bool is_rotated, std::int64_t num_messages, std::int64_t num_segments,
@@ -87,14 +95,14 @@ void DecodeSumRequantize(int codec, std::int64_t block, bool is_rotated, std::in
                          std::int64_t in_stride_bytes, std::uint32_t layout_hash, int out_codec, std::int64_t out_block,
                          bool out_is_rotated, std::uintptr_t out_ptr, std::int64_t out_stride_bytes,
                          std::uint32_t out_layout_hash, const ResidualArgument& residual_argument,
-                         std::uintptr_t is_valid_ptr, std::uintptr_t stream) {
+                         const ExpectedArgument& expected, std::uintptr_t is_valid_ptr, std::uintptr_t stream) {
   const MessageLayout layout = Layout(codec, block, is_rotated, num_segments, segment_numel);
   const MessageLayout out_layout = Layout(out_codec, out_block, out_is_rotated, 1, segment_numel);
   const auto input = MakeMessages<ConstMessages>(in_ptr, in_stride_bytes, num_messages, layout_hash);
   const auto output = MakeMessages<MutableMessages>(out_ptr, out_stride_bytes, num_segments, out_layout_hash);
   const std::optional<Residual> residual = MakeResidual(residual_argument);
   zcomm::cuda::DecodeSumRequantize(layout, WholeOf(layout), input, out_layout, output, residual ? &*residual : nullptr,
-                                   Flag(is_valid_ptr), MakeStream(stream));
+                                   Flag(is_valid_ptr), MakeStream(stream), MakeExpected(expected));
 }
 
 }  // namespace
@@ -103,7 +111,7 @@ void DefineCudaOperations(nb::module_& m) {
   const auto release = nb::call_guard<nb::gil_scoped_release>();
   m.def("cuda_quantize", &Quantize, release, "codec"_a, "block"_a, "is_rotated"_a, "num_messages"_a, "num_segments"_a,
         "segment_numel"_a, "x_dtype"_a, "x_ptr"_a, "message_stride"_a, "segment_stride"_a, "out_ptr"_a,
-        "out_stride_bytes"_a, "layout_hash"_a, "held"_a.none(), "residual"_a.none(), "stream"_a);
+        "out_stride_bytes"_a, "layout_hash"_a, "held"_a.none(), "residual"_a.none(), "expected"_a, "stream"_a);
   m.def("cuda_decode", &Decode, release, "codec"_a, "block"_a, "is_rotated"_a, "num_messages"_a, "num_segments"_a,
         "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a, "layout_hash"_a, "out_dtype"_a, "out_ptr"_a,
         "message_stride"_a, "segment_stride"_a, "is_added"_a, "is_valid_ptr"_a, "stream"_a);
@@ -113,5 +121,5 @@ void DefineCudaOperations(nb::module_& m) {
   m.def("cuda_decode_sum_requantize", &DecodeSumRequantize, release, "codec"_a, "block"_a, "is_rotated"_a,
         "num_messages"_a, "num_segments"_a, "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a, "layout_hash"_a,
         "out_codec"_a, "out_block"_a, "out_is_rotated"_a, "out_ptr"_a, "out_stride_bytes"_a, "out_layout_hash"_a,
-        "residual"_a.none(), "is_valid_ptr"_a, "stream"_a);
+        "residual"_a.none(), "expected"_a, "is_valid_ptr"_a, "stream"_a);
 }

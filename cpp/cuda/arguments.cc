@@ -77,6 +77,12 @@ Residual ResidualOf(const MessageLayout& layout, const Residual* residual) {
   return *residual;
 }
 
+Expected ExpectedOf(const Expected& expected) {
+  ZCOMM_CHECK(expected.count == 0 || (expected.data != nullptr && IsAligned(expected.data, 16)),
+              "messages that are expected must begin at a multiple of 16 bytes: count=", expected.count);
+  return expected;
+}
+
 }  // namespace
 
 bool Serves(const MessageLayout& layout) {
@@ -86,14 +92,18 @@ bool Serves(const MessageLayout& layout) {
 }
 
 QuantizeArguments MakeQuantizeArguments(const MessageLayout& layout, const Range& range, const ConstRows& input,
-                                        const ConstRows* held, const Residual* residual,
-                                        const MutableMessages& output) {
+                                        const ConstRows* held, const Residual* residual, const MutableMessages& output,
+                                        const Expected& expected) {
   CheckRange(layout, range);
   const Wire wire = WireOf(layout, range, AsConst(output), "output");
   ZCOMM_CHECK(IsBlockCodec(layout.codec), "a cast codec has no quantization: codec=", static_cast<int>(layout.codec));
   const Array held_array = held == nullptr ? Array{nullptr, 0, 0, DType::kFloat32} : ArrayOf(layout, *held, "held");
-  return {TilesOf(layout, range, output.count), ArrayOf(layout, input, "input"), held_array, wire,
-          ResidualOf(layout, residual)};
+  return {TilesOf(layout, range, output.count),
+          ArrayOf(layout, input, "input"),
+          held_array,
+          wire,
+          ResidualOf(layout, residual),
+          ExpectedOf(expected)};
 }
 
 DecodeArguments MakeCastArguments(const MessageLayout& layout, const Range& range, const ConstRows& input,
@@ -159,15 +169,20 @@ void CheckRequantized(const MessageLayout& layout, const MessageLayout& out_layo
 
 RequantizeArguments MakeRequantizeArguments(const MessageLayout& layout, const Range& range, const ConstMessages& input,
                                             const MessageLayout& out_layout, const MutableMessages& output,
-                                            const Residual* residual, std::int32_t* is_valid) {
+                                            const Residual* residual, std::int32_t* is_valid,
+                                            const Expected& expected) {
   ZCOMM_CHECK(input.count >= 1, "a sum needs at least one message: num_messages=", input.count);
   CheckRequantized(layout, out_layout, output);
   ZCOMM_CHECK(IsBlockCodec(out_layout.codec),
               "a cast codec has no quantization: codec=", static_cast<int>(out_layout.codec));
   CheckRange(layout, range);
   CheckRange(out_layout, range);
-  return {TilesOf(layout, range, 1), WireOf(layout, range, input, "input"),
-          WireOf(out_layout, range, AsConst(output), "output"), ResidualOf(out_layout, residual), is_valid};
+  return {TilesOf(layout, range, 1),
+          WireOf(layout, range, input, "input"),
+          WireOf(out_layout, range, AsConst(output), "output"),
+          ResidualOf(out_layout, residual),
+          is_valid,
+          ExpectedOf(expected)};
 }
 
 }  // namespace zcomm::cuda

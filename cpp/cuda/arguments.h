@@ -55,6 +55,7 @@ struct QuantizeArguments {
   Array held;
   Wire output;
   Residual residual;
+  Expected expected;
 };
 
 struct DecodeArguments {
@@ -74,11 +75,13 @@ struct RequantizeArguments {
   Wire output;
   Residual residual;
   std::int32_t* is_valid;
+  Expected expected;
 };
 
 // Each throws std::invalid_argument on arguments that the kernels do not take.
 QuantizeArguments MakeQuantizeArguments(const MessageLayout& layout, const Range& range, const ConstRows& input,
-                                        const ConstRows* held, const Residual* residual, const MutableMessages& output);
+                                        const ConstRows* held, const Residual* residual, const MutableMessages& output,
+                                        const Expected& expected = {});
 // The arguments of a decoding kernel that writes a cast codec's messages.
 DecodeArguments MakeCastArguments(const MessageLayout& layout, const Range& range, const ConstRows& input,
                                   const MutableMessages& output);
@@ -88,7 +91,8 @@ DecodeArguments MakeDecodeSumArguments(const MessageLayout& layout, const Range&
                                        const MutableRows& output, float divisor, std::int32_t* is_valid);
 RequantizeArguments MakeRequantizeArguments(const MessageLayout& layout, const Range& range, const ConstMessages& input,
                                             const MessageLayout& out_layout, const MutableMessages& output,
-                                            const Residual* residual, std::int32_t* is_valid);
+                                            const Residual* residual, std::int32_t* is_valid,
+                                            const Expected& expected = {});
 
 // That `output` has a message for each segment of `layout`.
 void CheckRequantized(const MessageLayout& layout, const MessageLayout& out_layout, const MutableMessages& output);

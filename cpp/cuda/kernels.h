@@ -171,6 +171,19 @@ ZCOMM_DEVICE void WriteEnds(const Wire& wire, std::uint32_t warp, std::uint32_t 
   }
 }
 
+// The trailers of messages yet to come; not of those that this call writes.
+template <class P>
+ZCOMM_DEVICE void ClearEnds(const Wire& wire, const Expected& expected, std::uint32_t warp, std::uint32_t num_warps) {
+  if (!wire.has_ends) return;
+  const std::uint8_t* end = wire.data + wire.count * wire.pitch;
+  for (std::size_t i = warp * 32 + static_cast<std::uint32_t>(P::Lane()); i < expected.count; i += num_warps * 32) {
+    std::uint8_t* message = expected.data + i * static_cast<std::size_t>(wire.nbytes);
+    if (message >= wire.data && message < end) continue;
+    P::template Store<std::uint32_t>(message + wire.nbytes - 8, 0U);
+    P::template Store<std::uint32_t>(message + wire.nbytes - 4, 0U);
+  }
+}
+
 template <class P>
 ZCOMM_DEVICE void CheckEnds(const Wire& wire, std::uint32_t warp, std::int32_t* is_valid) {
   if (!wire.has_ends || is_valid == nullptr || warp != 0) return;
@@ -259,6 +272,7 @@ ZCOMM_DEVICE void QuantizeTiles(const QuantizeArguments& a, std::uint32_t warp, 
     EncodeAndStore<P, C>(a.output, place, a.residual, row, tables, v);
   }
   WriteEnds<P>(a.output, warp, num_warps);
+  ClearEnds<P>(a.output, a.expected, warp, num_warps);
 }
 
 template <class P, class C>
@@ -322,6 +336,7 @@ ZCOMM_DEVICE void RequantizeTiles(const RequantizeArguments& a, std::uint32_t wa
     EncodeAndStore<P, C>(a.output, place, a.residual, segment, tables, v);
   }
   WriteEnds<P>(a.output, warp, num_warps);
+  ClearEnds<P>(a.output, a.expected, warp, num_warps);
   CheckEnds<P>(a.input, warp, a.is_valid);
 }
 

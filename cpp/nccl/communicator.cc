@@ -12,6 +12,21 @@ namespace {
 constexpr auto kLookEvery = std::chrono::milliseconds(100);
 constexpr auto kPollEvery = std::chrono::microseconds(200);
 
+// While it lives, a call is being queued, which is to end by `deadline`.
+class Queueing {
+ public:
+  using Clock = std::chrono::steady_clock;
+  Queueing(std::atomic<Clock::rep>* queued_by, Clock::time_point deadline) : queued_by_(queued_by) {
+    queued_by->store(deadline.time_since_epoch().count());
+  }
+  ~Queueing() { queued_by_->store(0); }
+  Queueing(const Queueing&) = delete;
+  Queueing& operator=(const Queueing&) = delete;
+
+ private:
+  std::atomic<Clock::rep>* queued_by_;
+};
+
 std::vector<Transport*> Pointers(const std::vector<std::unique_ptr<Transport>>& hops) {
   std::vector<Transport*> pointers;
   for (const auto& hop : hops) pointers.push_back(hop.get());
@@ -41,7 +56,7 @@ Communicator::Communicator(std::shared_ptr<Device> device, std::shared_ptr<Kerne
 
 Communicator::~Communicator() {
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(closing_mutex_);
     is_closing_ = true;
   }
   closing_.notify_all();
@@ -73,16 +88,17 @@ void Communicator::Run(const BytesCall& call, const Place& place) {
 
 void Communicator::RunPlan(const char* name, const Plan& plan, const Place& place) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  Look();
-  ThrowIfFailed();
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout_);
+  const Queueing queueing(&queued_by_, deadline);
   const bool is_captured = device_->IsCapturing(place.stream);
+  if (!is_captured) Look();  // asks for events, which would spoil the capture
+  ThrowIfFailed();
   ZCOMM_CHECK(place.workspace == nullptr ? !is_captured || plan.slot_nbytes == 0
                                          : place.workspace_nbytes >= plan.workspace_nbytes(),
               name, " needs a workspace of ", plan.workspace_nbytes(), " bytes while its stream is captured, got ",
               place.workspace_nbytes);
   try {
-    if (is_captured) return pipeline_.Run(plan, place.workspace, place.stream);
-    if (place.workspace != nullptr || plan.slot_nbytes == 0) {
+    if (is_captured || place.workspace != nullptr || plan.slot_nbytes == 0) {
       pipeline_.Run(plan, place.workspace, place.stream);
     } else {
       std::uint8_t* workspace = GrownWorkspace(plan.workspace_nbytes());
@@ -90,13 +106,14 @@ void Communicator::RunPlan(const char* name, const Plan& plan, const Place& plac
       pipeline_.Run(plan, workspace, place.stream);
       device_->Record(workspace_free_, place.stream);
     }
+    if (is_stuck_) throw std::runtime_error("it was aborted while it was queued");
+    if (is_captured) return;
     if (idle_events_.empty()) idle_events_.push_back(device_->CreateEvent());
     device_->Record(idle_events_.back(), place.stream);
-    under_way_.push_back(
-        {idle_events_.back(), Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout_), name});
+    under_way_.push_back({idle_events_.back(), deadline, name});
     idle_events_.pop_back();
   } catch (const std::exception& error) {
-    Fail(std::string(name) + " failed: " + error.what());
+    Fail(is_stuck_ ? LateText(name) : std::string(name) + " failed: " + error.what());
     ThrowIfFailed();
   }
 }
@@ -162,14 +179,34 @@ void Communicator::Look() {
     return Fail(error.what());
   }
   if (!under_way_.empty() && Clock::now() > under_way_.front().deadline) {
-    Fail(std::string(under_way_.front().name) + " has not ended within " + std::to_string(timeout_.count()) + " s");
+    Fail(LateText(under_way_.front().name));
   }
 }
 
 void Communicator::Watch() {
   const auto pause = std::min<Clock::duration>(kLookEvery, std::chrono::duration_cast<Clock::duration>(timeout_ / 4));
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (!closing_.wait_for(lock, pause, [this] { return is_closing_; })) Look();
+  std::unique_lock<std::mutex> closing(closing_mutex_);
+  while (!closing_.wait_for(closing, pause, [this] { return is_closing_; })) {
+    const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    if (lock.owns_lock()) {
+      Look();
+    } else {
+      EndStuckCall();
+    }
+  }
+}
+
+// Whoever queues a call holds the lock, and may be inside CUDA (its queue is full, for a peer has gone) or NCCL (which
+// connects at the first use). NCCL is then aborted under it: the flag that this sets ends the kernels and waits that
+// the call hangs on. NCCL promises that for communicators that do not block alone, but there is no other way out.
+void Communicator::EndStuckCall() {
+  const Clock::rep queued_by = queued_by_.load();
+  if (queued_by == 0 || Clock::now().time_since_epoch().count() < queued_by || is_stuck_.exchange(true)) return;
+  for (const auto& hop : hops_) hop->Abort();
+}
+
+std::string Communicator::LateText(const char* name) const {
+  return std::string(name) + " has not ended within " + std::to_string(timeout_.count()) + " s";
 }
 
 // False: not all calls have ended in time, or something has failed.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -24,7 +25,8 @@ namespace zcomm::nccl {
 //
 // Errors: a call that fails, an error that NCCL reports later, and a call that has not ended `timeout` after it was
 // queued end the communicator: everything under way is aborted, its results are of no use, and every later call throws
-// std::runtime_error with what had gone wrong. Other ranks find out by their own NCCL, or their own time limit.
+// std::runtime_error with what had gone wrong. Other ranks find out by their own NCCL, or their own time limit. A call
+// that does not even get queued in time, because CUDA or NCCL does not return, is ended in the same way, by a thread.
 //
 // Thread-safe; calls of several threads are queued one after the other. The ranks must make the same calls in the same
 // order.
@@ -68,6 +70,8 @@ class Communicator {
   void Fail(const std::string& reason) noexcept;
   void Look();
   void Watch();
+  void EndStuckCall();
+  std::string LateText(const char* name) const;
   bool DrainUntil(Clock::time_point deadline);
   void ThrowIfFailed() const;
 
@@ -86,6 +90,11 @@ class Communicator {
   std::deque<UnderWay> under_way_;
   std::vector<Event> idle_events_;
   std::string failure_;
+
+  std::atomic<Clock::rep> queued_by_{0};  // by when the call that is being queued has to be; 0: there is none
+  std::atomic<bool> is_stuck_{false};     // it was not: it has been aborted
+
+  std::mutex closing_mutex_;
   bool is_closing_ = false;
   std::condition_variable closing_;
   std::thread watch_;

@@ -30,14 +30,14 @@ class OnDevice {
   int before_ = 0;
 };
 
-// What this thread asks of CUDA does not break a capture that another thread is making.
+// What this thread asks of CUDA breaks no capture, neither another thread's nor, as thread-local mode would, its own.
 class BesideCaptures {
  public:
   BesideCaptures() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
   ~BesideCaptures() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
 
  private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeThreadLocal;
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
 class CudaDevice final : public Device {
@@ -121,8 +121,8 @@ class CudaDevice final : public Device {
 class CudaKernels final : public Kernels {
  public:
   void Quantize(const MessageLayout& layout, const ConstRows& input, const MutableMessages& output,
-                Stream stream) override {
-    cuda::Quantize(layout, cuda::WholeOf(layout), input, nullptr, nullptr, output, stream);
+                const Expected& expected, Stream stream) override {
+    cuda::Quantize(layout, cuda::WholeOf(layout), input, nullptr, nullptr, output, stream, expected);
   }
   void Decode(const MessageLayout& layout, const ConstMessages& input, const MutableRows& output,
               std::int32_t* is_valid, Stream stream) override {
@@ -133,12 +133,10 @@ class CudaKernels final : public Kernels {
     cuda::DecodeSum(layout, cuda::WholeOf(layout), input, output, divisor, is_valid, stream);
   }
   void DecodeSumRequantize(const MessageLayout& layout, const ConstMessages& input, const MessageLayout& out_layout,
-                           const MutableMessages& output, std::int32_t* is_valid, Stream stream) override {
-    cuda::DecodeSumRequantize(layout, cuda::WholeOf(layout), input, out_layout, output, nullptr, is_valid, stream);
-  }
-  void ClearTrailers(const MessageLayout& layout, std::uint8_t* messages, std::size_t count, Stream stream) override {
-    Check(cudaMemset2DAsync(messages + layout.trailer_offset(), layout.nbytes, 0, kTrailerNbytes, count, Of(stream)),
-          "cudaMemset2DAsync");
+                           const MutableMessages& output, const Expected& expected, std::int32_t* is_valid,
+                           Stream stream) override {
+    cuda::DecodeSumRequantize(layout, cuda::WholeOf(layout), input, out_layout, output, nullptr, is_valid, stream,
+                              expected);
   }
 };
 

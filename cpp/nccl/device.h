@@ -5,6 +5,7 @@
 #include <string>
 
 #include "zcomm/arrays.h"
+#include "zcomm/cuda_kernels.h"
 #include "zcomm/message_layout.h"
 
 // What the pipeline needs of a GPU and of NCCL, as interfaces: cuda_device.cc and nccl_transport.cc are the real ones,
@@ -31,7 +32,8 @@ class Device {
   virtual void Record(Event event, Stream stream) = 0;
   // What is queued on `stream` from here on waits for what `event` stands for now.
   virtual void Wait(Stream stream, Event event) = 0;
-  // Whether what the event stands for has been done; not for an event recorded during a capture.
+  // Whether what the event stands for has been done; not for an event recorded during a capture. Not to be called on a
+  // thread that captures, as Allocate and Free are not: CUDA refuses them there, and the capture is lost.
   virtual bool IsDone(Event event) = 0;
   // Whether work on `stream` is being captured into a graph.
   virtual bool IsCapturing(Stream stream) = 0;
@@ -43,24 +45,22 @@ class Device {
 };
 
 // The operations of quantize.h, decode.h and reduce.h, queued on a stream; the same bits. `is_valid`, an int32 in
-// device memory or null, becomes 0 where a message carries another hash than it should.
+// device memory or null, becomes 0 where a message carries another hash than it should. `expected` messages, of the
+// output's layout, lose their trailers.
+using cuda::Expected;
 class Kernels {
  public:
   virtual ~Kernels() = default;
 
   virtual void Quantize(const MessageLayout& layout, const ConstRows& input, const MutableMessages& output,
-                        Stream stream) = 0;
+                        const Expected& expected, Stream stream) = 0;
   virtual void Decode(const MessageLayout& layout, const ConstMessages& input, const MutableRows& output,
                       std::int32_t* is_valid, Stream stream) = 0;
   virtual void DecodeSum(const MessageLayout& layout, const ConstMessages& input, const MutableRows& output,
                          float divisor, std::int32_t* is_valid, Stream stream) = 0;
   virtual void DecodeSumRequantize(const MessageLayout& layout, const ConstMessages& input,
                                    const MessageLayout& out_layout, const MutableMessages& output,
-                                   std::int32_t* is_valid, Stream stream) = 0;
-
-  // `count` messages in a row lose their trailers, whatever they were: what is not received from here on is refused by
-  // the decoder, and never taken for an earlier message in the same place.
-  virtual void ClearTrailers(const MessageLayout& layout, std::uint8_t* messages, std::size_t count, Stream stream) = 0;
+                                   const Expected& expected, std::int32_t* is_valid, Stream stream) = 0;
 };
 
 // Equal parts for and from every rank of a hop. Part i of a repeat lies i strides from its first byte, repeat r begins
@@ -88,7 +88,8 @@ class Transport {
 
   // What has gone wrong since the last call, on this rank or another; empty: nothing.
   virtual std::string AsyncError() = 0;
-  // Ends what is under way and what is queued, without result. No other call but the destructor's may follow.
+  // Ends what is under way and what is queued, without result. No other call but the destructor's may follow. Also from
+  // another thread while a call does not return: it then ends with an error.
   virtual void Abort() noexcept = 0;
   // Lets the network read and write `data` directly, where it can; null where not.
   virtual void* Register(void* data, std::size_t nbytes) = 0;

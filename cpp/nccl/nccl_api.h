@@ -38,7 +38,7 @@ struct Config {
   int blocking = 1;
 };
 
-// Every function that is called. Those of the last group are null in a library older than they are.
+// Every function that is called. Those of the last group are null in a library that is older.
 struct Functions {
   Result (*get_version)(int* version);
   Result (*get_unique_id)(UniqueId* id);
@@ -55,6 +55,8 @@ struct Functions {
   Result (*send)(const void* data, std::size_t count, DataType type, int peer, Comm comm, Stream stream);  // since 2.7
   Result (*recv)(void* data, std::size_t count, DataType type, int peer, Comm comm, Stream stream);        // since 2.7
 
+  // since 2.18
+  Result (*comm_split)(Comm comm, int color, int key, Comm* split, Config* config);
   Result (*mem_alloc)(void** data, std::size_t nbytes);                                     // since 2.19
   Result (*mem_free)(void* data);                                                           // since 2.19
   Result (*comm_register)(Comm comm, void* data, std::size_t nbytes, void** registration);  // since 2.19

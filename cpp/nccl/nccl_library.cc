@@ -10,6 +10,7 @@ namespace {
 
 constexpr const char* kName = "libnccl.so.2";
 constexpr const char* kEmulatedName = "zcommNcclIsEmulated";
+constexpr int kOldestWithSplit = 21800;
 constexpr int kOldestWithRegistration = 21900;
 
 std::string PathOf(void* handle, const std::string& asked) {
@@ -101,6 +102,7 @@ Library LoadLibrary(const std::string& path, const std::vector<std::string>& can
   resolve("ncclAllGather", &functions.all_gather);
   resolve("ncclSend", &functions.send);
   resolve("ncclRecv", &functions.recv);
+  if (library.version >= kOldestWithSplit) resolve("ncclCommSplit", &functions.comm_split);
   if (library.version >= kOldestWithRegistration) {
     resolve("ncclMemAlloc", &functions.mem_alloc);
     resolve("ncclMemFree", &functions.mem_free);

@@ -1,12 +1,15 @@
 #include "nccl_transport.h"
 
+#include <future>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 
 namespace zcomm::nccl {
 namespace {
 
-constexpr auto kPollEvery = std::chrono::microseconds(20);
+constexpr auto kSpinFor = std::chrono::microseconds(200);
+constexpr auto kPollEvery = std::chrono::microseconds(20);  // after that
 
 bool IsFine(Result result) { return result == Result::kSuccess || result == Result::kInProgress; }
 
@@ -24,22 +27,41 @@ UniqueId MakeUniqueId(const Library& library) {
 NcclTransport::NcclTransport(const Library* library, const UniqueId& id, std::size_t size, std::size_t rank,
                              std::chrono::duration<double> timeout)
     : nccl_(library->functions), size_(size), rank_(rank), timeout_(timeout) {
-  Config config;
-  config.blocking = 0;
   try {
-    Settle(nccl_.comm_init_rank_config(&comm_, static_cast<int>(size), id, static_cast<int>(rank), &config),
-           "ncclCommInitRankConfig");
+    Join(id);
+    if (nccl_.comm_split != nullptr) SplitOff();
+    comm_ = std::exchange(joined_, nullptr);
   } catch (...) {
-    Abort();
+    if (joined_ != nullptr) nccl_.comm_abort(joined_);
+    if (split_ != nullptr) nccl_.comm_abort(split_);
     throw;
   }
 }
 
+void NcclTransport::Join(const UniqueId& id) {
+  Config config;
+  config.blocking = 0;
+  const int size = static_cast<int>(size_);
+  const Result result = nccl_.comm_init_rank_config(&joined_, size, id, static_cast<int>(rank_), &config);
+  Settle(joined_, result, "ncclCommInitRankConfig");
+}
+
+// The config of the split is its own. That it is made is the first communicator's to tell.
+void NcclTransport::SplitOff() {
+  Config config;
+  config.blocking = 1;
+  Settle(joined_, nccl_.comm_split(joined_, 0, static_cast<int>(rank_), &split_, &config), "ncclCommSplit");
+  Settle(joined_, nccl_.comm_finalize(joined_), "ncclCommFinalize");
+  nccl_.comm_destroy(joined_);
+  joined_ = std::exchange(split_, nullptr);
+}
+
 NcclTransport::~NcclTransport() {
-  if (comm_ == nullptr) return;
+  const Comm comm = comm_;
+  if (comm == nullptr) return;
   try {
-    Settle(nccl_.comm_finalize(comm_), "ncclCommFinalize");
-    nccl_.comm_destroy(comm_);
+    Settle(InTime([nccl = nccl_, comm] { return nccl.comm_finalize(comm); }, "ncclCommFinalize"), "ncclCommFinalize");
+    InTime([nccl = nccl_, comm] { return nccl.comm_destroy(comm); }, "ncclCommDestroy");
   } catch (const std::exception&) {  // the others may have gone
     Abort();
   }
@@ -88,16 +110,17 @@ void NcclTransport::InGroup(const char* name, const Call& call) {
 }
 
 std::string NcclTransport::AsyncError() {
-  if (comm_ == nullptr) return "";
+  const Comm comm = comm_;
+  if (comm == nullptr) return "";
   Result state = Result::kSuccess;
-  const Result result = nccl_.comm_get_async_error(comm_, &state);
+  const Result result = nccl_.comm_get_async_error(comm, &state);
   if (result != Result::kSuccess) return Text(result, "ncclCommGetAsyncError");
   return IsFine(state) ? "" : Text(state, "NCCL");
 }
 
 void NcclTransport::Abort() noexcept {
-  if (comm_ != nullptr) nccl_.comm_abort(comm_);
-  comm_ = nullptr;
+  const Comm comm = comm_.exchange(nullptr);
+  if (comm != nullptr) nccl_.comm_abort(comm);
 }
 
 void* NcclTransport::Register(void* data, std::size_t nbytes) {
@@ -108,23 +131,35 @@ void* NcclTransport::Register(void* data, std::size_t nbytes) {
 }
 
 void NcclTransport::Deregister(void* registration) noexcept {
-  if (comm_ != nullptr) nccl_.comm_deregister(comm_, registration);
+  const Comm comm = comm_;
+  if (comm != nullptr) nccl_.comm_deregister(comm, registration);
 }
 
-void NcclTransport::Settle(Result result, const char* call) {
+void NcclTransport::Settle(Comm comm, Result result, const char* call) {
   const auto begin = std::chrono::steady_clock::now();
   while (result == Result::kInProgress) {
     Result state = Result::kSuccess;
-    result = nccl_.comm_get_async_error(comm_, &state);
+    result = nccl_.comm_get_async_error(comm, &state);
     if (result == Result::kSuccess) result = state;
     if (result != Result::kInProgress) break;
-    if (std::chrono::steady_clock::now() - begin > timeout_) {
-      throw std::runtime_error(std::string(call) + " has not ended within " + std::to_string(timeout_.count()) +
-                               " s: have all ranks made the same call?");
-    }
-    std::this_thread::sleep_for(kPollEvery);
+    const auto waited = std::chrono::steady_clock::now() - begin;
+    if (waited > timeout_) throw std::runtime_error(LateText(call));
+    if (waited > kSpinFor) std::this_thread::sleep_for(kPollEvery);
   }
   if (result != Result::kSuccess) throw std::runtime_error(Text(result, call));
+}
+
+Result NcclTransport::InTime(std::function<Result()> work, const char* call) const {
+  std::packaged_task<Result()> task(std::move(work));
+  std::future<Result> result = task.get_future();
+  std::thread(std::move(task)).detach();
+  if (result.wait_for(timeout_) != std::future_status::ready) throw std::runtime_error(LateText(call));
+  return result.get();
+}
+
+std::string NcclTransport::LateText(const char* call) const {
+  return std::string(call) + " has not ended within " + std::to_string(timeout_.count()) +
+         " s: have all ranks made the same call?";
 }
 
 std::string NcclTransport::Text(Result result, const char* call) const {

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
+#include <functional>
 #include <string>
 
 #include "device.h"
@@ -11,8 +13,12 @@ namespace zcomm::nccl {
 // A new name for a communicator; one rank makes it and tells the others.
 UniqueId MakeUniqueId(const Library& library);
 
-// A hop over NCCL. Its communicator does not block the host: what NCCL has not finished by itself (connections are made
-// at the first use) is asked for again and again, for `timeout` at most.
+// A hop over NCCL. The ranks join one another without blocking the host: what NCCL has not finished is asked for again
+// and again, for `timeout` at most, and can be aborted at any time. Calls then go over a second communicator of the
+// same ranks, split off the first, that blocks: from NCCL 2.23 on, every group of a communicator that does not block
+// starts a thread and is waited for by polling, some 100 us of the host for each exchange. A call that hangs in it is
+// ended by Abort(). Before 2.18 there is no such split, and groups start no threads: there the first communicator is
+// used.
 class NcclTransport final : public Transport {
  public:
   // Joins the communicator `id` as one of `size` ranks, which all do so; the GPU is the current one. Throws
@@ -36,17 +42,26 @@ class NcclTransport final : public Transport {
   void Deregister(void* registration) noexcept override;
 
  private:
-  // Waits until `result`, which `call` has given, is no longer "in progress"; throws unless it is then a success.
-  void Settle(Result result, const char* call);
+  void Join(const UniqueId& id);
+  void SplitOff();
+  // Waits until `result`, which `call` has given for `comm`, is no longer "in progress"; throws unless it is then a
+  // success.
+  void Settle(Comm comm, Result result, const char* call);
+  void Settle(Result result, const char* call) { Settle(comm_, result, call); }
+  // What `work` returns, from a thread of its own, for it may block; throws when it has not returned in time.
+  Result InTime(std::function<Result()> work, const char* call) const;
   template <class Call>
   void InGroup(const char* name, const Call& call);
   std::string Text(Result result, const char* call) const;
+  std::string LateText(const char* call) const;
 
   const Functions& nccl_;
   std::size_t size_;
   std::size_t rank_;
   std::chrono::duration<double> timeout_;
-  Comm comm_ = nullptr;
+  Comm joined_ = nullptr;  // until its split has been made
+  Comm split_ = nullptr;   // NCCL writes it when it has been
+  std::atomic<Comm> comm_{nullptr};
 };
 
 }  // namespace zcomm::nccl

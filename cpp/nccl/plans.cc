@@ -52,10 +52,10 @@ struct Draft {
   std::uint32_t Hash(std::size_t hop, const Chunk& chunk) const {
     return sizes.wires[hop].hashes[chunk.begin + chunk.numel == sizes.numel ? 1 : 0];
   }
-  // `count` messages of `layout`, which hop number `hop` brings, are yet to come.
-  void Expect(const MessageLayout& layout, std::size_t hop, std::uint8_t* data, std::size_t count,
-              Stream stream) const {
-    if (IsBlockCodec(sizes.wires[hop].codec)) kernels->ClearTrailers(layout, data, count, stream);
+  // `count` messages in a row that hop number `hop` will bring, for the kernel that makes what the hop sends: it clears
+  // their trailers. A cast codec's have none.
+  Expected Coming(std::size_t hop, std::uint8_t* data, std::size_t count) const {
+    return IsBlockCodec(sizes.wires[hop].codec) ? Expected{data, count} : Expected{};
   }
   // `count` messages of `layout` in a row.
   MutableMessages Out(const MessageLayout& layout, std::size_t hop, const Chunk& chunk, std::uint8_t* data,
@@ -141,10 +141,10 @@ Plan ForwardedGather(const Draft& draft, const GatherCall& call) {
   stages.push_back({false, [=](const Chunk& chunk, Stream stream) {
                       const MessageLayout layout = draft.Layout(0, 1, chunk.numel);
                       std::uint8_t* own = chunk.slot + messages + (own_locals + first->rank()) * layout.nbytes;
-                      draft.Expect(layout, 0, chunk.slot + messages, draft.num_ranks(), stream);
                       draft.kernels->Quantize(layout,
                                               {call.input_dtype, At(call.input, call.input_dtype, chunk.begin), 0, 0},
-                                              draft.Out(layout, 0, chunk, own, 1), stream);
+                                              draft.Out(layout, 0, chunk, own, 1),
+                                              draft.Coming(0, chunk.slot + messages, draft.num_ranks()), stream);
                     }});
   stages.push_back({true, [=](const Chunk& chunk, Stream stream) {
                       const std::size_t nbytes = draft.Layout(0, 1, chunk.numel).nbytes;
@@ -180,11 +180,9 @@ Plan RecodedGather(const Draft& draft, const GatherCall& call) {
   const std::size_t messages = slot.Add(intra->size() * draft.ChunkLayout(1, nodes).nbytes);
   const auto quantize = [=](const Chunk& chunk, Stream stream) {
     const MessageLayout layout = draft.Layout(0, 1, chunk.numel);
-    draft.Expect(layout, 0, chunk.slot + of_nodes, nodes, stream);
-    draft.Expect(draft.Layout(1, nodes, chunk.numel), 1, chunk.slot + messages, intra->size(), stream);
     draft.kernels->Quantize(layout, {call.input_dtype, At(call.input, call.input_dtype, chunk.begin), 0, 0},
                             draft.Out(layout, 0, chunk, chunk.slot + of_nodes + inter->rank() * layout.nbytes, 1),
-                            stream);
+                            draft.Coming(0, chunk.slot + of_nodes, nodes), stream);
   };
   const auto gather_nodes = [=](const Chunk& chunk, Stream stream) {
     const std::size_t nbytes = draft.Layout(0, 1, chunk.numel).nbytes;
@@ -199,7 +197,8 @@ Plan RecodedGather(const Draft& draft, const GatherCall& call) {
     draft.kernels->Decode(layout, draft.In(layout, 0, chunk, chunk.slot + of_nodes, nodes),
                           {between, decoded, chunk.numel, 0}, draft.is_valid, stream);
     if (is_direct) return;
-    draft.kernels->Quantize(inside, {between, decoded, 0, chunk.numel}, draft.Out(inside, 1, chunk, own, 1), stream);
+    draft.kernels->Quantize(inside, {between, decoded, 0, chunk.numel}, draft.Out(inside, 1, chunk, own, 1),
+                            draft.Coming(1, chunk.slot + messages, intra->size()), stream);
   };
   const auto gather_locals = [=](const Chunk& chunk, Stream stream) {
     const std::size_t nbytes = draft.Layout(1, nodes, chunk.numel).nbytes;
@@ -227,9 +226,9 @@ Plan OneHopReduce(const Draft& draft, const ReduceCall& call) {
   const CallRows& rows = call.input;
   const auto quantize = [=](const Chunk& chunk, Stream stream) {
     const MessageLayout layout = draft.Layout(0, 1, chunk.numel);
-    draft.Expect(layout, 0, chunk.slot + received, hop->size(), stream);
     draft.kernels->Quantize(layout, {rows.dtype, At(rows.data, rows.dtype, chunk.begin), rows.local_stride, 0},
-                            draft.Out(layout, 0, chunk, chunk.slot + sending, hop->size()), stream);
+                            draft.Out(layout, 0, chunk, chunk.slot + sending, hop->size()),
+                            draft.Coming(0, chunk.slot + received, hop->size()), stream);
   };
   const auto transfer = [=](const Chunk& chunk, Stream stream) {
     const std::size_t nbytes = draft.Layout(0, 1, chunk.numel).nbytes;
@@ -264,11 +263,10 @@ Plan TwoHopReduce(const Draft& draft, const ReduceCall& call) {
   const std::size_t received_between = slot.Add(room_between);
   const auto quantize = [=](const Chunk& chunk, Stream stream) {
     const MessageLayout layout = draft.Layout(0, nodes, chunk.numel);
-    draft.Expect(layout, 0, chunk.slot + received, intra->size(), stream);
-    draft.Expect(draft.Layout(1, 1, chunk.numel), 1, chunk.slot + received_between, nodes, stream);
     draft.kernels->Quantize(layout,
                             {rows.dtype, At(rows.data, rows.dtype, chunk.begin), rows.local_stride, rows.node_stride},
-                            draft.Out(layout, 0, chunk, chunk.slot + sending, intra->size()), stream);
+                            draft.Out(layout, 0, chunk, chunk.slot + sending, intra->size()),
+                            draft.Coming(0, chunk.slot + received, intra->size()), stream);
   };
   const auto inside = [=](const Chunk& chunk, Stream stream) {
     const std::size_t nbytes = draft.Layout(0, nodes, chunk.numel).nbytes;
@@ -279,7 +277,7 @@ Plan TwoHopReduce(const Draft& draft, const ReduceCall& call) {
     const MessageLayout between = draft.Layout(1, 1, chunk.numel);
     draft.kernels->DecodeSumRequantize(layout, draft.In(layout, 0, chunk, chunk.slot + received, intra->size()),
                                        between, draft.Out(between, 1, chunk, chunk.slot + partial, nodes),
-                                       draft.is_valid, stream);
+                                       draft.Coming(1, chunk.slot + received_between, nodes), draft.is_valid, stream);
   };
   const auto across = [=](const Chunk& chunk, Stream stream) {
     const std::size_t nbytes = draft.Layout(1, 1, chunk.numel).nbytes;
@@ -303,9 +301,9 @@ Plan OneHopExchange(const Draft& draft, const ExchangeCall& call) {
   const std::size_t received = slot.Add(room);
   const auto quantize = [=](const Chunk& chunk, Stream stream) {
     const MessageLayout layout = draft.Layout(0, 1, chunk.numel);
-    draft.Expect(layout, 0, chunk.slot + received, hop->size(), stream);
     draft.kernels->Quantize(layout, {rows.dtype, At(rows.data, rows.dtype, chunk.begin), rows.local_stride, 0},
-                            draft.Out(layout, 0, chunk, chunk.slot + sending, hop->size()), stream);
+                            draft.Out(layout, 0, chunk, chunk.slot + sending, hop->size()),
+                            draft.Coming(0, chunk.slot + received, hop->size()), stream);
   };
   const auto transfer = [=](const Chunk& chunk, Stream stream) {
     const std::size_t nbytes = draft.Layout(0, 1, chunk.numel).nbytes;
@@ -320,12 +318,13 @@ Plan OneHopExchange(const Draft& draft, const ExchangeCall& call) {
 
 // Quantizes or decodes rows, those of a local rank at a time: messages [local ranks][nodes].
 void QuantizeByLocal(const Draft& draft, const MessageLayout& layout, const Chunk& chunk, const CallRows& rows,
-                     std::uint8_t* messages, Stream stream) {
+                     std::uint8_t* messages, const Expected& coming, Stream stream) {
   const std::size_t nodes = draft.hops[1]->size();
   const std::uint8_t* data = At(rows.data, rows.dtype, chunk.begin);
   for (std::size_t local = 0; local < draft.hops[0]->size(); ++local) {
     draft.kernels->Quantize(layout, {rows.dtype, At(data, rows.dtype, local * rows.local_stride), rows.node_stride, 0},
-                            draft.Out(layout, 0, chunk, messages + local * nodes * layout.nbytes, nodes), stream);
+                            draft.Out(layout, 0, chunk, messages + local * nodes * layout.nbytes, nodes),
+                            local == 0 ? coming : Expected{}, stream);
   }
 }
 
@@ -342,16 +341,19 @@ Plan TwoHopExchange(const Draft& draft, const ExchangeCall& call) {
   const std::size_t count = nodes * locals;
   Slot slot;
   const std::size_t sending = slot.Add(count * draft.ChunkLayout(0, 1).nbytes);
-  const std::size_t received = slot.Add(count * draft.ChunkLayout(0, 1).nbytes);
+  // Forwarded messages that arrive at the end lie behind those received first: one launch clears all their trailers.
+  const std::size_t received = slot.Add((is_forwarded ? 2 : 1) * count * draft.ChunkLayout(0, 1).nbytes);
   const std::size_t chunk_numel = std::min(draft.sizes.chunk_numel, draft.sizes.numel);
   const std::size_t values = slot.Add(is_forwarded || is_direct ? 0 : count * chunk_numel * ItemSize(between));
   const std::size_t recoded = slot.Add(is_forwarded ? 0 : count * draft.ChunkLayout(1, 1).nbytes);
-  const std::size_t arrived = slot.Add(count * draft.ChunkLayout(1, 1).nbytes);
+  const std::size_t last = slot.Add(is_forwarded ? 0 : count * draft.ChunkLayout(1, 1).nbytes);
+  const auto arrived = [=](const Chunk& chunk) {
+    return chunk.slot + (is_forwarded ? received + count * draft.Layout(0, 1, chunk.numel).nbytes : last);
+  };
   const auto quantize = [=](const Chunk& chunk, Stream stream) {
     const MessageLayout layout = draft.Layout(0, 1, chunk.numel);
-    draft.Expect(layout, 0, chunk.slot + received, count, stream);
-    draft.Expect(draft.Layout(1, 1, chunk.numel), 1, chunk.slot + arrived, count, stream);
-    QuantizeByLocal(draft, layout, chunk, call.input, chunk.slot + sending, stream);
+    QuantizeByLocal(draft, layout, chunk, call.input, chunk.slot + sending,
+                    draft.Coming(0, chunk.slot + received, is_forwarded ? 2 * count : count), stream);
   };
   const auto inside = [=](const Chunk& chunk, Stream stream) {
     const std::size_t nbytes = nodes * draft.Layout(0, 1, chunk.numel).nbytes;
@@ -369,11 +371,12 @@ Plan TwoHopExchange(const Draft& draft, const ExchangeCall& call) {
     }
     if (is_direct) return;
     draft.kernels->Quantize(next, {between, decoded, chunk.numel, 0},
-                            draft.Out(next, 1, chunk, chunk.slot + recoded, count), stream);
+                            draft.Out(next, 1, chunk, chunk.slot + recoded, count),
+                            draft.Coming(1, arrived(chunk), count), stream);
   };
   const auto across = [=](const Chunk& chunk, Stream stream) {
     const std::size_t nbytes = draft.Layout(1, 1, chunk.numel).nbytes;
-    const Parts to = {chunk.slot + arrived, locals * nbytes, nbytes};
+    const Parts to = {arrived(chunk), locals * nbytes, nbytes};
     if (is_forwarded) {
       inter->Exchange({chunk.slot + received, nbytes, nodes * nbytes}, to, nbytes, locals, stream);
     } else {
@@ -383,7 +386,7 @@ Plan TwoHopExchange(const Draft& draft, const ExchangeCall& call) {
   };
   const auto decode = [=](const Chunk& chunk, Stream stream) {
     const CallRows& rows = call.output;  // rank order, which is [nodes][local ranks]
-    DecodeToRows(draft, draft.Layout(1, 1, chunk.numel), 1, chunk, chunk.slot + arrived, count, 1,
+    DecodeToRows(draft, draft.Layout(1, 1, chunk.numel), 1, chunk, arrived(chunk), count, 1,
                  {rows.dtype, rows.data, rows.local_stride, 0}, stream);
   };
   return Finish(draft, {{false, quantize}, {true, inside}, {false, recode}, {true, across}, {false, decode}}, slot);

@@ -524,6 +524,50 @@ void CheckLargestOfBlocks() {
   }
 }
 
+// The trailers of messages that are expected are cleared, and nothing else of them; not those of what is written.
+void CheckExpected() {
+  Random random(8);
+  for (const Codec codec : kBlockServed) {
+    for (const std::size_t count : {1, 2, 31, 70}) {
+      const MessageLayout layout = MakeMessageLayout(codec, 16, 1, 40);
+      const std::vector<float> x(40, 1.0F);
+      const ConstRows input{DType::kFloat32, x.data(), 0, 0};
+      const std::size_t own = random.Below(static_cast<std::uint32_t>(count));
+      const std::size_t nbytes = (count + 1) * layout.nbytes;  // another behind them
+      Buffer messages(nbytes, 0);
+      Buffer expected(nbytes, 0);
+      const auto trailer = [&](std::size_t i) { return expected.data() + i * layout.nbytes + layout.trailer_offset(); };
+      for (std::size_t i = 0; i < count; ++i) std::memset(trailer(i), 0, kTrailerNbytes);
+      const MutableMessages written{messages.data() + own * layout.nbytes, layout.nbytes, 1, kHash};
+      QuantizeRef(layout, input, {expected.data() + own * layout.nbytes, layout.nbytes, 1, kHash}, nullptr);
+      const Expected coming{messages.data(), count};
+      RunQuantize(MakeQuantizeArguments(layout, WholeOf(layout), input, nullptr, nullptr, written, coming), &random);
+      EXPECT(std::memcmp(messages.data(), expected.data(), nbytes) == 0, "codec %d, %zu messages, own %zu",
+             static_cast<int>(codec), count, own);
+
+      const Buffer again(nbytes, 0);
+      messages.CopyFrom(again);
+      Buffer summed(layout.nbytes, 0);
+      QuantizeRef(layout, input, {summed.data(), layout.nbytes, 1, kHash}, nullptr);
+      RunRequantize(MakeRequantizeArguments(layout, WholeOf(layout), {summed.data(), layout.nbytes, 1, kHash}, layout,
+                                            written, nullptr, nullptr, coming),
+                    &random);
+      for (std::size_t i = 0; i < count; ++i) {
+        const std::uint8_t* at = messages.data() + i * layout.nbytes + layout.trailer_offset();
+        EXPECT(i == own || std::memcmp(at, trailer(i), kTrailerNbytes) == 0, "message %zu of %zu", i, count);
+      }
+    }
+  }
+  const MessageLayout layout = MakeMessageLayout(Codec::kInt8, 16, 1, 40);
+  Buffer messages(layout.nbytes, 0);
+  const std::vector<float> x(40, 1.0F);
+  const std::string error = MessageOfThrow([&] {
+    MakeQuantizeArguments(layout, WholeOf(layout), {DType::kFloat32, x.data(), 0, 0}, nullptr, nullptr,
+                          {messages.data(), layout.nbytes, 1, kHash}, {messages.data() + 8, 1});
+  });
+  EXPECT(Contains(error, "must begin at a multiple of 16 bytes: count=1"), "%s", error.c_str());
+}
+
 void CheckDivisor() {
   Random random(7);
   for (int i = 0; i < 200000; ++i) {
@@ -612,6 +656,7 @@ void CheckBytesOfRanges() {
 }  // namespace zcomm::cuda
 
 int main() {
+  zcomm::cuda::CheckExpected();
   zcomm::cuda::CheckDivisor();
   zcomm::cuda::CheckBytesOfRanges();
   zcomm::cuda::CheckWidths();

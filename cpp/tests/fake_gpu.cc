@@ -14,6 +14,15 @@ namespace {
 
 constexpr int kGarbage = 0xCD;
 
+// In a kernel there is no order: what is cleared must not be what is written.
+void Clear(const MessageLayout& layout, const Expected& expected, const MutableMessages& output) {
+  const std::uint8_t* end = output.data + output.count * output.stride_nbytes;
+  for (std::size_t i = 0; i < expected.count; ++i) {
+    std::uint8_t* message = expected.data + i * layout.nbytes;
+    if (message < output.data || message >= end) std::memset(message + layout.trailer_offset(), 0, kTrailerNbytes);
+  }
+}
+
 // The kernels check headers; what they throw for is a wrong message.
 template <class Call>
 void Checked(std::int32_t* is_valid, const Call& call) {
@@ -60,6 +69,12 @@ void FakeWorld::FailAt(std::size_t rank, std::size_t number) {
   ranks_[rank].fail_at = number;
 }
 
+void FakeWorld::HangAt(std::size_t rank, std::size_t number) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ranks_[rank].num_calls = 0;
+  ranks_[rank].hang_at = number;
+}
+
 void FakeWorld::Shorten(std::size_t rank, std::size_t number) {
   const std::lock_guard<std::mutex> lock(mutex_);
   ranks_[rank].num_transfers = 0;
@@ -80,6 +95,11 @@ std::size_t FakeWorld::TakeNumCalls(std::size_t rank) {
 std::size_t FakeWorld::TakeNumWaits(std::size_t rank) {
   const std::lock_guard<std::mutex> lock(mutex_);
   return std::exchange(ranks_[rank].num_waits, 0);
+}
+
+std::map<std::string, std::size_t> FakeWorld::TakeCounts(std::size_t rank) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(ranks_[rank].counts, {});
 }
 
 void FakeWorld::SetAsyncError(std::size_t rank, const std::string& text) {
@@ -103,6 +123,8 @@ void FakeWorld::BeginCapture(Stream stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
   graphs_.push_back(std::make_unique<std::vector<std::function<void()>>>());
   graph_ = graphs_.back().get();
+  captures_ = std::this_thread::get_id();
+  spoiled_by_.clear();
   Of(stream)->is_captured = true;
 }
 
@@ -111,6 +133,8 @@ std::function<void()> FakeWorld::EndCapture(Stream stream) {
   for (const auto& each : streams_) {
     if (each->rank == Of(stream)->rank) each->is_captured = false;
   }
+  captures_ = std::thread::id();
+  if (!spoiled_by_.empty()) throw std::runtime_error("the capture has been invalidated by " + spoiled_by_);
   return [this, graph = std::exchange(graph_, nullptr)] {
     const std::lock_guard<std::mutex> replaying(mutex_);
     for (const auto& step : *graph) step();
@@ -119,7 +143,21 @@ std::function<void()> FakeWorld::EndCapture(Stream stream) {
 
 void FakeWorld::MayFail(std::size_t rank, const char* name) {
   OfRank& counts = ranks_[rank];
-  if (counts.num_calls++ == counts.fail_at) throw std::runtime_error("injected failure in " + std::string(name));
+  ++counts.counts[name];
+  const std::size_t number = counts.num_calls++;
+  if (number == counts.hang_at) {
+    std::unique_lock<std::mutex> lock(mutex_, std::adopt_lock);
+    changed_.wait(lock, [&] { return counts.is_aborted; });
+    lock.release();  // the caller's lock has it
+    throw std::runtime_error("aborted");
+  }
+  if (number == counts.fail_at) throw std::runtime_error("injected failure in " + std::string(name));
+}
+
+void FakeWorld::RefuseWhileCapturing(const char* name) {
+  if (captures_ != std::this_thread::get_id()) return;
+  spoiled_by_ = name;
+  throw std::runtime_error(std::string(name) + ": operation not permitted when stream is capturing");
 }
 
 void FakeWorld::Enqueue(Stream stream, std::function<Operation()> make) {
@@ -225,6 +263,7 @@ class FakeDevice final : public Device {
   }
   bool IsDone(Event event) override {
     const std::lock_guard<std::mutex> lock(world_->mutex_);
+    world_->RefuseWhileCapturing("IsDone");
     if (Of(event)->is_captured) throw std::runtime_error("an event of a capture cannot be asked");
     return Of(event)->is_done == nullptr || *Of(event)->is_done;
   }
@@ -234,13 +273,17 @@ class FakeDevice final : public Device {
   }
   void* Allocate(std::size_t nbytes) override {
     const auto lock = Call("Allocate");
-    if (world_->graph_ != nullptr) throw std::runtime_error("no memory can be allocated during a capture");
+    world_->RefuseWhileCapturing("Allocate");
     ++world_->num_alive_;
     void* data = std::aligned_alloc(256, (nbytes + 255) / 256 * 256);
     std::memset(data, kGarbage, nbytes);
     return data;
   }
   void Free(void* data) noexcept override {
+    {
+      const std::lock_guard<std::mutex> lock(world_->mutex_);
+      EXPECT(world_->captures_ != std::this_thread::get_id(), "Free on a thread that captures");
+    }
     world_->Settle();
     const std::lock_guard<std::mutex> lock(world_->mutex_);
     --world_->num_alive_;
@@ -268,8 +311,11 @@ class FakeKernels final : public Kernels {
   FakeKernels(FakeWorld* world, std::size_t rank) : world_(world), rank_(rank) {}
 
   void Quantize(const MessageLayout& layout, const ConstRows& input, const MutableMessages& output,
-                Stream stream) override {
-    Launch("Quantize", stream, [=] { zcomm::Quantize(layout, input, output, nullptr, 1); });
+                const Expected& expected, Stream stream) override {
+    Launch("Quantize", stream, [=] {
+      zcomm::Quantize(layout, input, output, nullptr, 1);
+      Clear(layout, expected, output);
+    });
   }
   void Decode(const MessageLayout& layout, const ConstMessages& input, const MutableRows& output,
               std::int32_t* is_valid, Stream stream) override {
@@ -281,16 +327,11 @@ class FakeKernels final : public Kernels {
            [=] { Checked(is_valid, [&] { zcomm::DecodeSum(layout, input, output, divisor, 1); }); });
   }
   void DecodeSumRequantize(const MessageLayout& layout, const ConstMessages& input, const MessageLayout& out_layout,
-                           const MutableMessages& output, std::int32_t* is_valid, Stream stream) override {
+                           const MutableMessages& output, const Expected& expected, std::int32_t* is_valid,
+                           Stream stream) override {
     Launch("DecodeSumRequantize", stream, [=] {
+      Clear(out_layout, expected, output);
       Checked(is_valid, [&] { zcomm::DecodeSumRequantize(layout, input, out_layout, output, nullptr, 1); });
-    });
-  }
-  void ClearTrailers(const MessageLayout& layout, std::uint8_t* messages, std::size_t count, Stream stream) override {
-    Launch("ClearTrailers", stream, [=] {
-      for (std::size_t i = 0; i < count; ++i) {
-        std::memset(messages + i * layout.nbytes + layout.trailer_offset(), 0, kTrailerNbytes);
-      }
     });
   }
 
@@ -376,6 +417,7 @@ class FakeTransport final : public Transport {
   void Abort() noexcept override {
     const std::lock_guard<std::mutex> lock(world_->mutex_);
     *is_aborted_ = true;
+    world_->ranks_[ranks_[index_]].is_aborted = true;
     world_->is_idle_ = false;
     world_->num_alive_ -= num_registrations_;
     num_registrations_ = 0;

@@ -38,9 +38,13 @@ class FakeWorld {
   void ForgetWait(std::size_t rank, std::size_t number);
   // The `number`-th transfer of rank `rank` leaves the end of everything it receives as it was.
   void Shorten(std::size_t rank, std::size_t number);
+  // The `number`-th call of rank `rank` that may fail does not return before the rank's transports are aborted.
+  void HangAt(std::size_t rank, std::size_t number);
   // Calls that may fail, and waits, of a rank since it was last asked.
   std::size_t TakeNumCalls(std::size_t rank);
   std::size_t TakeNumWaits(std::size_t rank);
+  // What a rank has asked of its GPU and of NCCL since it was last asked, by name: kernels, transfers, events, waits.
+  std::map<std::string, std::size_t> TakeCounts(std::size_t rank);
   // What AsyncError() says on `rank`.
   void SetAsyncError(std::size_t rank, const std::string& text);
 
@@ -58,7 +62,9 @@ class FakeWorld {
   Stream MakeStream(std::size_t rank);
   // Queues any work.
   void Queue(Stream stream, std::function<void()> work);
-  // Everything queued on `stream`, and on what comes to wait for it, becomes a graph instead of running.
+  // Everything queued on `stream`, and on what comes to wait for it, becomes a graph instead of running. Until the end,
+  // the calling thread must not ask for an event, allocate, free or wait for the device: as in CUDA such a call fails
+  // and spoils the capture, whose end then throws. Other threads may, and events may be made and destroyed.
   void BeginCapture(Stream stream);
   std::function<void()> EndCapture(Stream stream);
 
@@ -89,7 +95,10 @@ class FakeWorld {
   struct OfRank {
     std::size_t num_calls = 0;
     std::size_t num_waits = 0;
+    std::map<std::string, std::size_t> counts;
     std::size_t fail_at = SIZE_MAX;
+    std::size_t hang_at = SIZE_MAX;
+    bool is_aborted = false;
     std::size_t forget_at = SIZE_MAX;
     std::size_t num_transfers = 0;
     std::size_t shorten_at = SIZE_MAX;
@@ -99,6 +108,7 @@ class FakeWorld {
 
   // All private functions are called under the lock.
   void MayFail(std::size_t rank, const char* name);
+  void RefuseWhileCapturing(const char* name);
   void Enqueue(Stream stream, std::function<Operation()> make);
   void RecordEvent(FakeEvent* event, Stream stream);
   void WaitEvent(Stream stream, FakeEvent* event);
@@ -114,6 +124,8 @@ class FakeWorld {
   std::map<std::size_t, OfRank> ranks_;
   std::map<std::pair<int, std::size_t>, Transfer> transfers_;  // by link and number
   std::vector<std::function<void()>>* graph_ = nullptr;
+  std::thread::id captures_;  // no thread: none
+  std::string spoiled_by_;
   std::vector<std::unique_ptr<std::vector<std::function<void()>>>> graphs_;
   std::size_t num_overlaps_ = 0;
   std::size_t num_alive_ = 0;

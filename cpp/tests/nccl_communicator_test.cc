@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
 
 #include "communicator.h"
 #include "fake_ranks.h"
@@ -140,6 +141,68 @@ void CheckOverlap() {
   }
 }
 
+using Counts = std::map<std::string, std::size_t>;
+
+// Of a call in the steady state, on rank 0: kernels, transfers, events. Each costs the host some microseconds.
+Counts CountsOf(const Case& c) {
+  FakeWorld world(9);
+  FakeRanks ranks(&world, c);
+  ranks.CallAll();
+  ranks.Renew();
+  world.Settle();
+  world.TakeCounts(0);
+  ranks.CallAll();
+  world.Settle();
+  Expect(ranks, 9);
+  return world.TakeCounts(0);
+}
+
+std::string Text(const Counts& counts) {
+  std::string text;
+  for (const auto& [name, count] : counts) text += " " + name + " " + std::to_string(count);
+  return text;
+}
+
+// What a chunk launches; its stages; and with chunks, the events: one recorded for each stage of each chunk, for the
+// workspace and for the end, and waits for the stage before, for the slot, for the workspace and by the caller. Nothing
+// else: no copy, no memset, no assertion.
+void CheckLaunches() {
+  struct Row {
+    Case c;
+    std::size_t num_stages;
+    Counts of_chunk;
+  };
+  const std::vector<Row> rows = {
+      {OneHop(Collective::kGather, 2, kInt8), 3, {{"Quantize", 1}, {"Gather", 1}, {"Decode", 1}}},
+      {OneHop(Collective::kReduce, 2, kInt8), 3, {{"Quantize", 1}, {"Exchange", 1}, {"DecodeSum", 1}}},
+      {OneHop(Collective::kExchange, 2, kInt8), 3, {{"Quantize", 1}, {"Exchange", 1}, {"Decode", 1}}},
+      {TwoHops(Collective::kGather, kInt8, kInt8), 4, {{"Quantize", 1}, {"Gather", 2}, {"Decode", 1}}},
+      {TwoHops(Collective::kGather, kInt8, kInt4), 5, {{"Quantize", 2}, {"Gather", 2}, {"Decode", 2}}},
+      {TwoHops(Collective::kReduce, kInt8, kInt4),
+       5,
+       {{"Quantize", 1}, {"Exchange", 2}, {"DecodeSumRequantize", 1}, {"DecodeSum", 1}}},
+      {TwoHops(Collective::kExchange, kInt8, kInt8), 5, {{"Quantize", 2}, {"Exchange", 2}, {"Decode", 1}}},
+      {TwoHops(Collective::kExchange, kInt8, kInt4), 5, {{"Quantize", 3}, {"Exchange", 2}, {"Decode", 3}}},
+  };
+  for (const Row& row : rows) {
+    for (const std::size_t chunks : {1, 4, 7}) {
+      Case c = row.c;
+      c.numel = chunks * kChunk;
+      c.is_numbered_local = c.is_numbered_local && c.collective != Collective::kExchange;
+      Counts expected;
+      for (const auto& [name, count] : row.of_chunk) expected[name] = count * chunks;
+      const std::size_t with_full_slots = chunks > row.num_stages ? chunks - row.num_stages : 0;
+      expected["Record"] = row.num_stages * chunks + 2;
+      expected["Wait"] = (row.num_stages - 1) * chunks + with_full_slots + 2;
+      const Counts got = CountsOf(c);
+      EXPECT(got == expected, "%s:%s, expected%s", c.Name().c_str(), Text(got).c_str(), Text(expected).c_str());
+    }
+  }
+  const Counts got = CountsOf(OneHop(Collective::kGather, 2, kFloat, 4 * kChunk));  // in place, in one piece
+  const Counts plain = {{"Gather", 1}, {"Record", 3}, {"Wait", 2}};
+  EXPECT(got == plain, "in place:%s", Text(got).c_str());
+}
+
 std::string ErrorOf(const std::function<void()>& call) {
   try {
     call();
@@ -209,12 +272,30 @@ void CheckTimeoutAndAbort() {
   ranks.Close(3);  // with nothing under way
 }
 
+// A call of CUDA or NCCL does not return: every call of a collective in turn.
+void CheckStuckCalls() {
+  const Case c = OneHop(Collective::kReduce, 2, kInt8, 300);
+  std::size_t number = 0;
+  for (bool is_over = false; !is_over; ++number) {
+    FakeWorld world(static_cast<std::uint32_t>(number));
+    FakeRanks ranks(&world, c, /*timeout_s=*/0.02);
+    world.TakeCounts(0);
+    world.HangAt(0, number);
+    const std::string error = ErrorOf([&] { ranks.Call(0); });
+    is_over = error.empty();  // there is no such call
+    EXPECT(is_over || Contains(error, "reduce_scatter has not ended within 0.02"), "call %zu: %s", number,
+           error.c_str());
+  }
+  EXPECT(number > 15, "only %zu calls", number);
+}
+
 // A graph is made once and runs twice, each time on what is there then.
 void CheckCapture() {
   for (const Case& c : {TwoHops(Collective::kReduce, kInt8, kNf4), TwoHops(Collective::kGather, kInt8, kInt8)}) {
     FakeWorld world(5);
     FakeRanks ranks(&world, c);
-    ranks.CallAll();  // the workspace of the communicators is in use
+    world.Hold();
+    ranks.CallAll();  // their workspaces are in use, and their ends would be asked for
     ranks.Renew();
     std::vector<std::function<void()>> graphs;
     for (std::size_t rank = 0; rank < c.num_ranks(); ++rank) {
@@ -234,6 +315,7 @@ void CheckCapture() {
       ranks.Call(rank);
       graphs.push_back(world.EndCapture(ranks.stream(rank)));
     }
+    world.Release();
     for (int repeat = 0; repeat < 2; ++repeat) {
       for (const auto& replay : graphs) replay();
     }
@@ -335,17 +417,27 @@ void CheckArguments() {
 }  // namespace
 }  // namespace zcomm::nccl
 
-int main() {
-  zcomm::nccl::CheckBits();
-  zcomm::nccl::CheckShortMessages();
-  zcomm::nccl::CheckBytes();
-  zcomm::nccl::CheckOverlap();
-  zcomm::nccl::CheckArguments();
-  zcomm::nccl::CheckCapture();
-  zcomm::nccl::CheckFailureOfConstruction();
-  zcomm::nccl::CheckTimeoutAndAbort();
-  zcomm::nccl::CheckEveryFailure();
-  zcomm::nccl::CheckEveryWaitIsNeeded();
+// All checks, or those that are named.
+int main(int argc, char** argv) {
+  using namespace zcomm::nccl;  // NOLINT
+  const std::vector<std::pair<std::string, void (*)()>> checks = {
+      {"CheckBits", CheckBits},
+      {"CheckShortMessages", CheckShortMessages},
+      {"CheckBytes", CheckBytes},
+      {"CheckOverlap", CheckOverlap},
+      {"CheckLaunches", CheckLaunches},
+      {"CheckArguments", CheckArguments},
+      {"CheckCapture", CheckCapture},
+      {"CheckFailureOfConstruction", CheckFailureOfConstruction},
+      {"CheckTimeoutAndAbort", CheckTimeoutAndAbort},
+      {"CheckStuckCalls", CheckStuckCalls},
+      {"CheckEveryFailure", CheckEveryFailure},
+      {"CheckEveryWaitIsNeeded", CheckEveryWaitIsNeeded},
+  };
+  const std::vector<std::string> chosen(argv + 1, argv + argc);
+  for (const auto& [name, check] : checks) {
+    if (chosen.empty() || std::find(chosen.begin(), chosen.end(), name) != chosen.end()) check();
+  }
   std::puts("ok");
   return 0;
 }

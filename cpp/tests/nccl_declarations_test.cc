@@ -53,6 +53,9 @@ static_assert(IsSameCall<decltype(Functions::group_end), decltype(ncclGroupEnd)>
 static_assert(IsSameCall<decltype(Functions::all_gather), decltype(ncclAllGather)>::value);
 static_assert(IsSameCall<decltype(Functions::send), decltype(ncclSend)>::value);
 static_assert(IsSameCall<decltype(Functions::recv), decltype(ncclRecv)>::value);
+#if NCCL_VERSION_CODE >= 21800
+static_assert(IsSameCall<decltype(Functions::comm_split), decltype(ncclCommSplit)>::value);
+#endif
 #if NCCL_VERSION_CODE >= 21900
 static_assert(IsSameCall<decltype(Functions::mem_alloc), decltype(ncclMemAlloc)>::value);
 static_assert(IsSameCall<decltype(Functions::mem_free), decltype(ncclMemFree)>::value);

@@ -2,9 +2,13 @@
 
 #include "nccl_transport.h"
 
+#include <sys/resource.h>
+
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "test_util.h"
@@ -18,12 +22,30 @@ struct Fake {
   Result then = Result::kSuccess;
   Result send_result = Result::kSuccess;
   int blocking = -1;
+  int split_blocking = -1;
+  int num_polls = 0;
   int comm = 0;
+  int split = 0;
+  const char* hanging = "";  // a call that returns when a communicator is aborted
+  std::atomic<bool> is_hanging = false;
+  std::atomic<bool> is_aborted = false;
 };
 Fake fake;
 
+void Renew() {
+  fake.~Fake();
+  new (&fake) Fake();
+}
+
+const char* Of(Comm comm) { return comm == &fake.split ? "'" : ""; }
+
 Result Answer(const std::string& call) {
   fake.calls.push_back(call);
+  if (call == fake.hanging) {
+    fake.is_hanging = true;
+    while (!fake.is_aborted) std::this_thread::yield();
+    return Result::kInternalError;
+  }
   return fake.num_in_progress > 0 ? Result::kInProgress : fake.then;
 }
 
@@ -42,18 +64,30 @@ Library MakeLibrary() {
     fake.blocking = config->blocking;
     return Answer("init " + std::to_string(rank) + "/" + std::to_string(size) + id.internal[127]);
   };
-  f.comm_finalize = [](Comm) { return Answer("finalize"); };
-  f.comm_destroy = [](Comm) { return Answer("destroy"); };
-  f.comm_abort = [](Comm) { return Answer("abort"); };
+  f.comm_split = [](Comm comm, int color, int key, Comm* split, Config* config) {
+    EXPECT(comm == &fake.comm, "of the first");
+    *split = &fake.split;
+    fake.split_blocking = config->blocking;
+    return Answer("split " + std::to_string(color) + " " + std::to_string(key));
+  };
+  f.comm_finalize = [](Comm comm) { return Answer(std::string("finalize") + Of(comm)); };
+  f.comm_destroy = [](Comm comm) { return Answer(std::string("destroy") + Of(comm)); };
+  f.comm_abort = [](Comm comm) {
+    const Result result = Answer(std::string("abort") + Of(comm));
+    fake.is_aborted = true;
+    return result;
+  };
   f.comm_get_async_error = [](Comm comm, Result* result) {
-    EXPECT(comm == &fake.comm, "communicator");
+    EXPECT(comm == &fake.comm || comm == &fake.split, "communicator");
+    ++fake.num_polls;
     *result = fake.num_in_progress > 0 ? Result::kInProgress : fake.then;
     if (fake.num_in_progress > 0) --fake.num_in_progress;
     return Result::kSuccess;
   };
   f.group_start = [] { return Answer("{"); };
   f.group_end = [] { return Answer("}"); };
-  f.all_gather = [](const void* send, void* receive, std::size_t count, DataType, Comm, Stream stream) {
+  f.all_gather = [](const void* send, void* receive, std::size_t count, DataType, Comm comm, Stream stream) {
+    EXPECT(comm == (fake.split_blocking < 0 ? &fake.comm : &fake.split), "the communicator that runs");
     return Answer("gather " + Place(send) + ">" + Place(receive) + " " + std::to_string(count) + " on " +
                   Place(stream));
   };
@@ -69,12 +103,19 @@ Library MakeLibrary() {
 }
 
 const Library library = MakeLibrary();
+// Of before 2.18.
+const Library old_library = [] {
+  Library old = MakeLibrary();
+  old.functions.comm_split = nullptr;
+  return old;
+}();
 constexpr auto kLong = std::chrono::duration<double>(60);
 
-NcclTransport Joined(int num_in_progress = 0, std::chrono::duration<double> timeout = kLong) {
-  fake = Fake();
+NcclTransport Joined(int num_in_progress = 0, std::chrono::duration<double> timeout = kLong,
+                     const Library& of = library) {
+  Renew();
   fake.num_in_progress = num_in_progress;
-  return NcclTransport(&library, MakeUniqueId(library), 2, 1, timeout);
+  return NcclTransport(&of, MakeUniqueId(of), 2, 1, timeout);
 }
 
 std::string ErrorOf(const std::function<void()>& call) {
@@ -98,17 +139,48 @@ std::uint8_t* At(std::uintptr_t address) { return reinterpret_cast<std::uint8_t*
 void CheckLife() {
   {
     NcclTransport transport = Joined(/*num_in_progress=*/3);
-    EXPECT(fake.blocking == 0 && transport.rank() == 1 && transport.size() == 2, "does not block");
-    ExpectCalls({"init 1/2i"});
+    EXPECT(fake.blocking == 0 && transport.rank() == 1 && transport.size() == 2, "joins without blocking");
+    EXPECT(fake.split_blocking == 1, "runs blocking");
+    ExpectCalls({"init 1/2i", "split 0 1", "finalize", "destroy"});
   }
-  ExpectCalls({"finalize", "destroy"});
+  ExpectCalls({"finalize'", "destroy'"});
   {
     NcclTransport transport = Joined();
     transport.Abort();
     EXPECT(transport.AsyncError().empty(), "nothing more to say");
     transport.Abort();
   }
-  ExpectCalls({"init 1/2i", "abort"});
+  ExpectCalls({"init 1/2i", "split 0 1", "finalize", "destroy", "abort'"});
+  {
+    NcclTransport transport = Joined(/*num_in_progress=*/3, kLong, old_library);
+    ExpectCalls({"init 1/2i"});
+    fake.num_in_progress = 5;
+    transport.Gather(At(8), At(0), 8, 8, nullptr);
+    EXPECT(fake.num_in_progress == 0 && fake.num_polls == 3 + 1 + 5 + 1, "%d polls", fake.num_polls);
+    fake.calls.clear();
+  }
+  ExpectCalls({"finalize", "destroy"});
+}
+
+// Nothing but NCCL's own calls: the host neither polls nor sleeps, and starts no thread.
+void CheckCostOfCalls() {
+  constexpr int kNumCalls = 1000;
+  NcclTransport transport = Joined(/*num_in_progress=*/3);
+  fake.calls.clear();
+  fake.calls.reserve(20 * kNumCalls);
+  fake.num_polls = 0;
+  rusage before{};
+  rusage after{};
+  getrusage(RUSAGE_THREAD, &before);
+  for (int i = 0; i < kNumCalls; ++i) {
+    transport.Gather(At(108), At(100), 8, 8, nullptr);
+    transport.Exchange({At(1000), 40, 4}, {At(2000), 20, 8}, 4, 2, nullptr);
+  }
+  getrusage(RUSAGE_THREAD, &after);
+  EXPECT(fake.num_polls == 0, "%d polls", fake.num_polls);
+  EXPECT(fake.calls.size() == 11 * kNumCalls, "%zu calls of NCCL", fake.calls.size());
+  const long num_sleeps = after.ru_nvcsw - before.ru_nvcsw;  // what sleeps or waits for a thread gives up the processor
+  EXPECT(num_sleeps < kNumCalls / 10, "the host slept %ld times in %d calls", num_sleeps, kNumCalls);
 }
 
 void CheckCalls() {
@@ -143,10 +215,42 @@ void CheckErrors() {
   EXPECT(ErrorOf([] { MakeUniqueId(library); }) == "ncclGetUniqueId: system error", "id");
 }
 
+// A call that hangs inside NCCL is ended by Abort() of another thread; so is the end, after its time.
+void CheckHangs() {
+  {
+    NcclTransport transport = Joined();
+    fake.hanging = "}";
+    std::thread watch([&] {
+      while (!fake.is_hanging) std::this_thread::yield();
+      transport.Abort();
+    });
+    const std::string error = ErrorOf([&] { transport.Exchange({At(1), 1, 0}, {At(9), 1, 0}, 1, 1, nullptr); });
+    EXPECT(Contains(error, "ncclSend and ncclRecv: ") || Contains(error, "ncclGroupEnd: "), "%s", error.c_str());
+    watch.join();
+  }
+  EXPECT(fake.calls.back() == "}" || fake.calls.back() == "abort'", "an aborted communicator is not finalized");
+  {
+    NcclTransport transport = Joined(0, std::chrono::duration<double>(0.3));
+    fake.hanging = "finalize'";
+  }
+  EXPECT(fake.calls.back() == "abort'", "%s", fake.calls.back().c_str());
+}
+
 void CheckTimeouts() {
   const std::string alone = ErrorOf([] { Joined(1 << 30, std::chrono::duration<double>(0.01)); });
   EXPECT(Contains(alone, "ncclCommInitRankConfig has not ended within 0.01"), "%s", alone.c_str());
   ExpectCalls({"init 1/2i", "abort"});
+  Renew();
+  fake.hanging = "";
+  Library never = library;
+  never.functions.comm_split = [](Comm, int, int, Comm*, Config*) {
+    fake.num_in_progress = 1 << 30;
+    return Answer("split");
+  };
+  const std::string split =
+      ErrorOf([&] { NcclTransport(&never, MakeUniqueId(never), 2, 1, std::chrono::duration<double>(0.01)); });
+  EXPECT(Contains(split, "ncclCommSplit has not ended within 0.01"), "%s", split.c_str());
+  ExpectCalls({"init 1/2i", "split", "abort"});
 }
 
 }  // namespace
@@ -155,8 +259,10 @@ void CheckTimeouts() {
 int main() {
   zcomm::nccl::CheckLife();
   zcomm::nccl::CheckCalls();
+  zcomm::nccl::CheckCostOfCalls();
   zcomm::nccl::CheckErrors();
   zcomm::nccl::CheckTimeouts();
+  zcomm::nccl::CheckHangs();
   std::puts("ok");
   return 0;
 }

@@ -24,6 +24,9 @@ STUB(ncclRecv)
 #ifndef STUB_LACKS_SEND
 STUB(ncclSend)
 #endif
+#if STUB_VERSION >= 21800
+STUB(ncclCommSplit)
+#endif
 #ifdef STUB_HAS_REGISTRATION
 STUB(ncclMemAlloc)
 STUB(ncclMemFree)

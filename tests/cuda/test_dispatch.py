@@ -94,7 +94,9 @@ def test_every_call_reaches_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: on_cuda.quantize(x, last, out, 0, 0, None, residual=residual),
         lambda: on_cuda._decode(messages, layout, x, 0, 0, is_valid=flag, added=True),
         lambda: on_cuda._decode_sum(messages, layout, x, 1000, 2, is_valid=flag),
-        lambda: on_cuda._requantize(messages, layout, out, last, residual, is_valid=flag),
+        lambda: on_cuda._requantize(messages, layout, out, last, residual, out, is_valid=flag),
+        lambda: on_cuda._requantize(messages, layout, out, last, None, None, is_valid=flag),
+        lambda: on_cuda.quantize(x, last, out, 0, 0, None, expected=out),
     ):
         with pytest.raises(RuntimeError, match=r"cudaGetDevice.*: .*(driver|device)"):
             call()

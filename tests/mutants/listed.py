@@ -58,13 +58,24 @@ IS_LINK = """\
         )
 """
 OPENED = "    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC"
+STREAMS = _of("zcomm/test_streams", "test_a_side_stream_starts_after_the_current_one_which_waits_in_the_end")
+FLAGS = _of("zcomm/test_message_flags", "test_nothing_is_asked_in_a_capture_and_what_its_graph_finds_is_seen_later")
+LAUNCHES = _of("zcomm/test_launches", "test_launches_of_each_collective")
+PIPELINE, PLANS, ON_FLAGS = "cpp/nccl/pipeline.cc", "cpp/nccl/plans.cc", "zcomm/message_flags.py"
+
+
+def _checked(*checks: str) -> tuple[str, ...]:
+    """On the fake device."""
+    return tuple(f"cpp/tests/nccl_communicator_test.cc::{check}" for check in checks)
+
+
 QUANT, RS, AR = "zcomm/quant.py", "zcomm/reduce_scatter.py", "zcomm/all_reduce.py"
 
 MUTANTS = [
     Mutant("dropped divide, one hop", RS, "kernels.decode_sum(received, layout, output, 0, divisor)",
            "kernels.decode_sum(received, layout, output, 0, 1)", ONE_HOP),
-    Mutant("dropped divide, two hops", RS, "kernels.decode_sum(received, between, output, 0, divisor)",
-           "kernels.decode_sum(received, between, output, 0, 1)", TWO_HOPS),
+    Mutant("dropped divide, two hops", RS, "kernels.decode_sum(last, between, output, 0, divisor)",
+           "kernels.decode_sum(last, between, output, 0, 1)", TWO_HOPS),
     Mutant("dropped divide, reference kernels", QUANT, "    if divisor != 1:\n        total = divided(total, divisor)\n",
            "", KERNELS),
     Mutant("wrong hop order", RS, "(intra, wire), (inter, wire_between) = route.hops",
@@ -158,4 +169,47 @@ MUTANTS = [
     Mutant("checkpoint: links are followed", "zero/checkpoints/folder.py", IS_LINK + OPENED + " | os.O_NOFOLLOW", OPENED, LINKS),
     Mutant("checkpoint: the last chunk of a part is left out", "zero/checkpoints/planners.py",
            "        while start < stop:\n", "        while start < stop - 1:\n", RESUMED),
+    Mutant("device: a query in a capture", "cpp/nccl/communicator.cc", "  if (!is_captured) Look();", "  Look();",
+           _checked("CheckCapture")),
+    Mutant("device: a missing wait for the stage before", PIPELINE,
+           "    device_->Wait(stream, DoneOf(plan, stage - 1, chunk.index));\n", "", _checked("CheckBits")),
+    Mutant("device: a missing wait for the slot", PIPELINE,
+           "      device_->Wait(stream, DoneOf(plan, last, chunk.index));", "      static_cast<void>(last);", _checked("CheckBits")),
+    Mutant("device: a missing wait of the caller", PIPELINE,
+           "    device_->Wait(caller, DoneOf(plan, num_stages - 1, num_chunks - 1));", "   ", _checked("CheckBits")),
+    Mutant("device: a wrong stream", PIPELINE, "  plan.stages[stage].queue(chunk, stream);\n",
+           "  plan.stages[stage].queue(chunk, streams_[0]);\n", _checked("CheckBits")),
+    Mutant("device: an event on the wrong stream", PIPELINE, "  device_->Record(DoneOf(plan, stage, chunk.index), stream);\n",
+           "  device_->Record(DoneOf(plan, stage, chunk.index), caller);\n", _checked("CheckBits")),
+    Mutant("device: a chunk left over", PIPELINE, "  const std::size_t num_chunks = plan.num_chunks();\n",
+           "  const std::size_t num_chunks = std::max<std::size_t>(1, plan.numel / plan.chunk_numel);\n", _checked("CheckBits")),
+    Mutant("device: one launch too many", PLANS,
+           "void DecodeToRows(const Draft& draft, const MessageLayout& layout, std::size_t hop, const Chunk& chunk,\n"
+           "                  const std::uint8_t* messages, std::size_t num_locals, std::size_t num_nodes, const CallRows& rows,\n"
+           "                  Stream stream) {\n  std::uint8_t* data = At(rows.data, rows.dtype, chunk.begin);\n",
+           "void DecodeToRows(const Draft& draft, const MessageLayout& layout, std::size_t hop, const Chunk& chunk,\n"
+           "                  const std::uint8_t* messages, std::size_t num_locals, std::size_t num_nodes, const CallRows& rows,\n"
+           "                  Stream stream) {\n  std::uint8_t* data = At(rows.data, rows.dtype, chunk.begin);\n"
+           "  draft.kernels->Decode(layout, draft.In(layout, hop, chunk, messages, 1), {rows.dtype, data, 0, 0}, nullptr, stream);\n",
+           _checked("CheckLaunches")),
+    Mutant("device: trailers are not cleared", PLANS, "IsBlockCodec(sizes.wires[hop].codec) ? Expected{data, count} : Expected{}",
+           "count > 1000000 ? Expected{data, count} : Expected{}", _checked("CheckShortMessages")),
+    Mutant("device: what is stuck is not aborted", "cpp/nccl/communicator.cc",
+           "  if (queued_by == 0 || Clock::now()", "  if (queued_by != 1 || Clock::now()", _checked("CheckStuckCalls"), hangs=True),
+    Mutant("streams: a missing record_stream", "zcomm/streams.py", "                    tensor.record_stream(stream)\n",
+           "                    pass\n", STREAMS),
+    Mutant("streams: a missing wait for the current one", "zcomm/streams.py",
+           "        stream.wait_stream(torch.cuda.current_stream(device))\n", "", STREAMS),
+    Mutant("streams: a wrong stream", "zcomm/streams.py", "            with torch.cuda.stream(stream):\n                yield stream\n",
+           "            yield stream\n", STREAMS),
+    Mutant("streams: nobody waits for the side stream", "zcomm/work.py", "            self._event.wait()\n", "            pass\n", STREAMS),
+    Mutant("flag: a query in a capture", ON_FLAGS, "        if self.is_capturing():\n            return\n", "", FLAGS),
+    Mutant("flag: first made in a capture", ON_FLAGS, "        if self.is_capturing():\n            raise", "        if False:\n            raise",
+           _of("zcomm/test_message_flags", "test_a_flag_is_not_first_made_in_a_capture")),
+    Mutant("flag: a copy for each decode", ON_FLAGS, "        if self.clock() >= self._next:\n", "        if True:\n",
+           _of("zcomm/test_message_flags", "test_a_decode_on_a_gpu_is_one_launch")),
+    Mutant("one launch too many: trailers are cleared by one of their own", "zcomm/all_gather.py",
+           "    messages = layout.new(hop.size, shard.device)\n", "    messages = layout.new_to_receive(hop.size, shard.device)\n", LAUNCHES),
+    Mutant("one launch too many: a sum is decoded twice", RS, "    kernels.decode_sum(last, between, output, 0, divisor)\n",
+           "    kernels.decode_sum(last, between, output, 0, divisor)\n    kernels.decode_sum(last, between, output, 0, divisor)\n", LAUNCHES),
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 """Which of the mistakes in listed.py the tests notice: ``python -m tests.mutants.run [--only TEXT] [--seconds N]``.
 
 Each is made in a copy of the repository, and its tests run there; before, they have passed in the copy as it is.
+Those of C++ are built there first, with cmake.
 Outcomes are kept in tests/mutants/outcomes.json, by the text of the mutant: a later call goes on where this one
 stopped. ``--table`` prints them for README.md.
 
@@ -48,7 +49,7 @@ BATCH = 6
 LATE = re.compile(r"no answer in time|Timed out waiting|Timeout \(?>|\+ Timeout \+")
 BROKEN = re.compile(r"\b(SyntaxError|IndentationError|NameError|UnboundLocalError|ImportError|ModuleNotFoundError): ")
 ERROR = re.compile(r"^E\s+(?:[\w.]+Error|Failed)\b(?!: rank \d).*$", re.MULTILINE)
-FAILED = re.compile(r"^FAILED (tests/\S+?\.py::.*?)(?: - (.*))?$", re.MULTILINE)
+FAILED = re.compile(r"^FAILED ((?:cpp/)?tests/\S+?\.(?:py|cc)::.*?)(?: - (.*))?$", re.MULTILINE)
 Outcome = dict[str, str]
 
 
@@ -81,10 +82,43 @@ class Copy:
         """Change one file; the time makes old bytecode worthless, also within a second."""
         path, self._stamp = self._folder / file, self._stamp + 10
         path.write_text(text)
-        os.utime(path, (self._stamp, self._stamp))
+        if path.suffix == ".py":
+            os.utime(path, (self._stamp, self._stamp))
 
     def run(self, tests: Sequence[str]) -> tuple[int | None, str]:
         """Run tests until one fails: pytest's exit status, None if it took too long, and its output."""
+        of_cpp = [test for test in tests if test.startswith("cpp/")]
+        if not of_cpp:
+            return self._run_python(tests)
+        code, text = self._run_cpp(of_cpp)
+        rest = [test for test in tests if test not in of_cpp]
+        return (code, text) if code != 0 or not rest else self._run_python(rest)
+
+    def _run_cpp(self, tests: Sequence[str]) -> tuple[int | None, str]:
+        """``cpp/tests/NAME.cc::CHECK``: build NAME, and run that check of it. As pytest: 1 if it fails, 2 if broken."""
+        build, text = self._folder / "build-mutants", ""
+        options = ["-DZCOMM_BUILD_TESTS=ON", "-DZCOMM_CUDA=OFF", "-DCMAKE_BUILD_TYPE=Debug"]
+        for test in tests:
+            name, check = Path(test.split("::")[0]).stem, test.split("::")[1]
+            for words in (
+                ["cmake", "-S", str(self._folder), "-B", str(build), *options],
+                ["cmake", "--build", str(build), "--target", name],
+            ):
+                done = subprocess.run(words, capture_output=True, text=True, check=False)
+                if done.returncode != 0:
+                    return 2, done.stdout + done.stderr
+            try:
+                run = [build / "cpp" / "tests" / name, check]
+                done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                return None, text
+            said = (done.stdout + done.stderr).strip()
+            text += f"{said}\n"
+            if done.returncode != 0:
+                return 1, f"{text}FAILED {test} - {said.splitlines()[-1]}\n"
+        return 0, text
+
+    def _run_python(self, tests: Sequence[str]) -> tuple[int | None, str]:
         with tempfile.TemporaryFile() as said:
             pid = os.fork()
             if pid == 0:

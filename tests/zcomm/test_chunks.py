@@ -15,7 +15,7 @@ import zcomm
 from tests.ranks import run_ranks, topology
 from tests.zcomm.data import mixture, same_values
 from zcomm import Format, chunks, nccl_steps, volume
-from zcomm.work import Steps, Work
+from zcomm.work import Link, Steps, Work
 
 INT8, INT4, NONE = (zcomm.get_format(name) for name in ("int8", "int4", "none"))
 NUMEL = 5 * 512 + 77
@@ -48,6 +48,19 @@ def test_small_shards_are_not_cut() -> None:
     assert chunks.chunks_of(2**18, INT8) == [slice(0, 2**18)]
     assert len(chunks.chunks_of(2**21, INT8, INT4)) == 8
     assert chunks.chunks_of(2**21, Format("int8", 65536), Format("int4", 65534)) == [slice(0, 2**21)]
+
+
+def test_on_gpus_a_chunk_takes_several_times_what_it_costs_the_host() -> None:
+    """By arithmetic of its own: bytes over the rate, against the host's time."""
+    slow, fast = Link(20e-6, 2e9), Link(5e-6, 900e9)
+    cases = ((8, (), 450e9, 0), (8, (slow, fast), 900e9, 25e-6), (2, (slow,), 2e9, 20e-6))
+    for num_ranks, links, rate, latency_s in cases:
+        least = chunks.least_chunk("cuda", num_ranks, links)
+        assert least >= 2**24
+        assert least == 2**24 or least * num_ranks / rate == pytest.approx(4 * (300e-6 + latency_s), rel=1e-3)
+    assert chunks.least_chunk("cpu", 8, (slow, fast)) == 2**18
+    assert len(chunks.chunks_of(2**24, INT8, least=chunks.least_chunk("cuda", 8))) == 1
+    assert len(chunks.chunks_of(2**30, INT8, least=chunks.least_chunk("cuda", 8))) > 4
 
 
 class _Exchange:

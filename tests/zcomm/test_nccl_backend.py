@@ -21,6 +21,7 @@ from zcomm.formats import get_format
 from zcomm.message import layout_of
 from zcomm.route import Route
 from zcomm.topology import hop_of_group
+from zcomm.work import Link
 
 F32 = torch.float32
 
@@ -128,6 +129,15 @@ def test_chunks_are_whole_blocks_and_few(numel: int, num_ranks: int) -> None:
     assert step % 512 == 0
     assert math.ceil(numel / step) <= nccl_steps.MAX_CHUNKS
     assert step * num_ranks >= nccl_steps.MIN_CHUNK_NUMEL
+
+
+def test_chunks_take_several_times_what_they_cost_the_host() -> None:
+    for num_ranks, links, rate, latency_s in ((8, (), 450e9, 0), (64, (Link(1e-5, 9e11),), 9e11, 1e-5)):
+        step = nccl_steps.chunk_numel(2**22, num_ranks, get_format("int8"), links=links)
+        assert step * num_ranks / rate == pytest.approx(4 * (60e-6 + latency_s), rel=1e-3)
+    slow = nccl_steps.chunk_numel(2**26, 8, get_format("int8"), links=(Link(1e-5, 1e9),))
+    assert slow == 2**26 // nccl_steps.MAX_CHUNKS
+    assert nccl_steps.chunk_numel(2**20, 8, get_format("int8"), links=(Link(1e-5, 1e9),)) == 2**24 // 8
 
 
 def test_sizes_hold_the_layouts_of_a_chunk_and_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,8 @@ def _check_bytes(rank: int) -> None:
     topology = Topology(ranks_per_node=2)
     with _one_device(rank), pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "MIN_CHUNK_NUMEL", 1024)
+        patch.setattr(chunks, "MIN_CHUNK_NUMEL_ON_GPU", 1024)
+        patch.setattr(chunks, "PYTHON_S", 0.0)
         for wire, dtype in (("int4:asym", torch.float32), ("none", torch.float64)):
             for group in (topology, None):
                 case = rank, "torch", group, wire, dtype, 3000

@@ -60,6 +60,14 @@ struct Residual {
   float beta;
 };
 
+// Messages yet to come, `count` of them in a row, of the layout of a call's output, whose trailers the call clears:
+// what is not received from then on is refused by the decoder, and never taken for an earlier message in the same
+// place. Those that the output itself is, if any, stay.
+struct Expected {
+  std::uint8_t* data = nullptr;
+  std::size_t count = 0;
+};
+
 // Whether these kernels serve `layout`: cast codecs, and int8, int4, nf4 and fp8_e4m3 with a block that is a power of
 // two from kMinCudaBlock to kMaxCudaBlock, not rotated. What they do not serve (also: stochastic rounding) has Triton
 // kernels.
@@ -68,9 +76,9 @@ inline constexpr std::size_t kMaxCudaBlock = 1024;
 bool Serves(const MessageLayout& layout);
 
 // Messages from `input`, or from RN(input - held) where `held` is not null: it has input's strides, and a dtype of its
-// own. `residual` may be null; it needs a block codec.
+// own. `residual` may be null; it needs a block codec, and so do messages that are expected.
 void Quantize(const MessageLayout& layout, const Range& range, const ConstRows& input, const ConstRows* held,
-              const Residual* residual, const MutableMessages& output, Stream stream);
+              const Residual* residual, const MutableMessages& output, Stream stream, const Expected& expected = {});
 
 // `is_valid` (an int32 in device memory, or null) is set to 0 by the calls below where a message carries another hash
 // than input.layout_hash; what they write is then of no use, but inside `output`.
@@ -87,6 +95,6 @@ void DecodeSum(const MessageLayout& layout, const Range& range, const ConstMessa
 // may be null: row s is that of message s.
 void DecodeSumRequantize(const MessageLayout& layout, const Range& range, const ConstMessages& input,
                          const MessageLayout& out_layout, const MutableMessages& output, const Residual* residual,
-                         std::int32_t* is_valid, Stream stream);
+                         std::int32_t* is_valid, Stream stream, const Expected& expected = {});
 
 }  // namespace zcomm::cuda

@@ -17,7 +17,7 @@ from zcomm.philox import Draw, RandomKey
 from zcomm.residual import Residual
 from zcomm.route import Route, find_route
 from zcomm.topology import Topology
-from zcomm.triton_kernels import launch
+from zcomm.triton_kernels import _layout, launch
 
 WIRES = ["int4", "nf4", "int8", "fp8_e4m3", "int4:asym", "int4/512:hadamard", "int8/2", "int4:asym:hadamard:stochastic"]
 SIZES = [1, 255, 256, 257, 1000, 2053]
@@ -205,3 +205,26 @@ def test_a_message_of_another_layout_clears_the_flag() -> None:
             is_valid = torch.ones(1, dtype=torch.int32)
             getattr(launch, name)(received, layout, *arguments, is_valid=is_valid)
             assert is_valid.item() == expected, name
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "int8:asym"])
+@pytest.mark.parametrize(("count", "own"), [(1, 0), (2, 1), (129, 128), (300, 0), (3, None)])
+def test_expected_messages_lose_their_trailers_and_nothing_else(format: str, count: int, own: int | None) -> None:
+    """Not those that are written, by either kernel that encodes."""
+    x = torch.randn(300)
+    layout = layout_of("test", get_format(format), torch.float32, 1, 300)
+    written = _quantized(x.view(1, 300), layout)
+    coming = layout.new(count + 1, x.device).fill_(0xAB)  # another behind them
+    cleared = coming.clone()
+    cleared[:count, -8:] = 0
+    for encode in (
+        lambda out, expected: kernels.quantize(x, layout, out, 300, 0, expected=expected),
+        lambda out, expected: kernels.decode_sum_requantize(written, layout, out, layout, expected=expected),
+    ):
+        got = coming.clone()
+        out = layout.new(1, x.device) if own is None else got[own : own + 1]
+        encode(out, got[:count])
+        assert out[0, -8:-4].view(torch.int32).item() == _layout.signed(layout.hash)
+        if own is not None:
+            got[own] = cleared[own]
+        assert torch.equal(got, cleared)
