@@ -30,8 +30,6 @@ from pathlib import Path
 from gpu_static_kernels import NUM_SUMMED, OPERATIONS, Kernel, cuda_kernels, missing_tools, triton_kernel
 from gpu_static_sass import Instruction
 
-from zcomm.triton_kernels import _run
-
 __all__ = ["GPUS", "Gpu", "Row", "main", "row_of", "weight_of"]
 
 FORMATS = ("int8", "int4", "nf4", "fp8_e4m3")
