@@ -112,8 +112,8 @@ def _default(cols: int, numel: int) -> Choice:
 
 
 def candidates_of(kernel: Any) -> tuple[Choice, ...]:
-    """What is tried; kernels that sum messages would spill with 64 elements of a thread, and have more warps."""
-    return (*CANDIDATES[:-1], (8192, 8)) if "num_messages" in kernel.arg_names else CANDIDATES
+    """What is tried; kernels that sum messages would spill with 64 elements of a thread."""
+    return CANDIDATES[:-1] if "num_messages" in kernel.arg_names else CANDIDATES
 
 
 def tuner_of(kernel: Any, key: tuple[str, ...], written: tuple[str, ...]) -> Any:
@@ -127,4 +127,4 @@ _tuned = cache(tuner_of)
 
 @cache
 def _kept() -> Kept:
-    return Kept((*CANDIDATES, (8192, 8)))
+    return Kept(CANDIDATES)
