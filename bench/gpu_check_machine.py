@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GPU", "JOB_PACKAGES", "TEST_PACKAGES", "Machine", "look", "nvcc"]
+__all__ = ["GPU", "TEST_PACKAGES", "Machine", "look", "nvcc"]
 
 BUILD_PACKAGES = ("scikit-build-core", "nanobind")
 TEST_PACKAGES = {"pytest": "pytest", "pytest-timeout": "pytest_timeout", "pytest-xdist": "xdist"}
 """Distribution -> module; of these only pytest must be there."""
-JOB_PACKAGES = {"tqdm": "tqdm", "matplotlib": "matplotlib"}
 VERSIONS = ("torch", "triton", "numpy", "nanobind", "scikit-build-core", "pytest", "deepspeed")
 ROOT = Path(__file__).parents[1]
 PROBE_LIMIT_S = 60

@@ -59,7 +59,8 @@ def go_wrong(kind: str, command: Sequence[str]) -> int:
     assert process.stdout is not None, "the process was started with a pipe"
     for line in process.stdout:
         print(line, end="", flush=True)
-        if "num_wrong" in (row_of(line.rstrip()) or {}):
+        row = row_of(line.rstrip()) or {}
+        if "num_wrong" in row and "unavailable" not in row:
             break
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -52,8 +52,6 @@ class Kernel(NamedTuple):
     """Of a further message."""
     nbytes: float
     """From and to device memory, for each element of the result."""
-    num_shuffles: int = 0
-    """Steps of a loop for a block's maximum."""
 
 
 def _tool(name: str) -> str:
@@ -145,12 +143,12 @@ def _compiled(launched: Launch, tile: int, warps: int, arch: int) -> Any:
     )
 
 
-def triton_kernel(operation: str, format: str, arch: int, choice: tuple[int, int]) -> Kernel:
-    """What a launch for bfloat16 values that begin at 16 bytes compiles to, with a program of (elements, warps)."""
-    tile, warps = choice
+def triton_kernel(operation: str, format: str, arch: int) -> tuple[int, int, Kernel]:
+    """Elements, warps and code of the largest program for bfloat16 values that begin at 16 bytes."""
     layout = layout_of("static", get_format(format), torch.bfloat16, 1, NUMEL)
     with _launches() as taken:
         _call(operation, layout)
+    tile, warps = _run.candidates_of(taken[0][0])[-1]
     compiled = _compiled(taken[0], tile, warps, arch)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
@@ -158,10 +156,11 @@ def triton_kernel(operation: str, format: str, arch: int, choice: tuple[int, int
         codes, registers = _read(cubin)
     elements, bits = tile // (32 * warps), layout.codec.bits
     name = compiled.metadata.name
-    return Kernel(
+    kernel = Kernel(
         codes[name], registers[name], elements, _access(operation, elements, bits), elements * bits // 8,
         _nbytes(layout, operation),
     )  # fmt: skip
+    return tile, warps, kernel
 
 
 def cuda_kernels(arch: int) -> Iterator[tuple[str, str, Kernel]]:
@@ -187,9 +186,7 @@ def _cuda_rows(operation: str, codes: dict[str, Code], registers: dict[str, int]
         name = next(name for name in codes if codec in name)
         layout = layout_of("static", get_format(format), torch.bfloat16, 1, NUMEL)
         elements, bits = CUDA_TILE // CUDA_THREADS_OF_TILE, layout.codec.bits
-        steps = max(0, layout.block.bit_length() - 4) if layout.block < 256 else 0
-        shuffles = steps if operation in ("quantize", "requantize") else 0
         yield operation, format, Kernel(
             codes[name], registers[name], elements, _access(operation, elements, bits), elements * bits // 8,
-            _nbytes(layout, operation), shuffles,
+            _nbytes(layout, operation),
         )  # fmt: skip

@@ -21,8 +21,6 @@ LABEL = re.compile(r"^\s*(\.L_x?_?\w+):")
 TARGET = re.compile(r"`\(([^)]+)\)")
 WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 SMALLEST_ACCESS_NBYTES = 4
-SHUFFLES_OF_STEP = 4
-"""Of the CUDA kernels, whose lanes have four vectors."""
 
 
 class Instruction(NamedTuple):
@@ -73,7 +71,7 @@ class Block:
         """In accesses of at least four bytes."""
         sizes = [(i.name, access_nbytes(i)) for i in self.instructions]
         kept = [(name, nbytes) for name, nbytes in sizes if nbytes >= SMALLEST_ACCESS_NBYTES]
-        return Access(sum(n for name, n in kept if name == "LDG"), sum(n for name, n in kept if name == "STG"))
+        return Access(sum(n for name, n in kept if name.startswith("LDG")), sum(n for name, n in kept if name == "STG"))
 
     def count(self, name: str) -> int:
         """How many instructions have this name."""
@@ -82,7 +80,7 @@ class Block:
 
 def access_nbytes(instruction: Instruction) -> int:
     """Bytes of a thread, of instructions that access memory; else 0."""
-    if instruction.name not in ("LDG", "STG", "LDL", "STL"):
+    if instruction.name not in ("LDG", "LDGSTS", "STG", "LDL", "STL"):
         return 0
     parts = instruction.opcode.split(".")[1:]
     return next((WIDTHS[part] for part in parts if part in WIDTHS), 4)
@@ -144,22 +142,20 @@ class Code:
         return sum(access_nbytes(i) for i in self.instructions if i.name == "STL")
 
     def fast_path(
-        self, wanted: Access, weigh: Callable[[Instruction], float], *, num_messages: int = 1, message_nbytes: int = 0,
-        num_shuffles: int = 0,
+        self, wanted: Access, weigh: Callable[[Instruction], float], *, num_messages: int = 1, message_nbytes: int = 0
     ) -> Path | None:  # fmt: skip
         """What a thread executes for its part of a tile, or None if no path accesses just ``wanted``.
 
         ``wanted`` holds one message of ``num_messages``; each further one takes loads of ``message_nbytes`` in a loop.
-        ``num_shuffles``: steps that the maximum of a block takes where a loop makes them, or 0 where none is made.
         """
-        search = _Search(self.blocks, weigh, may_reduce=num_shuffles == 0)
+        search = _Search(self.blocks, weigh)
         loops = search.loops()
         turns = [search.best(loop.head, loop.last, wanted) for loop in loops]
         path = min((turn for turn in turns if turn is not None), default=search.best(0, None, wanted))
         if path is None:
             return None
-        path = path.plus(search.further(loops, message_nbytes, num_messages - 1))
-        return path.plus(search.shuffled(loops, num_shuffles)) if num_shuffles else path
+        further = search.further(loops, message_nbytes, num_messages - 1)
+        return None if further is None else path.plus(further)
 
 
 class _Loop(NamedTuple):
@@ -173,7 +169,6 @@ class _Loop(NamedTuple):
 class _Search:
     blocks: list[Block]
     weigh: Callable[[Instruction], float]
-    may_reduce: bool
 
     def loops(self) -> list[_Loop]:
         """By branches to what stands before."""
@@ -200,7 +195,7 @@ class _Search:
                 continue
             seen.add((number, access))
             block = self.blocks[number]
-            if block.count("CALL") or (not self.may_reduce and block.count("REDUX")):
+            if block.count("CALL"):
                 continue
             weight += sum(map(self.weigh, block.instructions))
             instructions += len(block.instructions)
@@ -216,8 +211,8 @@ class _Search:
                     heapq.heappush(queue, (weight, instructions, after, access))
         return None
 
-    def further(self, loops: list[_Loop], message_nbytes: int, num_messages: int) -> Path:
-        """``num_messages`` more, in the loops that take four, or one, in a turn."""
+    def further(self, loops: list[_Loop], message_nbytes: int, num_messages: int) -> Path | None:
+        """``num_messages`` more, in the loops that take four, or one, in a turn; None if no loop loads them."""
         total = Path(0, 0)
         for in_turn in (4, 2, 1):
             wanted = Access(in_turn * message_nbytes, 0)
@@ -225,15 +220,4 @@ class _Search:
             if found := [turn for turn in turns if turn is not None]:
                 total = total.plus(min(found), num_messages // in_turn)
                 num_messages %= in_turn
-        return total
-
-    def shuffled(self, loops: list[_Loop], num_shuffles: int) -> Path:
-        """The steps of a maximum beyond the one that is on the path."""
-        total = Path(0, 0)
-        for loop in loops:
-            turn = self.best(loop.head, loop.last, Access(0, 0))
-            steps = sum(block.count("SHFL") for block in self.blocks[loop.head : loop.last + 1]) // SHUFFLES_OF_STEP
-            if turn is not None and steps:
-                total = total.plus(turn, max(0, num_shuffles // steps - 1))
-                break
-        return total
+        return None if num_messages else total

@@ -101,7 +101,7 @@ def _description(kernel: Any, constants: dict[str, Any], tensors: list[Tensor]) 
     device = tensors[0].device
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     dtypes = [str(tensor.dtype) for tensor in tensors]
-    return repr((gpu, triton.__version__, kernel.cache_key, CANDIDATES, sorted(constants.items()), dtypes))
+    return repr((gpu, triton.__version__, kernel.cache_key, candidates_of(kernel), sorted(constants.items()), dtypes))
 
 
 def _default(cols: int, numel: int) -> Choice:
@@ -111,9 +111,14 @@ def _default(cols: int, numel: int) -> Choice:
     return max(cols, 2048), max(4, min(32, cols // 512))
 
 
+def candidates_of(kernel: Any) -> tuple[Choice, ...]:
+    """What is tried; kernels that sum messages would spill with 64 elements of a thread."""
+    return CANDIDATES[:-1] if "num_messages" in kernel.arg_names else CANDIDATES
+
+
 def tuner_of(kernel: Any, key: tuple[str, ...], written: tuple[str, ...]) -> Any:
     """``kernel``, tuned once for each value of its arguments ``key`` and each dtype."""
-    configs = [triton.Config({"TILE": tile}, num_warps=warps) for tile, warps in CANDIDATES]
+    configs = [triton.Config({"TILE": tile}, num_warps=warps) for tile, warps in candidates_of(kernel)]
     return triton.autotune(configs, key=list(key), restore_value=list(written))(kernel)
 
 
