@@ -54,7 +54,8 @@ def _loaded() -> Any:
         library = native.load_nccl(path, _candidates())
     except RuntimeError as error:
         raise BackendUnavailableError(f"{error}\n{_remedy()}") from error
-    _refuse_another(library.path)
+    if not library.is_emulated:  # which is none that could be in another's way
+        _refuse_another(library.path)
     return library
 
 

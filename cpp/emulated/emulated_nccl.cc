@@ -39,7 +39,10 @@ struct Communicator {
   std::size_t size;
   std::size_t rank;
   bool is_blocking;
+  std::string name;
   bool is_finalized = false;
+  std::size_t num_splits = 0;
+  std::shared_ptr<Network> split{};  // the last one that was split off: this one tells when it is connected
 };
 
 // What a thread has called since it began a group.
@@ -126,18 +129,33 @@ EXPORTED Result ncclCommInitRankConfig(Comm* comm, int num_ranks, UniqueId id, i
   const auto size = static_cast<std::size_t>(num_ranks);
   const std::string name(id.internal);
   auto network = std::make_shared<Network>(name, size, static_cast<std::size_t>(rank));
-  auto* made = new Communicator{std::move(network), size, static_cast<std::size_t>(rank), config->blocking != 0};
+  auto* made = new Communicator{std::move(network), size, static_cast<std::size_t>(rank), config->blocking != 0,
+                                 name};
   *comm = made;
   if (!made->is_blocking) return Result::kInProgress;
   while (!made->network->Connect()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   return made->network->state();
 }
 
+// Of the same ranks alone: color 0, key the rank.
+EXPORTED Result ncclCommSplit(Comm comm, int color, int key, Comm* split, Config* config) {
+  Communicator* parent = Of(comm);
+  if (color != 0 || key != static_cast<int>(parent->rank) || parent->is_blocking) return Result::kInvalidArgument;
+  const std::string name = parent->name + "-" + std::to_string(++parent->num_splits);
+  parent->split = std::make_shared<Network>(name, parent->size, parent->rank);
+  *split = new Communicator{parent->split, parent->size, parent->rank, config->blocking != 0, name};
+  return Result::kInProgress;
+}
+
 EXPORTED Result ncclCommGetAsyncError(Comm comm, Result* result) {
   if (comm == nullptr) return Result::kInvalidArgument;
   Network& network = *Of(comm)->network;
-  const bool is_under_way = !network.Connect() || (Of(comm)->is_finalized && !network.is_idle());
+  bool is_under_way = !network.Connect() || (Of(comm)->is_finalized && !network.is_idle());
   *result = network.state();
+  if (Of(comm)->split != nullptr && *result == Result::kSuccess) {
+    is_under_way = !Of(comm)->split->Connect() || is_under_way;
+    *result = Of(comm)->split->state();
+  }
   if (*result == Result::kSuccess && is_under_way) *result = Result::kInProgress;
   return Result::kSuccess;
 }

@@ -62,13 +62,16 @@ void QueueDecoding(std::int32_t* is_valid, Stream stream, const Call& decode) {
 class HostKernels final : public Kernels {
  public:
   void Quantize(const MessageLayout& layout, const ConstRows& input, const MutableMessages& output,
-                Stream stream) override {
+                const Expected& expected, Stream stream) override {
     if (IsBlockCodec(layout.codec)) {
-      cuda::MakeQuantizeArguments(layout, cuda::WholeOf(layout), input, nullptr, nullptr, output);
+      cuda::MakeQuantizeArguments(layout, cuda::WholeOf(layout), input, nullptr, nullptr, output, expected);
     } else {
       cuda::MakeCastArguments(layout, cuda::WholeOf(layout), input, output);
     }
-    Of(stream)->Queue([=] { zcomm::Quantize(layout, input, output, nullptr, 1); });
+    Of(stream)->Queue([=] {
+      ClearTrailers(layout, expected, output);
+      zcomm::Quantize(layout, input, output, nullptr, 1);
+    });
   }
   void Decode(const MessageLayout& layout, const ConstMessages& input, const MutableRows& output,
               std::int32_t* is_valid, Stream stream) override {
@@ -81,19 +84,26 @@ class HostKernels final : public Kernels {
     QueueDecoding(is_valid, stream, [=] { zcomm::DecodeSum(layout, input, output, divisor, 1); });
   }
   void DecodeSumRequantize(const MessageLayout& layout, const ConstMessages& input, const MessageLayout& out_layout,
-                           const MutableMessages& output, std::int32_t* is_valid, Stream stream) override {
+                           const MutableMessages& output, const Expected& expected, std::int32_t* is_valid,
+                           Stream stream) override {
     cuda::CheckRequantized(layout, out_layout, output);
     if (IsBlockCodec(out_layout.codec)) {
-      cuda::MakeRequantizeArguments(layout, cuda::WholeOf(layout), input, out_layout, output, nullptr, is_valid);
+      cuda::MakeRequantizeArguments(layout, cuda::WholeOf(layout), input, out_layout, output, nullptr, is_valid, expected);
     }
-    QueueDecoding(is_valid, stream, [=] { zcomm::DecodeSumRequantize(layout, input, out_layout, output, nullptr, 1); });
-  }
-  void ClearTrailers(const MessageLayout& layout, std::uint8_t* messages, std::size_t count, Stream stream) override {
-    Of(stream)->Queue([=] {
-      for (std::size_t i = 0; i < count; ++i) {
-        std::memset(messages + i * layout.nbytes + layout.trailer_offset(), 0, kTrailerNbytes);
-      }
+    QueueDecoding(is_valid, stream, [=] {
+      ClearTrailers(out_layout, expected, output);
+      zcomm::DecodeSumRequantize(layout, input, out_layout, output, nullptr, 1);
     });
+  }
+
+ private:
+  // But for those of messages that are written: kernels have no order in which to do one before the other.
+  static void ClearTrailers(const MessageLayout& layout, const Expected& expected, const MutableMessages& output) {
+    const std::uint8_t* end = output.data + output.count * output.stride_nbytes;
+    for (std::size_t i = 0; i < expected.count; ++i) {
+      std::uint8_t* message = expected.data + i * layout.nbytes;
+      if (message < output.data || message >= end) std::memset(message + layout.trailer_offset(), 0, kTrailerNbytes);
+    }
   }
 };
 
