@@ -186,7 +186,7 @@ def _queued(route: Route, tensors: tuple[Tensor, Tensor], call: Callable[[Any, A
 
 
 def _flag(device: torch.device, operation: str) -> Tensor:
-    """int32 [1] on ``device``, cleared where a message is of another layout: a GPU's own, or of one call on the host."""
+    """int32 [1] on ``device``, cleared by a message of another layout: the GPU's, or on the host this call's."""
     if device.type == "cuda":
         return flag_of(device).used_by(operation)
     return torch.ones(1, dtype=torch.int32)

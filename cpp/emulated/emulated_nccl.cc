@@ -129,8 +129,7 @@ EXPORTED Result ncclCommInitRankConfig(Comm* comm, int num_ranks, UniqueId id, i
   const auto size = static_cast<std::size_t>(num_ranks);
   const std::string name(id.internal);
   auto network = std::make_shared<Network>(name, size, static_cast<std::size_t>(rank));
-  auto* made = new Communicator{std::move(network), size, static_cast<std::size_t>(rank), config->blocking != 0,
-                                 name};
+  auto* made = new Communicator{std::move(network), size, static_cast<std::size_t>(rank), config->blocking != 0, name};
   *comm = made;
   if (!made->is_blocking) return Result::kInProgress;
   while (!made->network->Connect()) std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -88,7 +88,8 @@ class HostKernels final : public Kernels {
                            Stream stream) override {
     cuda::CheckRequantized(layout, out_layout, output);
     if (IsBlockCodec(out_layout.codec)) {
-      cuda::MakeRequantizeArguments(layout, cuda::WholeOf(layout), input, out_layout, output, nullptr, is_valid, expected);
+      cuda::MakeRequantizeArguments(layout, cuda::WholeOf(layout), input, out_layout, output, nullptr, is_valid,
+                                    expected);
     }
     QueueDecoding(is_valid, stream, [=] {
       ClearTrailers(out_layout, expected, output);
