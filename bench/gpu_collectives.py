@@ -37,7 +37,6 @@ from zcomm.bench.harness import Column, Report
 from zcomm.bench.timing import slowest_of_ranks
 from zcomm.bench.workloads import Wire, Workload, wire_of
 from zcomm.carrier import BackendName, nccl_unavailable_reason
-from zcomm.nccl_communicators import close_communicators
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 BACKENDS: tuple[BackendName, ...] = ("torch", "nccl")
@@ -134,24 +133,28 @@ def measured(workload: Workload, arguments: argparse.Namespace, backend: Backend
 def run(arguments: argparse.Namespace, topology: Topology, device: torch.device, report: Report | None) -> int:
     """Every size, backend and collective; the backends of a size after each other."""
     tiles, left_out = Tiles(torch.bfloat16, device), []
-    unusable = {}
+    unusable, over = {}, {"torch": topology}
     if reason := nccl_unavailable_reason() or refused_by_nccl(device):
         unusable["nccl"] = reason = " ".join(reason.split())
         if report is not None and "nccl" in arguments.backends:
             report.row({"backend": "nccl", "unavailable": reason}, num_wrong=0)
+    elif "nccl" in arguments.backends:
+        over["nccl"] = Topology(ranks_per_node=topology.ranks_per_node, backend="nccl")
     for kib, backend, collective in product(arguments.sizes_kib, arguments.backends, arguments.collectives):
         if backend in unusable:
             continue
         if agreed(is_spent(), topology):
             left_out.append(f"{collective} of {kib:g} KiB over {backend}")
             continue
-        workload = Workload(collective, int(kib * 1024), tiles, topology, "avg")
+        workload = Workload(collective, int(kib * 1024), tiles, over[backend], "avg")
         rows, error = tried(workload, arguments, backend)
         if error:
             unusable[backend] = error
             rows = [({"backend": backend, "collective": collective, "size": workload.nbytes, "error": error}, 1)]
         for row, num_wrong in rows if report is not None else ():
             report.row(row, num_wrong=num_wrong)
+    if "nccl" in over:
+        over["nccl"].close()
     if report is None:
         return 0
     if left_out:
@@ -162,12 +165,10 @@ def run(arguments: argparse.Namespace, topology: Topology, device: torch.device,
 def tried(workload: Workload, arguments: argparse.Namespace, backend: BackendName) -> tuple[list[tuple[Any, int]], str]:
     """The rows, or what went wrong on any rank."""
     rows, said = [], ""
-    zcomm.use_backend(backend)
     try:
         rows = list(measured(workload, arguments, backend))
     except Exception as error:  # another backend goes on
         said = f"{type(error).__name__}: {(str(error) or 'no text').splitlines()[0][:200]}"
-    zcomm.use_backend("torch")
     return rows, next((text for text in control.gather_texts(said, workload.topology) if text), "")
 
 
@@ -189,10 +190,7 @@ def main() -> int:
         report = Report(COLUMNS, as_json=arguments.json) if topology.rank == 0 else None
         if report is not None:
             report.start("gpu_collectives", device=device.type, ranks=topology.world_size, rounds=arguments.rounds)
-        try:
-            return run(arguments, topology, device, report)
-        finally:
-            close_communicators()
+        return run(arguments, topology, device, report)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from zcomm import Topology, control
 from zcomm.bench import torch_calls
 from zcomm.bench.harness import Column, Report
 from zcomm.carrier import BackendName, nccl_unavailable_reason
-from zcomm.nccl_communicators import close_communicators
 
 COLUMNS = [
     Column("ranks", "ranks"),
@@ -136,14 +135,14 @@ def run(arguments: argparse.Namespace, topology: Topology, device: torch.device,
             if report is not None:
                 report.row({"backend": backend, "unavailable": reason}, num_wrong=0)
             continue
-        zcomm.use_backend(backend)
+        over = Topology(ranks_per_node=topology.ranks_per_node, backend=backend)
         for name in arguments.formats:
-            for case in cases(arguments.numel, name, topology, device):
+            for case in cases(arguments.numel, name, over, device):
                 found, wrong = row(case, arguments.rounds, topology)
                 about = {"ranks": topology.world_size, "backend": backend, "collective": case.collective}
                 if report is not None:
                     report.row(about | {"format": name, "size": case.source.nbytes, **found}, num_wrong=wrong)
-    zcomm.use_backend("torch")
+        over.close()
     return report.finish() if report is not None else 0
 
 
@@ -154,10 +153,7 @@ def main() -> int:
         report = Report(COLUMNS, as_json=arguments.json) if topology.rank == 0 else None
         if report is not None:
             report.start("gpu_graph", device=device.type, ranks=topology.world_size, rounds=arguments.rounds)
-        try:
-            return run(arguments, topology, device, report)
-        finally:
-            close_communicators()
+        return run(arguments, topology, device, report)
 
 
 if __name__ == "__main__":

@@ -81,11 +81,13 @@ def _run_agents(nodes: list[Node], per_node: int, module: list[str]) -> int:
     try:
         with signals_put_off():
             agents.extend(_start_agent(nodes, index, per_node, module) for index in range(len(nodes)))
-        while any(agent.poll() is None for agent in agents):
-            if failed := [agent.returncode for agent in agents if agent.returncode]:
+        while True:
+            codes = [agent.poll() for agent in agents]  # of all: one that fails must not wait for those before it
+            if failed := [code for code in codes if code]:
                 return failed[0]
+            if None not in codes:
+                return 0
             time.sleep(POLL_S)
-        return max(agent.returncode for agent in agents)
     finally:
         for agent in agents:
             agent.kill()  # its ranks go with the node
