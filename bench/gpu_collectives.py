@@ -133,15 +133,9 @@ def measured(workload: Workload, arguments: argparse.Namespace, backend: Backend
 def run(arguments: argparse.Namespace, topology: Topology, device: torch.device, report: Report | None) -> int:
     """Every size, backend and collective; the backends of a size after each other."""
     tiles, left_out = Tiles(torch.bfloat16, device), []
-    unusable, over = {}, {"torch": topology}
-    if reason := nccl_unavailable_reason() or refused_by_nccl(device):
-        unusable["nccl"] = reason = " ".join(reason.split())
-        if report is not None and "nccl" in arguments.backends:
-            report.row({"backend": "nccl", "unavailable": reason}, num_wrong=0)
-    elif "nccl" in arguments.backends:
-        over["nccl"] = Topology(ranks_per_node=topology.ranks_per_node, backend="nccl")
+    over = topologies(arguments, topology, device, report)
     for kib, backend, collective in product(arguments.sizes_kib, arguments.backends, arguments.collectives):
-        if backend in unusable:
+        if backend not in over:
             continue
         if agreed(is_spent(), topology):
             left_out.append(f"{collective} of {kib:g} KiB over {backend}")
@@ -149,17 +143,30 @@ def run(arguments: argparse.Namespace, topology: Topology, device: torch.device,
         workload = Workload(collective, int(kib * 1024), tiles, over[backend], "avg")
         rows, error = tried(workload, arguments, backend)
         if error:
-            unusable[backend] = error
+            del over[backend]
             rows = [({"backend": backend, "collective": collective, "size": workload.nbytes, "error": error}, 1)]
         for row, num_wrong in rows if report is not None else ():
             report.row(row, num_wrong=num_wrong)
-    if "nccl" in over:
-        over["nccl"].close()
     if report is None:
         return 0
     if left_out:
         report.note(f"not measured, for want of time: {', '.join(left_out)}")
     return report.finish()
+
+
+def topologies(
+    arguments: argparse.Namespace, topology: Topology, device: torch.device, report: Report | None
+) -> dict[str, Topology]:
+    """``topology`` for each backend; a row says why one cannot be used."""
+    over = {"torch": topology}
+    if "nccl" not in arguments.backends:
+        return over
+    if reason := " ".join((nccl_unavailable_reason() or refused_by_nccl(device)).split()):
+        if report is not None:
+            report.row({"backend": "nccl", "unavailable": reason}, num_wrong=0)
+    else:
+        over["nccl"] = Topology(ranks_per_node=topology.ranks_per_node, backend="nccl")
+    return over
 
 
 def tried(workload: Workload, arguments: argparse.Namespace, backend: BackendName) -> tuple[list[tuple[Any, int]], str]:
