@@ -131,10 +131,10 @@ def measured(workload: Workload, arguments: argparse.Namespace, backend: Backend
 
 
 def run(arguments: argparse.Namespace, topology: Topology, device: torch.device, report: Report | None) -> int:
-    """Every size, backend and collective; the backends of a size after each other."""
+    """Every backend, size and collective. One that hangs takes what comes after it along: torch's comes first."""
     tiles, left_out = Tiles(torch.bfloat16, device), []
     over = topologies(arguments, topology, device, report)
-    for kib, backend, collective in product(arguments.sizes_kib, arguments.backends, arguments.collectives):
+    for backend, kib, collective in product(arguments.backends, arguments.sizes_kib, arguments.collectives):
         if backend not in over:
             continue
         if agreed(is_spent(), topology):

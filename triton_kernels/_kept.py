@@ -33,7 +33,7 @@ def folder() -> Path:
     if chosen := os.environ.get("TRITON_CACHE_DIR"):
         return Path(chosen) / "zcomm_tuned"
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "zcomm" / "tuned"
+    return Path(cache or os.path.expanduser("~/.cache")) / "zcomm" / "tuned"  # noqa: PTH111  (Path.home() may raise)
 
 
 class Kept:
@@ -52,9 +52,9 @@ class Kept:
         try:
             kept = json.loads(_path(description).read_text())
             choice = (kept["tile"], kept["warps"]) if kept["of"] == description else None
+            if choice not in self._candidates:
+                return None
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            return None
-        if choice not in self._candidates:
             return None
         self._found[launch] = choice
         return choice

@@ -19,10 +19,12 @@ Invariants:
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import zlib
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -113,15 +115,19 @@ class Table:
                 operation: sorted((int(nbytes), Choice.parse(wire, hops)) for nbytes, wire, hops in choices)
                 for operation, choices in found["choices"].items()
             }
-            links = tuple(
-                Link(float(link["latency_us"]) * 1e-6, float(link["bandwidth_gbps"]) * 1e9)
-                for link in found.get("links", {}).values()
-            )
+            links = tuple(_link(link) for link in found.get("links", {}).values())
             return cls(str(found["device"]), rows, links)
         except (ZcommError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 f"{path} is not what `zcomm probe` writes: {error!r} in {text[:100]!r}; delete it or probe again"
             ) from error
+
+
+def _link(found: Mapping[str, Any]) -> Link:
+    link = Link(float(found["latency_us"]) * 1e-6, float(found["bandwidth_gbps"]) * 1e9)
+    if not (0 <= link.latency_s < math.inf and 0 < link.bytes_per_s < math.inf):
+        raise ConfigError(f"latency_us and bandwidth_gbps must be finite, and a bandwidth positive: {dict(found)}")
+    return link
 
 
 def probe_path() -> Path:

@@ -68,7 +68,7 @@ class _CudaLane:
             return _InOrder()
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        return _CudaEnd(event)
+        return _CudaEnd(event, self._stream.device)
 
 
 class _InOrder:
@@ -82,13 +82,13 @@ class _InOrder:
 
 
 class _CudaEnd:
-    """An exchange that later work of the stream that waits comes after."""
+    """An exchange that later work on the current stream of its device comes after."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event, self._device = event, device
 
     def wait(self) -> None:
-        self._event.wait()
+        self._event.wait(torch.cuda.current_stream(self._device))
 
     def is_completed(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]

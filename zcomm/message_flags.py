@@ -40,9 +40,10 @@ class MessageFlag:
             raise StateError(
                 f"the first zcomm call on {device} cannot be captured into a graph: make such a call before the capture"
             )
-        self.tensor = torch.ones(1, dtype=torch.int32, device=device)
-        """int32 [1] on the device, 1 until a kernel meets a message of another layout."""
-        self._host = self._on_host()
+        with torch.inference_mode(mode=False):  # they outlive the mode and the device that are set around the first use
+            self.tensor = torch.ones(1, dtype=torch.int32, device=device)
+            """int32 [1] on the device, 1 until a kernel meets a message of another layout."""
+            self._host = self._on_host()
         self._event: Any = None
         self._next = 0.0
         self._operations: dict[str, None] = {}
@@ -54,7 +55,7 @@ class MessageFlag:
 
     @staticmethod
     def _on_host() -> Tensor:
-        return torch.ones(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+        return torch.ones(1, dtype=torch.int32, device="cpu", pin_memory=torch.cuda.is_available())
 
     def used_by(self, operation: str) -> Tensor:
         """The flag for a kernel that decodes messages of ``operation``, to be passed on; looks now and then.

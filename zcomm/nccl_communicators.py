@@ -10,6 +10,7 @@ process group that a call was given with the group.
 from __future__ import annotations
 
 import atexit
+import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -22,7 +23,7 @@ from zcomm import backend, kernels
 from zcomm.backend import Hop
 from zcomm.carrier import nccl_unavailable_reason
 from zcomm.device_streams import DeviceStreams, device_streams, on_device
-from zcomm.errors import BackendUnavailableError, CommunicationError
+from zcomm.errors import BackendUnavailableError, CommunicationError, StateError
 from zcomm.ledger import failing
 from zcomm.nccl_library import nccl_library
 from zcomm.starts import prefix_of_start
@@ -38,7 +39,8 @@ __all__ = [
 
 PREFIX = "zcomm-nccl"
 ALONE = "alone"
-SOUND = b"sound"
+MADE = b"id:"
+MAKING = "the making of a communicator over NCCL"
 
 Key = tuple[int, tuple[str, ...]]
 """Device, and the hops by the names of their groups."""
@@ -73,6 +75,7 @@ def communicator_over(hops: Sequence[Hop], device: torch.device) -> Communicator
 
     Raises:
         BackendUnavailableError: A rank has no NCCL. The same on every rank.
+        StateError: The first use is in a capture.
         CommunicationError: The ranks did not find one another, with NCCL's text.
     """
     owner = next((hop.communicators for hop in hops if hop.communicators is not None), None)
@@ -82,13 +85,17 @@ def communicator_over(hops: Sequence[Hop], device: torch.device) -> Communicator
     made: Communicators = owner
     key = device.index or 0, tuple(ALONE if hop.group is None else hop.group.group_name for hop in hops)
     if key not in made:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise StateError(
+                "a communicator over NCCL cannot be made while a graph is captured: make such a call, over the same "
+                "ranks, before the capture"
+            )
         made[key] = _make(hops, device)
     return made[key]
 
 
 def _make(hops: Sequence[Hop], device: torch.device) -> Communicator:
-    for hop in hops:
-        agree_on_nccl(hop)
+    agree_on_nccl(*hops)
     ids = [_unique_id(hop) for hop in hops]
     timeouts = [backend.timeout_of(hop.group) for hop in hops if hop.group is not None]
     timeout_s = min((t.total_seconds() for t in timeouts if t is not None), default=600.0)
@@ -120,18 +127,22 @@ def _rounds(hop: Hop, round_: str) -> int:
 _ROUNDS: WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = WeakKeyDictionary()
 
 
-def agree_on_nccl(hop: Hop) -> None:
-    """Raise BackendUnavailableError on every rank of ``hop`` unless all of them can use NCCL."""
+def agree_on_nccl(*hops: Hop) -> None:
+    """Raise BackendUnavailableError on every rank of ``hops``, of one route, unless all of them can use NCCL.
+
+    Each hop passes on what the one before it has told: after the last, every rank knows of every rank.
+    """
     reason = nccl_unavailable_reason()
-    if hop.group is None:
-        found = [reason]
-    else:
+    told = {dist.get_rank() if dist.is_initialized() else 0: reason} if reason else {}
+    for hop in hops:
+        if hop.group is None:
+            continue
         store = _store(hop, "sound")
-        store.set(str(hop.rank), reason.encode() or SOUND)
-        with failing("the making of a communicator over NCCL", hop.group):
+        store.set(str(hop.rank), json.dumps(sorted(told.items())))
+        with failing(MAKING, hop.group):
             texts = [store.get(str(rank)) for rank in range(hop.size)]
-        found = ["" if text == SOUND else text.decode() for text in texts]
-    lines = [f"  rank {rank}: {text}" for rank, text in enumerate(found) if text]
+        told = {rank: text for of_rank in texts for rank, text in json.loads(of_rank)}
+    lines = [f"  rank {rank}: {text}" for rank, text in sorted(told.items())]
     if lines:
         raise BackendUnavailableError("backend='nccl' cannot be used:\n" + "\n".join(lines))
 
@@ -141,9 +152,16 @@ def _unique_id(hop: Hop) -> bytes:
         return b""
     store = _store(hop, "id")
     if hop.rank == 0:
-        store.set("id", kernels.native().nccl_unique_id(nccl_library()))
-    with failing("the making of a communicator over NCCL", hop.group):
-        return bytes(store.get("id"))
+        try:
+            made = MADE + kernels.native().nccl_unique_id(nccl_library())
+        except RuntimeError as error:  # the others wait for it
+            made = str(error).encode()
+        store.set("id", made)
+    with failing(MAKING, hop.group):
+        told = bytes(store.get("id"))
+    if not told.startswith(MADE):
+        raise CommunicationError(f"no communicator over NCCL: its first rank made no id: {told.decode()}")
+    return told[len(MADE) :]
 
 
 def close_communicators(group: dist.ProcessGroup | None = None) -> None:

@@ -167,8 +167,8 @@ def _queued(route: Route, tensors: tuple[Tensor, Tensor], call: Callable[[Any, A
     ``call(native, None)``: the room that it needs while a graph is captured."""
     device = tensors[0].device
     with on_device(device):
-        over = communicator_over(inside_first([hop for hop, _ in route.hops]), device)
         flag = _flag(device, route.operation)
+        over = communicator_over(inside_first([hop for hop, _ in route.hops]), device)
         room = torch.empty(0, dtype=torch.uint8, device=device)
         if over.streams.is_captured():
             room = torch.empty(call(over.native, None), dtype=torch.uint8, device=device)  # of the graph's own memory
@@ -189,4 +189,4 @@ def _flag(device: torch.device, operation: str) -> Tensor:
     """int32 [1] on ``device``, cleared by a message of another layout: the GPU's, or on the host this call's."""
     if device.type == "cuda":
         return flag_of(device).used_by(operation)
-    return torch.ones(1, dtype=torch.int32)
+    return torch.ones(1, dtype=torch.int32, device=device)

@@ -123,7 +123,8 @@ void MakeCommunicator(Communicator* self, const Library& library, int device, co
     if (size == 1) {
       transports.push_back(std::make_unique<zcomm::nccl::SingleRank>(place.get()));
     } else {
-      transports.push_back(std::make_unique<zcomm::nccl::NcclTransport>(&library, id, size, rank, Seconds(timeout_s)));
+      transports.push_back(std::make_unique<zcomm::nccl::NcclTransport>(&library, id, size, rank, Seconds(timeout_s),
+                                                                        [gpu = place] { gpu->MakeCurrent(); }));
     }
   }
   new (self) Communicator(std::move(place), std::move(operations), std::move(transports), Seconds(timeout_s));

@@ -79,6 +79,7 @@ class CudaDevice final : public Device {
     Check(result, "cudaEventQuery");
     return true;
   }
+  void MakeCurrent() override { Check(cudaSetDevice(index_), "cudaSetDevice"); }
   bool IsCapturing(Stream stream) override {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     Check(cudaStreamIsCapturing(Of(stream), &status), "cudaStreamIsCapturing");

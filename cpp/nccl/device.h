@@ -35,6 +35,8 @@ class Device {
   // Whether what the event stands for has been done; not for an event recorded during a capture. Not to be called on a
   // thread that captures, as Allocate and Free are not: CUDA refuses them there, and the capture is lost.
   virtual bool IsDone(Event event) = 0;
+  // For the calling thread.
+  virtual void MakeCurrent() {}
   // Whether work on `stream` is being captured into a graph.
   virtual bool IsCapturing(Stream stream) = 0;
 

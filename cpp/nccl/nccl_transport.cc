@@ -25,8 +25,8 @@ UniqueId MakeUniqueId(const Library& library) {
 }
 
 NcclTransport::NcclTransport(const Library* library, const UniqueId& id, std::size_t size, std::size_t rank,
-                             std::chrono::duration<double> timeout)
-    : nccl_(library->functions), size_(size), rank_(rank), timeout_(timeout) {
+                             std::chrono::duration<double> timeout, std::function<void()> enter)
+    : nccl_(library->functions), size_(size), rank_(rank), timeout_(timeout), enter_(std::move(enter)) {
   try {
     Join(id);
     if (nccl_.comm_split != nullptr) SplitOff();
@@ -150,7 +150,10 @@ void NcclTransport::Settle(Comm comm, Result result, const char* call) {
 }
 
 Result NcclTransport::InTime(std::function<Result()> work, const char* call) const {
-  std::packaged_task<Result()> task(std::move(work));
+  std::packaged_task<Result()> task([enter = enter_, work = std::move(work)] {
+    enter();
+    return work();
+  });
   std::future<Result> result = task.get_future();
   std::thread(std::move(task)).detach();
   if (result.wait_for(timeout_) != std::future_status::ready) throw std::runtime_error(LateText(call));

@@ -23,8 +23,10 @@ class NcclTransport final : public Transport {
  public:
   // Joins the communicator `id` as one of `size` ranks, which all do so; the GPU is the current one. Throws
   // std::runtime_error with NCCL's text, also when the others have not come within `timeout`. `library` outlives it.
-  NcclTransport(const Library* library, const UniqueId& id, std::size_t size, std::size_t rank,
-                std::chrono::duration<double> timeout);
+  // `enter` makes that GPU current for threads of its own: NCCL leaves a thread on the GPU that it came with.
+  NcclTransport(
+      const Library* library, const UniqueId& id, std::size_t size, std::size_t rank,
+      std::chrono::duration<double> timeout, std::function<void()> enter = [] {});
   ~NcclTransport() override;
   NcclTransport(const NcclTransport&) = delete;
   NcclTransport& operator=(const NcclTransport&) = delete;
@@ -59,6 +61,7 @@ class NcclTransport final : public Transport {
   std::size_t size_;
   std::size_t rank_;
   std::chrono::duration<double> timeout_;
+  std::function<void()> enter_;
   Comm joined_ = nullptr;  // until its split has been made
   Comm split_ = nullptr;   // NCCL writes it when it has been
   std::atomic<Comm> comm_{nullptr};

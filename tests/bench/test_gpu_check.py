@@ -101,7 +101,7 @@ def test_what_a_step_leaves_over_goes_to_later_ones_and_none_takes_of_theirs(ben
     steps = [
         step("idle", _say("at once"), budget_s=3.0),
         step("longer than its budget", _say(then=sleep), budget_s=1.5),
-        step("hangs", _say("begun", then="time.sleep(60)"), budget_s=1.0),
+        step("hangs", _say("begun", then="time.sleep(60)"), budget_s=1.0, gives_figures=True),
         step("has its own time", _say(then="time.sleep(0.2)"), budget_s=2.0),
     ]
     begin = time.monotonic()

@@ -123,15 +123,18 @@ def test_the_next_process_does_not_measure_again(kept: Path, monkeypatch: pytest
     assert not list(kept.glob(".new-*"))
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"of": "another", "tile": 1024, "warps": 4}', None])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "null", '{"of": "another", "tile": 1024, "warps": 4}', "12345", "[1024]"]
+)
 def test_a_damaged_or_foreign_file_is_measured_again(
-    content: str | None, kept: Path, monkeypatch: pytest.MonkeyPatch
+    content: str, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuning = Tuning(monkeypatch)
     tuning.launch()
     (path,) = kept.glob("*.json")
     whole = path.read_text()
-    path.write_text(whole.replace(f'"tile": {WIDEST}', '"tile": 12345') if content is None else content)
+    in_place = content in ("12345", "[1024]")  # of a file that is right otherwise
+    path.write_text(whole.replace(f'"tile": {WIDEST}', f'"tile": {content}') if in_place else content)
     _forget()
     assert tuning.launch() == WIDEST
     assert tuning.num_measured == 2 * len(_run.CANDIDATES)

@@ -144,11 +144,11 @@ def test_messages_of_another_format_or_size_are_errors_on_every_rank() -> None:
 
 def test_it_takes_tensors_of_the_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_library.env, "value", lambda _: "emulated")
-    nccl_library.nccl_library.cache_clear()
+    nccl_library._forget()
     try:
         assert "emulated in host memory, for tests alone" in nccl_library.nccl_description()
         nccl_bytes.check_device("all_gather", torch.device("cpu"))
         with pytest.raises(BackendUnavailableError, match="takes CPU tensors, got device=cuda:0"):
             nccl_bytes.check_device("all_gather", torch.device("cuda", 0))
     finally:
-        nccl_library.nccl_library.cache_clear()
+        nccl_library._forget()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -139,3 +141,16 @@ class _OnGpu:
 
     def __init__(self, values: Tensor) -> None:
         self.device, self.values = torch.device("cuda", 0), values
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")])
+def test_a_flag_outlives_the_mode_it_was_made_in(mode: Callable[[], AbstractContextManager[Any]]) -> None:
+    with mode():
+        flag = flag_of(CPU)
+    flag.used_by("all_gather")
+    look_at_all()
+    flag.tensor.zero_()
+    look_at_all()
+    with pytest.raises(MessageError, match="a message of all_gather"):
+        look_at_all()

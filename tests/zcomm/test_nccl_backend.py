@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from zcomm import Topology, carrier, nccl_communicators, nccl_steps
 from zcomm.backend import Hop
 from zcomm.encoder import Encoder
-from zcomm.errors import BackendUnavailableError, ConfigError
+from zcomm.errors import BackendUnavailableError, CommunicationError, ConfigError
 from zcomm.formats import get_format
 from zcomm.message import layout_of
 from zcomm.route import Route
@@ -83,6 +83,38 @@ def _check_ranks_without_nccl_are_told_to_all(rank: int) -> None:
         nccl_communicators.agree_on_nccl(hop)
     finally:
         nccl_communicators.nccl_unavailable_reason = original
+
+
+def _check_one_rank_of_two_hops_is_told_to_all(rank: int) -> None:
+    topology = Topology(ranks_per_node=2)
+    original = nccl_communicators.nccl_unavailable_reason
+    nccl_communicators.nccl_unavailable_reason = lambda: "no NCCL\nsecond line" if rank == 3 else ""
+    try:
+        with pytest.raises(BackendUnavailableError, match=r"(?s)cannot be used:\n  rank 3: no NCCL\nsecond line$"):
+            nccl_communicators.agree_on_nccl(topology.intra, topology.inter)
+        nccl_communicators.nccl_unavailable_reason = lambda: ""
+        nccl_communicators.agree_on_nccl(topology.intra, topology.inter)
+    finally:
+        nccl_communicators.nccl_unavailable_reason = original
+    topology.close()
+
+
+def test_a_rank_without_nccl_is_an_error_on_every_rank_of_two_hops() -> None:
+    run_ranks(4, _check_one_rank_of_two_hops_is_told_to_all)
+
+
+def _check_an_id_that_cannot_be_made(rank: int) -> None:
+    def fail(*_: object) -> Any:
+        raise RuntimeError("no socket")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nccl_communicators, "nccl_library", fail)
+        with pytest.raises(CommunicationError, match="its first rank made no id: no socket"):
+            nccl_communicators._unique_id(hop_of_group(None))
+
+
+def test_an_id_that_cannot_be_made_is_an_error_on_every_rank() -> None:
+    run_ranks(2, _check_an_id_that_cannot_be_made)
 
 
 def _check_both(rank: int) -> None:
