@@ -26,7 +26,9 @@ class ImportFailure(NamedTuple):
 def import_failure(error: ImportError, folders: Iterable[str]) -> ImportFailure:
     """What ``error`` of importing the native module from the package's ``folders`` means."""
     files = sorted(file for folder in folders for file in Path(folder).glob("_native*.so"))
-    if not files:
+    fits = {f"_native.{_tag_here()}.so", "_native.abi3.so"}
+    is_hidden = isinstance(error, ModuleNotFoundError) and any(file.name in fits for file in files)  # from imports
+    if not files or is_hidden:
         reason = f"the native module is not built: {error}; install the package with `pip install .`"
         return ImportFailure(reason, is_misfit=False)
     built = ", ".join(f"{file} is built for {_built_for(file.name)}" for file in files)

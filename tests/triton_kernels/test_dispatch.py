@@ -126,9 +126,7 @@ def test_the_next_process_does_not_measure_again(kept: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "null", '{"of": "another", "tile": 1024, "warps": 4}', "12345", "[1024]"]
 )
-def test_a_damaged_or_foreign_file_is_measured_again(
-    content: str, kept: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_or_foreign_file_is_measured_again(content: str, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuning = Tuning(monkeypatch)
     tuning.launch()
     (path,) = kept.glob("*.json")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.stub_libraries import stub_nccl
-from zcomm import nccl_communicators, nccl_library
+from zcomm import carrier, nccl_communicators, nccl_library
 from zcomm.errors import BackendUnavailableError
 from zcomm.topology import hop_of_group
 
@@ -113,10 +113,11 @@ def test_two_in_one_process_are_refused(tmp_path: Path) -> None:
 
 def _check_all_are_told(rank: int, folder: str) -> None:
     native = SimpleNamespace(**vars(nccl_library.kernels.native()))
-    native.NcclCommunicator, native.build_info = object, lambda: {"cuda": ""}
+    native.NcclCommunicator, native.build_info = object, lambda: {"cuda": "13.0"}
     with pytest.MonkeyPatch.context() as patch:
         _use(patch, Path(folder) / ("old" if rank == 1 else "new") / "libnccl.so.2")
         patch.setattr(nccl_library.kernels, "native", lambda: native)
+        patch.setattr(carrier, "driver_unavailable_reason", lambda _: "")
         nccl_library._forget()
         with pytest.raises(BackendUnavailableError, match=r"cannot be used:\n  rank 1: \S+, NCCL 2.13.4 is too old"):
             nccl_communicators.agree_on_nccl(hop_of_group(None))

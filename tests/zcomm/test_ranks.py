@@ -56,6 +56,6 @@ def test_a_late_rank_is_named_and_the_pool_built_anew(monkeypatch: pytest.Monkey
 
 def test_ranks_stay_alive_between_tests() -> None:
     run_ranks(2, _check_works, 3)
-    before = [process.pid for process in ranks._POOLS[2].processes]
+    before = [process.pid for process in ranks._POOLS[2, "torch"].processes]
     run_ranks(2, _check_works, 4)
-    assert [process.pid for process in ranks._POOLS[2].processes] == before
+    assert [process.pid for process in ranks._POOLS[2, "torch"].processes] == before

@@ -108,6 +108,7 @@ def _trained(rank: int, options: dict[str, Any], folder: str = "", **others: Any
 
 
 def _check_cases(rank: int, folder: str) -> None:
+    of_groups = len(nccl_communicators._OF_GROUPS)  # of tests before, on the same ranks
     plain = Topology(ranks_per_node=2, backend="torch")
     with nccl_alone(), _counted():
         over_nccl = Topology(ranks_per_node=2, backend="nccl")
@@ -129,7 +130,7 @@ def _check_cases(rank: int, folder: str) -> None:
     over_nccl.close()
     gc.collect()
     assert not _Native.alive, "communicators that outlive their topology"
-    assert not nccl_communicators._OF_GROUPS
+    assert len(nccl_communicators._OF_GROUPS) <= of_groups
 
 
 def test_training_over_nccl_has_the_bits_of_torch(tmp_path: Path) -> None:

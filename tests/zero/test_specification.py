@@ -348,7 +348,11 @@ def _storages() -> dict[int, int]:
     gc.collect()
     with torch._C.DisableTorchFunctionSubclass():  # released parameters answer no questions
         found = [x for x in gc.get_objects() if type(x).__name__ != "weakproxy" and issubclass(type(x), Tensor)]
-        real = [x.untyped_storage() for x in found if x.device.type == "cpu" and not isinstance(x, FakeTensor)]
+        real = [
+            x.untyped_storage()
+            for x in found
+            if x.device.type == "cpu" and x.layout is torch.strided and not isinstance(x, FakeTensor)
+        ]
         return {storage.data_ptr(): storage.nbytes() for storage in real}
 
 

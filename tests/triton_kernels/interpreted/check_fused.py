@@ -149,7 +149,7 @@ def test_a_collective_keeps_the_same_residual(format: str, received: str, monkey
             ):  # fmt: skip
                 values = mixture(2 * numel, step).nan_to_num(0, 2, -2).view(2, numel)[:, columns].contiguous()
                 messages, out = _quantized(values, of_sum), layout.new(1, values.device)
-                encoder.at(columns.start).sum_and_encode(messages, of_sum, out, layout)
+                encoder.at(columns.start).sum_and_encode(messages, of_sum, out, layout, expected=out)
                 sent.append(out)
             residual.commit()
             outcomes.append((*sent, residual.values()))
