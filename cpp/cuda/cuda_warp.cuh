@@ -17,6 +17,9 @@ struct CudaWarp {
   ZCOMM_DEVICE static std::uint32_t ShuffleXor(std::uint32_t word, int mask) {
     return __shfl_xor_sync(kAllLanes, word, mask);
   }
+  ZCOMM_DEVICE static std::uint32_t ShuffleNext(std::uint32_t word) {
+    return __shfl_sync(kAllLanes, word, Lane() + 1);  // modulo 32
+  }
   ZCOMM_DEVICE static std::uint32_t MaxOfWarp(std::uint32_t word) { return __reduce_max_sync(kAllLanes, word); }
 
   template <class W>

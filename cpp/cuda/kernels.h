@@ -74,12 +74,6 @@ ZCOMM_DEVICE void EncodeTile(const Values& v, int block_log2, int numel, const T
   }
 }
 
-template <class P, class C>
-ZCOMM_DEVICE void DecodeTile(const Coded<C>& coded, float limit, const Tables& tables, Values& v) {
-  ZCOMM_UNROLL
-  for (int j = 0; j < kVectors; ++j) DecodeVector<P, C>(coded.words[j], coded.headers[j], limit, tables, v[j]);
-}
-
 ZCOMM_DEVICE void ZeroOutside(int at, int numel, float (&vector)[kVector]) {
   ZCOMM_UNROLL
   for (int k = 0; k < kVector; ++k) vector[k] = at + k < numel ? vector[k] : 0.0F;
@@ -118,17 +112,17 @@ ZCOMM_DEVICE void AddResidual(const ResidualPlace& place, float beta, int numel,
 // Encodes v - (what `coded` decodes to) as the tile's residual; blocks that are not finite stay.
 template <class P, class C>
 ZCOMM_DEVICE void KeepResidual(const ResidualPlace& place, const Coded<C>& coded, int numel, const Tables& tables,
-                               const Values& v) {
-  Values lost;
-  DecodeTile<P, C>(coded, kFloat32Max, tables, lost);
+                               Values& v) {
   ZCOMM_UNROLL
   for (int j = 0; j < kVectors; ++j) {
+    float decoded[kVector];
+    DecodeVector<P, C>(coded.words[j], coded.headers[j], kFloat32Max, tables, decoded);
     ZCOMM_UNROLL
-    for (int k = 0; k < kVector; ++k) lost[j][k] = v[j][k] - lost[j][k];
-    ZeroOutside(At<P>(j), numel, lost[j]);
+    for (int k = 0; k < kVector; ++k) v[j][k] -= decoded[k];
+    ZeroOutside(At<P>(j), numel, v[j]);
   }
   Coded<Int8Codec> kept;
-  EncodeTile<P, Int8Codec>(lost, kResidualBlockLog2, numel, tables, &kept);
+  EncodeTile<P, Int8Codec>(v, kResidualBlockLog2, numel, tables, &kept);
   ZCOMM_UNROLL
   for (int j = 0; j < kVectors; ++j) {
     if (j * kVectorStride >= numel || kept.headers[j] == kNanHeader) continue;

@@ -8,6 +8,7 @@
 //
 //   Lane()                        0..31
 //   ShuffleXor(word, mask)        the word of lane (Lane() ^ mask); all lanes call, with one mask
+//   ShuffleNext(word)             the word of lane (Lane() + 1) % 32; all lanes call
 //   MaxOfWarp(word)               the largest word of all lanes; all lanes call
 //   Load<W>, Store<W>(pointer)    device memory, aligned to sizeof(W)
 //   Divide(a, b)                  IEEE division

@@ -6,8 +6,10 @@
 #include "codecs.h"
 
 // Moving a tile between memory and the registers of a warp. Lane l holds of each of its 4 vectors 8 consecutive
-// elements: vector j, element k is element 256 j + 8 l + k of the tile. A whole tile whose memory is aligned moves in
-// 16-byte accesses (codes: 8 or 4 bytes a lane, 256 or 128 in a row); any other element by element.
+// elements: vector j, element k is element 256 j + 8 l + k of the tile. A whole tile moves in aligned words of 16 bytes
+// (codes: 8 or 4, as many as a lane's vector has). One that does not begin at a word is taken as a ring: its head and
+// its tail share a word, which one lane moves element by element, and the warp turns the ring to where the tile begins.
+// What is not a whole tile, the last of a row, moves element by element.
 namespace zcomm::cuda {
 
 using Values = float[kVectors][kVector];
@@ -40,6 +42,126 @@ ZCOMM_DEVICE std::uint8_t* Start(const Array& array, const Place& place) {
   return array.data + element * (array.dtype == DType::kFloat32 ? 4 : 2);
 }
 
+// Of each of a lane's vectors, kCount consecutive words: word (32 j + l) kCount + i of the tile's 128 kCount.
+template <class Words, int kCount>
+using TileWords = Words[kVectors][kCount];
+
+template <class Words, int kCount>
+constexpr int kTileNbytes = kVectors * 32 * kCount * static_cast<int>(sizeof(Words));
+
+// Turns the ring of a tile's words: its byte `nbytes`, of the first word and at a multiple of sizeof(Unit), becomes its
+// first. All lanes call, with the same `nbytes`.
+template <class P, class Unit, class Words, int kCount>
+ZCOMM_DEVICE void Turn(TileWords<Words, kCount>& words, int nbytes) {
+  constexpr int kPerWord = static_cast<int>(sizeof(Words)) / 4;
+  constexpr int kOwn = kPerWord * kCount;
+  const Words first = words[0][0];
+  ZCOMM_UNROLL
+  for (int j = 0; j < kVectors; ++j) {
+    const Words& wrapped = j + 1 < kVectors ? words[(j + 1) % kVectors][0] : first;
+    std::uint32_t w[kOwn + kPerWord];  // and the next lane's first word
+    ZCOMM_UNROLL
+    for (int i = 0; i < kOwn; ++i) w[i] = words[j][i / kPerWord].w[i % kPerWord];
+    ZCOMM_UNROLL
+    for (int i = 0; i < kPerWord; ++i) w[kOwn + i] = P::ShuffleNext(P::Lane() == 0 ? wrapped.w[i] : w[i]);
+    ZCOMM_UNROLL
+    for (int step = kPerWord / 2; step > 0; step /= 2) {
+      ZCOMM_UNROLL
+      for (int i = 0; i + step < kOwn + kPerWord; ++i) w[i] = (nbytes & 4 * step) != 0 ? w[i + step] : w[i];
+    }
+    const std::uint32_t selector = 0x3210U + 0x1111U * static_cast<std::uint32_t>(nbytes % 4);
+    ZCOMM_UNROLL
+    for (int i = 0; i < kOwn; ++i) {
+      words[j][i / kPerWord].w[i % kPerWord] = sizeof(Unit) == 4 ? w[i] : P::Permute(w[i], w[i + 1], selector);
+    }
+  }
+}
+
+// The word that a tile's ends share, when the tile begins `offset` bytes behind the word boundary `base`. The first
+// `offset` bytes are the tail, which lies a tile behind `base`; the others are the head.
+template <class P, class Unit, class Words>
+ZCOMM_DEVICE Words LoadEnds(const std::uint8_t* base, int offset, int tile_nbytes) {
+  Words ends{};
+  ZCOMM_UNROLL
+  for (int i = 0; i < static_cast<int>(sizeof(Words)); i += static_cast<int>(sizeof(Unit))) {
+    const auto unit = P::template Load<Unit>(base + i + (i < offset ? tile_nbytes : 0));
+    ends.w[i / 4] |= static_cast<std::uint32_t>(unit) << (8 * (i % 4));
+  }
+  return ends;
+}
+
+template <class P, class Unit, class Words>
+ZCOMM_DEVICE void StoreEnds(const Words& ends, std::uint8_t* base, int offset, int tile_nbytes) {
+  ZCOMM_UNROLL
+  for (int i = 0; i < static_cast<int>(sizeof(Words)); i += static_cast<int>(sizeof(Unit))) {
+    P::template Store<Unit>(base + i + (i < offset ? tile_nbytes : 0),
+                            static_cast<Unit>(ends.w[i / 4] >> (8 * (i % 4))));
+  }
+}
+
+template <class Words>
+ZCOMM_DEVICE int Misalignment(const std::uint8_t* start) {
+  return static_cast<int>(reinterpret_cast<std::uintptr_t>(start) % sizeof(Words));
+}
+
+// The words of a whole tile, and no byte outside it.
+template <class P, class Unit, class Words, int kCount>
+ZCOMM_DEVICE void LoadWords(const std::uint8_t* start, TileWords<Words, kCount>& words) {
+  const int offset = Misalignment<Words>(start);
+  const std::uint8_t* base = start - offset;
+  ZCOMM_UNROLL
+  for (int j = 0; j < kVectors; ++j) {
+    ZCOMM_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      const int index = (j * 32 + P::Lane()) * kCount + i;
+      words[j][i] = offset != 0 && index == 0 ? LoadEnds<P, Unit, Words>(base, offset, kTileNbytes<Words, kCount>)
+                                              : P::template Load<Words>(base + index * static_cast<int>(sizeof(Words)));
+    }
+  }
+  if (offset != 0) Turn<P, Unit>(words, offset);
+}
+
+// Pairs of lanes exchange words, so that each store of the warp covers 32-byte sectors whole: a lane has then words 0
+// and 2 behind its own first, an odd one -1 and 1.
+template <class P>
+ZCOMM_DEVICE void ExchangeHalves(Words4 (&words)[2]) {
+  const bool is_odd = P::Lane() % 2 == 1;
+  ZCOMM_UNROLL
+  for (int k = 0; k < 4; ++k) {
+    const std::uint32_t low = words[0].w[k];
+    const std::uint32_t high = words[1].w[k];
+    const std::uint32_t other = P::ShuffleXor(is_odd ? low : high, 1);
+    words[0].w[k] = is_odd ? other : low;
+    words[1].w[k] = is_odd ? high : other;
+  }
+}
+
+// Writes a whole tile, and no byte outside it.
+template <class P, class Unit, class Words, int kCount>
+ZCOMM_DEVICE void StoreWords(TileWords<Words, kCount>& words, std::uint8_t* start) {
+  constexpr int kNbytes = static_cast<int>(sizeof(Words));
+  const int offset = Misalignment<Words>(start);
+  if (offset != 0) Turn<P, Unit>(words, kNbytes - offset);
+  std::uint8_t* first = start + (offset != 0 ? kNbytes - offset : 0);
+  ZCOMM_UNROLL
+  for (int j = 0; j < kVectors; ++j) {
+    int index = (j * 32 + P::Lane()) * kCount;
+    if constexpr (kCount == 2) {
+      ExchangeHalves<P>(words[j]);
+      index -= P::Lane() % 2;
+    }
+    ZCOMM_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      const int at = index + kCount * i;
+      if (offset != 0 && at == kVectors * 32 * kCount - 1) {
+        StoreEnds<P, Unit>(words[j][i], start - offset, offset, kTileNbytes<Words, kCount>);
+      } else {
+        P::template Store<Words>(first + at * kNbytes, words[j][i]);
+      }
+    }
+  }
+}
+
 // Two 16-bit elements of a word in float32.
 template <class P>
 ZCOMM_DEVICE void Widen(DType dtype, std::uint32_t word, float* low, float* high) {
@@ -60,11 +182,7 @@ ZCOMM_DEVICE std::uint32_t Narrow(DType dtype, float low, float high) {
 template <class P>
 ZCOMM_DEVICE void LoadWide(const std::uint8_t* start, Values& v) {
   Words4 raw[kVectors][2];
-  ZCOMM_UNROLL
-  for (int j = 0; j < kVectors; ++j) {
-    raw[j][0] = P::template Load<Words4>(start + 4 * At<P>(j));
-    raw[j][1] = P::template Load<Words4>(start + 4 * At<P>(j) + 16);
-  }
+  LoadWords<P, std::uint32_t>(start, raw);
   ZCOMM_UNROLL
   for (int j = 0; j < kVectors; ++j) {
     ZCOMM_UNROLL
@@ -74,13 +192,12 @@ ZCOMM_DEVICE void LoadWide(const std::uint8_t* start, Values& v) {
 
 template <class P>
 ZCOMM_DEVICE void LoadNarrow(const std::uint8_t* start, DType dtype, Values& v) {
-  Words4 raw[kVectors];
-  ZCOMM_UNROLL
-  for (int j = 0; j < kVectors; ++j) raw[j] = P::template Load<Words4>(start + 2 * At<P>(j));
+  Words4 raw[kVectors][1];
+  LoadWords<P, std::uint16_t>(start, raw);
   ZCOMM_UNROLL
   for (int j = 0; j < kVectors; ++j) {
     ZCOMM_UNROLL
-    for (int k = 0; k < kVector; k += 2) Widen<P>(dtype, raw[j].w[k / 2], &v[j][k], &v[j][k + 1]);
+    for (int k = 0; k < kVector; k += 2) Widen<P>(dtype, raw[j][0].w[k / 2], &v[j][k], &v[j][k + 1]);
   }
 }
 
@@ -106,7 +223,7 @@ ZCOMM_DEVICE void LoadElements(const std::uint8_t* start, DType dtype, int numel
 
 template <class P>
 ZCOMM_DEVICE void LoadTile(const std::uint8_t* start, DType dtype, int numel, Values& v) {
-  if (numel < kTile || !IsAligned(start, 16)) {
+  if (numel < kTile) {
     LoadElements<P>(start, dtype, numel, v);
   } else if (dtype == DType::kFloat32) {
     LoadWide<P>(start, v);
@@ -115,37 +232,26 @@ ZCOMM_DEVICE void LoadTile(const std::uint8_t* start, DType dtype, int numel, Va
   }
 }
 
-// Pairs of lanes exchange halves of their vectors, so that each store of the warp covers 32-byte sectors whole.
 template <class P>
 ZCOMM_DEVICE void StoreWide(const Values& v, std::uint8_t* start) {
-  const bool is_odd = P::Lane() % 2 == 1;
+  Words4 raw[kVectors][2];
   ZCOMM_UNROLL
   for (int j = 0; j < kVectors; ++j) {
-    Words4 even_lanes;
-    Words4 odd_lanes;
     ZCOMM_UNROLL
-    for (int k = 0; k < 4; ++k) {
-      const std::uint32_t low = BitsOf(v[j][k]);
-      const std::uint32_t high = BitsOf(v[j][4 + k]);
-      const std::uint32_t other = P::ShuffleXor(is_odd ? low : high, 1);
-      even_lanes.w[k] = is_odd ? other : low;
-      odd_lanes.w[k] = is_odd ? high : other;
-    }
-    const int pair = At<P>(j) - (is_odd ? 4 : 0);
-    P::template Store<Words4>(start + 4 * pair, even_lanes);
-    P::template Store<Words4>(start + 4 * pair + 32, odd_lanes);
+    for (int k = 0; k < kVector; ++k) raw[j][k / 4].w[k % 4] = BitsOf(v[j][k]);
   }
+  StoreWords<P, std::uint32_t>(raw, start);
 }
 
 template <class P>
 ZCOMM_DEVICE void StoreNarrow(const Values& v, DType dtype, std::uint8_t* start) {
+  Words4 raw[kVectors][1];
   ZCOMM_UNROLL
   for (int j = 0; j < kVectors; ++j) {
-    Words4 words;
     ZCOMM_UNROLL
-    for (int k = 0; k < kVector; k += 2) words.w[k / 2] = Narrow<P>(dtype, v[j][k], v[j][k + 1]);
-    P::template Store<Words4>(start + 2 * At<P>(j), words);
+    for (int k = 0; k < kVector; k += 2) raw[j][0].w[k / 2] = Narrow<P>(dtype, v[j][k], v[j][k + 1]);
   }
+  StoreWords<P, std::uint16_t>(raw, start);
 }
 
 template <class P>
@@ -168,7 +274,7 @@ ZCOMM_DEVICE void StoreElements(const Values& v, DType dtype, int numel, std::ui
 
 template <class P>
 ZCOMM_DEVICE void StoreTile(const Values& v, DType dtype, int numel, std::uint8_t* start) {
-  if (numel < kTile || !IsAligned(start, 16)) {
+  if (numel < kTile) {
     StoreElements<P>(v, dtype, numel, start);
   } else if (dtype == DType::kFloat32) {
     StoreWide<P>(v, start);
@@ -211,12 +317,13 @@ ZCOMM_DEVICE std::uint8_t* Codes(const Wire& wire, const Place& place, int bits)
 template <class P, class C>
 ZCOMM_DEVICE void LoadCodes(const std::uint8_t* codes, int numel, Coded<C>* coded) {
   using Words = typename VectorOfCodes<C::kBits>::Words;
-  if (numel == kTile && IsAligned(codes, C::kBits)) {
+  if (numel == kTile) {
+    Words raw[kVectors][1];
+    LoadWords<P, std::uint8_t>(codes, raw);
     ZCOMM_UNROLL
     for (int j = 0; j < kVectors; ++j) {
-      const Words raw = P::template Load<Words>(codes + At<P>(j) * C::kBits / 8);
       ZCOMM_UNROLL
-      for (int i = 0; i < C::kBits / 4; ++i) coded->words[j][i] = raw.w[i];
+      for (int i = 0; i < C::kBits / 4; ++i) coded->words[j][i] = raw[j][0].w[i];
     }
     return;
   }
@@ -248,28 +355,33 @@ ZCOMM_DEVICE void LoadCoded(const Wire& wire, const Place& place, Coded<C>* code
 }
 
 template <class P, class C>
-ZCOMM_DEVICE void StoreCoded(const Wire& wire, const Place& place, const Coded<C>& coded) {
-  using Words = typename VectorOfCodes<C::kBits>::Words;
-  std::uint8_t* codes = Codes(wire, place, C::kBits);
-  const bool is_whole = place.numel == kTile && IsAligned(codes, C::kBits);
-  const int nbytes = (place.numel * C::kBits + 7) / 8;
+ZCOMM_DEVICE void StoreCodes(const Coded<C>& coded, int numel, std::uint8_t* codes) {
+  if (numel == kTile) {
+    typename VectorOfCodes<C::kBits>::Words raw[kVectors][1];
+    ZCOMM_UNROLL
+    for (int j = 0; j < kVectors; ++j) {
+      ZCOMM_UNROLL
+      for (int i = 0; i < C::kBits / 4; ++i) raw[j][0].w[i] = coded.words[j][i];
+    }
+    StoreWords<P, std::uint8_t>(raw, codes);
+    return;
+  }
+  const int nbytes = (numel * C::kBits + 7) / 8;
   ZCOMM_UNROLL
   for (int j = 0; j < kVectors; ++j) {
-    const int at = At<P>(j) * C::kBits / 8;
-    if (is_whole) {
-      Words raw;
-      ZCOMM_UNROLL
-      for (int i = 0; i < C::kBits / 4; ++i) raw.w[i] = coded.words[j][i];
-      P::template Store<Words>(codes + at, raw);
-    } else {
-      ZCOMM_UNROLL
-      for (int b = 0; b < C::kBits; ++b) {
-        if (at + b >= nbytes) continue;
-        P::template Store<std::uint8_t>(codes + at + b,
-                                        static_cast<std::uint8_t>(coded.words[j][b / 4] >> (8 * (b % 4)) & 0xFFU));
-      }
+    ZCOMM_UNROLL
+    for (int b = 0; b < C::kBits; ++b) {
+      const int byte = At<P>(j) * C::kBits / 8 + b;
+      if (byte >= nbytes) continue;
+      P::template Store<std::uint8_t>(codes + byte,
+                                      static_cast<std::uint8_t>(coded.words[j][b / 4] >> (8 * (b % 4)) & 0xFFU));
     }
   }
+}
+
+template <class P, class C>
+ZCOMM_DEVICE void StoreCoded(const Wire& wire, const Place& place, const Coded<C>& coded) {
+  StoreCodes<P, C>(coded, place.numel, Codes(wire, place, C::kBits));
   std::uint8_t* headers = Headers(wire, place);
   const int block = 1 << wire.block_log2;
   ZCOMM_UNROLL

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "emulated_warp.h"
 #include "kernels.h"
@@ -137,11 +138,34 @@ struct Case {
   std::size_t num_messages;
   std::size_t num_segments;
   std::size_t segment_numel;
+  std::optional<std::size_t> shift = {};  // of the rows' start behind a multiple of 16 bytes; any, when it is not given
 };
 
 std::size_t Shift(DType dtype, Random* random) {
   return random->Below(3) == 0 ? ItemSize(dtype) * random->Below(8) : 0;
 }
+
+std::size_t Shift(const Case& c, Random* random) { return c.shift.has_value() ? *c.shift : Shift(c.dtype, random); }
+
+// While it lives, a kernel that touches anything but these rows and messages fails the test.
+class Bounds {
+ public:
+  Bounds(const ConstRows& rows, const Case& c, std::size_t num_messages, const MessageLayout& layout,
+         const std::uint8_t* messages, std::size_t stride, const std::int32_t* is_valid = nullptr) {
+    for (std::size_t i = 0; i < num_messages * c.num_segments; ++i) {
+      const std::size_t first = i / c.num_segments * rows.message_stride + i % c.num_segments * rows.segment_stride;
+      EmulatedWarp::allowed.push_back({static_cast<const std::uint8_t*>(rows.data) + first * ItemSize(c.dtype),
+                                       c.segment_numel * ItemSize(c.dtype)});
+    }
+    for (std::size_t i = 0; i < c.num_messages; ++i) {
+      EmulatedWarp::allowed.push_back({messages + i * stride, layout.nbytes});
+    }
+    EmulatedWarp::allowed.push_back({is_valid, sizeof(*is_valid)});
+  }
+  Bounds(const Bounds&) = delete;
+  Bounds& operator=(const Bounds&) = delete;
+  ~Bounds() { EmulatedWarp::allowed.clear(); }
+};
 
 void ExpectSameBytes(const Buffer& got, const Buffer& expected, const Case& c, const char* what) {
   for (std::size_t i = 0; i < got.nbytes(); ++i) {
@@ -158,13 +182,14 @@ void CheckQuantize(const Case& c, Kind kind, Random* random) {
   const std::size_t gap = random->Below(2) == 0 ? 0 : 3;
   const std::size_t segment_stride = c.segment_numel + gap;
   const std::size_t message_stride = c.num_segments * segment_stride + 8 * gap;
-  Buffer x(c.num_messages * message_stride * ItemSize(c.dtype), Shift(c.dtype, random));
+  Buffer x(c.num_messages * message_stride * ItemSize(c.dtype), Shift(c, random));
   FillArray(c.dtype, kind, random, &x);
   const std::size_t stride = layout.nbytes / 16 * 16 + 32;
   Buffer got(c.num_messages * stride, IsBlockCodec(c.codec) ? 4 * random->Below(4) : 0);
   Buffer expected(c.num_messages * stride, 0);
   const ConstRows input{c.dtype, x.data(), message_stride, segment_stride};
   const MutableMessages output{got.data(), stride, c.num_messages, kHash};
+  const Bounds bounds(input, c, c.num_messages, layout, got.data(), stride);
   for (const Range& range : Ranges(c.segment_numel, MultipleOf(layout), random)) {
     if (IsBlockCodec(c.codec)) {
       RunQuantize(MakeQuantizeArguments(layout, range, input, nullptr, nullptr, output), random);
@@ -204,13 +229,15 @@ void CheckDecode(const Case& c, Kind kind, Random* random) {
   const std::size_t segment_stride = c.segment_numel + gap;
   const std::size_t message_stride = c.num_segments * segment_stride + 8 * gap;
   const std::size_t numel = c.num_messages * message_stride;
-  Buffer got(numel * ItemSize(c.dtype), Shift(c.dtype, random));
+  Buffer got(numel * ItemSize(c.dtype), Shift(c, random));
   FillArray(c.dtype, Kind::kPlain, random, &got);
   Buffer expected(got.nbytes(), 0);
   expected.CopyFrom(got);
   const ConstMessages input{messages.data(), stride, c.num_messages, kHash};
   const bool is_added = random->Below(3) == 0;
   std::int32_t is_valid = 1;
+  const Bounds bounds({c.dtype, got.data(), message_stride, segment_stride}, c, c.num_messages, layout, messages.data(),
+                      stride, &is_valid);
   for (const Range& range : Ranges(c.segment_numel, MultipleOf(layout), random)) {
     const MutableRows output{c.dtype, got.data(), message_stride, segment_stride};
     RunDecode(MakeDecodeArguments(layout, range, input, output, is_added, &is_valid), random);
@@ -238,12 +265,13 @@ void CheckDecodeSum(const Case& c, Kind kind, Random* random) {
   FillMessages(layout, stride, c.num_messages, kind, random, &messages);
   const std::size_t segment_stride = c.segment_numel + 3;
   const std::size_t numel = c.num_segments * segment_stride;
-  Buffer got(numel * ItemSize(c.dtype), Shift(c.dtype, random));
+  Buffer got(numel * ItemSize(c.dtype), Shift(c, random));
   FillArray(c.dtype, Kind::kPlain, random, &got);
   Buffer expected(got.nbytes(), 0);
   expected.CopyFrom(got);
   const ConstMessages input{messages.data(), stride, c.num_messages, kHash};
   const auto divisor = static_cast<float>(1 + random->Below(4));
+  const Bounds bounds({c.dtype, got.data(), 0, segment_stride}, c, 1, layout, messages.data(), stride);
   for (const Range& range : Ranges(c.segment_numel, MultipleOf(layout), random)) {
     const MutableRows output{c.dtype, got.data(), 0, segment_stride};
     RunDecode(MakeDecodeSumArguments(layout, range, input, output, divisor, nullptr), random);
@@ -468,6 +496,24 @@ void CheckResiduals() {
   }
 }
 
+// Rows and codes that begin at every distance from an aligned word: a whole tile of each, and an odd rest.
+void CheckMisaligned() {
+  Random random(10);
+  for (const DType dtype : kDTypes) {
+    for (std::size_t shift = 0; shift < 16; shift += ItemSize(dtype)) {
+      const std::size_t numel = 1025 + shift + 2 * random.Below(2);
+      for (const Codec codec : kServed) {
+        const Case c{codec, dtype, AnyBlock(&random), 1, 2, numel, shift};
+        CheckQuantize(c, Kind::kPlain, &random);
+        CheckDecode(c, Kind::kAnyBits, &random);
+      }
+      const Case c{kServed[random.Below(7)], dtype, AnyBlock(&random), 2, 2, numel, shift};
+      CheckDecodeSum(c, Kind::kPlain, &random);
+      CheckRequantize(c, kBlockServed[random.Below(4)], AnyBlock(&random), Kind::kPlain, &random);
+    }
+  }
+}
+
 // What is scaled to every place near each midpoint and each border of a cell, and to ties of every codec.
 void CheckEdgesOfCodes() {
   Random random(5);
@@ -582,30 +628,57 @@ void CheckDivisor() {
   }
 }
 
-// Whole aligned tiles move in the widest accesses there are: anything else would be slow on a GPU.
-void CheckWidths() {
+using Counts = std::array<std::size_t, 17>;
+
+void ExpectCounts(const Counts& expected, const char* what, DType dtype, Codec codec, std::size_t shift) {
+  for (const std::size_t width : {1, 2, 4, 8, 16}) {
+    EXPECT(EmulatedWarp::num_accesses[width] == expected[width],
+           "%s: %zu accesses of %zu bytes, expected %zu; dtype %d, codec %d, shift %zu", what,
+           EmulatedWarp::num_accesses[width], width, expected[width], static_cast<int>(dtype), static_cast<int>(codec),
+           shift);
+  }
+}
+
+// Whole tiles move in the widest accesses there are, wherever they begin: anything else would be slow on a GPU. Only a
+// word's worth of a tile that begins within a word, its two ends, moves in elements.
+void CheckWidths(DType dtype, Codec codec, std::size_t shift) {
   Random random(8);
+  const std::size_t item = ItemSize(dtype);
+  const std::size_t bits = CodeBits(codec);
+  const Range tiles{0, 2048};
+  const MessageLayout layout = MakeMessageLayout(codec, 256, 2, 2049);  // the second row begins elsewhere
+  Buffer x(2 * 2049 * item, shift);
+  FillArray(dtype, Kind::kPlain, &random, &x);
+  Buffer message(layout.nbytes, 0);
+  Counts expected{};
+  for (const std::size_t row : {0, 1}) {
+    const std::size_t of_array = (shift + row * 2049 * item) % 16 != 0 ? 2 : 0;
+    const std::size_t of_codes = CodesOfRange(layout, row, tiles).offset % bits != 0 ? 2 : 0;
+    expected[16] += 2048 * item / 16 - of_array;
+    expected[item] += of_array * 16 / item;
+    expected[bits] += 2048 / 8 - of_codes;
+    expected[1] += of_codes * bits;
+  }
+  Counts with_headers = expected;
+  with_headers[2] += 2 * 2048 / 256;
+  EmulatedWarp::num_accesses = {};
+  RunQuantize(MakeQuantizeArguments(layout, tiles, {dtype, x.data(), 0, 2049}, nullptr, nullptr,
+                                    {message.data(), layout.nbytes, 1, kHash}),
+              &random);
+  ExpectCounts(with_headers, "quantize", dtype, codec, shift);
+  with_headers = expected;
+  with_headers[2] += 2 * 2048 / 8;
+  EmulatedWarp::num_accesses = {};
+  RunDecode(MakeDecodeArguments(layout, tiles, {message.data(), layout.nbytes, 1, kHash}, {dtype, x.data(), 0, 2049},
+                                false, nullptr),
+            &random);
+  ExpectCounts(with_headers, "decode", dtype, codec, shift);
+}
+
+void CheckAllWidths() {
   for (const DType dtype : kDTypes) {
     for (const Codec codec : kBlockServed) {
-      const std::size_t bits = CodeBits(codec);
-      const MessageLayout layout = MakeMessageLayout(codec, 256, 1, 2048);
-      Buffer x(2048 * ItemSize(dtype), 0);
-      FillArray(dtype, Kind::kPlain, &random, &x);
-      Buffer message(layout.nbytes, 0);
-      auto& counts = EmulatedWarp::num_accesses;
-      counts = {};
-      RunQuantize(MakeQuantizeArguments(layout, WholeOf(layout), {dtype, x.data(), 0, 0}, nullptr, nullptr,
-                                        {message.data(), layout.nbytes, 1, kHash}),
-                  &random);
-      EXPECT(
-          counts[16] == 2048 * ItemSize(dtype) / 16 && counts[bits] == 2048 / 8 + (bits == 4 ? 2 : 0) && counts[2] == 8,
-          "quantize: %zu of 16, %zu of %zu, %zu of 2", counts[16], counts[bits], bits, counts[2]);
-      counts = {};
-      RunDecode(MakeDecodeArguments(layout, WholeOf(layout), {message.data(), layout.nbytes, 1, kHash},
-                                    {dtype, x.data(), 0, 0}, false, nullptr),
-                &random);
-      EXPECT(counts[16] == 2048 * ItemSize(dtype) / 16 && counts[bits] == 2048 / 8 && counts[1] == 0,
-             "decode: %zu of 16, %zu of %zu", counts[16], counts[bits], bits);
+      for (std::size_t shift = 0; shift < 16; shift += ItemSize(dtype)) CheckWidths(dtype, codec, shift);
     }
   }
 }
@@ -659,7 +732,8 @@ int main() {
   zcomm::cuda::CheckExpected();
   zcomm::cuda::CheckDivisor();
   zcomm::cuda::CheckBytesOfRanges();
-  zcomm::cuda::CheckWidths();
+  zcomm::cuda::CheckAllWidths();
+  zcomm::cuda::CheckMisaligned();
   zcomm::cuda::CheckTrailersAndArguments();
   zcomm::cuda::CheckEdgesOfCodes();
   zcomm::cuda::CheckLargestOfBlocks();

@@ -29,6 +29,10 @@ class EmulatedWarp {
     return current_->Meet(word, mask)[static_cast<std::size_t>(Lane() ^ mask)];
   }
 
+  static std::uint32_t ShuffleNext(std::uint32_t word) {
+    return current_->Meet(word, kNext)[static_cast<std::size_t>((Lane() + 1) % 32)];
+  }
+
   static std::uint32_t MaxOfWarp(std::uint32_t word) {
     const auto& words = current_->Meet(word, kMax);
     return *std::max_element(words.begin(), words.end());
@@ -36,19 +40,16 @@ class EmulatedWarp {
 
   template <class W>
   static W Load(const void* pointer) {
-    EXPECT(reinterpret_cast<std::uintptr_t>(pointer) % sizeof(W) == 0, "a load of %zu bytes at %p", sizeof(W), pointer);
+    Touch(pointer, sizeof(W), "load");
     W value;
     std::memcpy(&value, pointer, sizeof(W));
-    ++num_accesses[sizeof(W)];
     return value;
   }
 
   template <class W>
   static void Store(void* pointer, W value) {
-    EXPECT(reinterpret_cast<std::uintptr_t>(pointer) % sizeof(W) == 0, "a store of %zu bytes at %p", sizeof(W),
-           pointer);
+    Touch(pointer, sizeof(W), "store");
     std::memcpy(pointer, &value, sizeof(W));
-    ++num_accesses[sizeof(W)];
   }
 
   static float Divide(float a, float b) { return a / b; }
@@ -80,8 +81,16 @@ class EmulatedWarp {
   // By the width in bytes, since the test last looked.
   inline static std::array<std::size_t, 17> num_accesses{};
 
+  struct Span {
+    const void* data;
+    std::size_t nbytes;
+  };
+  // What a kernel may touch; anything, when it is empty.
+  inline static std::vector<Span> allowed{};
+
  private:
   static constexpr int kMax = -1;
+  static constexpr int kNext = -2;
   static constexpr std::size_t kStackNbytes = std::size_t{1} << 18;
   using Words = std::array<std::uint32_t, 32>;
 
@@ -91,6 +100,18 @@ class EmulatedWarp {
     bool has_ended = false;
     int argument = 0;
   };
+
+  static void Touch(const void* pointer, std::size_t nbytes, const char* what) {
+    const auto at = reinterpret_cast<std::uintptr_t>(pointer);
+    EXPECT(at % nbytes == 0, "a %s of %zu bytes at %p", what, nbytes, pointer);
+    const auto holds = [&](const Span& span) {
+      const auto begin = reinterpret_cast<std::uintptr_t>(span.data);
+      return at >= begin && at + nbytes <= begin + span.nbytes;
+    };
+    EXPECT(allowed.empty() || std::any_of(allowed.begin(), allowed.end(), holds),
+           "a %s of %zu bytes at %p is outside the rows and messages", what, nbytes, pointer);
+    ++num_accesses[nbytes];
+  }
 
   static void Enter() {
     (*current_->body_)();
