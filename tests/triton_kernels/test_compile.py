@@ -201,7 +201,7 @@ def test_texts_of_each_architecture(launches: Launches) -> None:
 
 def test_fusion_would_be_noticed(launches: Launches) -> None:
     """The launchers turn it off, and Triton's default is on."""
-    _encode("int8")
+    _encode("int8", residual=_residual(4, 4096))  # adds a product
     launched = launches.taken[0]
     _check([_compiled(*launched, NVIDIA[1])])
     with pytest.raises(AssertionError, match="fma"):
