@@ -49,6 +49,13 @@ using TileWords = Words[kVectors][kCount];
 template <class Words, int kCount>
 constexpr int kTileNbytes = kVectors * 32 * kCount * static_cast<int>(sizeof(Words));
 
+// Constant bounds: an array in a loop that is not unrolled would be in a thread's local memory.
+template <int kDropped, int kNumWords>
+ZCOMM_DEVICE void DropWords(bool is_dropped, std::uint32_t (&w)[kNumWords]) {
+  ZCOMM_UNROLL
+  for (int i = 0; i + kDropped < kNumWords; ++i) w[i] = is_dropped ? w[i + kDropped] : w[i];
+}
+
 // Turns the ring of a tile's words: its byte `nbytes`, of the first word and at a multiple of sizeof(Unit), becomes its
 // first. All lanes call, with the same `nbytes`.
 template <class P, class Unit, class Words, int kCount>
@@ -64,11 +71,8 @@ ZCOMM_DEVICE void Turn(TileWords<Words, kCount>& words, int nbytes) {
     for (int i = 0; i < kOwn; ++i) w[i] = words[j][i / kPerWord].w[i % kPerWord];
     ZCOMM_UNROLL
     for (int i = 0; i < kPerWord; ++i) w[kOwn + i] = P::ShuffleNext(P::Lane() == 0 ? wrapped.w[i] : w[i]);
-    ZCOMM_UNROLL
-    for (int step = kPerWord / 2; step > 0; step /= 2) {
-      ZCOMM_UNROLL
-      for (int i = 0; i + step < kOwn + kPerWord; ++i) w[i] = (nbytes & 4 * step) != 0 ? w[i + step] : w[i];
-    }
+    if constexpr (kPerWord == 4) DropWords<2>((nbytes & 8) != 0, w);
+    if constexpr (kPerWord >= 2) DropWords<1>((nbytes & 4) != 0, w);
     const std::uint32_t selector = 0x3210U + 0x1111U * static_cast<std::uint32_t>(nbytes % 4);
     ZCOMM_UNROLL
     for (int i = 0; i < kOwn; ++i) {
