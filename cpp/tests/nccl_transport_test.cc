@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -39,11 +40,19 @@ void Renew() {
 
 const char* Of(Comm comm) { return comm == &fake.split ? "'" : ""; }
 
+std::mutex calls_mutex;
+std::atomic<int> num_hanging = 0;
+
 Result Answer(const std::string& call) {
-  fake.calls.push_back(call);
+  {
+    const std::lock_guard<std::mutex> lock(calls_mutex);
+    fake.calls.push_back(call);
+  }
   if (call == fake.hanging) {
+    ++num_hanging;
     fake.is_hanging = true;
     while (!fake.is_aborted) std::this_thread::yield();
+    --num_hanging;
     return Result::kInternalError;
   }
   return fake.num_in_progress > 0 ? Result::kInProgress : fake.then;
@@ -233,6 +242,8 @@ void CheckHangs() {
     NcclTransport transport = Joined(0, std::chrono::duration<double>(0.3));
     fake.hanging = "finalize'";
   }
+  while (num_hanging > 0) std::this_thread::yield();  // the thread that was left behind looks at the fake
+  const std::lock_guard<std::mutex> lock(calls_mutex);
   EXPECT(fake.calls.back() == "abort'", "%s", fake.calls.back().c_str());
 }
 
