@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from gpu_budget import is_spent
-from gpu_sharing import agreed, joined
+from gpu_sharing import agreed, begun, joined
 from gpu_trace import Launches, count_launches, traced
 
 import zcomm
@@ -194,9 +194,7 @@ def main() -> int:
     """Join the ranks and measure; 1 if a result is wrong."""
     arguments = parse_arguments()
     with joined(arguments.device, arguments.ranks_per_node) as (topology, device):
-        report = Report(COLUMNS, as_json=arguments.json) if topology.rank == 0 else None
-        if report is not None:
-            report.start("gpu_collectives", device=device.type, ranks=topology.world_size, rounds=arguments.rounds)
+        report = begun("gpu_collectives", COLUMNS, topology, device, as_json=arguments.json, rounds=arguments.rounds)
         return run(arguments, topology, device, report)
 
 

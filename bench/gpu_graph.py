@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from gpu_collectives import refused_by_nccl
-from gpu_sharing import joined
+from gpu_sharing import begun, joined
 from torch import Tensor
 
 import zcomm
@@ -150,9 +150,7 @@ def main() -> int:
     """Join the ranks and capture; 1 if a capture fails or a replay is wrong."""
     arguments = parse_arguments()
     with joined(arguments.device) as (topology, device):
-        report = Report(COLUMNS, as_json=arguments.json) if topology.rank == 0 else None
-        if report is not None:
-            report.start("gpu_graph", device=device.type, ranks=topology.world_size, rounds=arguments.rounds)
+        report = begun("gpu_graph", COLUMNS, topology, device, as_json=arguments.json, rounds=arguments.rounds)
         return run(arguments, topology, device, report)
 
 

@@ -8,15 +8,16 @@ GPU take turns, so times of several ranks are no measure of an exchange; the hos
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from zcomm import Topology, control
+from zcomm.bench.harness import Column, Report
 from zcomm.bench.ranks_setup import process_group
 
-__all__ = ["agreed", "joined", "sharing"]
+__all__ = ["agreed", "begun", "joined", "sharing"]
 
 FEW_CTAS = "4"
 """Of an NCCL kernel: those of all ranks have to fit on the GPU."""
@@ -44,6 +45,17 @@ def joined(device: str, ranks_per_node: int | None = None) -> Iterator[tuple[Top
             yield topology, of_rank
         finally:
             topology.close()
+
+
+def begun(
+    name: str, columns: Sequence[Column], topology: Topology, device: torch.device, *, as_json: bool, **facts: object
+) -> Report | None:
+    """The report of benchmark ``name``, whose context has been printed; None on all ranks but the first."""
+    if topology.rank:
+        return None
+    report = Report(columns, as_json=as_json)
+    report.start(name, device=device.type, ranks=topology.world_size, **facts)
+    return report
 
 
 def agreed(is_so: bool, topology: Topology) -> bool:  # noqa: FBT001  (one rank's answer is all there is)

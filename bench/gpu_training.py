@@ -25,7 +25,7 @@ from contenders.catalogue import ENTRIES, available, build
 from contenders.contender import Contender
 from contenders.job import add_shape, batch, new_setup
 from gpu_budget import is_spent
-from gpu_sharing import agreed, joined
+from gpu_sharing import agreed, begun, joined
 from gpu_trace import count_launches, traced
 from zero_step import LOSS_TOLERANCE
 
@@ -164,9 +164,8 @@ def main() -> int:
     """Join the ranks and train."""
     arguments = parse_arguments()
     with joined(arguments.device, arguments.ranks_per_node) as (topology, device):
-        report = Report(COLUMNS, as_json=arguments.json) if topology.rank == 0 else None
+        report = begun("gpu_training", COLUMNS, topology, device, as_json=arguments.json, dtype=arguments.dtype)
         if report is not None:
-            report.start("gpu_training", device=device.type, ranks=topology.world_size, dtype=arguments.dtype)
             numel = sum(
                 p.numel() for p in new_setup(arguments, arguments.dtype, torch.device("meta")).model.parameters()
             )

@@ -59,5 +59,5 @@ def driver_unavailable_reason(built: str) -> str:
     return (
         f"the NVIDIA driver is too old: {driver_description()}, and the CUDA kernels are built with CUDA "
         f"{'.'.join(built.split('.')[:2])}. Install {wanted}{command}, or compile them with CUDA {cuda[0]}: "
-        "ZCOMM_CUDA=ON pip install --no-binary zcomm-zero zcomm-zero; Triton's kernels run on this driver"
+        "ZCOMM_CUDA=ON pip install . in a checkout; Triton's kernels run on this driver"
     )
