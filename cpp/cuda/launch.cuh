@@ -47,6 +47,11 @@ struct Requantizing {
 template <>
 constexpr int kBlocksAtOnce<Requantizing> = 4;
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000  // there quantizing to int4 needs some more than 96 registers
+template <>
+constexpr int kBlocksAtOnce<Quantizing> = 4;
+#endif
+
 template <class Operation, class C>
 __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<Operation>)
     Kernel(const __grid_constant__ typename Operation::Arguments arguments) {
