@@ -80,7 +80,7 @@ def settle(
 
 
 def _take_first_ranks(buffer: Tensor, topology: Topology) -> None:
-    whole = buffer.contiguous()
+    whole = buffer.resolve_conj().resolve_neg().contiguous()
     control.broadcast_(whole, 0, topology)
     if whole.data_ptr() != buffer.data_ptr():
         distinct(buffer, buffer).copy_(distinct(whole, buffer))
