@@ -123,9 +123,9 @@ class FolderWriter(StorageWriter):
             tensors[key] = StoredTensor(stored.properties.dtype, stored.size.numel(), of_key)
         content = {**self._content, "headers": headers}
         try:
-            self._check_visible(files)
-            sync_folder(self._folder)
             with locked(self._folder):
+                self._check_own()
+                self._check_visible(files)
                 self._publish(tensors, files, content)
         except CheckpointError:  # before anything was published
             for name in files:
@@ -136,11 +136,13 @@ class FolderWriter(StorageWriter):
         self, tensors: Mapping[str, StoredTensor], files: Mapping[str, int], content: Mapping[str, Any]
     ) -> None:
         """Nothing that was there before is touched until the new one is named, durably."""
-        self._check_own()
         data = write_index(tensors, files, {**content, SAVER: [self._since_ns, time.time_ns()]})
-        replace_file(
-            self._folder / METADATA, data, self.save_id, lambda path: self._check(read_index(path.parent, path.name))
-        )
+
+        def check(path: Path) -> None:
+            self._check(read_index(path.parent, path.name))
+
+        sync_folder(self._folder)
+        replace_file(self._folder / METADATA, data, self.save_id, check)
         sync_folder(self._folder.parent)
         if self._moves_latest:
             replace_file(self._folder.parent / LATEST, latest_line(self._folder.name), self.save_id)
