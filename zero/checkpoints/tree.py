@@ -81,8 +81,8 @@ class Tree:
         more = "".join(f" {getattr(value, name)}" for name in ("dtype", "layout", "device") if hasattr(value, name))
         raise CheckpointError(
             f"{path} is a {type(value).__module__}.{type(value).__qualname__}{more}, which a checkpoint does not "
-            "store: it holds None, bool, int, float, str, bytes, list, tuple, set, dict, tensors and numpy arrays. Convert "
-            "it (vars(), str(), .state_dict(), ...), or leave it out"
+            "store: it holds None, bool, int, float, str, bytes, list, tuple, set, dict, tensors and numpy arrays. "
+            "Convert it (vars(), str(), .state_dict(), ...), or leave it out"
         )
 
     def _store(self, kind: str, tensor: Tensor, original: Any = None) -> dict[str, Any]:
