@@ -91,8 +91,8 @@ def _tree(changes: list[Change], contents: dict[Path, bytes]) -> dict[Path, byte
     """What a disk with these changes holds; a folder has no bytes. ``contents``: of files, under their first names."""
     tree: dict[Path, bytes | None] = {}
     for kind, path, to in changes:
-        if to is not None and path in tree:
-            tree[to] = tree.pop(path)
+        if to is not None:  # also of a file whose first name was never on the disk
+            tree[to] = tree.pop(path, contents.get(path, b""))
         elif kind == "file":
             tree[path] = contents.get(path, b"")
         elif kind == "folder":
