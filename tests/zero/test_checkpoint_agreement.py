@@ -205,6 +205,8 @@ def _check_users_errors(rank: int, folder: Path, stage: int) -> None:
         train(model, optimizer, rank, steps=1)
         zero.load_checkpoint(optimizer, folder, "good", stateful=stateful)
         assert (first.count, second.count, model.extra.count) == (1, 2, 7)
+        save("in the background of one", async_op=rank == 1)
+        assert zero.load_checkpoint(optimizer, folder, stateful=stateful).path == folder / "in the background of one"
 
 
 def _hold(optimizer: zero.ZeroOptimizer) -> None:

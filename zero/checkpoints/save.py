@@ -108,9 +108,9 @@ def save_checkpoint(
         exclude_frozen_parameters=exclude_frozen_parameters,
     )
     snapshot = join_parts(snapshot, optimizer.topology, optimizer.inside.model_parallel)
-    async_op = async_op and not snapshot.is_in_files
-    if async_op:
-        snapshot = agreed(snapshot.copied, ranks, "host memory holds no copy of the states: save without async_op")
+    async_op = async_op and not snapshot.is_in_files  # not of every rank, perhaps
+    take = snapshot.copied if async_op else lambda: snapshot
+    snapshot = agreed(take, ranks, "host memory holds no copy of the states: save without async_op")
     since_ns = optimizer.inside.runtime.since_ns
     writer = FolderWriter(folder, snapshot.content, moves_latest=save_latest, since_ns=since_ns, check=check_loadable)
     saving = Saving(folder, background.submit(partial(_write, snapshot, writer, background)))
