@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -119,6 +119,9 @@ def data_parallel(mpu: Any) -> DataParallel:
 class RankDataLoader:
     """Batches of this rank's share of a dataset; every pass is shuffled anew, the same on every rank.
 
+    ``state_dict()`` holds how many passes were begun: after a load the next is shuffled as it would have been. What was
+    left of a pass is not given again.
+
     Args:
         dataset: A map-style dataset, the same on every rank.
         ranks: Who shares it.
@@ -148,6 +151,14 @@ class RankDataLoader:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+    def state_dict(self) -> dict[str, int]:
+        """How many passes were begun."""
+        return {"num_passes": self._num_passes}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """The next pass follows those of ``state``."""
+        self._num_passes = int(state["num_passes"])
 
     def __iter__(self) -> Iterator[Any]:
         self.sampler.set_epoch(self._num_passes)

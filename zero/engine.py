@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from zero import checkpoints
 from zero.config import BatchSizes, Config
 from zero.config.plan import to_dtype
+from zero.distributed import RankDataLoader
 from zero.offload import offload_states, reload_states
 from zero.optimizer import ZeroOptimizer
 from zero.reports import Reports
@@ -292,17 +293,21 @@ class Engine:
 
 
 class _Counters:
-    """The counters of an engine, as something with a state dict; the engine's own is the model's."""
+    """The counters of an engine and its dataloader, as something with a state dict; the engine's own is the model's."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def state_dict(self) -> dict[str, int]:
-        return {name: getattr(self._engine, name) for name in COUNTERS}
+        loader = self._engine.training_dataloader
+        passes = loader.state_dict() if isinstance(loader, RankDataLoader) else {}
+        return {name: getattr(self._engine, name) for name in COUNTERS} | passes
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         for name in COUNTERS:
             setattr(self._engine, name, int(state[name]))
+        if isinstance(self._engine.training_dataloader, RankDataLoader) and "num_passes" in state:
+            self._engine.training_dataloader.load_state_dict(state)
         self._engine._mark_boundary()
 
 

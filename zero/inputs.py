@@ -22,6 +22,7 @@ from zero.masters import as_groups, build_inner, check_elementwise, check_option
 from zero.model_plan import check_model
 from zero.runtime import Runtime
 from zero.same import check_same
+from zero.state_forms import check_states
 from zero.tiers.settings import Tier
 
 __all__ = ["announce", "check_inputs", "choose_topology"]
@@ -93,6 +94,7 @@ def _understand(
         _check_fits_host(trial, device, [p.dtype for p in model.parameters() if p.requires_grad])
     else:
         check_elementwise(trial, device)
+        check_states(trial, device)
     return plan
 
 

@@ -369,7 +369,7 @@ class ZeroOptimizer(Optimizer):
 
     def load_inner_state(self, state_dict: dict[str, Any]) -> None:
         """Give the inner optimizer, which updates this rank's masters, the state and parameter groups it had."""
-        self._inner.load_state_dict(state_dict)
+        on_every_rank(lambda: self._inner.load_state_dict(state_dict), self.topology)
         self._share_state()
         if self._runtime.file_update is not None:
             on_every_rank(self._runtime.file_update.store_states, self.topology)

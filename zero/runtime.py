@@ -8,6 +8,7 @@ Called by :class:`zero.ZeroOptimizer`, which adds the optimizer, and by :mod:`ze
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -58,7 +59,7 @@ class Runtime:
         """How states in files are reached, once there is an optimizer."""
         # Gathers and reductions each have process groups of their own: their orders need not match one another.
         self.pool = BufferPool(self.buckets[0].device)
-        self.is_saving = False
+        self.is_saving, self.since_ns = False, time.time_ns()  # since when it is what it is: new, or last loaded
         self.away: Away | None = None
         """What ``offload_states`` has moved to the host."""
         self.saves_masters = False

@@ -19,7 +19,7 @@ from zero.stages import Stage
 from zero.tiers.parameter_rests import ParameterRests
 from zero.tiers.state_files import StateFiles
 
-__all__ = ["make_whole", "settle"]
+__all__ = ["distinct", "make_whole", "settle"]
 
 
 def settle(
@@ -49,7 +49,7 @@ def settle(
     on_every_rank(lambda: _check_same_ranks(buckets, topology), topology)
     constructions = {construction_of(param) for bucket in buckets for param in bucket.params} - {None}
     for buffer in model.buffers():
-        control.broadcast_(buffer, 0, topology)
+        _take_first_ranks(buffer.detach(), topology)
     for bucket in buckets:
         full = on_every_rank(bucket.flatten, topology)
         if any(not is_built(param) for param in bucket.params):
@@ -77,6 +77,18 @@ def settle(
     for construction in constructions:
         if construction is not None:
             construction.close_if_unused()
+
+
+def _take_first_ranks(buffer: Tensor, topology: Topology) -> None:
+    whole = buffer.resolve_conj().resolve_neg().contiguous()
+    control.broadcast_(whole, 0, topology)
+    if whole.data_ptr() != buffer.data_ptr():
+        distinct(buffer, buffer).copy_(distinct(whole, buffer))
+
+
+def distinct(values: Tensor, buffer: Tensor) -> Tensor:
+    """``values``, in the shape of ``buffer``, once for each of its places in memory, which ``expand()`` lets share."""
+    return values[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in buffer.stride())]
 
 
 def _check_same_ranks(buckets: list[Bucket], topology: Topology) -> None:

@@ -69,6 +69,12 @@ def _checked(*checks: str) -> tuple[str, ...]:
     return tuple(f"cpp/tests/nccl_communicator_test.cc::{check}" for check in checks)
 
 
+PUBLISHED = "        replace_file(self._folder / METADATA, data, self.save_id, check)\n"
+POWER = _of("zero/test_checkpoint_power", "test_what_is_on_the_disk_when_the_power_fails_loads")
+CONTENTS, TOGETHER = "zero/test_checkpoint_contents", "zero/test_checkpoint_agreement"
+SAME = _of(TOGETHER, "test_ranks_load_the_same_checkpoint_or_none[2-1]")
+TWO = _of(CONTENTS, "test_two_optimizers_do_not_share_a_tag")
+RAISES = _of(TOGETHER, "test_an_object_that_raises_on_one_rank_stops_all_and_changes_nothing[1]")
 QUANT, RS, AR = "zcomm/quant.py", "zcomm/reduce_scatter.py", "zcomm/all_reduce.py"
 
 MUTANTS = [
@@ -161,9 +167,53 @@ MUTANTS = [
     Mutant("checkpoint: skipped checksum of the metadata", "zero/checkpoints/index.py",
            '    if document.get("crc32") != _checksum(content):', "    if False:", DAMAGED),
     Mutant("checkpoint: latest before metadata.json", "zero/checkpoints/storage.py",
-           "        replace_file(self._folder / METADATA, write_index(tensors, files, content), self.save_id)\n",
+           PUBLISHED,
            "        if self._moves_latest:\n            replace_file(self._folder.parent / LATEST, latest_line(self._folder.name), self.save_id)\n"
-           "        replace_file(self._folder / METADATA, write_index(tensors, files, content), self.save_id)\n", DAMAGED),
+           + PUBLISHED, DAMAGED),
+    Mutant("checkpoint: old shards are deleted before the new metadata", "zero/checkpoints/storage.py", PUBLISHED,
+           "        remove_stale_shards(self._folder, set(files))\n" + PUBLISHED, POWER),
+    Mutant("checkpoint: data are not synced", "zero/checkpoints/folder.py", "            os.fsync(file.fileno())\n", "", POWER),
+    Mutant("checkpoint: a renamed file is not synced", "zero/checkpoints/folder.py", "        raise\n    sync_folder(path.parent)\n",
+           "        raise\n", POWER),
+    Mutant("checkpoint: shards' names are not synced before the metadata", "zero/checkpoints/storage.py",
+           "        sync_folder(self._folder)\n", "", POWER),
+    Mutant("checkpoint: a new folder is not synced", "zero/checkpoints/folder.py", "    for path in missing:\n",
+           "    for path in ():\n", POWER),
+    Mutant("checkpoint: a tag's folder is not synced before latest", "zero/checkpoints/storage.py",
+           "            make_folder(self._folder)\n", "            self._folder.mkdir(parents=True, exist_ok=True)\n", POWER),
+    Mutant("checkpoint: each rank reads latest", "zero/checkpoints/load.py",
+           'if ranks.rank == 0 else None, ranks, trouble)\n        tag = share_text(latest or "", 0, ranks) or None\n',
+           "if ranks.rank >= 0 else None, ranks, trouble)\n        tag = latest\n", SAME),
+    Mutant("checkpoint: other contents on other ranks", "zero/checkpoints/load.py", "not control.are_equal(digest, ranks)", "False", SAME),
+    Mutant("checkpoint: other tags on other ranks", "zero/checkpoints/load.py",
+           '    check_same_on_ranks(asked, ranks, "ask for the same", "pass the same tag and load_* arguments everywhere")\n', "", SAME),
+    Mutant("checkpoint: shards that the first rank does not see", "zero/checkpoints/storage.py", "                self._check_visible(files)\n",
+           "", _of(TOGETHER, "test_a_folder_that_ranks_do_not_share_is_told_when_saving")),
+    Mutant("checkpoint: python's second normal number is lost", "zero/checkpoints/random_state.py", "tuple(numbers.tolist()), gauss))",
+           "tuple(numbers.tolist()), None))", _of(TOGETHER, "test_generators_go_on_with_every_number")),
+    Mutant("checkpoint: nothing is proven", "zero/checkpoints/storage.py", "            self._check(read_index(path.parent, path.name))\n",
+           "            pass\n", _of(CONTENTS, "test_what_could_not_be_loaded_replaces_nothing")),
+    Mutant("checkpoint: empty tensors leave no trace", "zero/checkpoints/planners.py", "            yield 0, 0\n", "            pass\n",
+           _of(CONTENTS, "test_nothing_is_too_small_or_too_odd_to_be_loaded_again")),
+    Mutant("checkpoint: two optimizers, one tag", "zero/checkpoints/storage.py", "                self._check_own()\n", "", TWO),
+    Mutant("checkpoint: the checkpoints of two optimizers are told apart by nothing", "zero/checkpoints/storage.py",
+           "if since_ns != self._since_ns and", "if since_ns == self._since_ns and", TWO),
+    Mutant("checkpoint: a load is no new beginning", "zero/checkpoints/restore.py",
+           "    inside.runtime.since_ns = time.time_ns()\n", "", TWO),
+    Mutant("checkpoint: objects keep what a failed load gave them", "zero/checkpoints/receivers.py",
+           "            self.put_back(ranks, error)\n", "", RAISES),
+    Mutant("checkpoint: gradients that are held are not asked for", "zero/checkpoints/save.py",
+           "    _check_between_steps(optimizer)\n", "", RAISES),
+    Mutant("checkpoint: an optimizer that is half loaded goes on", "zero/checkpoints/restore.py", "        inside.fail(error)\n", "",
+           _of(TOGETHER, "test_a_load_that_fails_half_way_ends_the_optimizer_on_every_rank")),
+    Mutant("states of any form are taken", "zero/inputs.py", "        check_states(trial, device)\n", "",
+           _of(CONTENTS, "test_states_that_no_checkpoint_could_hold_are_refused_before_training")),
+    Mutant("files: every sub-group counts, not those that were written", "zero/tiers/file_update.py", "self._files.commit(self._done)",
+           "self._files.commit(self._files.groups)", _of("zero/test_state_tiers", "test_what_a_step_does_not_use_stays_as_it_is_in_files")),
+    Mutant("delayed update: a rate in a tensor is not copied", "zero/late_step.py", "value.clone() if isinstance(value, Tensor) else value for",
+           "value for", _of("zero/test_delayed_update", "test_a_rate_in_a_tensor_counts_as_it_was_when_the_step_was_decided")),
+    Mutant("dataloader: passes begin again", "zero/engine.py", '"num_passes" in state:', '"passes" in state:',
+           _of("zero/test_initialize", "test_passes_over_the_data_go_on_after_a_load")),
     Mutant("checkpoint: a link is refused without its remedy", "zero/checkpoints/folder.py", "    if path.is_symlink():\n",
            "    if False:\n", LINKS),
     Mutant("checkpoint: links are followed", "zero/checkpoints/folder.py", IS_LINK + OPENED + " | os.O_NOFOLLOW", OPENED, LINKS),

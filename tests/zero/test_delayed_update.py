@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,36 @@ def _check_torch(rank: int) -> None:
 
 def test_torchs_optimizers_can_be_delayed() -> None:
     run_ranks(2, _check_torch)
+
+
+class Waiting(torch.optim.SGD):
+    """Its step waits, in a thread, until it is told to go on."""
+
+    goes_on = threading.Event()
+
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        assert Waiting.goes_on.wait(20)
+        super().step()
+
+
+def test_a_rate_in_a_tensor_counts_as_it_was_when_the_step_was_decided() -> None:
+    """Schedulers write to such a rate in place, while the update has not run."""
+    model, rate = nn.Linear(4, 3, bias=False), torch.tensor(0.5)
+    before = model.weight.detach().clone()
+    Waiting.goes_on.set()
+    optimizer = zero.ZeroOptimizer(model, Waiting(model.parameters(), lr=rate, foreach=False), **CPU, stage=1)
+    Waiting.goes_on.clear()
+    try:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"].fill_(100)
+        Waiting.goes_on.set()
+        optimizer.finish_update()
+        torch.testing.assert_close(model.weight.detach(), before - 0.5 * 2)
+        assert optimizer.param_groups[0]["lr"] == 100, "of the next step"
+    finally:
+        Waiting.goes_on.set()
+        optimizer.close()
 
 
 def _check_fast_updates(rank: int) -> None:

@@ -198,6 +198,37 @@ def test_dataloader_gives_each_rank_its_share() -> None:
     run_ranks(2, _check_dataloader)
 
 
+def _check_passes(rank: int, folder: str) -> None:
+    """A run that was stopped is given what it would have been given."""
+
+    def begin() -> Any:
+        config = _config(1, train_batch_size=8)
+        return deepspeed.initialize(
+            model=nn.Linear(3, 2), optimizer=torch.optim.SGD, training_data=Squares(), config=config
+        )[0]
+
+    def passes(engine: Any, number: int) -> list[list[float]]:
+        return [torch.cat(list(engine.training_dataloader))[:, 0].tolist() for _ in range(number)]
+
+    straight = begin()
+    before = passes(straight, 2)
+    straight.save_checkpoint(folder, "two passes")
+    expected = passes(straight, 2)
+    resumed = begin()
+    resumed.load_checkpoint(folder, "two passes")
+    assert passes(resumed, 2) == expected
+    assert before[0] not in expected
+    counters = json.loads((Path(folder) / "two passes" / "metadata.json").read_text())["content"]["stateful"]["engine"]
+    del counters["num_passes"]  # as an older release saved it
+    resumed._stateful()["engine"].load_state_dict(counters)
+    for engine in (straight, resumed):
+        engine.destroy()
+
+
+def test_passes_over_the_data_go_on_after_a_load(tmp_path: Path) -> None:
+    run_ranks(2, _check_passes, str(tmp_path))
+
+
 def _check_mesh(rank: int) -> None:
     mesh = device_mesh((2, 2), ("dp", "tp"))
     torch.manual_seed(rank % 2)  # ranks of one data-parallel group begin alike anyway

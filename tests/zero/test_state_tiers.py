@@ -304,6 +304,37 @@ def test_without_the_previous_states_a_failed_step_is_the_last(tmp_path: Path) -
     run_ranks(2, _check_in_place, str(tmp_path))
 
 
+def _check_unused(rank: int, folder: str) -> None:
+    """A layer that an odd number of steps does not use has, in its file, what the last step that used it made of it."""
+    torch.manual_seed(2)
+    model = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+    plain = copy.deepcopy(model)
+    nvme = {"device": "nvme", "nvme_path": folder}
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    inner = zero.CPUAdam(model.parameters(), lr=1e-2, weight_decay=1e-2)
+
+    def loss_of_step(layers: nn.ModuleList, step: int, of_rank: int) -> torch.Tensor:
+        hidden = layers[0](torch.full((1, 64), 0.1 * (step + 1) + of_rank)).tanh()
+        return (layers[1](hidden) if step in (0, 1, 3) else hidden).square().mean()
+
+    with zero_optimizer(model, inner, stage=3, offload_optimizer=nvme, sub_group_size=4096) as optimizer:
+        for step in range(6):
+            loss_of_step(model, step, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for of_rank in range(2):
+                (loss_of_step(plain, step, of_rank) / 2).backward()
+            reference.step()
+            reference.zero_grad()
+        got = full_values(model)
+    for name, expected in plain.named_parameters():
+        torch.testing.assert_close(got[name], expected.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_what_a_step_does_not_use_stays_as_it_is_in_files(tmp_path: Path) -> None:
+    run_ranks(2, _check_unused, str(tmp_path))
+
+
 def _check_ranks_without_elements(rank: int, folder: str) -> None:
     """The model fits one shard: the other rank updates nothing, and takes part in everything all the same."""
     torch.manual_seed(0)

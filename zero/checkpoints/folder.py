@@ -12,11 +12,12 @@ ones: at every moment one complete checkpoint is there.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -30,6 +31,8 @@ __all__ = [
     "create_file",
     "is_shard_name",
     "latest_line",
+    "locked",
+    "make_folder",
     "open_own",
     "read_latest",
     "remove_file",
@@ -123,6 +126,26 @@ def open_own(path: Path) -> BinaryIO:
     return os.fdopen(number, "rb", buffering=0)
 
 
+def make_folder(folder: Path) -> None:
+    """Make ``folder``, and those above that are not there yet, durably: a new folder is a name in the one above it."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Nobody else who asks, thread or process, is in here for ``folder``: saves under one tag take turns to end."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def sync_folder(folder: Path) -> None:
     """Make names that were added to ``folder``, or replaced in it, durable."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -169,10 +192,16 @@ def replacing(path: Path, save_id: str) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
-def replace_file(path: Path, data: bytes, save_id: str) -> None:
-    """Let ``path`` hold ``data``, durably; a crash leaves what was there before."""
+def replace_file(path: Path, data: bytes, save_id: str, check: Callable[[Path], None] | None = None) -> None:
+    """Let ``path`` hold ``data``, durably; a crash leaves what was there before.
+
+    ``check`` is given the file under its temporary name, and may raise: ``path`` stays as it was then.
+    """
     with replacing(path, save_id) as file:
         file.write(data)
+        if check is not None:
+            file.flush()
+            check(Path(file.name))
 
 
 def remove_stale_shards(folder: Path, kept: set[str]) -> None:

@@ -12,6 +12,7 @@ DCP's own metadata file is a pickle; this one is read without running anything, 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import zlib
@@ -72,6 +73,8 @@ class Index:
     tensors: Mapping[str, StoredTensor]
     content: Mapping[str, Any] = field(default_factory=dict)
     """All that is no tensor, as JSON."""
+    digest: str = ""
+    """Of the metadata, which has a checksum of everything else: two checkpoints have not the same."""
 
     def as_dcp(self) -> Metadata:
         """The same for DCP's planner."""
@@ -101,16 +104,21 @@ def write_index(tensors: Mapping[str, StoredTensor], files: Mapping[str, int], c
     return json.dumps(document, allow_nan=False, indent=1).encode()
 
 
-def read_index(folder: Path) -> Index:
+def read_index(folder: Path, name: str = METADATA) -> Index:
     """The checkpoint in ``folder``, once its files are found to be there in full length.
+
+    Args:
+        folder: ``SAVE_DIR/TAG``.
+        name: Of its metadata; another one while they are not published yet.
 
     Raises:
         CheckpointError: There is none, it is incomplete or damaged, or of a newer version.
     """
-    path = folder / METADATA
+    path = folder / name
     try:
         with open_own(path) as file:
-            document = json.loads(file.read())
+            data = file.read()
+        document = json.loads(data)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(_describe_missing(folder)) from error
     except OSError as error:
@@ -133,7 +141,7 @@ def read_index(folder: Path) -> Index:
         raise
     except UNREADABLE as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
-    return Index(folder, tensors, content)
+    return Index(folder, tensors, content, hashlib.blake2b(data, digest_size=8).hexdigest())
 
 
 def _checksum(content: Any) -> int:

@@ -1,6 +1,7 @@
 """Loading: find, compare, read everything to host memory, or to files, and only then change the model.
 
-    latest -> index -> compared with the model -> every rank reads its parts -> masters, states, generators -> publish
+    latest -> index, the same on all ranks -> compared with the model -> every rank reads its parts
+           -> schedulers and other objects -> masters, states, generators -> publish
                                                   sub-group by sub-group to files -> counts
 
 Until the last step an error, the same on every rank, leaves model and optimizer as they were.
@@ -10,10 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero.agreement import raise_first, share_text
+from zcomm import Topology, control
+from zero.agreement import share_text
+from zero.checkpoints.agreed import agreed, check_same_on_ranks
 from zero.checkpoints.errors import CheckpointError
 from zero.checkpoints.folder import check_tag, read_latest
 from zero.checkpoints.index import Index, read_index
@@ -63,63 +67,61 @@ def load_checkpoint(
         load_module_only: Only weights and buffers, converted to the model's dtypes.
 
     Raises:
-        CheckpointError: No such checkpoint; it is incomplete, truncated or damaged; parameters, shapes, dtypes or
-            groups differ. The same on every rank; nothing is changed, or the text says what is to be made anew.
+        CheckpointError: No such checkpoint; it is incomplete, truncated or damaged; ranks ask for different ones, or
+            have different ones under the same name; parameters, shapes, dtypes or groups differ; an object of
+            ``stateful`` raises. The same on every rank; nothing is changed, or the text says what is to be made anew.
 
     On as many ranks as it was saved on, each rank's random generators go on, too, and training has the same bits as if
     it had not stopped. Ranks beyond the saved ones keep their generators. Gradients that are held are dropped.
     Cost for each rank: its shard of masters and states read, into host memory first; for files a sub-group at a time.
     With keep_previous_states=False these are overwritten at once: an error leaves an optimizer to be constructed anew.
     """
-    model_parallel = optimizer.inside.model_parallel
-    ranks = saving_ranks(optimizer.topology, model_parallel)
-    wait_for_saves(ranks)
+    ranks = saving_ranks(optimizer.topology, optimizer.inside.model_parallel)
     wanted = Wanted(optimizer_states=load_optimizer_states, module_only=load_module_only, strict=load_module_strict)
-    index, request, error = None, None, None
-    try:
-        folder = _find(Path(load_dir), tag, optimizer, only_weights=load_module_only)
-        if folder is None:
-            return Loaded(None, {})
-        is_file = load_module_only and find_weights(folder)
-        if is_file:
-            index = index_of_weights(folder, optimizer.inside)
-        else:
-            index = part_of(read_index(folder), model_parallel.rank, model_parallel.world_size)
+    agreed(lambda: wait_for_saves(ranks), ranks, "an earlier save")
+    asked = {"tag": repr(tag), **{field.name: repr(getattr(wanted, field.name)) for field in fields(wanted)}}
+    check_same_on_ranks(asked, ranks, "ask for the same", "pass the same tag and load_* arguments everywhere")
+    index = _find(load_dir, tag, optimizer, ranks, only_weights=load_module_only)
+    if index is None:
+        if optimizer.inside.runtime.speaks:
+            logger.warning("%s has no file 'latest': nothing is loaded (pass tag= to load one by its name)", load_dir)
+        return Loaded(None, {})
+
+    def compare() -> Request:
         request = make_whole_request(optimizer.inside, index, wanted)
         _check_stateful(index, stateful or {}, wanted)
-    except CheckpointError as caught:
-        error = caught
-    except Exception as caught:  # the others wait: a document of another form, no memory
-        error = CheckpointError(f"the metadata of the checkpoint in {load_dir} cannot be read: {caught!r}")
-    raise_first(error, CheckpointError, ranks)
-    assert request is not None, "no error and no request"
-    try:
-        _read(request)
-    except CheckpointError as caught:
-        error = caught
-    raise_first(error, CheckpointError, ranks)
-    loaded = restore(optimizer, request, stateful or {}, wanted)
-    return Loaded(request.index.folder, loaded)
+        return request
+
+    request = agreed(compare, ranks, f"the metadata of the checkpoint in {load_dir} cannot be read")
+    agreed(lambda: _read(request), ranks, f"{index.folder} cannot be read")
+    return Loaded(index.folder, restore(optimizer, request, stateful or {}, wanted, ranks))
 
 
-def _find(load_dir: Path, tag: str | None, optimizer: ZeroOptimizer, *, only_weights: bool) -> Path | None:
-    """The folder to load from, as the first rank sees it."""
-    if tag is not None:
-        return load_dir / check_tag(tag)
-    try:
-        latest = read_latest(load_dir) or ""
-    except CheckpointError as error:
-        latest = f"\0{error}"
-    latest = share_text(latest, 0, optimizer.topology)
-    if latest.startswith("\0"):
-        raise CheckpointError(latest[1:])
-    if latest:
-        return load_dir / check_tag(latest)
-    if only_weights and find_weights(load_dir):
-        return load_dir
-    if optimizer.inside.runtime.speaks:
-        logger.warning("%s has no file 'latest': nothing is loaded (pass tag= to load one by its name)", load_dir)
-    return None
+def _find(
+    load_dir: str | Path, tag: str | None, optimizer: ZeroOptimizer, ranks: Topology, *, only_weights: bool
+) -> Index | None:
+    """What there is to load; None: nothing. Folders may differ between ranks, what is in them not. Collective."""
+    trouble = f"the metadata of the checkpoint in {load_dir} cannot be read"
+    if tag is None:
+        latest = agreed(lambda: read_latest(Path(load_dir)) if ranks.rank == 0 else None, ranks, trouble)
+        tag = share_text(latest or "", 0, ranks) or None
+
+    def find() -> Index | None:
+        folder = Path(load_dir) if tag is None else Path(load_dir) / check_tag(tag)
+        if only_weights and find_weights(folder):
+            return index_of_weights(folder, optimizer.inside)
+        if tag is None:
+            return None
+        model_parallel = optimizer.inside.model_parallel
+        return part_of(read_index(folder), model_parallel.rank, model_parallel.world_size)
+
+    index = agreed(find, ranks, trouble)
+    digest = "" if index is None else index.digest
+    if ranks.world_size > 1 and not control.are_equal(digest, ranks):  # folders of nodes may have other names
+        found = "none" if index is None else f"{index.folder} with the digest {digest}"
+        remedy = "copy one of them to every node, or let all ranks load from a folder that they share"
+        check_same_on_ranks({"the checkpoint": found}, ranks, "load the same", remedy)
+    return index
 
 
 def _check_stateful(index: Index, stateful: Mapping[str, Any], wanted: Wanted) -> None:
@@ -133,11 +135,6 @@ def _check_stateful(index: Index, stateful: Mapping[str, Any], wanted: Wanted) -
 
 def _read(request: Request) -> None:
     """DCP's steps without other ranks: nobody needs what another reads."""
-    try:
-        planner, reader = LoadPartsPlanner(list(request.parts.values())), FolderReader(request.index)
-        planner.set_up_planner({}, reader.read_metadata())
-        reader.read_data(planner.create_local_plan(), planner)
-    except CheckpointError:
-        raise
-    except Exception as error:  # the others wait for it
-        raise CheckpointError(f"{request.index.folder} cannot be read: {error!r}") from error
+    planner, reader = LoadPartsPlanner(list(request.parts.values())), FolderReader(request.index)
+    planner.set_up_planner({}, reader.read_metadata())
+    reader.read_data(planner.create_local_plan(), planner)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zero.agreement import raise_first
 from zero.checkpoints.errors import CheckpointError
-from zero.checkpoints.folder import replacing
+from zero.checkpoints.folder import make_folder, replacing
 from zero.checkpoints.parts import named_buffers
 from zero.checkpoints.weights_out import Layout, WeightsWriter
 from zero.large_linears import rows_by_key
@@ -92,6 +92,8 @@ def _collecting(failures: list[CheckpointError]) -> Iterator[None]:
         yield
     except CheckpointError as error:
         failures.append(error)
+    except Exception as error:  # the others wait for the first rank
+        failures.append(CheckpointError(f"the model could not be written: {error!r}"))
 
 
 def _layout_of_parameters(runtime: Runtime, chosen: set[str]) -> Layout:
@@ -141,8 +143,8 @@ def _write_pickle(runtime: Runtime, path: Path, chosen: set[str]) -> None:
         return
     kept = {name: value for name, value in whole.items() if name not in names or names[name] in chosen}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with replacing(path, secrets.token_hex(4)) as file:
             torch.save(kept, file)
-    except (OSError, RuntimeError) as error:  # torch's writer hides the system's error
+    except Exception as error:  # torch's writer hides the system's error, pickle has errors of its own
         raise CheckpointError(f"{path} could not be written: {error}") from error

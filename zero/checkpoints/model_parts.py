@@ -21,7 +21,7 @@ from zero.checkpoints.index import Index
 from zero.checkpoints.snapshot import Snapshot
 from zero.model_parallel import ModelParallel
 
-__all__ = ["join_parts", "part_of", "saving_ranks"]
+__all__ = ["join_parts", "part_of", "parts_in", "saving_ranks"]
 
 PARTS = "model_parallel"
 
@@ -57,6 +57,12 @@ def join_parts(snapshot: Snapshot, topology: Topology, model_parallel: ModelPara
     return Snapshot(parts, {PARTS: documents})
 
 
+def parts_in(index: Index) -> list[int | None]:
+    """What :func:`part_of` may be given as the number of a part."""
+    documents = index.content.get(PARTS)
+    return [None] if documents is None else list(range(len(documents)))
+
+
 def part_of(index: Index, model_parallel_rank: int | None, num_parts: int | None = None) -> Index:
     """What ``index`` says of one part of the model.
 
@@ -86,7 +92,7 @@ def part_of(index: Index, model_parallel_rank: int | None, num_parts: int | None
         )
     prefix = _prefix(model_parallel_rank)
     tensors = {key[len(prefix) :]: tensor for key, tensor in index.tensors.items() if key.startswith(prefix)}
-    return Index(index.folder, tensors, documents[model_parallel_rank])
+    return Index(index.folder, tensors, documents[model_parallel_rank], index.digest)
 
 
 def _prefix(part: int) -> str:

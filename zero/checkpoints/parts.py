@@ -27,7 +27,7 @@ from zcomm import control
 from zero.bucket import Bucket
 from zero.checkpoints.errors import CheckpointError
 from zero.checkpoints.planners import Part
-from zero.checkpoints.tensor_file import CODES, as_bytes
+from zero.checkpoints.tensor_file import as_bytes, is_storable
 from zero.cpu_optimizer import layout_of
 from zero.inside import Inside
 from zero.masters import MasterPiece, is_elementwise
@@ -37,7 +37,8 @@ from zero.tiers.at_rest import at_rest
 from zero.tiers.state_files import StateFiles
 
 __all__ = [
-    "SCALARS", "Held", "buffer_parts", "held_pieces", "held_weights", "named_buffers", "published_parts", "state_parts",
+    "SCALARS", "Held", "buffer_parts", "digests_of_buffers", "held_pieces", "held_weights", "named_buffers",
+    "published_parts", "state_parts",
 ]  # fmt: skip
 
 SCALARS = {"tensor": Tensor, "int": int, "float": float}
@@ -113,7 +114,8 @@ def state_parts(inside: Inside) -> list[Part]:
         for name, value in inside.inner.state.get(piece.master, {}).items():
             if value is None:
                 continue
-            if isinstance(value, Tensor) and value.dim() == 1 and is_elementwise(inside.inner, piece, name, value):
+            is_moment = isinstance(value, Tensor) and value.dim() == 1 and is_storable(value)
+            if is_moment and is_elementwise(inside.inner, piece, name, value):
                 parts.append(_moment_part(inside, held, name, value))
                 continue
             kind = _scalar_kind(inside, held.name, name, value)
@@ -137,7 +139,7 @@ def _wide(value: float) -> torch.dtype:
 
 def _scalar_kind(inside: Inside, param: str, name: str, value: Any) -> str:
     kind = next((kind for kind, cls in SCALARS.items() if isinstance(value, cls)), None)
-    is_scalar = not isinstance(value, Tensor) or (value.numel() == 1 and value.dtype in CODES)
+    is_scalar = not isinstance(value, Tensor) or (value.numel() == 1 and is_storable(value))
     if kind is None or not is_scalar or "/" in name:
         shape = f" of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else ""
         raise CheckpointError(
@@ -157,13 +159,29 @@ def named_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name not in transient}
 
 
-def buffer_parts(runtime: Runtime) -> list[Part]:
+def digests_of_buffers(runtime: Runtime) -> list[float]:
+    """By which ranks see whether they have the same.
+
+    Raises:
+        CheckpointError: A buffer that cannot be stored. This rank's own error.
+    """
+    digests = []
+    for name, buffer in named_buffers(runtime.model).items():
+        if not is_storable(buffer):
+            raise CheckpointError(
+                f"buffer {name!r} is a {type(buffer).__name__} of {buffer.dtype}, {buffer.layout}, on {buffer.device}, "
+                "which a checkpoint does not store: convert it, or register it with persistent=False"
+            )
+        digests.append(float(zlib.crc32(as_bytes(buffer))))
+    return digests
+
+
+def buffer_parts(runtime: Runtime, digests: list[float]) -> list[Part]:
     """The buffers: each rank's own where they differ from the first rank's. Collective: one small exchange."""
     topology, buffers = runtime.topology, named_buffers(runtime.model)
     if not buffers:
         return []
-    digests = torch.tensor([float(zlib.crc32(as_bytes(buffer))) for buffer in buffers.values()], dtype=torch.float64)
-    first = control.gather_float64(digests, topology)[0]
+    first = control.gather_float64(torch.tensor(digests, dtype=torch.float64), topology)[0]
     parts = []
     for index, (name, buffer) in enumerate(buffers.items()):
         if topology.rank == 0:

@@ -51,7 +51,9 @@ class Part:
         return self.values[first:last] if self.read is None else self.read(first, last)
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """The part cut on multiples of CHUNK_NUMEL: first element and end of each."""
+        """The part cut on multiples of CHUNK_NUMEL: first element and end of each. An empty tensor has an empty one."""
+        if not self.numel:
+            yield 0, 0
         start, stop = self.offset, self.offset + self.values.numel()
         while start < stop:
             end = min(stop, (start // CHUNK_NUMEL + 1) * CHUNK_NUMEL)

@@ -175,7 +175,7 @@ def _ask_for_weights(request: Request, inside: Inside) -> None:
         if key in index.tensors and held.name in index.content["parameters"]:
             request.add(key, held.values.numel(), held.first, held.values.dtype)
     for name, buffer in named_buffers(inside.runtime.model).items():
-        if name in index.content["buffers"]:
+        if name in index.content["buffers"] and buffer.numel():
             own = f"rank/{inside.runtime.topology.rank}/buffer/{name}"
             is_same_world = index.content["world_size"] == inside.runtime.topology.world_size
             key = own if is_same_world and own in index.tensors else f"buffer/{name}"

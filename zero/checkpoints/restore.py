@@ -3,77 +3,109 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from zcomm import Topology
 from zero.agreement import on_every_rank, raise_first
 from zero.bucket import Bucket
+from zero.checkpoints.agreed import agreed
 from zero.checkpoints.errors import CheckpointError
-from zero.checkpoints.index import UNREADABLE
 from zero.checkpoints.node_restore import restore_node_parts
 from zero.checkpoints.parts import SCALARS, held_pieces, held_weights, named_buffers
 from zero.checkpoints.random_state import restore_random_state
+from zero.checkpoints.receivers import Receivers
 from zero.checkpoints.request import Request, Wanted, keys_by_parameter
 from zero.checkpoints.snapshot import group_options
 from zero.checkpoints.streamed import StreamedStates
 from zero.inside import Inside
 from zero.optimizer import ZeroOptimizer
+from zero.settle import distinct
 from zero.shard_state import restore_tracked
 
 __all__ = ["restore"]
 
 logger = logging.getLogger("zero")
 
+ANEW = "construct model and optimizer anew, and load another checkpoint"
+
 
 @torch.no_grad()
-def restore(optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
+def restore(
+    optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, Any], wanted: Wanted, ranks: Topology
+) -> dict[str, Any]:
     """Change everything that was asked for, publish the parameters, and return the client state. Collective.
 
     Raises:
-        CheckpointError: A document cannot be decoded, or states that go to files cannot be read; on every rank, before
-            anything is changed.
+        CheckpointError: A document cannot be decoded, an object of ``stateful`` does not take its state, or states that
+            go to files cannot be read; on every rank, before anything is changed. Later: on every rank, and the
+            optimizer takes no step any more.
     """
-    inside, content = optimizer.inside, request.index.content
-    decoded: dict[str, Any] = {}
-    error = None
-    try:
-        if not wanted.module_only:
-            names = ("client_state", "loss_scale", "extra_state")
-            decoded = {name: request.decoded(content[name]) for name in names}
-            decoded["adaptive"] = request.decoded(content.get("adaptive"))
-            decoded["stateful"] = {name: request.decoded(content["stateful"][name]) for name in stateful}
-            decoded["random"] = request.random_state()
-            if wanted.optimizer_states:
-                decoded["inner"] = _inner_state(inside, request)
-    except (CheckpointError, RuntimeError, *UNREADABLE) as caught:  # torch's own errors of shapes are RuntimeErrors
-        error = CheckpointError(f"{request.index.folder} is damaged: {caught!r}")
-    raise_first(error, CheckpointError, inside.runtime.topology)
+    inside = optimizer.inside
+    decoded = agreed(lambda: _decoded(inside, request, stateful, wanted), ranks, f"{request.index.folder} is damaged")
     takes_states = wanted.optimizer_states and not wanted.module_only
+    receivers = Receivers(inside.runtime.model, decoded["extra_state"], stateful, decoded["stateful"])
     streamed = StreamedStates(inside, request.index, moments=takes_states)
-    streamed.write()
-    optimizer.zero_grad()
-    _restore_weights(inside, request, streamed)
-    if wanted.module_only:
-        return {}
-    if wanted.optimizer_states:
-        _restore_inner(optimizer, decoded["inner"], request)
-        streamed.stand_ins()
-        _restore_loss_scale(optimizer, decoded["loss_scale"])
-        inside.adaptive.load_state_dict(decoded["adaptive"])
-        _restore_published(inside, request)
-        restore_node_parts(inside, request)
-    for name, module in inside.runtime.model.named_modules():
-        if type(module).set_extra_state is not nn.Module.set_extra_state and name in decoded["extra_state"]:
-            module.set_extra_state(decoded["extra_state"][name])
-    for name, item in stateful.items():
-        item.load_state_dict(decoded["stateful"][name])
-    if decoded["random"] is not None:
-        restore_random_state(decoded["random"], inside.runtime.buckets[0].device)
+    receivers.give(ranks)
+    try:
+        streamed.write()
+    except Exception as error:
+        receivers.put_back(ranks, error)
+        raise
+    try:
+        optimizer.zero_grad()
+        _restore_weights(inside, request, streamed)
+        if takes_states:
+            _restore_inner(optimizer, decoded["inner"], request)
+            streamed.stand_ins()
+            _restore_scalars(optimizer, decoded, request, ranks)
+            _restore_published(inside, request)
+            restore_node_parts(inside, request)
+        _restore_random(inside, decoded["random"], request, ranks)
+    except Exception as error:  # neither what it was nor what it was to be
+        inside.fail(error)
+        raise
+    inside.runtime.since_ns = time.time_ns()
     client_state: dict[str, Any] = decoded["client_state"]
     return client_state
+
+
+def _decoded(inside: Inside, request: Request, stateful: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
+    """All that is no tensor of the model or its optimizer, as this rank is to have it."""
+    _check_expanded(inside, request)
+    if wanted.module_only:
+        return {"client_state": {}, "extra_state": {}, "stateful": {}, "random": None}
+    content = request.index.content
+    decoded = {name: request.decoded(content[name]) for name in ("client_state", "loss_scale", "extra_state")}
+    decoded["adaptive"] = request.decoded(content.get("adaptive"))
+    decoded["stateful"] = {name: request.decoded(content["stateful"][name]) for name in stateful}
+    decoded["random"] = request.random_state()
+    if wanted.optimizer_states:
+        decoded["inner"] = _inner_state(inside, request)
+    return decoded
+
+
+def _check_expanded(inside: Inside, request: Request) -> None:
+    """Elements of a buffer that are one in memory must be equal."""
+    for name, buffer, values in _buffers_to_read(inside, request):
+        if not torch.equal(distinct(values, buffer).expand_as(values), values):
+            raise CheckpointError(
+                f"buffer {name!r} is expanded: its elements share memory and cannot have the different values that "
+                f"{request.index.folder} holds; register a copy of it (.clone())"
+            )
+
+
+def _buffers_to_read(inside: Inside, request: Request) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, buffer, and the values that it is to have, in its shape."""
+    runtime = inside.runtime
+    for name, buffer in named_buffers(runtime.model).items():
+        for key in (f"buffer/{name}", f"rank/{runtime.topology.rank}/buffer/{name}"):
+            if request.has(key):
+                yield name, buffer, request.values(key).view(buffer.shape)
 
 
 def _restore_weights(inside: Inside, request: Request, streamed: StreamedStates) -> None:
@@ -84,10 +116,8 @@ def _restore_weights(inside: Inside, request: Request, streamed: StreamedStates)
         key = f"weight/{held.name}"
         if request.has(key):
             held.values.copy_(request.values(key))
-    for name, buffer in named_buffers(runtime.model).items():
-        for key in (f"buffer/{name}", f"rank/{runtime.topology.rank}/buffer/{name}"):
-            if request.has(key):
-                buffer.copy_(request.values(key).view(buffer.shape))
+    for _, buffer, values in _buffers_to_read(inside, request):
+        distinct(buffer, buffer).copy_(distinct(values, buffer))
     streamed.commit()
     runtime.publish(runtime.buckets)
 
@@ -97,16 +127,12 @@ def _restore_inner(optimizer: ZeroOptimizer, state: dict[str, Any], request: Req
     error = None
     try:
         optimizer.load_inner_state(state)
-    except (RuntimeError, *UNREADABLE) as caught:
+    except Exception as caught:
         error = CheckpointError(
             f"{request.index.folder} is damaged: {type(optimizer.inside.inner).__name__} does not take its states "
-            f"({caught!r}); construct model and optimizer anew, and load another checkpoint"
+            f"({caught!r}); {ANEW}"
         )
-    try:
-        raise_first(error, CheckpointError, optimizer.topology)
-    except CheckpointError as failed:  # weights have changed on every rank
-        optimizer.inside.fail(failed)
-        raise
+    raise_first(error, CheckpointError, optimizer.topology)
 
 
 def _restore_published(inside: Inside, request: Request) -> None:
@@ -166,6 +192,24 @@ def _state_value(kind: str, values: Tensor, master: Tensor) -> Any:
     padded = values.new_zeros(master.numel())
     padded[: values.numel()] = values
     return padded.to(master.device)
+
+
+def _restore_scalars(optimizer: ZeroOptimizer, decoded: dict[str, Any], request: Request, ranks: Topology) -> None:
+    def take() -> None:
+        _restore_loss_scale(optimizer, decoded["loss_scale"])
+        optimizer.inside.adaptive.load_state_dict(decoded["adaptive"])
+
+    agreed(take, ranks, f"{request.index.folder} is damaged; {ANEW}")
+
+
+def _restore_random(inside: Inside, state: dict[str, Any] | None, request: Request, ranks: Topology) -> None:
+    """None: this rank keeps its generators."""
+
+    def take() -> None:
+        if state is not None:
+            restore_random_state(state, inside.runtime.buckets[0].device)
+
+    agreed(take, ranks, f"{request.index.folder} holds other random generators than there are here; {ANEW}")
 
 
 def _restore_loss_scale(optimizer: ZeroOptimizer, saved: dict[str, Any] | None) -> None:

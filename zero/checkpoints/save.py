@@ -7,7 +7,7 @@ background    plan over all ranks -> every rank writes and syncs its shard -> me
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,13 @@ from typing import Any
 
 from zcomm import Topology
 from zcomm.background import Background
-from zero.agreement import raise_first, share_text
+from zero.agreement import share_text
+from zero.checkpoints.agreed import agreed
 from zero.checkpoints.errors import CheckpointError
 from zero.checkpoints.folder import check_tag
 from zero.checkpoints.model_parts import join_parts, saving_ranks
 from zero.checkpoints.planners import SavePartsPlanner
+from zero.checkpoints.proof import check_loadable
 from zero.checkpoints.snapshot import Snapshot, take_snapshot
 from zero.checkpoints.storage import FolderWriter
 from zero.checkpoints.together import write_together
@@ -36,7 +38,7 @@ class Saving:
     def __init__(self, path: Path, future: Future[None]) -> None:
         self.path = path
         """The folder of the checkpoint."""
-        self._future = future
+        self._future, self._is_seen = future, False
 
     def wait(self) -> Path:
         """Return the folder once the checkpoint is complete and durable on every rank.
@@ -44,8 +46,15 @@ class Saving:
         Raises:
             CheckpointError: It could not be written; the same on every rank. The checkpoints before are untouched.
         """
+        self._is_seen = True
         self._future.result()
         return self.path
+
+    def end(self) -> None:
+        """Wait, and raise what :meth:`wait` raises unless that has been called."""
+        if not self._is_seen:
+            self.wait()
+        self._future.exception()
 
     @property
     def is_done(self) -> bool:
@@ -89,26 +98,22 @@ def save_checkpoint(
     (python, numpy, torch, GPU). Cost for each rank: its shard in bytes written; with ``async_op`` also in host memory.
     """
     ranks = saving_ranks(optimizer.topology, optimizer.inside.model_parallel)
-    folder = Path(share_text(str(Path(save_dir).absolute()), 0, ranks))
-    folder = folder / check_tag(share_text(str(tag), 0, ranks))
-    wait_for_saves(ranks)
-    take = partial(
-        take_snapshot,
+    path = agreed(lambda: _checked_path(optimizer, save_dir, tag, ranks), ranks, "no checkpoint can be saved")
+    folder, background = Path(share_text(str(path), 0, ranks)), ranks.background
+    snapshot = take_snapshot(
         optimizer,
+        ranks,
         stateful=stateful or {},
         client_state=client_state or {},
         exclude_frozen_parameters=exclude_frozen_parameters,
     )
-    snapshot = _snapshot_of_all(optimizer, take, ranks)
-    async_op = async_op and not snapshot.is_in_files
-    if async_op:
-        snapshot = snapshot.copied()
-    background = ranks.background
-
-    def write() -> None:
-        _write(snapshot, FolderWriter(folder, snapshot.content, moves_latest=save_latest), background)
-
-    saving = Saving(folder, background.submit(write))
+    snapshot = join_parts(snapshot, optimizer.topology, optimizer.inside.model_parallel)
+    async_op = async_op and not snapshot.is_in_files  # not of every rank, perhaps
+    take = snapshot.copied if async_op else lambda: snapshot
+    snapshot = agreed(take, ranks, "host memory holds no copy of the states: save without async_op")
+    since_ns = optimizer.inside.runtime.since_ns
+    writer = FolderWriter(folder, snapshot.content, moves_latest=save_latest, since_ns=since_ns, check=check_loadable)
+    saving = Saving(folder, background.submit(partial(_write, snapshot, writer, background)))
     if not async_op:
         saving.wait()
         return saving
@@ -116,27 +121,19 @@ def save_checkpoint(
     return saving
 
 
-def _snapshot_of_all(optimizer: ZeroOptimizer, take: Callable[[], Snapshot], ranks: Topology) -> Snapshot:
-    """What this rank saves; an error in one part of the model is raised by the ranks of all."""
-    snapshot, error = None, None
-    try:
-        _check_between_steps(optimizer)
-        snapshot = take()
-    except CheckpointError as caught:  # the same on every rank of this part
-        error = caught
-    if ranks is not optimizer.topology:
-        raise_first(error, CheckpointError, ranks)
-    if snapshot is None:
-        raise error or AssertionError
-    return join_parts(snapshot, optimizer.topology, optimizer.inside.model_parallel)
+def _checked_path(optimizer: ZeroOptimizer, save_dir: str | Path, tag: str, ranks: Topology) -> Path:
+    """Where the checkpoint goes, if one can be saved now. What is seen here may differ between ranks."""
+    wait_for_saves(ranks)
+    _check_between_steps(optimizer)
+    return Path(save_dir).absolute() / check_tag(str(tag))
 
 
 def wait_for_saves(topology: Topology) -> None:
-    """Let an asynchronous save before this one finish; raise its error if nobody has seen it."""
+    """Let an asynchronous save before this one finish; raise its error if nobody has seen it on this rank."""
     background = topology.background
     last, background.last = background.last, None
     if last is not None:
-        last.wait()
+        last.end()
 
 
 def _check_between_steps(optimizer: ZeroOptimizer) -> None:

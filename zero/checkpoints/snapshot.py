@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from zero.agreement import raise_first
+from zcomm import Topology
+from zero.checkpoints.agreed import agreed
 from zero.checkpoints.errors import CheckpointError
 from zero.checkpoints.node_parts import node_parts, residual_layout
-from zero.checkpoints.parts import buffer_parts, held_weights, named_buffers, published_parts, state_parts
+from zero.checkpoints.parts import (
+    buffer_parts,
+    digests_of_buffers,
+    held_weights,
+    named_buffers,
+    published_parts,
+    state_parts,
+)
 from zero.checkpoints.planners import Part
 from zero.checkpoints.random_state import capture_random_state
 from zero.checkpoints.tensor_file import CODES
@@ -53,33 +61,35 @@ def _copied(part: Part) -> Part:
 
 def take_snapshot(
     optimizer: ZeroOptimizer,
+    ranks: Topology,
     *,
     stateful: Mapping[str, Any],
     client_state: Mapping[str, Any],
     exclude_frozen_parameters: bool,
 ) -> Snapshot:
-    """The parts of this rank, as views of live tensors. Collective.
+    """The parts of this rank, as views of live tensors. Collective over ``ranks``, who save together.
 
     Raises:
-        CheckpointError: Something that cannot be stored; the same on every rank.
+        CheckpointError: Something that cannot be stored, or an object that does not give its state; the same on every
+            rank.
     """
     inside = optimizer.inside
     inside.runtime.finish_update()
-    parts, error = buffer_parts(inside.runtime), None
-    content: dict[str, Any] = {}
-    try:
-        weights = [held for held in held_weights(inside.runtime, "values")]  # noqa: C416
-        for held in weights:
-            if held.bucket.is_trainable or not exclude_frozen_parameters:
-                parts.append(held.part(f"weight/{held.name}", held.values, inside.runtime.state_files))
-        parts += published_parts(inside)
-        parts += state_parts(inside) + node_parts(inside)
+    parts = []
+    for held in held_weights(inside.runtime, "values"):
+        if held.bucket.is_trainable or not exclude_frozen_parameters:
+            parts.append(held.part(f"weight/{held.name}", held.values, inside.runtime.state_files))
+    parts += published_parts(inside)
+
+    def take_rest() -> tuple[dict[str, Any], list[float]]:
+        parts.extend(state_parts(inside) + node_parts(inside))
         content, more = _content(optimizer, inside, dict(stateful), dict(client_state))
-        parts += more + _of_this_rank(inside.runtime)
+        parts.extend(more + _of_this_rank(inside.runtime))
         content["excludes_frozen"] = exclude_frozen_parameters
-    except CheckpointError as caught:
-        error = caught
-    raise_first(error, CheckpointError, inside.runtime.topology)
+        return content, digests_of_buffers(inside.runtime)
+
+    content, digests = agreed(take_rest, ranks, "the state of the training cannot be taken")
+    parts += buffer_parts(inside.runtime, digests)
     return Snapshot(parts, content)
 
 
@@ -114,15 +124,30 @@ def _content(
         "num_updates": None if runtime.delayed is None else runtime.delayed.num_updates,
         "is_behind": runtime.is_behind,
         "extra_state": {
-            name: tree.encode(module.get_extra_state(), f"extra state of {name!r}")
+            name: tree.encode(_given(module.get_extra_state, f"extra state of {name!r}"), f"extra state of {name!r}")
             for name, module in runtime.model.named_modules()
             if type(module).get_extra_state is not nn.Module.get_extra_state
         },
-        "stateful": {name: tree.encode(item.state_dict(), name) for name, item in stateful.items()},
+        "stateful": {_named(name): tree.encode(_given(s.state_dict, name), name) for name, s in stateful.items()},
         "client_state": tree.encode(client_state, "client_state"),
     }
     parts = [Part.whole(key, tensor) for key, tensor in tree.tensors.items()]
     return content, parts if runtime.topology.rank == 0 else []
+
+
+def _given(call: Callable[[], Any], title: str) -> Any:
+    """What a user's object gives as its state."""
+    try:
+        return call()
+    except Exception as error:
+        raise CheckpointError(f"{title} cannot be saved: {call.__qualname__}() raised {error!r}") from error
+
+
+def _named(name: Any) -> str:
+    """JSON would make a text of it, under which nobody looks for it."""
+    if type(name) is not str:
+        raise CheckpointError(f"stateful= must have texts as names: got {name!r}")
+    return name
 
 
 def _parameters(runtime: Runtime) -> dict[str, Any]:

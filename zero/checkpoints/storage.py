@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,15 +26,21 @@ from zero.checkpoints.folder import (
     METADATA,
     create_file,
     latest_line,
+    locked,
+    make_folder,
+    remove_file,
     remove_stale_shards,
     replace_file,
     shard_name,
     sync_folder,
 )
-from zero.checkpoints.index import Index, StoredChunk, StoredTensor, write_index
+from zero.checkpoints.index import UNREADABLE, Index, StoredChunk, StoredTensor, read_index, write_index
 from zero.checkpoints.tensor_file import as_bytes, from_bytes, make_header
 
 __all__ = ["FolderReader", "FolderWriter", "read_chunk"]
+
+SAVER = "saver"
+"""In metadata.json: since when the optimizer that saved was what it was, and when it saved; of time.time_ns()."""
 
 
 def _done(value: Any) -> Future[Any]:
@@ -48,10 +56,21 @@ class FolderWriter(StorageWriter):
         folder: ``SAVE_DIR/TAG``.
         content: What metadata.json holds beside the tensors; the first rank's is written.
         moves_latest: Whether ``SAVE_DIR/latest`` names it in the end.
+        since_ns: When the optimizer that saves was constructed, or last loaded; it is told apart from others by that.
+        check: Raises if what it is given, the index as it was written, cannot be loaded.
     """
 
-    def __init__(self, folder: Path, content: Mapping[str, Any], *, moves_latest: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        content: Mapping[str, Any],
+        *,
+        moves_latest: bool,
+        since_ns: int,
+        check: Callable[[Index], None],
+    ) -> None:
         self._folder, self._content, self._moves_latest = folder, content, moves_latest
+        self._since_ns, self._check = since_ns, check
         self.save_id = secrets.token_hex(4)
         """In the names of the files; the first rank's counts, which names them all."""
 
@@ -61,7 +80,7 @@ class FolderWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:  # noqa: ARG002, FBT001
         """Every rank makes the folder, or finds it."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self._folder)
         except OSError as error:
             raise CheckpointError(f"the folder {self._folder} cannot be made: {error.strerror}") from error
 
@@ -88,7 +107,7 @@ class FolderWriter(StorageWriter):
             ) from error
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank, once all ranks have written: metadata.json, and then ``latest``."""
+        """On the first rank, once all ranks have written: metadata.json, if it can be loaded, and then ``latest``."""
         written = [result for of_rank in results for result in of_rank]
         chunks: dict[str, list[StoredChunk]] = {}
         files: dict[str, int] = {}
@@ -97,19 +116,49 @@ class FolderWriter(StorageWriter):
             chunk, file_nbytes, headers[result.storage_data[0].file] = result.storage_data
             chunks.setdefault(result.index.fqn, []).append(chunk)
             files[chunk.file] = file_nbytes
-        self._check_visible(files)
         tensors = {}
         for key, stored in metadata.state_dict_metadata.items():
             assert isinstance(stored, TensorStorageMetadata), "parts are tensors"
             of_key = tuple(sorted(chunks[key], key=lambda chunk: chunk.offset))
             tensors[key] = StoredTensor(stored.properties.dtype, stored.size.numel(), of_key)
         content = {**self._content, "headers": headers}
+        try:
+            with locked(self._folder):
+                self._check_own()
+                self._check_visible(files)
+                self._publish(tensors, files, content)
+        except CheckpointError:  # before anything was published
+            for name in files:
+                remove_file(self._folder / name)
+            raise
+
+    def _publish(
+        self, tensors: Mapping[str, StoredTensor], files: Mapping[str, int], content: Mapping[str, Any]
+    ) -> None:
+        """Nothing that was there before is touched until the new one is named, durably."""
+        data = write_index(tensors, files, {**content, SAVER: [self._since_ns, time.time_ns()]})
+
+        def check(path: Path) -> None:
+            self._check(read_index(path.parent, path.name))
+
         sync_folder(self._folder)
-        replace_file(self._folder / METADATA, write_index(tensors, files, content), self.save_id)
+        replace_file(self._folder / METADATA, data, self.save_id, check)
         sync_folder(self._folder.parent)
         if self._moves_latest:
             replace_file(self._folder.parent / LATEST, latest_line(self._folder.name), self.save_id)
         remove_stale_shards(self._folder, set(files))
+
+    def _check_own(self) -> None:
+        """Two optimizers that save under one tag would each replace what the other has saved, and say nothing."""
+        try:
+            since_ns, saved_ns = json.loads((self._folder / METADATA).read_bytes())["content"][SAVER]
+        except (OSError, *UNREADABLE):
+            return  # nothing that counts, or of an older version
+        if since_ns != self._since_ns and saved_ns > self._since_ns:
+            raise CheckpointError(
+                f"{self._folder} holds what another optimizer has saved since this one was constructed, and is left as "
+                "it is: two optimizers need tags, or folders, of their own"
+            )
 
     def _check_visible(self, files: Mapping[str, int]) -> None:
         for name, nbytes in files.items():

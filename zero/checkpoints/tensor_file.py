@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zero.checkpoints.errors import CheckpointError
 
-__all__ = ["CODES", "DTYPES", "Entry", "as_bytes", "from_bytes", "make_header", "read_header"]
+__all__ = ["CODES", "DTYPES", "Entry", "as_bytes", "from_bytes", "is_storable", "make_header", "read_header"]
 
 CODES = {
     torch.float64: "F64",
@@ -29,6 +29,7 @@ CODES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64",
+    torch.complex128: "C128",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -39,7 +40,7 @@ CODES = {
     torch.uint64: "U64",
     torch.bool: "BOOL",
 }
-"""The format's names of dtypes."""
+"""The format's names of dtypes; C128 is ours: in a file such a tensor is one of F64, with a last dimension of two."""
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 MAX_HEADER_NBYTES = 100_000_000
 """The format's own limit."""
@@ -62,7 +63,8 @@ def make_header(
     at, spans = 0, {}
     for name, (dtype, shape) in tensors.items():
         nbytes = torch.Size(shape).numel() * dtype.itemsize
-        document[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        code, more = ("F64", [2]) if dtype is torch.complex128 else (CODES[dtype], [])
+        document[name] = {"dtype": code, "shape": [*shape, *more], "data_offsets": [at, at + nbytes]}
         spans[name] = (dtype, shape, at, at + nbytes)
         at += nbytes
     text = json.dumps(document, separators=(",", ":")).encode()
@@ -108,9 +110,15 @@ def _entry(path: Path, name: str, value: object, base: int, nbytes: int) -> Entr
     return Entry(dtype, shape, start, stop)
 
 
+def is_storable(tensor: Tensor) -> bool:
+    """Whether a checkpoint holds such a tensor: a plain one, whose elements are all in memory."""
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    return is_plain and tensor.dtype in CODES and tensor.layout is torch.strided and not tensor.is_meta
+
+
 def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of ``tensor``, which is copied if it is not contiguous on the CPU."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
 

@@ -2,7 +2,7 @@
 
 JSON's own types stand for themselves; anything else is an object with the key ``"$"``, its kind:
 
-    tuple, set, dict with other keys than strings, OrderedDict, Counter      items
+    tuple, set, frozenset, dict with other keys than strings, OrderedDict, Counter   items
     float (inf, nan), torch.dtype                                            text
     torch.Tensor, numpy.ndarray, numpy scalars, bytes                        a tensor stored beside the JSON
 """
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from zero.checkpoints.errors import CheckpointError
-from zero.checkpoints.tensor_file import CODES, DTYPES
+from zero.checkpoints.tensor_file import CODES, DTYPES, is_storable
 
-__all__ = ["Tree", "decode"]
+__all__ = ["KIND", "Tree", "decode"]
 
 KIND = "$"
 
@@ -48,14 +48,14 @@ class Tree:
             return value
         if kind is float:
             return value if math.isfinite(value) else {KIND: "float", "text": repr(value)}
-        if kind is torch.dtype:
+        if kind is torch.dtype and value in CODES:
             return {KIND: "dtype", "text": CODES[value]}
         if kind is list:
             return self._items(value, path)
         if kind in (tuple, torch.Size):
             return {KIND: "tuple", "items": self._items(value, path)}
         if kind in (set, frozenset):
-            return {KIND: "set", "items": self._items(sorted(value, key=repr), path)}
+            return {KIND: kind.__name__, "items": self._items(sorted(value, key=repr), path)}
         if kind in (dict, OrderedDict, Counter):
             return self._dict(value, path)
         return self._tensor(value, path)
@@ -70,17 +70,19 @@ class Tree:
         return {KIND: type(value).__name__, "items": items}
 
     def _tensor(self, value: Any, path: str) -> Any:
-        if isinstance(value, Tensor) and type(value) in (Tensor, torch.nn.Parameter) and value.dtype in CODES:
+        if isinstance(value, Tensor) and is_storable(value):
             return self._store("tensor", value.detach())
-        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biuf":
-            array = np.ascontiguousarray(value)
+        is_array = type(value) in (np.ndarray, np.memmap) or isinstance(value, np.generic)  # a masked one is no array
+        if is_array and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+            array = np.ascontiguousarray(value, value.dtype.newbyteorder("="))
             return self._store("scalar" if isinstance(value, np.generic) else "array", torch.from_numpy(array), value)
         if type(value) is bytes:
             return self._store("bytes", torch.tensor(list(value), dtype=torch.uint8))
+        more = "".join(f" {getattr(value, name)}" for name in ("dtype", "layout", "device") if hasattr(value, name))
         raise CheckpointError(
-            f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint does not store: it "
-            "holds None, bool, int, float, str, bytes, list, tuple, set, dict, tensors and numpy arrays. Convert it "
-            "(vars(), str(), .state_dict(), ...), or leave it out"
+            f"{path} is a {type(value).__module__}.{type(value).__qualname__}{more}, which a checkpoint does not "
+            "store: it holds None, bool, int, float, str, bytes, list, tuple, set, dict, tensors and numpy arrays. "
+            "Convert it (vars(), str(), .state_dict(), ...), or leave it out"
         )
 
     def _store(self, kind: str, tensor: Tensor, original: Any = None) -> dict[str, Any]:
@@ -107,9 +109,9 @@ def decode(document: Any, tensor_of: Callable[[str], Tensor]) -> Any:
         return float(document["text"])
     if kind == "dtype":
         return DTYPES[document["text"]]
-    if kind in ("tuple", "set"):
+    if kind in ("tuple", "set", "frozenset"):
         items = [decode(item, tensor_of) for item in document["items"]]
-        return tuple(items) if kind == "tuple" else set(items)
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
     if kind in ("dict", "OrderedDict", "Counter"):
         pairs = {decode(key, tensor_of): decode(item, tensor_of) for key, item in document["items"]}
         return {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[kind](pairs)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from zero.checkpoints.errors import CheckpointError
-from zero.checkpoints.folder import remove_file, replace_file, sync_folder
-from zero.checkpoints.tensor_file import as_bytes, make_header
+from zero.checkpoints.folder import make_folder, remove_file, replace_file, sync_folder
+from zero.checkpoints.tensor_file import CODES, as_bytes, make_header
 
 __all__ = ["MAX_SHARD_NBYTES", "Layout", "WeightsWriter"]
 
@@ -39,12 +39,18 @@ class WeightsWriter:
         max_shard_nbytes: Largest file; a larger tensor has a file of its own.
 
     Raises:
-        CheckpointError: The name does not end with ``.safetensors``, or the files cannot be written.
+        CheckpointError: The name does not end with ``.safetensors``, a dtype is none of the format's, or the files
+            cannot be written.
     """
 
     def __init__(self, output: Path, layout: Layout, max_shard_nbytes: int = MAX_SHARD_NBYTES) -> None:
         if output.suffix != ".safetensors":
             raise CheckpointError(f"the name of the output must end with .safetensors: {output}")
+        for name, (dtype, _) in layout.items():
+            if dtype is torch.complex128 or dtype not in CODES:
+                raise CheckpointError(
+                    f"{name!r} is {dtype}, which safetensors do not hold: convert it, or leave it out"
+                )
         self._output, self._layout = output, dict(layout)
         self._shards = _divide(layout, max_shard_nbytes)
         self._save_id = secrets.token_hex(4)
@@ -56,7 +62,7 @@ class WeightsWriter:
         self._number = -1
         self._file: BinaryIO | None = None
         try:
-            output.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(output.parent)
         except OSError as error:
             raise CheckpointError(f"the folder {output.parent} cannot be made: {error.strerror}") from error
 

@@ -1,0 +1,259 @@
+"""What is saved loads: tensors without elements, buffers of every dtype; what could not be loaded does not count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero
+from tests.ranks import run_ranks
+from tests.zero.models import new_model
+from tests.zero.test_checkpoint import assert_equal_bits, whole_state
+from tests.zero.test_checkpoint_failures import _refuses
+from tests.zero.training import train, zero_optimizer
+from zcomm import ConfigError
+from zero import CheckpointError
+from zero.checkpoints.planners import Part
+
+SAFETENSORS = {
+    "BOOL", "U8", "I8", "U16", "I16", "F16", "BF16", "U32", "I32", "F32", "C64", "U64", "I64", "F64",
+}  # fmt: skip
+
+
+def _buffers(seed: int) -> dict[str, Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    draw = lambda *shape, dtype: torch.randn(*shape, generator=made, dtype=dtype)  # noqa: E731
+    return {
+        "empty": torch.empty(0),
+        "empty_int": torch.empty(2, 0, 3, dtype=torch.int16),
+        "complex": draw(2, 3, dtype=torch.complex128),
+        "conjugate": draw(4, dtype=torch.complex64).conj(),
+        "expanded": draw(1, dtype=torch.float32).expand(8),
+        "columns": draw(3, 1, dtype=torch.float64).expand(3, 4),
+        "transposed": draw(2, 3, dtype=torch.float32).t(),
+        "scalar": torch.tensor(seed),
+    }
+
+
+class Odd(nn.Module):
+    """A model with a parameter and buffers that are rare."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.inner = new_model(seed=seed)
+        self.none = nn.Parameter(torch.empty(0, 3))
+        for name, buffer in _buffers(seed).items():
+            self.register_buffer(name, buffer)
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.inner(*args) + self.none.sum()
+
+
+CLIENT: dict[str, Any] = {
+    "tensor": torch.empty(0, dtype=torch.int16),
+    "matrix": torch.empty(3, 0, dtype=torch.bfloat16),
+    "array": np.zeros((0, 3), dtype=np.uint8),
+    "bytes": b"",
+    "big_endian": np.arange(3, dtype=">f4"),
+    "complex": torch.tensor([1 + 2j], dtype=torch.complex128),
+    "sets": {frozenset({1, 2}): {frozenset(), 3}},
+    "empties": ["", [], {}, (), set()],
+}
+
+
+def _is_equal(got: Any, expected: Any) -> bool:
+    if isinstance(expected, Tensor):
+        return got.dtype == expected.dtype and got.shape == expected.shape and torch.equal(got, expected)
+    if isinstance(expected, np.ndarray):
+        return (
+            got.dtype == expected.dtype.newbyteorder("=")
+            and got.shape == expected.shape
+            and bool((got == expected).all())
+        )
+    return type(got) is type(expected) and bool(got == expected)
+
+
+def _save(rank: int, folder: str) -> None:
+    for stage in (1, 3):
+        model = Odd(seed=5)
+        with zero_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=stage) as optimizer:
+            train(model, optimizer, rank, steps=1)
+            zero.save_checkpoint(optimizer, folder, f"stage{stage}", client_state=CLIENT, async_op=stage == 3)
+            state = whole_state(optimizer, model)
+            if rank == 0:
+                torch.save(state, f"{folder}/stage{stage}.pt")
+
+
+def _load(rank: int, folder: str) -> None:
+    for stage in (1, 3):
+        model = Odd(seed=6)
+        with zero_optimizer(model, torch.optim.AdamW(model.parameters()), stage=stage) as optimizer:
+            for saved in (1, 3):
+                for name, buffer in _buffers(seed=7).items():
+                    if not buffer.is_conj() and 0 not in buffer.stride():
+                        getattr(model, name).copy_(buffer)
+                _, client = zero.load_checkpoint(optimizer, folder, f"stage{saved}")
+                wrong = [name for name, value in CLIENT.items() if not _is_equal(client[name], value)]
+                wrong += [
+                    name for name, value in _buffers(seed=5).items() if not _is_equal(getattr(model, name), value)
+                ]
+                assert not wrong
+                expected = torch.load(f"{folder}/stage{saved}.pt", weights_only=True)
+                assert_equal_bits(whole_state(optimizer, model), expected)
+            assert 0 in model.expanded.stride(), "still one place in memory"
+
+
+def test_nothing_is_too_small_or_too_odd_to_be_loaded_again(tmp_path: Path) -> None:
+    run_ranks(2, _save, str(tmp_path))
+    for world_size in (1, 2, 3):
+        run_ranks(world_size, _load, str(tmp_path))
+    for path in tmp_path.glob("*/shard_*"):
+        data = path.read_bytes()
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        assert {entry["dtype"] for entry in header.values()} <= SAFETENSORS, "others read these files, too"
+
+
+def _check_refused(rank: int, folder: Path) -> None:
+    model = new_model()
+    model.register_buffer("varied", torch.arange(3.0))
+    with zero_optimizer(model, stage=1) as optimizer:
+        model.register_buffer("sums", torch.ones(3).to_sparse())
+
+        def save(**state: Any) -> None:
+            zero.save_checkpoint(optimizer, folder, "x", **state)
+
+        _refuses(rank, save, "buffer 'sums' is a Tensor of torch.float32, torch.sparse_coo", "persistent=False")
+        del model.sums
+        masked = np.ma.masked_array([1.0, 2.0], mask=[True, False])
+        for value in (torch.ones(3).to_sparse(), torch.ones(3, device="meta"), np.longdouble(1), masked):
+            _refuses(rank, lambda value=value: save(client_state={"v": value}), "client_state['v'] is a")
+        _refuses(rank, lambda: save(stateful={0: optimizer}), "stateful= must have texts as names: got 0")
+        save()
+        model.register_buffer("varied", torch.zeros(1).expand(3))
+        _refuses(rank, lambda: zero.load_checkpoint(optimizer, folder), "'varied' is expanded", ".clone()")
+        model.register_buffer("varied", torch.ones(2, dtype=torch.complex128))
+        _refuses(
+            rank,
+            lambda: zero.checkpoints.save_model_file(optimizer, folder / "out.safetensors"),
+            "'varied' is torch.complex128, which safetensors do not hold",
+        )
+
+
+def test_what_cannot_be_stored_is_named(tmp_path: Path) -> None:
+    run_ranks(2, _check_refused, tmp_path)
+
+
+def _check_proof(rank: int, folder: Path) -> None:
+    """With the mistake that saved empty tensors without a trace of them."""
+    model = new_model()
+    with zero_optimizer(model, stage=1) as optimizer, pytest.MonkeyPatch.context() as patch:
+        zero.save_checkpoint(optimizer, folder, "a", client_state={"step": 1})
+        chunks = Part.chunks
+        left_out = ["tree.0"]
+        patch.setattr(Part, "chunks", lambda self: [] if self.key in left_out else chunks(self))
+        for left_out[0], words in (
+            ("tree.0", ("'tree.0', of 3 elements, is not there",)),
+            ("weight/wte.weight", ("'weight/wte.weight', of ", "is not there")),
+            ("rank/1/json", ("rank/1/json",)),
+            ("rank/1/tree.0", ("'rank/1/tree.0'",)),
+        ):
+            _refuses(
+                rank,
+                lambda: zero.save_checkpoint(optimizer, folder, "a", client_state={"step": torch.ones(3)}),
+                "could not be loaded, and does not count",
+                *words,
+            )
+        assert zero.load_checkpoint(optimizer, folder) == (folder / "a", {"step": 1})
+        assert len(list((folder / "a").iterdir())) == 3, "nothing is left of what does not count"
+
+
+def test_what_could_not_be_loaded_replaces_nothing(tmp_path: Path) -> None:
+    run_ranks(2, _check_proof, tmp_path)
+
+
+def _check_two(rank: int, folder: Path) -> None:
+    torch.manual_seed(3)
+    models = [nn.Linear(30, 30), nn.Linear(30, 30)]
+    a, b = (zero.ZeroOptimizer(model, torch.optim.SGD, stage=1, lr=1.0) for model in models)
+
+    def first_of(model: nn.Module) -> float:
+        return float(model.weight.detach()[0, 0])
+
+    of_a, of_b = map(first_of, models)
+    assert of_a != of_b
+    zero.save_checkpoint(a, folder, "sync")
+    _refuses(rank, lambda: zero.save_checkpoint(b, folder, "sync"), "sync holds what another optimizer has saved")
+    zero.save_checkpoint(a, folder, "sync")
+    zero.load_checkpoint(a, folder, "sync")
+    assert first_of(models[0]) == of_a
+    for number in range(8):
+        tag, ended = f"async{number}", []
+        for saving in [zero.save_checkpoint(z, folder, tag, async_op=True) for z in (a, b)]:
+            try:
+                saving.wait()
+            except CheckpointError as error:
+                ended.append(str(error).split(" since")[0])
+            else:
+                ended.append("saved")
+        assert sorted(ended) == [f"{folder / tag} holds what another optimizer has saved", "saved"]
+        winner = [of_a, of_b][ended.index("saved")]
+        zero.load_checkpoint(a, folder, tag)
+        assert first_of(models[0]) == winner
+        zero.load_checkpoint(a, folder, "sync")
+    zero.load_checkpoint(b, folder, "sync")
+    zero.save_checkpoint(b, folder, "sync")  # it goes on from there
+    later = zero.ZeroOptimizer(nn.Linear(30, 30), torch.optim.SGD, stage=1, lr=1.0)
+    zero.save_checkpoint(later, folder, "sync")  # a training that began after it
+    for optimizer in (a, b, later):
+        optimizer.close()
+
+
+def test_two_optimizers_do_not_share_a_tag(tmp_path: Path) -> None:
+    run_ranks(2, _check_two, tmp_path)
+    run_ranks(1, _check_two, tmp_path / "alone")
+
+
+class Coded(Tensor):
+    """Stands for a state in fewer bits, in a class of its own."""
+
+
+class Momentum(torch.optim.Optimizer):
+    """Keeps what ``form`` makes of its momentum, of tensors that are large enough."""
+
+    form = staticmethod(lambda momentum: {"momentum": momentum})
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"])
+                    plain = {"momentum": param.grad.clone()}
+                    self.state[param] = self.form(plain["momentum"]) if param.numel() >= 4096 else plain
+
+
+class Subclass(Momentum):
+    form = staticmethod(lambda momentum: {"momentum": momentum.as_subclass(Coded)})
+
+
+class Blockwise(Momentum):
+    form = staticmethod(lambda momentum: {"codes": momentum.to(torch.uint8), "absmax": momentum.view(-1, 256).amax(1)})
+
+
+def test_states_that_no_checkpoint_could_hold_are_refused_before_training() -> None:
+    for cls, words in ((Subclass, "'momentum' .* as a Coded"), (Blockwise, r"'absmax' .* of shape \(256,\)")):
+        model = nn.Linear(8, 8)
+        before = model.weight.detach().clone()
+        with pytest.raises(ConfigError, match=f"{cls.__name__} keeps {words}"):
+            zero.ZeroOptimizer(model, cls, stage=1)
+        assert torch.equal(model.weight, before)
+    zero.ZeroOptimizer(nn.Linear(8, 8), Momentum, stage=1).close()
