@@ -21,9 +21,10 @@ import torch.distributed as dist
 import zcomm
 from tests.ranks import forkserver, use_emulated_nccl
 from zcomm import backend
+from zcomm.calls import in_bucket
 from zcomm.first_rank import gather_to_first, scatter_from_first
 from zcomm.groups import new_group
-from zcomm.ledger import failing, in_bucket
+from zcomm.ledger import failing
 from zcomm.topology import hop_of_group
 
 TIMEOUT_S = 3

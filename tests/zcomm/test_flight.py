@@ -23,8 +23,9 @@ import torch.distributed as dist
 import zcomm
 from tests.ranks import forkserver, run_ranks
 from zcomm import DivergedError, backend, env, flight_files, flight_record
+from zcomm.calls import in_bucket
 from zcomm.cli import main
-from zcomm.ledger import NUM_KEPT, Call, Entry, Ledger, in_bucket
+from zcomm.ledger import NUM_KEPT, Call, Entry, Ledger
 from zcomm.meeting import meet
 
 TIMEOUT_S = 2
