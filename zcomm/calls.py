@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ContextDecorator, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -33,6 +33,7 @@ __all__ = [
 
 OWN = tuple(str(Path(__file__).parents[1] / name) + "/" for name in ("zcomm", "zero"))
 TORCH = str(Path(torch.__file__).parent) + "/"
+PYTHON = str(Path(threading.__file__).parent) + "/"
 DISTRIBUTED = TORCH + "distributed/"
 
 
@@ -51,6 +52,7 @@ class _Here(threading.local):
 
 
 _HERE = _Here()
+UNKNOWN = "an unknown line"
 _TURNS = itertools.count(1)
 _TURN = [0]
 """Changes whenever an outermost call begins or ends: what was noted before is old."""
@@ -122,20 +124,41 @@ def line_of(frame: FrameType | None) -> str:
     """``file:line`` of the innermost frame from ``frame`` on that is neither ours, nor torch's, nor Python's own."""
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((*OWN, TORCH, "<")) and name not in _OF_PYTHON:
+        if not name.startswith((*OWN, TORCH, "<")) and (not name.startswith(PYTHON) or "site-packages" in name):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
 
-_OF_PYTHON = {module.__file__ for module in (threading, sys.modules["contextlib"], sys.modules["queue"])}
+def frames_of(threads: Iterable[int]) -> dict[int, FrameType]:
+    """Where ``threads``, not this one among them, are now; what runs no Python is left out."""
+    frames = sys._current_frames()
+    found = {thread: frames[thread] for thread in threads if thread in frames and thread != threading.get_ident()}
+    frames.clear()  # this frame is in it: it would keep itself, and what other threads hold, until the next collection
+    return found
 
 
 def describe(thread: int, doing: str) -> str:
     """What ``thread`` does, and its line: for a thread of autograd that of the main thread, which called backward."""
-    frames = sys._current_frames()
-    line = line_of(frames.get(thread)) or line_of(frames.get(threading.main_thread().ident or 0))
-    return f"{doing} at {line or 'an unknown line'}"
+    if thread == threading.get_ident():
+        return f"{doing} at {line_of(sys._getframe(1)) or UNKNOWN}"
+    main = threading.main_thread().ident or 0
+    frames = frames_of((thread, main))
+    return f"{doing} at {line_of(frames.get(thread)) or line_of(frames.get(main)) or UNKNOWN}"
+
+
+def is_in_backward(thread: int) -> bool:
+    """Whether ``thread``, or the main thread for one of autograd's, runs a backward."""
+    main = threading.main_thread().ident or 0
+    frames = frames_of((thread, main))
+    frame = frames.get(thread)
+    if not line_of(frame):
+        frame = frames.get(main)
+    while frame is not None:
+        if frame.f_code.co_name == "_engine_run_backward":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_blocked_in(frame: FrameType) -> str:
@@ -152,7 +175,7 @@ def is_blocked_in(frame: FrameType) -> str:
             found = at.f_code.co_name
         at = at.f_back  # type: ignore[assignment]
     what = f"torch.distributed.{found}" if found else "a meeting of ranks"
-    return f"waits in {what} at {line_of(frame) or 'an unknown line'}"
+    return f"waits in {what} at {line_of(frame) or UNKNOWN}"
 
 
 _WAITING = ("tagged.py", "backend.py", "meeting.py", "starts.py")

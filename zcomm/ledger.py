@@ -153,11 +153,11 @@ class Ledger:
                     return f"{call} (number {number})"
         return f"exchange number {number}"
 
-    def call_name(self, number: int) -> str:
-        """The public call that exchange ``number`` belongs to, or the exchange in words."""
+    def call_name(self, number: int, phase: str) -> str:
+        """The public call that exchange ``number`` belongs to; if there is none, ``phase`` and the exchange."""
         call = next((entry.call for entry in self.entries() if entry.number == number), None)
         label = "" if call is None else call.label.partition("|")[0]
-        return label or self.name(number)
+        return label or phase + self.name(number)
 
     def break_until(self, number: int, reason: str) -> None:
         """Nobody may use what exchanges up to ``number`` bring. Before :attr:`settled` nobody goes on."""

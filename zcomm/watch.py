@@ -202,7 +202,7 @@ class Watch:
 
     def _blocked(self, threads: set[int], waiting: set[int]) -> str | None:
         """What the main thread does if it waits elsewhere; None while one of ``threads`` may get on."""
-        frames, main, found = sys._current_frames(), threading.main_thread(), ""
+        frames, main, found = calls.frames_of(threads), threading.main_thread(), ""
         for thread in threads:
             frame = frames.get(thread)
             if thread == main.ident and not main.is_alive():
@@ -254,7 +254,7 @@ class Watch:
         for ledger in (hop.ledger for hop in hops):
             number = ledger.account()[1].get(thread)
             if number is not None:
-                return ledger.call_name(number)
+                return ledger.call_name(number, "backward: " if calls.is_in_backward(thread) else "")
         return "a collective"
 
     def _judge(self) -> None:

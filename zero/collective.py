@@ -18,10 +18,11 @@ from typing import Any, ParamSpec, TypeVar
 from zcomm import Topology, control
 from zcomm.calls import calling, here
 
-__all__ = ["calling_over", "collective", "on_exit"]
+__all__ = ["calling_over", "collective", "collective_methods", "on_exit"]
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
+Class = TypeVar("Class")
 
 
 @contextmanager
@@ -75,6 +76,18 @@ def collective(
                 return function(*args, **kwargs)
 
         return called
+
+    return decorate
+
+
+def collective_methods(*names: str, facts: tuple[str, ...] = ()) -> Callable[[type[Class]], type[Class]]:
+    """Decorates a class that has a ``topology``: its methods ``names`` are collective, with ``facts`` always."""
+
+    def decorate(of: type[Class]) -> type[Class]:
+        for name in names:
+            ranks = (lambda self: self.topology) if facts else None
+            setattr(of, name, collective(*facts, of=ranks)(getattr(of, name)))
+        return of
 
     return decorate
 

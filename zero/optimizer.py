@@ -26,7 +26,7 @@ from zero.adaptive import Adaptive
 from zero.agreement import on_every_rank
 from zero.auto_formats import choose_formats
 from zero.clip import clip_grad_norm_, fold_clipping
-from zero.collective import collective
+from zero.collective import collective_methods
 from zero.config.plan import Plan
 from zero.config.read import Configuration, Source
 from zero.cpu_optimizer import set_moment_format
@@ -54,6 +54,8 @@ from zero.update import Update
 __all__ = ["ZeroOptimizer"]
 
 
+@collective_methods("close", "finish_update", "load_state_dict", "state_dict", "step", "unscale_")
+@collective_methods("clip_grad_norm_", facts=("max_norm", "norm_type"))
 class ZeroOptimizer(Optimizer):
     """An elementwise torch optimizer whose states, gradients and parameters are sharded over the ranks.
 
@@ -200,7 +202,6 @@ class ZeroOptimizer(Optimizer):
         """
         return self._runtime.no_sync()
 
-    @collective("max_norm", "norm_type", of=lambda self: self.topology)
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm over all ranks, groups and parameters is at most ``max_norm``.
 
@@ -244,7 +245,6 @@ class ZeroOptimizer(Optimizer):
         """:meth:`scale` as a context manager, as in Apex. Several losses share the scale, and the skipped step."""
         yield self.scale(loss)
 
-    @collective()
     def unscale_(self) -> None:
         """Divide all gradients by the loss scale, once; ``clip_grad_norm_`` and ``step()`` do it if you do not.
 
@@ -264,7 +264,6 @@ class ZeroOptimizer(Optimizer):
         self._is_unscaled = True
         self._gradients.factor = self._gradients.factor.times(1 / self.loss_scale.scale)
 
-    @collective()
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's shard with the averaged gradients, and publish the new parameters. Collective.
@@ -302,7 +301,6 @@ class ZeroOptimizer(Optimizer):
         self._adaptive.clear()
         return loss
 
-    @collective()
     def finish_update(self) -> None:
         """Let masters, states and parameters have the update that is under way. Collective.
 
@@ -344,13 +342,11 @@ class ZeroOptimizer(Optimizer):
             raise StateError("parameters cannot be added after construction: pass an optimizer that has them all")
         super().add_param_group(param_group)
 
-    @collective()
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: masters, optimizer states, and the layout they belong to."""
         self._runtime.check_present()
         return shard_state(self._runtime, self._inner, self._pieces, self.loss_scale, self._adaptive.state_dict())
 
-    @collective(of=lambda self: self.topology)
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave on this rank of the same layout, and publish the parameters. Collective.
@@ -391,7 +387,6 @@ class ZeroOptimizer(Optimizer):
         """``(parameter, first element, master values)`` for what this rank updates; copies of what is in files."""
         return values_of(self._pieces, self._runtime)
 
-    @collective()
     def close(self) -> None:
         """Take the hooks off the model, drop the gradients, and free the process groups that were made for it.
 

@@ -7,8 +7,10 @@ not ask: where it meets one that does, both wait, and :class:`zcomm.watch.Watch`
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -28,11 +30,13 @@ class OrderCheck:
         self._watch = None if topology.world_size == 1 else topology.watch
         self._ranks = topology if topology.world_size == 1 else topology.companion.companion
         self._num_unequal = 0
+        self._doing: Callable[[], str] = lambda: "waits"
         self.is_always_on = env.is_set("ZERO_DEBUG")
 
     def note(self, doing: Callable[[], str]) -> None:
         """What this rank is about to do, in words that are asked for if the ranks wait for one another."""
-        calls.note(doing)
+        self._doing = doing
+        calls.note(partial(_answer, weakref.ref(self)))
         if self._watch is not None:
             self._watch.compose = _compose
 
@@ -58,6 +62,11 @@ class OrderCheck:
     def agree_ends(self, ends: list[int]) -> list[int]:
         """The latest end of each use on any rank; as many on every rank."""
         return [int(v) for v in control.agree_max(torch.tensor(ends, dtype=torch.int64), self._ranks).tolist()]
+
+
+def _answer(reference: weakref.ref[OrderCheck]) -> str:
+    check = reference()
+    return "waits" if check is None else check._doing()
 
 
 def _compose(texts: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero.agreement import raise_first, share_text
+from zero.agreement import is_agreed, raise_first, share_text
 from zero.checkpoints.errors import CheckpointError
 from zero.checkpoints.folder import check_tag, read_latest
 from zero.checkpoints.index import Index, read_index
@@ -95,7 +95,7 @@ def load_checkpoint(
     except CheckpointError as caught:
         error = caught
     except Exception as caught:  # the others wait: a document of another form, no memory
-        error = CheckpointError(f"the metadata of the checkpoint in {load_dir} cannot be read: {caught!r}")
+        error = _unreadable(caught, load_dir)
     raise_first(error, CheckpointError, ranks)
     assert request is not None, "no error and no request"
     try:
@@ -105,6 +105,12 @@ def load_checkpoint(
     raise_first(error, CheckpointError, ranks)
     loaded = restore(optimizer, request, stateful or {}, wanted)
     return Loaded(request.index.folder, loaded)
+
+
+def _unreadable(error: Exception, load_dir: str | Path) -> CheckpointError:
+    if is_agreed(error):
+        raise error
+    return CheckpointError(f"the metadata of the checkpoint in {load_dir} cannot be read: {error!r}")
 
 
 def _find(load_dir: Path, tag: str | None, optimizer: ZeroOptimizer, *, only_weights: bool) -> Path | None:
