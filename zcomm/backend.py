@@ -181,7 +181,7 @@ def _start(output: Tensor, mine: Tensor, hop: Hop, operation: str, sent: Sent) -
     if device_of(hop.backend, mine.device) != mine.device:
         return _through_copies(output, mine, hop, words, call)
     number = hop.ledger.start(call, sent.format)
-    with failing(operation, hop.group):
+    with failing(operation, hop.group, hop.ledger.lost):
         pending = named_wait(start(output, mine, hop, tags_of(number, call)), *words)
     return tracked(pending, hop.ledger, number, hop.group)
 
@@ -266,7 +266,7 @@ def _through_copies(output: Tensor, source: Tensor, hop: Hop, words: Words, call
     start = _gather if call.operation == "all_gather" else _exchange
     call = call._replace(device_type=device.type)
     number = hop.ledger.start(call, words[1])
-    with failing(call.operation, hop.group):
+    with failing(call.operation, hop.group, hop.ledger.lost):
         pending = start(received, source.to(device), hop, tags_of(number, call), words)
     with hop.ledger.waiting(number, hop.group):
         pending.wait()

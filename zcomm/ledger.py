@@ -202,12 +202,15 @@ def _raise(error: BaseException, exchange: str, members: Members, lost: Callable
 
 
 @contextmanager
-def failing(exchange: str, members: Members) -> Iterator[None]:
-    """What raises inside is ``exchange`` among ``members`` that failed; CommunicationError if torch has raised."""
+def failing(exchange: str, members: Members, lost: Callable[[], str] = str) -> Iterator[None]:
+    """What raises inside is ``exchange`` among ``members`` that failed; CommunicationError if torch has raised.
+
+    DivergedError instead, if ``lost`` has words for ranks that have left.
+    """
     try:
         yield
     except BaseException as error:
-        _raise(error, exchange, members)
+        _raise(error, exchange, members, lost)
         raise
 
 

@@ -96,12 +96,12 @@ def owed_of(world: Sequence[Hops]) -> dict[str, Owed]:
             rows.setdefault(key, []).append(account)
     found = {key: _owed(accounts) for key, accounts in rows.items()}
     for key, accounts in rows.items():
-        kind = accounts[0].kind
-        same_kind = [other for other, its in rows.items() if its[0].kind == kind]
-        num_beside = max(account.num_beside for other in same_kind for account in rows[other])
-        until, calls = found[key].until, list(found[key].calls)
-        for call in {tag_of(0, c): c for other in same_kind for _, c in found[other].calls if c.beside}.values():
-            if not any(tag_of(0, one) == tag_of(0, call) for account in accounts for one in account.recent):
+        of_kind = [account for other in rows.values() for account in other if account.kind == accounts[0].kind]
+        counts = [account.num_beside for account in of_kind]
+        until, calls, num_beside = found[key].until, list(found[key].calls), max(counts)
+        ahead = {tag_of(0, call): call for account in of_kind for call in account.recent if call.beside > min(counts)}
+        for tag, call in ahead.items():  # begun by all of one row, or some, and in other rows by nobody
+            if not any(tag_of(0, one) == tag for account in accounts for one in account.recent):
                 until += 1
                 calls.append((until, call))
         found[key] = Owed(until, calls, num_beside)
