@@ -35,8 +35,8 @@ MAY_IMPORT_LATE = {
     "zcomm/bench/plot.py",
     "zero/plan/report.py",
 }
-# the backend, its checksums, what goes to or from one rank, and what it is compared with
-MAY_COMMUNICATE = {"zcomm/backend.py", "zcomm/checked.py", "zcomm/first_rank.py", "zcomm/bench/torch_calls.py"}
+# the backend, its checksums, and what it is compared with
+MAY_COMMUNICATE = {"zcomm/backend.py", "zcomm/checked.py", "zcomm/bench/torch_calls.py"}
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all",
     "all_to_all_single", "barrier", "broadcast", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter",

@@ -4,30 +4,30 @@ A hop with a carrier goes over that instead (:mod:`zcomm.nccl_bytes`).
 
 Tensors travel as bytes, so every dtype goes through every backend. A hop of one rank is a local copy.
 
-Over gloo an all-gather of large messages is W - 1 sends and receives, straight into place: gloo's own gathers into a
-buffer of its own and copies, and takes two to three times as long from 1 MiB on. CUDA tensors over gloo, and CPU
-tensors over NCCL, pass through a copy on a device that the backend takes; those exchanges end before the call
+Over gloo exchanges are tagged sends and receives, straight into place (:mod:`zcomm.tagged`). CUDA tensors over gloo,
+and CPU tensors over NCCL, pass through a copy on a device that the backend takes; those exchanges end before the call
 returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zcomm import env
-from zcomm.checked import Exchange, Ranks, checked
-from zcomm.ledger import Call, Ledger, failing, tracked
+from zcomm import env, tagged
+from zcomm.checked import Checks, Ranks, checked
+from zcomm.ledger import Call, Ledger, call_here, failing, tracked
 from zcomm.meeting import meet
 from zcomm.profiling import named_wait
+from zcomm.tagged import Exchange, Tags, exchange, tags_of
 from zcomm.traffic import record
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "device_of",
     "gather_ints",
     "group_named",
+    "ledger_of",
     "sum_",
     "take_part",
     "takes_host_tensors",
@@ -53,10 +54,6 @@ __all__ = [
 
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single and deprecated the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-TAG = 0x7A63  # of our sends: a caller's own sends over the same group carry other tags
-DIRECT_NBYTES = 2**18  # below, one collective has the lower latency
-MAX_DIRECT_PEERS = 31
 
 
 class Pending(Protocol):
@@ -97,13 +94,19 @@ class Hop:
     """None: the group itself."""
     beside: Hop | None = field(default=None, compare=False, repr=False)
     """The other hop of a collective of two: its ranks hear of damage in this one's messages, too."""
+    is_apart: bool = False
+    """Whether checksums go beside those of other exchanges, out of their order."""
     communicators: Any = field(default=None, compare=False, repr=False)
     """The :class:`zcomm.nccl_communicators.Communicators` of its Topology; None: a process group of a caller's."""
 
     def ranks(self) -> Ranks:
         """Who exchanges checksums and verdicts."""
         assert self.group is not None, "a rank alone exchanges nothing"
-        return Ranks(self.group, self.rank, takes_host_tensors(self.backend), _links(self))
+        return Ranks(self.group, self.rank, takes_host_tensors(self.backend), _links(self), self.is_apart)
+
+    def sends(self, device_type: str) -> bool:
+        """Whether tensors there are exchanged by tagged sends."""
+        return device_type == "cpu" and "gloo" in self.backend
 
     def next_to(self, other: Hop) -> Hop:
         """The same hop of a collective whose other one is ``other``."""
@@ -170,80 +173,64 @@ def _start(output: Tensor, mine: Tensor, hop: Hop, operation: str, sent: Sent) -
     """Start exchanging ``mine``; what goes over the group itself is entered into its ledger."""
     words = words_of(hop, sent)
     start = partial(_gather if operation == "all_gather" else _exchange, words=words)
+    call = call_here(operation, mine.numel() * mine.element_size(), mine.device.type)
+    if hop.beside is not None:
+        call = hop.ledger.beside(call)
     if hop.carrier is not None:
-        return named_wait(start(output, mine, hop), *words)
-    call = Call(operation, mine.numel() * mine.element_size(), mine.device.type, is_heard_beside=hop.beside is not None)
+        return named_wait(start(output, mine, hop, tags_of(hop.ledger.carry(), call)), *words)
     if device_of(hop.backend, mine.device) != mine.device:
         return _through_copies(output, mine, hop, words, call)
-    with failing(operation, hop.group):
-        pending = named_wait(start(output, mine, hop), *words)
-    return tracked(pending, hop.ledger, call, sent.format, hop.group)
+    number = hop.ledger.start(call, sent.format)
+    with failing(operation, hop.group, hop.ledger.lost):
+        pending = named_wait(start(output, mine, hop, tags_of(number, call)), *words)
+    return tracked(pending, hop.ledger, number, hop.group)
 
 
-def _gather(output: Tensor, message: Tensor, hop: Hop, words: Words) -> Pending:
-    pending = _gather_unchecked(output, message, hop)
+def _gather(output: Tensor, message: Tensor, hop: Hop, tags: Tags, words: Words) -> Pending:
+    pending = _gather_unchecked(output, message, hop, tags.own)
     if not env.is_set("ZCOMM_CHECK"):
         return pending
     rows = output.view(hop.size, -1) if output.is_contiguous() else output
-    return _checked(pending, hop, words, [message] * hop.size, rows.unbind(0))
+    return _checked(pending, hop, (words, tags), [message] * hop.size, rows.unbind(0))
 
 
-def _checked(pending: Pending, hop: Hop, words: Words, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Pending:
+def _checked(
+    pending: Pending, hop: Hop, about: tuple[Words, Tags], sent: Sequence[Tensor], received: Sequence[Tensor]
+) -> Pending:
     """With its verdict; ``received`` by rank of the hop."""
     beside = None if hop.beside is None else hop.beside.ranks()
     others = {peer: part for peer, part in enumerate(received) if peer != hop.rank}
-    return checked(pending, Exchange(words, hop.ranks(), sent, others, beside))
+    return checked(pending, Checks(*about, hop.ranks(), sent, others, beside))
 
 
-def _gather_unchecked(output: Tensor, message: Tensor, hop: Hop) -> Pending:
+def _gather_unchecked(output: Tensor, message: Tensor, hop: Hop, tag: int) -> Pending:
     if hop.carrier is not None:
         return hop.carrier.all_gather(output, message)
-    # Decided by what is equal on all ranks; whether rows are contiguous is not.
-    is_large = message.numel() * message.element_size() >= DIRECT_NBYTES
-    if is_large and message.device.type == "cpu" and hop.size - 1 <= MAX_DIRECT_PEERS:
-        return _gather_directly(output.view(hop.size, -1), message.view(-1), hop)
-    if output.is_contiguous():
-        return cast(Pending, _all_gather(_bytes(output), _bytes(message), group=hop.group, async_op=True))
-    rows = [_bytes(row) for row in output]
-    return cast(Pending, dist.all_gather(rows, _bytes(message), group=hop.group, async_op=True))
-
-
-def _gather_directly(rows: Tensor, message: Tensor, hop: Hop) -> Pending:
-    group, parts = hop.group, [_bytes(row) for row in rows.unbind(0)]
-    mine, source = parts[hop.rank], _bytes(message)
-    works: list[Pending] = []
-    for step in range(1, hop.size):
-        peer = (hop.rank - step) % hop.size
-        works.append(cast(Pending, dist.irecv(parts[peer], group=group, tag=TAG, group_src=peer)))
-    for step in range(1, hop.size):
-        peer = (hop.rank + step) % hop.size
-        works.append(cast(Pending, dist.isend(source, group=group, tag=TAG, group_dst=peer)))
+    if not hop.sends(message.device.type):
+        if output.is_contiguous():
+            return cast(Pending, _all_gather(_bytes(output), _bytes(message), group=hop.group, async_op=True))
+        rows = [_bytes(row) for row in output]
+        return cast(Pending, dist.all_gather(rows, _bytes(message), group=hop.group, async_op=True))
+    parts, source = output.view(hop.size, -1).unbind(0), message.view(-1)
+    pending = _swap(parts, [source] * hop.size, hop, tag)
+    mine = parts[hop.rank]
     if mine.data_ptr() != source.data_ptr():
-        mine.copy_(source)
-    return _Each(works, (rows, message))
+        _bytes(mine).copy_(_bytes(source))
+    return pending
+
+
+def _swap(received: Sequence[Tensor], sent: Sequence[Tensor], hop: Hop, tag: int) -> Exchange:
+    """``sent[i]`` goes to rank i of the hop; ``received[i]`` comes from it. This rank's own stay as they are."""
+    assert hop.group is not None, "a rank alone exchanges nothing"
+    before = [(hop.rank - step) % hop.size for step in range(1, hop.size)]
+    after = [(hop.rank + step) % hop.size for step in range(1, hop.size)]
+    receives = [(peer, _bytes(received[peer])) for peer in before]
+    return exchange(hop.group, tag, receives, [(peer, _bytes(sent[peer])) for peer in after])
 
 
 def together(exchanges: Sequence[Pending | None]) -> Pending | None:
     """All of ``exchanges``, which have been started, as one."""
-    return _Each([exchange for exchange in exchanges if exchange is not None])
-
-
-class _Each:
-    """Several sends and receives as one exchange. They end with it: what is left over would meet the next one's."""
-
-    def __init__(self, works: Sequence[Pending], tensors: tuple[Tensor, ...] = ()) -> None:
-        self._works, self._tensors = list(works), tensors
-
-    def __del__(self) -> None:
-        with suppress(Exception):  # the process group may be gone
-            self.wait()
-
-    def wait(self) -> None:
-        while self._works:  # gloo's sends and receives can be waited for only once
-            self._works.pop(0).wait()
-
-    def is_completed(self) -> bool:
-        return not self._works
+    return Exchange([exchange for exchange in exchanges if exchange is not None])
 
 
 def all_to_all(output: Tensor, messages: Tensor, hop: Hop, sent: Sent) -> Pending | None:
@@ -257,44 +244,54 @@ def all_to_all(output: Tensor, messages: Tensor, hop: Hop, sent: Sent) -> Pendin
     return _start(output, messages, hop, "all_to_all", sent)
 
 
-def _exchange(output: Tensor, messages: Tensor, hop: Hop, words: Words) -> Pending:
+def _exchange(output: Tensor, messages: Tensor, hop: Hop, tags: Tags, words: Words) -> Pending:
     if hop.carrier is not None:
         pending = hop.carrier.all_to_all(output, messages)
+    elif hop.sends(messages.device.type):
+        sent, received = (_bytes(tensor).view(hop.size, -1).unbind(0) for tensor in (messages, output))
+        pending = _swap(received, sent, hop, tags.own)
+        received[hop.rank].copy_(sent[hop.rank])
     else:
         work = dist.all_to_all_single(_bytes(output), _bytes(messages), group=hop.group, async_op=True)
         pending = cast(Pending, work)
     if not env.is_set("ZCOMM_CHECK"):
         return pending
     sent, received = (_bytes(tensor).view(hop.size, -1).unbind(0) for tensor in (messages, output))
-    return _checked(pending, hop, words, sent, received)
+    return _checked(pending, hop, (words, tags), sent, received)
 
 
 def _through_copies(output: Tensor, source: Tensor, hop: Hop, words: Words, call: Call) -> Pending | None:
     device = device_of(hop.backend, source.device)
     received = torch.empty(output.shape, dtype=output.dtype, device=device)
     start = _gather if call.operation == "all_gather" else _exchange
-    with failing(call.operation, hop.group):
-        pending = start(received, source.to(device), hop, words)
-    with hop.ledger.waiting(hop.ledger.start(call._replace(device_type=device.type), words[1]), hop.group):
+    call = call._replace(device_type=device.type)
+    number = hop.ledger.start(call, words[1])
+    with failing(call.operation, hop.group, hop.ledger.lost):
+        pending = start(received, source.to(device), hop, tags_of(number, call), words)
+    with hop.ledger.waiting(number, hop.group):
         pending.wait()
         output.copy_(received)
     return None
 
 
-def take_part(call: Call, hop: Hop) -> Pending:
-    """Start an exchange like ``call``, whose values nobody will use: ranks wait for this one in it.
+def take_part(number: int, call: Call, hop: Hop) -> Pending:
+    """Start exchange ``number`` of ``hop``, whose values nobody will use: ranks wait for this one in it.
 
-    ``hop`` has another beside it if the call's had one.
+    ``hop`` has another beside it if the call's had one. The ledger is left to the caller.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if call.device_type == "cuda" else torch.device("cpu")
-    mine = torch.zeros(call.nbytes, dtype=torch.uint8, device=device)
-    hop.ledger.start(call)
-    if call.operation == "broadcast":
-        return _broadcast(mine, call.src, hop)
+    mine, tags = torch.zeros(call.nbytes, dtype=torch.uint8, device=device), tags_of(number, call)
+    hop = replace(hop, is_apart=True)
     words = (call.operation, "none", "/".join(link for link, count in _links(hop) if count))
+    if call.operation == "broadcast":
+        return _broadcast(mine, call.src, hop, tags, relays=False)
+    if call.operation in tagged.FIRST:
+        rows = mine.new_empty((hop.size, call.nbytes)) if hop.rank == 0 else None
+        assert hop.group is not None, "a rank alone exchanges nothing"
+        return tagged.FIRST[call.operation](mine, rows, hop.group, tags.own)
     if call.operation == "all_to_all":
-        return _exchange(torch.empty_like(mine), mine, hop, words)
-    return _gather(mine.new_empty((hop.size, call.nbytes)), mine, hop, words)
+        return _exchange(torch.empty_like(mine), mine, hop, tags, words)
+    return _gather(mine.new_empty((hop.size, call.nbytes)), mine, hop, tags, words)
 
 
 def broadcast_(tensor: Tensor, src: int, hop: Hop) -> None:
@@ -304,20 +301,26 @@ def broadcast_(tensor: Tensor, src: int, hop: Hop) -> None:
     if hop.rank == src:
         count(hop, Sent("control", "none", tensor.numel()), tensor.numel() * tensor.element_size())
     values = tensor.to(device_of(hop.backend, tensor.device))
-    call = Call("broadcast", tensor.numel() * tensor.element_size(), values.device.type, src)
-    with hop.ledger.waiting(hop.ledger.start(call), hop.group):
-        _broadcast(_bytes(values), src, hop).wait()
+    call = call_here("broadcast", tensor.numel() * tensor.element_size(), values.device.type, src)
+    number = hop.ledger.start(call)
+    with hop.ledger.waiting(number, hop.group):
+        _broadcast(_bytes(values), src, hop, tags_of(number, call)).wait()
     if values is not tensor:
         tensor.copy_(values)
 
 
-def _broadcast(values: Tensor, src: int, hop: Hop) -> Pending:
-    pending = cast(Pending, dist.broadcast(values, group=hop.group, group_src=src, async_op=True))
+def _broadcast(values: Tensor, src: int, hop: Hop, tags: Tags, *, relays: bool = True) -> Pending:
+    if hop.sends(values.device.type):
+        assert hop.group is not None, "a rank alone exchanges nothing"
+        place = hop.group, hop.size, hop.rank
+        pending: Pending = tagged.broadcast(values, src, place, tags.own, relays=relays)
+    else:
+        pending = cast(Pending, dist.broadcast(values, group=hop.group, group_src=src, async_op=True))
     if not env.is_set("ZCOMM_CHECK"):
         return pending
     words, is_src = words_of(hop, Sent("broadcast", "none", values.numel())), hop.rank == src
     received = {} if is_src else {src: values}
-    return checked(pending, Exchange(words, hop.ranks(), [values] * hop.size if is_src else [], received, None))
+    return checked(pending, Checks(words, tags, hop.ranks(), [values] * hop.size if is_src else [], received, None))
 
 
 def sum_(tensor: Tensor, group: dist.ProcessGroup | None) -> torch.futures.Future[Tensor]:
@@ -344,15 +347,28 @@ def takes_host_tensors(backend: str) -> bool:
     return "gloo" in backend or "nccl" not in backend
 
 
+_LEDGERS: WeakKeyDictionary[dist.ProcessGroup, Ledger] = WeakKeyDictionary()
+
+
+def ledger_of(group: dist.ProcessGroup) -> Ledger:
+    """That of a process group which no Topology has made: the same one at each call."""
+    return _LEDGERS.setdefault(group, Ledger())
+
+
 def gather_ints(value: int, group: dist.ProcessGroup | None) -> list[int]:
     """Every rank's ``value``, in rank order. A barrier; over NCCL a meeting in the store, without any device."""
+    whole = dist.group.WORLD if group is None else group
+    assert whole is not None, "torch.distributed is initialised"
     if not takes_host_tensors(backend_of(group)):
-        ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+        ranks = dist.get_process_group_ranks(whole)
         return [int(text) for text in meet(ranks, str(value), lane="numbers", timeout=timeout_of(group))]
     mine = torch.tensor([value], dtype=torch.int64, device="cpu")  # a constructor may run under torch.device("meta")
     of_ranks = mine.new_empty(dist.get_world_size(group))
-    with failing("all_gather of one number", group):
-        cast(Pending, _all_gather(of_ranks, mine, group=group, async_op=True)).wait()
+    hop = Hop(whole, of_ranks.numel(), dist.get_rank(group), 0, 0, backend_of(group), ledger_of(whole))
+    call = call_here("all_gather of one number", 8, "cpu")
+    number = hop.ledger.start(call)
+    with hop.ledger.waiting(number, group), torch._C.DisableTorchFunction():
+        _gather_unchecked(of_ranks, mine, hop, tags_of(number, call).own).wait()
     return [int(v) for v in of_ranks.tolist()]
 
 

@@ -7,10 +7,11 @@ A thread for each process group does this behind the exchanges, in the order in 
 for an exchange waits for its verdict. Verdicts are equal on all ranks that hear of them, so all raise the same error.
 
 Invariants:
-    V1  What was started over a group before is judged before. So ranks may wait for exchanges in any order.
-    V2  Checksums and verdicts carry the number of their exchange in their tag: they meet no other send, and no other
-        exchange's. Where a group takes no host tensors they are small collectives instead, when the exchange is waited
-        for, which is in the order of the calls there.
+    V1  What was started over a group before is judged before. So ranks may wait for exchanges in any order. Only those
+        that ranks complete for others, whose calls differ, are judged beside (:func:`zcomm.backend.take_part`).
+    V2  Checksums and verdicts have tags beside that of their exchange (:mod:`zcomm.tagged`): they meet no other send,
+        and no other exchange's. Where a group takes no host tensors they are small collectives instead, when the
+        exchange is waited for, which is in the order of the calls there.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zcomm.errors import DamagedError
+from zcomm.tagged import Tags
 from zcomm.traffic import record
 
-__all__ = ["Exchange", "Ranks", "checked", "land"]
+__all__ = ["Checks", "Ranks", "checked", "land"]
 
-TAG = 0x5A000000  # of checksums and verdicts; a caller's own sends carry other tags
-NUM_TAGS = 2**20
-CHECKSUM, VERDICT, BESIDE = range(3)
+CHECKSUM, VERDICT, BESIDE = 1, 2, 3
+"""What is added to the tag of an exchange, which is a multiple of 4."""
 RANK_BITS = 24
 
 
@@ -53,6 +54,8 @@ class Ranks:
     takes_host_tensors: bool
     links: tuple[tuple[str, int], ...]
     """Of each link class, to how many ranks."""
+    is_apart: bool = False
+    """Whether the exchange is judged at once, in a thread of its own."""
 
     @property
     def global_ranks(self) -> list[int]:
@@ -61,11 +64,13 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Checks:
     """What is exchanged: to rank i of ``ranks`` goes ``sent[i]``, if anything does; from it comes ``received[i]``."""
 
     words: tuple[str, ...]
     """Operation, format and links, for the error."""
+    tags: Tags
+    """Of the exchange."""
     ranks: Ranks
     sent: Sequence[Tensor]
     received: Mapping[int, Tensor]
@@ -74,14 +79,16 @@ class Exchange:
     """Who must hear of damage, too: the ranks of the other hop, whose turn comes next or was before."""
 
 
-def checked(pending: _Waitable, exchange: Exchange) -> _Waitable:
+def checked(pending: _Waitable, exchange: Checks) -> _Waitable:
     """``pending``, which has just been started, with its verdict."""
     ranks = exchange.ranks
     parts = {part.data_ptr(): part for part in exchange.sent}  # a gather sends the same to all
     by_place = {place: _crc32(part) for place, part in parts.items()}
     sums = [by_place[part.data_ptr()] for part in exchange.sent] or [0] * len(ranks.global_ranks)
-    judged = _Judged(pending, exchange, sums, _numbers(exchange))
-    if ranks.takes_host_tensors:
+    judged = _Judged(pending, exchange, sums)
+    if ranks.is_apart:
+        threading.Thread(target=judged.judge, name="zcomm-check", daemon=True).start()
+    elif ranks.takes_host_tensors:
         _judge_of(ranks.group).put(judged)
     return judged
 
@@ -96,16 +103,7 @@ def _crc32(part: Tensor) -> int:
     return zlib.crc32(data)
 
 
-_COUNTS: weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]] = weakref.WeakKeyDictionary()
 _JUDGES: weakref.WeakKeyDictionary[dist.ProcessGroup, SimpleQueue[_Judged | None]] = weakref.WeakKeyDictionary()
-
-
-def _numbers(exchange: Exchange) -> tuple[int, int]:
-    """Of this exchange, the same on all its ranks; and among those with ``beside``."""
-    counts = _COUNTS.setdefault(exchange.ranks.group, [0, 0])
-    counts[0] += 1
-    counts[1] += exchange.beside is not None
-    return counts[0], counts[1]
 
 
 def _judge_of(group: dist.ProcessGroup) -> SimpleQueue[_Judged | None]:
@@ -128,9 +126,8 @@ class _Judged:
     """An exchange that has ended when it has landed and its verdict is there."""
 
     pending: _Waitable | None
-    exchange: Exchange | None
+    exchange: Checks | None
     sums: list[int]
-    numbers: tuple[int, int]
     error: BaseException | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -156,19 +153,19 @@ class _Judged:
         self.exchange = self.pending = None
         self.done.set()
 
-    def _judge(self, exchange: Exchange) -> None:
-        ranks, (number, number_beside) = exchange.ranks, self.numbers
-        sent = _swap(ranks, self.sums, CHECKSUM, number)
+    def _judge(self, exchange: Checks) -> None:
+        ranks, tags = exchange.ranks, exchange.tags
+        sent = _swap(ranks, self.sums, tags.own + CHECKSUM)
         mine = 0
         for peer, part in exchange.received.items():
             if sent[peer] != _crc32(part):
                 of = ranks.global_ranks
                 mine = (1 << 2 * RANK_BITS) | (of[peer] << RANK_BITS) | of[ranks.rank]
                 break
-        verdict = max(_swap(ranks, [mine] * len(sent), VERDICT, number))
+        verdict = max(_swap(ranks, [mine] * len(sent), tags.own + VERDICT))
         if exchange.beside is not None:
             size = len(exchange.beside.global_ranks)
-            verdict = max(_swap(exchange.beside, [verdict] * size, BESIDE, number_beside))
+            verdict = max(_swap(exchange.beside, [verdict] * size, tags.beside + BESIDE))
         if verdict:
             sender, receiver = (verdict >> RANK_BITS) & (2**RANK_BITS - 1), verdict & (2**RANK_BITS - 1)
             operation, wire, links = exchange.words
@@ -179,7 +176,7 @@ class _Judged:
             )
 
 
-def _swap(ranks: Ranks, values: list[int], kind: int, number: int) -> list[int]:
+def _swap(ranks: Ranks, values: list[int], tag: int) -> list[int]:
     """``values[i]`` goes to rank i; returns what came from each rank, this one's own included."""
     mine = torch.tensor(values, dtype=torch.int64)
     for link, num_peers in ranks.links:
@@ -192,7 +189,6 @@ def _swap(ranks: Ranks, values: list[int], kind: int, number: int) -> list[int]:
         dist.all_to_all_single(theirs, mine, group=ranks.group)
         return cast("list[int]", theirs.tolist())
     theirs = mine.clone()
-    tag = TAG + 4 * (number % NUM_TAGS) + kind
     peers = [peer for peer in range(len(values)) if peer != ranks.rank]
     receives = [dist.irecv(theirs[peer : peer + 1], group=ranks.group, tag=tag, group_src=peer) for peer in peers]
     sends = [dist.isend(mine[peer : peer + 1], group=ranks.group, tag=tag, group_dst=peer) for peer in peers]

@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zcomm import backend
+from zcomm import backend, env
 from zcomm.backend import ALONE, Hop, Sent
+from zcomm.calls import here
+from zcomm.debug import compare_calls
 from zcomm.errors import TopologyError
 from zcomm.first_rank import gather_to_first, scatter_from_first
+from zcomm.formats import get_format
 from zcomm.meeting import meet
 from zcomm.topology import Topology, hop_of_group
 
@@ -109,6 +112,7 @@ def text_from_first(texts: Sequence[str], group: dist.ProcessGroup | None) -> st
     hop = _hop_of(group)
     data = [text.encode() for text in texts] if hop.rank == 0 else []
     lengths = torch.tensor([len(part) for part in data] or [0] * hop.size)
+    _compare("broadcast", lengths, hop)
     backend.broadcast_(lengths, 0, hop)
     longest, rows = int(lengths.max()), None
     if data:
@@ -120,11 +124,19 @@ def text_from_first(texts: Sequence[str], group: dist.ProcessGroup | None) -> st
 
 def _gather(mine: Tensor, hop: Hop) -> Tensor:
     """Every rank's ``mine``, of any shape, as [hop size, numel]."""
+    _compare("all_gather", mine, hop)
     of_ranks = mine.new_empty((hop.size, mine.numel()))
     work = backend.all_gather(of_ranks, mine, hop, Sent("control", "none", mine.numel()))
     if work is not None:
         work.wait()
     return of_ranks
+
+
+def _compare(operation: str, tensor: Tensor, hop: Hop) -> None:
+    """With ZCOMM_DEBUG=1, raise on every rank unless all make this exchange, for the same public call."""
+    if env.is_set("ZCOMM_DEBUG"):
+        call = here().call or "forward, backward, or none of zero's"
+        compare_calls(f"control {operation}", ((hop, get_format("none")),), hop, nbytes=tensor.nbytes, call=call)
 
 
 def _meets(hop: Hop) -> bool:
@@ -151,6 +163,7 @@ def broadcast_(tensor: Tensor, src: int, topology: Topology) -> None:
         raise TopologyError(f"src must be a rank: src={src}, world_size={topology.world_size}")
     _keep_order(topology)
     values = tensor.detach().contiguous()
+    _compare("broadcast", values, topology.world)
     backend.broadcast_(values, src, _hop_for(values, topology))
     if values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values)

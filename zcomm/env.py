@@ -24,6 +24,9 @@ SWITCH = ("0", "1")
 VARIABLES = {
     "ZCOMM_CHECK": Variable("0", SWITCH, "1: every message has a checksum, verified before it is used"),
     "ZCOMM_DEBUG": Variable("0", SWITCH, "1: compare the calls of all ranks before each exchange"),
+    "ZCOMM_DIVERGED_AFTER_S": Variable(
+        "30", (), "seconds in one call of torch.distributed after which a rank that others wait for counts as waiting"
+    ),
     "ZCOMM_FLIGHT": Variable("", (), "folder: every rank keeps its last 64 exchanges there, for `zcomm flight FOLDER`"),
     "ZCOMM_KERNELS": Variable(
         "auto",

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+
+from zcomm.verdict import Account
 
 __all__ = ["lagging"]
 
 
-def lagging(hops: list[dict[str, Any]]) -> str:
+def lagging(world: Sequence[Mapping[str, Account]]) -> str:
     """Which ranks have started fewer exchanges than others over the same hop, and what each has not started.
 
     Args:
-        hops: Of each rank, by the hop's name: its ranks, the number started, what is waited for, the last calls, and
-            more.
+        world: Of each rank, by the hop's name, what it has started.
     """
     told: dict[str, None] = {}
-    for of_rank in hops:
-        for key, (ranks, *_) in of_rank.items():
-            accounts = {rank: hops[rank][key] for rank in ranks}
-            most, calls = max(((account[1], account[3]) for account in accounts.values()), key=lambda both: both[0])
+    for of_rank in world:
+        for key, one in of_rank.items():
+            accounts = {rank: world[rank][key] for rank in one.ranks if key in world[rank]}
+            furthest = max(accounts.values(), key=lambda account: account.num_started)
             for rank, account in accounts.items():
-                num_started = account[1]
-                missing = most - num_started
-                if 0 < missing <= len(calls):
-                    operation, nbytes = calls[len(calls) - missing][:2]
-                    of = ", ".join(map(str, ranks))
-                    text = f"rank {rank} lags in the exchanges of ranks {of}: it has started {num_started} of {most}"
-                    told[f"{text}, and not number {num_started + 1}, {operation} of {nbytes} bytes"] = None
+                started, most = account.num_started, furthest.num_started
+                call = furthest.call(started + 1)
+                if call is not None:
+                    text = f"rank {rank} lags in the exchanges of ranks {', '.join(map(str, one.ranks))}"
+                    text += f": it has started {started} of {most}, and not number {started + 1}"
+                    told[f"{text}, {call.operation} of {call.nbytes} bytes"] = None
     return "".join(f"\n  {line}" for line in told)

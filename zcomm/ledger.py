@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol
 
+from zcomm.calls import here
 from zcomm.errors import DivergedError
 from zcomm.lost import Members, as_communication_error
 
-__all__ = ["NUM_KEPT", "ON_FAILURE", "Call", "Entry", "Ledger", "current_bucket", "failing", "in_bucket", "tracked"]
+__all__ = ["NUM_KEPT", "ON_FAILURE", "Call", "Entry", "Ledger", "call_here", "failing", "tracked"]
 
 NUM_KEPT = 64
 """Calls remembered; ranks are never so many exchanges apart."""
@@ -33,8 +34,16 @@ class Call(NamedTuple):
     device_type: str
     src: int = 0
     """Broadcasts: the rank whose values are sent."""
-    is_heard_beside: bool = False
-    """Whether it ends only once the ranks of the other hop have judged theirs: the same one of those so marked."""
+    label: str = ""
+    """The public call that it belongs to, and what it is done for."""
+    beside: int = 0
+    """Its number among those that end only once the ranks of the other hop have judged theirs; 0: it is none."""
+
+
+def call_here(operation: str, nbytes: int, device_type: str, src: int = 0) -> Call:
+    """A call of this thread."""
+    context = here()
+    return Call(operation, nbytes, device_type, src, f"{context.call}|{context.bucket}")
 
 
 @dataclass(slots=True)
@@ -46,28 +55,10 @@ class Entry:
     call: Call
     format: str
     bucket: str
-    """What the caller calls it, as :func:`in_bucket` says; empty: nothing."""
+    """What the caller calls it, as :func:`zcomm.calls.in_bucket` says; empty: nothing."""
     begun: float
     """By time.time()."""
     state: State = "started"
-
-
-_HERE = threading.local()
-
-
-def current_bucket() -> str:
-    """What :func:`in_bucket` says in this thread."""
-    return getattr(_HERE, "bucket", "")
-
-
-@contextmanager
-def in_bucket(name: str) -> Iterator[None]:
-    """Collectives called inside are for bucket ``name``: so the flight recorder calls their exchanges."""
-    before, _HERE.bucket = current_bucket(), name
-    try:
-        yield
-    finally:
-        _HERE.bucket = before
 
 
 class Ledger:
@@ -80,15 +71,21 @@ class Ledger:
         self._lock = threading.Lock()
         self.num_started = 0
         self.num_beside = 0
-        """How many of these ended, or will, with the other hop's."""
+        """How many calls of :meth:`beside` there were."""
+        self.num_carried = 0
+        """Exchanges over the hop's carrier, which have no entries."""
         self._entries: deque[Entry] = deque(maxlen=NUM_KEPT)
         self._waits: dict[int, int] = {}
         """By thread, the exchange that it waits for."""
+        self.callers: set[int] = set()
+        """Threads that have started any."""
         self.keep: Callable[[Entry], None] | None = None
         """Is told of every entry, when it is made and when its state changes; one call at a time."""
         self.last_broken = 0
         """Exchanges up to this one carry no values: they were completed only to wake those who waited."""
         self.reason = ""
+        self.lost: Callable[[], str] = str
+        """What is known of ranks that have left; empty: nothing."""
         self.settled = threading.Event()
         """Whether all that this rank owed to broken exchanges has been started."""
 
@@ -96,12 +93,24 @@ class Ledger:
         """An exchange has been started, of messages in format ``wire``; returns its number."""
         with self._lock:
             self.num_started += 1
-            self.num_beside += call.is_heard_beside
-            entry = Entry(self.num_started, call, wire, current_bucket(), time.time())
+            self.callers.add(threading.get_ident())
+            entry = Entry(self.num_started, call, wire, here().bucket, time.time())
             self._entries.append(entry)
             if self.keep is not None:
                 self.keep(entry)
             return entry.number
+
+    def carry(self) -> int:
+        """An exchange over the hop's carrier; returns its number among those."""
+        with self._lock:
+            self.num_carried += 1
+            return self.num_carried
+
+    def beside(self, call: Call) -> Call:
+        """``call``, which ends with the other hop's."""
+        with self._lock:
+            self.num_beside += 1
+            return call._replace(beside=self.num_beside)
 
     def entries(self) -> list[Entry]:
         """Copies of the last :data:`NUM_KEPT`, oldest first."""
@@ -109,7 +118,7 @@ class Ledger:
             return [replace(entry) for entry in self._entries]
 
     def account(self) -> tuple[int, dict[int, int], list[Call], int]:
-        """How many were started; by thread, which is waited for; the last calls; how many end with the other hop's."""
+        """How many were started; by thread, which is waited for; the last calls; :attr:`num_beside`."""
         with self._lock:
             calls = [entry.call for entry in self._entries]
             return self.num_started, dict(self._waits), calls, self.num_beside
@@ -144,6 +153,12 @@ class Ledger:
                     return f"{call} (number {number})"
         return f"exchange number {number}"
 
+    def call_name(self, number: int, phase: str) -> str:
+        """The public call that exchange ``number`` belongs to; if there is none, ``phase`` and the exchange."""
+        call = next((entry.call for entry in self.entries() if entry.number == number), None)
+        label = "" if call is None else call.label.partition("|")[0]
+        return label or phase + self.name(number)
+
     def break_until(self, number: int, reason: str) -> None:
         """Nobody may use what exchanges up to ``number`` bring. Before :attr:`settled` nobody goes on."""
         self.settled.clear()
@@ -168,7 +183,7 @@ class _Waiting:
             _tell(diverged)
             raise diverged from error
         if error is not None:
-            _raise(error, self._ledger.name(self._number), self._members)
+            _raise(error, self._ledger.name(self._number), self._members, self._ledger.lost)
 
 
 def _tell(error: BaseException) -> None:
@@ -176,21 +191,26 @@ def _tell(error: BaseException) -> None:
         tell(error)
 
 
-def _raise(error: BaseException, exchange: str, members: Members) -> None:
+def _raise(error: BaseException, exchange: str, members: Members, lost: Callable[[], str] = str) -> None:
     """Tell of ``error``; if torch has raised it for the exchange, raise what says so, else return."""
     told = as_communication_error(error, exchange, members)
+    if told is not error and (reason := lost()):
+        told = DivergedError(reason)
     _tell(told)
     if told is not error:
         raise told from error
 
 
 @contextmanager
-def failing(exchange: str, members: Members) -> Iterator[None]:
-    """What raises inside is ``exchange`` among ``members`` that failed; CommunicationError if torch has raised."""
+def failing(exchange: str, members: Members, lost: Callable[[], str] = str) -> Iterator[None]:
+    """What raises inside is ``exchange`` among ``members`` that failed; CommunicationError if torch has raised.
+
+    DivergedError instead, if ``lost`` has words for ranks that have left.
+    """
     try:
         yield
     except BaseException as error:
-        _raise(error, exchange, members)
+        _raise(error, exchange, members, lost)
         raise
 
 
@@ -212,6 +232,6 @@ class _Tracked:
         return self._pending.is_completed()
 
 
-def tracked(pending: _Waitable, ledger: Ledger, call: Call, wire: str, members: Members) -> _Waitable:
-    """``pending``, just started among ``members`` with messages in format ``wire``, entered into ``ledger``."""
-    return _Tracked(pending, ledger, ledger.start(call, wire), members)
+def tracked(pending: _Waitable, ledger: Ledger, number: int, members: Members) -> _Waitable:
+    """``pending``, exchange ``number`` of ``ledger``, just started among ``members``."""
+    return _Tracked(pending, ledger, number, members)

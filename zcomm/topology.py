@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import weakref
 from dataclasses import replace
 from functools import cached_property
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcomm import fingerprint, groups
-from zcomm.backend import ALONE, Hop, backend_of, gather_ints, takes_host_tensors, timeout_of
+from zcomm.backend import ALONE, Hop, backend_of, gather_ints, ledger_of, takes_host_tensors, timeout_of
 from zcomm.background import Background
 from zcomm.carrier import BackendName, BackendWish, KernelsName, agree_on_carrier, check_names, resolved
 from zcomm.errors import ConfigError, StateError, TopologyError
@@ -28,7 +29,7 @@ from zcomm.flight_files import attach
 from zcomm.ledger import Ledger
 from zcomm.message_flags import look_at_all
 from zcomm.nccl_communicators import Communicators
-from zcomm.watch import Watch, Watched
+from zcomm.watch import Watch, watch_of
 from zcomm.work import WorkQueue
 
 __all__ = ["Numbering", "Topology", "hop_of_group"]
@@ -106,11 +107,21 @@ class Topology:
         if self._is_local:
             groups.level_group_names(self._parent)
         self._make_hops()
+        self._watch: Watch | None = None
         if self.world_size > 1:
             groups.wait_until_made(self._parent)
+            self._watch = watch_of(self)
+
+    @property
+    def watch(self) -> Watch:
+        """Finds out ranks that wait for one another over this and all topologies of its ranks; not of one rank."""
+        assert self._watch is not None, "a rank alone waits for nobody"
+        return self._watch
 
     def _register(self) -> None:
         self.queue = WorkQueue()
+        self.turn = threading.RLock()
+        """For threads whose calls over this must not mix."""
         self._communicators = Communicators()
         self._free_communicators = weakref.finalize(self, self._communicators.clear)
         self.auto_table: object | None = None
@@ -214,7 +225,7 @@ class Topology:
         topology.rank = topology.node_rank = topology.local_rank = 0
         topology._choose(backend, kernels)
         topology._register()
-        topology._is_local = False
+        topology._is_local, topology._watch = False, None
         topology._make_hops()
         return topology
 
@@ -250,6 +261,7 @@ class Topology:
         group = self._new_gloo_group()
         self._groups.append(group)
         hop = replace(self.world, group=group, backend="gloo", ledger=Ledger())
+        hop.ledger.lost = self.world.ledger.lost
         attach(hop.ledger, self.global_ranks)
         return hop
 
@@ -261,24 +273,6 @@ class Topology:
         groups.wait_until_made(self._parent)
         return group
 
-    @cached_property
-    def watch(self) -> Watch:
-        """Finds out ranks that wait for one another over this, its companion and the companion's companion.
-
-        Made at the first use, which is collective, and closed with this one; for more than one rank only.
-        """
-        topologies = (self, self.companion, self.companion.companion)
-        all_hops: list[tuple[Hop, Hop]] = []
-        for t in topologies:
-            all_hops += [(t.world, ALONE), (t.intra, t.inter), (t.inter, t.intra), (t.on_host, ALONE)]
-        hops = {id(hop): (hop, beside) for hop, beside in all_hops if hop.group is not None}
-        number = {rank: index for index, rank in enumerate(self.global_ranks)}
-        watched = [
-            Watched(hop, tuple(number[rank] for rank in dist.get_process_group_ranks(hop.group)), beside)
-            for hop, beside in hops.values()
-        ]
-        return Watch(watched, [t.queue for t in topologies], self.rank, self.global_ranks)
-
     def shard_index(self, numbering: Numbering) -> int:
         """The shard that this rank owns."""
         return self.rank if numbering == "rank" else self.local_rank * self.num_nodes + self.node_rank
@@ -287,6 +281,11 @@ class Topology:
     def global_ranks(self) -> tuple[int, ...]:
         """The ranks of torch.distributed, in order."""
         return tuple(_global_rank(self._parent, rank) for rank in range(self.world_size))
+
+    @property
+    def meets_by_tag(self) -> bool:
+        """Whether exchanges of different calls never meet: over gloo, by torch's groups."""
+        return self.backend == "torch" and takes_host_tensors(self.world.backend)
 
     @property
     def has_two_hops(self) -> bool:
@@ -299,8 +298,6 @@ class Topology:
         Raises:
             MessageError: On a GPU a message was of another layout than this rank expected.
         """
-        if "watch" in self.__dict__:
-            self.__dict__.pop("watch").close()
         if "companion" in self.__dict__:
             self.__dict__.pop("companion").close()
         if "background" in self.__dict__:
@@ -310,6 +307,9 @@ class Topology:
                 self._groups.append(background.group)
                 background.group = None
         self.queue.close()
+        if self._watch is not None:
+            self._watch.remove(self)
+            self._watch = None
         self._free_communicators()
         for hop in (self.world, self.intra, self.inter, self.__dict__.get("on_host", ALONE)):
             groups.close_hop(hop)
@@ -362,7 +362,8 @@ def hop_of_group(group: dist.ProcessGroup | None) -> Hop:
     of_node = range(node * per_node, min((node + 1) * per_node, dist.get_world_size()))
     intra = sum(_is_member(group, rank) for rank in of_node) - 1
     whole = group if group is not None else dist.group.WORLD
-    return Hop(whole, size, rank, intra, size - 1 - intra, backend_of(group))
+    assert whole is not None, "torch.distributed is initialised"
+    return Hop(whole, size, rank, intra, size - 1 - intra, backend_of(group), ledger_of(whole))
 
 
 def _is_member(group: dist.ProcessGroup | None, global_rank: int) -> bool:

@@ -1,15 +1,18 @@
-"""Ranks that wait for one another for ever, in different exchanges: found within seconds, and told on every rank.
+"""Ranks that wait for one another for ever, in different calls: found within seconds, and told on every rank.
 
 A thread looks twice a second whether this rank waits, and does nothing else while the rank gets on. A rank that has
 not moved between two looks tells the others, in torch.distributed's store, what it has started and what it waits for:
 
     every rank waits, and each exchange waited for lacks a rank     nobody can ever go on: rank 0 gives the reasons
-      (with ZCOMM_CHECK=1, of two hops: or the verdict of one)
     every rank has heard that                                       waits will end with DivergedError
     every rank's thread starts what its rank owes the others        all waits end
 
-So the process groups stay usable. What a rank does outside of the watched groups is not seen: while it does, nobody
-concludes anything.
+So the process groups stay usable. One Watch serves all topologies of the same ranks.
+
+A rank that computes or sleeps is slow, and nobody concludes anything, however long it takes. A rank counts as waiting,
+too, if its main thread has been in one call of torch.distributed (a barrier, say), or in a meeting of ranks, for
+ZCOMM_DIVERGED_AFTER_S seconds, or has ended: where the topology has all ranks of torch.distributed, since otherwise
+that call may be between others.
 
 Invariants:
     D1  What a rank tells it could see at one moment at which it waited. So if these accounts, even of different
@@ -19,214 +22,359 @@ Invariants:
 
 from __future__ import annotations
 
+import atexit
+import hashlib
 import json
 import logging
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from zcomm import backend
-from zcomm.backend import Hop, Pending
+from zcomm import backend, calls, env
+from zcomm.backend import ALONE, Hop, Pending
 from zcomm.errors import DivergedError
 from zcomm.lagging import lagging
 from zcomm.ledger import Call
 from zcomm.starts import prefix_of_start
+from zcomm.tagged import tag_of
+from zcomm.verdict import Account, Owed, owed_of, will_end
 from zcomm.work import WorkQueue
 
-__all__ = ["Watch", "Watched"]
+__all__ = ["Watch", "watch_of"]
 
 logger = logging.getLogger("zcomm")
 
+PERIOD_S = 0.5
+
+
+class Watchable(Protocol):
+    """A :class:`zcomm.Topology`."""
+
+    world: Hop
+    intra: Hop
+    inter: Hop
+    queue: WorkQueue
+    rank: int
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """The ranks of torch.distributed, in order."""
+
 
 class Watched(NamedTuple):
-    """A hop and its ranks, as the topology counts them."""
+    """A hop of one topology."""
 
     hop: Hop
-    ranks: tuple[int, ...]
     beside: Hop
     """The other hop of a collective of two, if there is one."""
-
-
-class Account(NamedTuple):
-    """What one rank has started over a hop, and what of it it waits for."""
-
-    ranks: list[int]
-    num_started: int
-    waits: list[int]
-    recent: list[Call]
-    num_beside: int
-
-    def num_beside_until(self, number: int) -> int:
-        """Of the exchanges up to that one, how many end with the other hop's."""
-        after = self.recent[len(self.recent) - (self.num_started - number) :] if number < self.num_started else []
-        return self.num_beside - sum(call.is_heard_beside for call in after)
+    kind: str
 
 
 class Watch:
-    """Watches this rank's exchanges.
+    """Watches this rank's exchanges over all topologies of ``global_ranks``, of which this one is number ``rank``."""
 
-    Args:
-        hops: All over which the ranks wait for one another; the same kinds in the same order on every rank.
-        queues: Whose threads drive collectives.
-        rank: This one.
-        global_ranks: All of them, as torch.distributed numbers them.
-    """
-
-    def __init__(
-        self, hops: Sequence[Watched], queues: Sequence[WorkQueue], rank: int, global_ranks: Sequence[int]
-    ) -> None:
-        self._hops = {f"{index}.{watched.ranks[0]}": watched for index, watched in enumerate(hops)}
-        self._queues, self._rank, self._world_size = list(queues), rank, len(global_ranks)
-        self.doing: Callable[[], str] = lambda: "waits"
-        """What this rank does now, in words."""
+    def __init__(self, global_ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup) -> None:
+        self._rank, self._world_size = rank, len(global_ranks)
+        self._number = {of_job: index for index, of_job in enumerate(global_ranks)}
+        self._is_whole = len(global_ranks) == dist.get_world_size()
+        self._topologies: tuple[weakref.ref[Watchable], ...] = ()
+        self._lock = threading.Lock()
+        self._end = threading.Event()
         self.compose: Callable[[Sequence[str]], str] = _compose
-        """Makes the error's text of what each rank does."""
-        self.period_s = 0.5
+        """Makes the error's text of what each rank does, where all of them have noted it (:func:`zcomm.calls.note`)."""
+        self.period_s = PERIOD_S
         """Between two looks; up to four times as much while nothing changes for long."""
         store: Any = dist.distributed_c10d._get_default_store()
-        name = next(watched.hop.group.group_name for watched in hops if watched.hop.group is not None)
         self._store = store.clone() if hasattr(store, "clone") else store
-        group = hops[0].hop.group
-        timeout = backend.timeout_of(group) if group is not None else None
-        self._prefix = prefix_of_start(self._store, f"zcomm/watch/{name}", global_ranks, global_ranks[rank], timeout)
+        name = f"zcomm/watch/{hashlib.sha256(json.dumps(global_ranks).encode()).hexdigest()[:16]}"
+        timeout = backend.timeout_of(group)
+        self._prefix = prefix_of_start(self._store, name, global_ranks, global_ranks[rank], timeout)
         self.num_found = 0
         """How often ranks have been found that wait for one another."""
         self._last: str | None = None
         """What the last look saw, if the rank waited."""
         self._has_told = False
-        self._closed = threading.Event()
-        threading.Thread(target=_serve, args=(weakref.ref(self), self._closed), name="zcomm-watch", daemon=True).start()
+        self._stacks: dict[int, tuple[object, float]] = {}
+        """Of threads that may be blocked, where they are, and since when."""
 
     @property
     def has_told(self) -> bool:
         """Whether this rank has waited for so long that the others know."""
         return self._has_told
 
-    def close(self) -> None:
-        """End the thread, and let go of the process groups."""
-        self._closed.set()
-        self._hops = {}
+    def add(self, topology: Watchable) -> None:
+        """Watch ``topology``, too, until it is closed or gone."""
+        for watched in _hops(topology):
+            watched.hop.ledger.lost = partial(self.lost, _name(topology))
+        with self._lock:
+            if not self._topologies:
+                self._end = threading.Event()
+                serve = threading.Thread(target=_serve, args=(weakref.ref(self), self._end), daemon=True)
+                serve.name = "zcomm-watch"
+                serve.start()
+            self._topologies = (*self._alive(), weakref.ref(topology))
 
-    def look(self) -> None:
-        """Tell, judge and wake, if this rank has not moved since the last look."""
-        seen = self._account()
+    def remove(self, topology: Watchable) -> None:
+        """Let go of ``topology``, which is being closed, and tell the others. The last one ends the thread."""
+        text = calls.describe(threading.get_ident(), "has closed its Topology")
+        with suppress(Exception):  # the store has gone, and with it the job
+            self._store.set(f"{self._prefix}/left/{_name(topology)}/{self._rank}", text)
+        with self._lock:
+            self._topologies = tuple(one for one in self._alive() if one() is not topology)
+            if not self._topologies:
+                self._end.set()
+
+    def end(self) -> None:
+        """Tell the others that this process ends."""
+        for one in self._alive():
+            if (topology := one()) is not None:
+                with suppress(Exception):
+                    self._store.set(f"{self._prefix}/left/{_name(topology)}/{self._rank}", "has ended")
+
+    def lost(self, name: str) -> str:
+        """What is known of ranks that have left the topology whose group has that name; empty: nothing."""
+        keys = {rank: f"{self._prefix}/left/{name}/{rank}" for rank in range(self._world_size)}
+        with suppress(Exception):
+            left = [f"rank {r}: {self._store.get(k).decode()}" for r, k in keys.items() if self._store.check([k])]
+            mine = calls.describe(threading.get_ident(), calls.here().call or "is in forward or backward")
+            return f"{WAITS}{'; '.join([*left, f'rank {self._rank}: {mine}'])}" if left else ""
+        return ""
+
+    def _alive(self) -> tuple[weakref.ref[Watchable], ...]:
+        return tuple(one for one in self._topologies if one() is not None)
+
+    def look(self) -> bool:
+        """Tell, judge and wake, if this rank has not moved since the last look. False: no topology is left."""
+        hops = {_name_of(w.hop): w for one in self._topologies if (t := one()) is not None for w in _hops(t)}
+        told = self._account(hops)
+        seen = None if told is None else json.dumps(told[1:])
         if seen is None or seen != self._last:
             self._last = seen
             if self._has_told:
                 self._has_told = False
                 self._store.add(self._key("waiting"), -1)
-            return
+            return bool(self._alive())
         if not self._has_told:
-            self._store.set(self._key(self._rank), json.dumps([self.doing(), *json.loads(seen)]))
+            self._store.set(self._key(self._rank), json.dumps(self._words(told)))
             self._store.add(self._key("waiting"), 1)
             self._has_told = True
         if self._rank == 0 and self._store.add(self._key("waiting"), 0) == self._world_size:
             self._judge()
         if self._store.check([self._key("verdict")]):
-            self._wake(*json.loads(self._store.get(self._key("verdict"))))
+            reason, owed = json.loads(self._store.get(self._key("verdict")))
+            self._wake(reason, owed, hops)
+        return True
 
     def _key(self, what: object) -> str:
         return f"{self._prefix}/{self.num_found}/{what}"
 
-    def _account(self) -> str | None:
-        """What has been started over each hop and is waited for; None while the rank may get on by itself."""
-        drivers = {queue.thread_id for queue in self._queues}
-        waiting = {thread for queue in self._queues for thread in list(queue.waits)}
-        hops = {}
-        for key, (hop, ranks, _) in self._hops.items():
+    def _account(self, hops: dict[str, Watched]) -> tuple[int | str, dict[str, Account]] | None:
+        """The thread that waits, or what the rank does instead, and all exchanges; None while it may get on."""
+        queues = [t.queue for one in self._topologies if (t := one()) is not None]
+        drivers = {queue.thread_id for queue in queues}
+        waiting = {thread for queue in queues for thread in list(queue.waits)}
+        accounts, callers = {}, set[int]()
+        for key, (hop, _, kind) in hops.items():
             num_started, waits, recent, num_beside = hop.ledger.account()
             waiting |= set(waits)
-            hops[key] = Account(list(ranks), num_started, list(waits.values()), recent, num_beside)
-        if any(queue.waits and queue.thread_id not in waiting for queue in self._queues):
+            callers |= set(hop.ledger.callers)
+            ranks = [self._number[rank] for rank in dist.get_process_group_ranks(hop.group)]
+            broken, awaited = hop.ledger.last_broken, sorted(waits.values())
+            accounts[key] = Account(ranks, kind, hop.sends("cpu"), num_started, broken, awaited, recent, num_beside)
+        if any(queue.waits and queue.thread_id not in waiting for queue in queues):
             return None  # its thread computes, and will go on to the next exchange
-        return json.dumps([hops]) if waiting - drivers else None
+        main = threading.main_thread().ident or 0
+        own = waiting - drivers
+        others = (callers | {main}) - waiting - drivers - {threading.get_ident()}
+        blocked = self._blocked(others, own)
+        if blocked is None:
+            return None
+        doing: int | str = (main if main in own else min(own)) if own else blocked
+        return doing, accounts
+
+    def _blocked(self, threads: set[int], waiting: set[int]) -> str | None:
+        """What the main thread does if it waits elsewhere; None while one of ``threads`` may get on."""
+        frames, main, found = calls.frames_of(threads), threading.main_thread(), ""
+        for thread in threads:
+            frame = frames.get(thread)
+            if thread == main.ident and not main.is_alive():
+                found = "has left: its program has ended"
+            elif frame is not None:  # a thread of C++ without any is idle
+                where = self._where(frame, waiting)
+                if not where or (where != IDLE and not self._stands(thread, frame)):
+                    return None
+                found = where if thread == main.ident else found
+        return found if waiting or found not in ("", IDLE) else None
+
+    def _where(self, frame: FrameType, waiting: set[int]) -> str:
+        """In what ``frame`` may be blocked for good; empty: it computes."""
+        name = frame.f_code.co_filename
+        if name.endswith("concurrent/futures/thread.py") and frame.f_code.co_name == "_worker":
+            return IDLE if waiting else ""
+        if frame.f_code.co_name == "_engine_run_backward":  # autograd's own thread may be the one that waits
+            ours = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
+            return IDLE if waiting - ours else ""
+        if waiting and name in (threading.__file__, sys.modules["queue"].__file__):
+            return "waits for another thread"
+        return calls.is_blocked_in(frame) if self._is_whole else ""
+
+    def _stands(self, thread: int, frame: FrameType) -> bool:
+        """Whether ``thread`` has not moved for ZCOMM_DIVERGED_AFTER_S."""
+        at: FrameType | None = frame
+        stack = []
+        while at is not None:
+            stack.append((id(at), at.f_lasti))
+            at = at.f_back
+        before, since = self._stacks.get(thread, (None, 0.0))
+        if before != stack:
+            since = time.monotonic()
+            self._stacks[thread] = stack, since
+        return time.monotonic() - since >= float(env.value("ZCOMM_DIVERGED_AFTER_S"))
+
+    def _words(self, told: tuple[int | str, dict[str, Account]] | None) -> list[Any]:
+        """What this rank tells: whether it has noted what it does, in words, and all exchanges."""
+        assert told is not None, "told while the rank gets on"
+        doing, accounts = told
+        if isinstance(doing, str):
+            return [False, doing, accounts]
+        noted = calls.noted(doing)
+        text = calls.describe(doing, self._call_of(doing))
+        return [bool(noted), f"{noted} ({text})" if noted else text, accounts]
+
+    def _call_of(self, thread: int) -> str:
+        hops = [w.hop for one in self._topologies if (t := one()) is not None for w in _hops(t)]
+        for ledger in (hop.ledger for hop in hops):
+            number = ledger.account()[1].get(thread)
+            if number is not None:
+                return ledger.call_name(number, "backward: " if calls.is_in_backward(thread) else "")
+        return "a collective"
 
     def _judge(self) -> None:
         told = [json.loads(self._store.get(self._key(rank))) for rank in range(self._world_size)]
-        hops = [{key: _read(account) for key, account in of_rank.items()} for _, of_rank in told]
-        if any(_will_end(key, account, hops) for of_rank in hops for key, account in of_rank.items()):
+        world = [{key: _read(account) for key, account in of_rank.items()} for *_, of_rank in told]
+        if will_end(world) or not any(account.waits for hops in world for account in hops.values()):
             return
-        furthest = _furthest(hops)
-        texts = [text for text, _ in told]
-        self._store.set(self._key("verdict"), json.dumps([self.compose(texts) + lagging(hops), furthest]))
+        compose = self.compose if all(has_noted for has_noted, *_ in told) else _compose
+        reason = compose([text for _, text, _ in told]) + lagging(world)
+        self._store.set(self._key("verdict"), json.dumps([reason, owed_of(world)]))
 
-    def _wake(self, reason: str, furthest: dict[str, tuple[int, list[Any]]]) -> None:
-        owed: list[Pending] = []
-        for key, watched in self._hops.items():
-            watched.hop.ledger.break_until(furthest[key][0], reason)
+    def _wake(self, reason: str, owed: dict[str, list[Any]], hops: dict[str, Watched]) -> None:
+        known = {key: Owed(until, [(n, Call(*c)) for n, c in more], b) for key, (until, more, b) in owed.items()}
+        for key, watched in hops.items():
+            if key in known:
+                watched.hop.ledger.break_until(known[key].until, reason)
         self._store.add(self._key("heard"), 1)
         while self._store.add(self._key("heard"), 0) < self._world_size:  # nobody may wake who would not raise
             time.sleep(0.02)
-        for key, (hop, _, beside) in self._hops.items():
-            number, recent = furthest[key]
-            missing = number - hop.ledger.num_started
-            for call in [Call(*call) for call in recent[len(recent) - missing :] if missing]:
-                owed.append(backend.take_part(call, hop.next_to(beside) if call.is_heard_beside else hop))
-        for queue in self._queues:
-            queue.cancel_all(DivergedError(reason))
-        for watched in self._hops.values():
+        works = [work for key, watched in hops.items() if key in known for work in _take_part(watched, known[key])]
+        for one in self._topologies:
+            if (topology := one()) is not None:
+                topology.queue.cancel_all(DivergedError(reason))
+        for watched in hops.values():
             watched.hop.ledger.settled.set()
         self.num_found, self._last, self._has_told = self.num_found + 1, None, False
-        for pending in owed:
-            pending.wait()
+        for work in works:
+            work.wait()
+
+
+WAITS = "the ranks make different calls, and would wait for one another for ever: "
+IDLE = "is idle"
+
+
+def _take_part(watched: Watched, owed: Owed) -> list[Pending]:
+    """Start what this rank owes over one hop, and bring its numbers to where the others' will be."""
+    hop, ledger, works = watched.hop, watched.hop.ledger, []
+    num_started, _, recent, _ = ledger.account()
+    mine = {num_started - back: call for back, call in enumerate(reversed(recent))}
+    for number, call in owed.calls:
+        own = mine.get(number)
+        is_mine = own is not None and (not hop.sends(call.device_type) or tag_of(number, own) == tag_of(number, call))
+        while ledger.num_started < number:
+            ledger.start(call)
+        if not is_mine:
+            works.append(backend.take_part(number, call, hop.next_to(watched.beside) if call.beside else hop))
+    ledger.num_beside = max(ledger.num_beside, owed.num_beside)
+    return works
+
+
+def _hops(topology: Watchable) -> Iterator[Watched]:
+    t, seen = topology, set[int]()
+    of_host: Hop = vars(t).get("on_host", ALONE)
+    pairs = (("", t.world, ALONE), ("intra", t.intra, t.inter), ("inter", t.inter, t.intra), ("host", of_host, ALONE))
+    for kind, hop, beside in pairs:
+        if hop.group is not None and id(hop.ledger) not in seen:
+            seen.add(id(hop.ledger))
+            yield Watched(hop, beside, f"{_name(t)}.{kind}")
+
+
+def _name(topology: Watchable) -> str:
+    return _name_of(topology.world)
+
+
+def _name_of(hop: Hop) -> str:
+    """The same on all its ranks."""
+    return "" if hop.group is None else str(hop.group.group_name)
 
 
 def _read(account: list[Any]) -> Account:
-    ranks, num_started, waits, recent, num_beside = account
-    return Account(ranks, num_started, waits, [Call(*call) for call in recent], num_beside)
-
-
-def _kind(key: str) -> str:
-    """Hops of one kind, between them, hold every rank once."""
-    return key.partition(".")[0]
-
-
-def _will_end(key: str, account: Account, hops: Sequence[Mapping[str, Account]]) -> bool:
-    """Whether something that is waited for ends by itself: all whom it needs have started it."""
-    fewest = min(hops[rank][key].num_started for rank in account.ranks)
-    of_kind = [other.num_beside for of_rank in hops for name, other in of_rank.items() if _kind(name) == _kind(key)]
-    return any(n <= fewest and account.num_beside_until(n) <= min(of_kind) for n in account.waits)
-
-
-def _furthest(hops: Sequence[Mapping[str, Account]]) -> dict[str, tuple[int, list[Call]]]:
-    """How many exchanges each hop needs for all to end, with the last calls.
-
-    The rank that has started the most says so, of each hop, and of hops of one kind for those that end together.
-    """
-    of_hops: dict[str, Account] = {}
-    of_kinds: dict[str, Account] = {}
-    for of_rank in hops:
-        for key, account in of_rank.items():
-            of_hops[key] = max(of_hops.get(key, account), account, key=lambda one: one.num_started)
-            of_kinds[_kind(key)] = max(of_kinds.get(_kind(key), account), account, key=lambda one: one.num_beside)
-    furthest = {}
-    for key, account in of_hops.items():
-        ahead = of_kinds[_kind(key)]
-        missing = ahead.num_beside - account.num_beside
-        together = [call for call in ahead.recent if call.is_heard_beside]
-        calls = account.recent + together[len(together) - missing :]
-        furthest[key] = (account.num_started + missing, calls)
-    return furthest
+    read = Account(*account)
+    return read._replace(recent=[Call(*call) for call in account[6]])
 
 
 def _compose(texts: Sequence[str]) -> str:
-    return "the ranks wait for one another: " + "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+    return WAITS + "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
 
 
-def _serve(reference: weakref.ref[Watch], closed: threading.Event) -> None:
+def _serve(reference: weakref.ref[Watch], end: threading.Event) -> None:
     period_s = 0.0
-    while not closed.wait(period_s):
+    while not end.wait(period_s):
         watch = reference()
         if watch is None:
             return
         try:
-            watch.look()
+            if not watch.look():
+                continue
         except Exception as error:  # the store has gone, and with it the job
             logger.debug("ranks that wait for one another are no longer found out: %s", error)
             return
         period_s = min(1.2 * period_s, 4 * watch.period_s) if watch.has_told else watch.period_s
         del watch
+
+
+class _Watches:
+    """Those of the process group that is initialised."""
+
+    def __init__(self) -> None:
+        self.store: Any = None
+        self.by_ranks: dict[tuple[int, ...], Watch] = {}
+
+
+_CURRENT = _Watches()
+
+
+def watch_of(topology: Watchable) -> Watch:
+    """The one for the ranks of ``topology``, which it watches from now on. Collective at the first use."""
+    store, ranks = dist.distributed_c10d._get_default_store(), topology.global_ranks
+    if _CURRENT.store is not store:
+        _CURRENT.store, _CURRENT.by_ranks = store, {}
+    if ranks not in _CURRENT.by_ranks:
+        group = topology.world.group
+        assert group is not None, "a rank alone waits for nobody"
+        _CURRENT.by_ranks[ranks] = Watch(ranks, topology.rank, group)
+    watch = _CURRENT.by_ranks[ranks]
+    watch.add(topology)
+    return watch
+
+
+@atexit.register
+def _end_all() -> None:
+    for watch in _CURRENT.by_ranks.values():
+        watch.end()

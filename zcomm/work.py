@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from zcomm.backend import Pending
+from zcomm.calls import entered, here
 from zcomm.errors import StateError
-from zcomm.ledger import current_bucket, in_bucket
 from zcomm.streams import SideStreams
 
 __all__ = ["Link", "Steps", "Work", "WorkQueue", "nothing", "run", "run_then"]
@@ -54,7 +54,7 @@ class Work:
         self._error: BaseException | None = None
         self._lock = threading.RLock()
         self._event: torch.cuda.Event | None = None
-        self._bucket = current_bucket()
+        self._context = here()
 
     def start(self) -> None:
         """Run up to the first exchange."""
@@ -84,7 +84,7 @@ class Work:
         """Run up to the next exchange, or to the end."""
         assert self._steps is not None, "a finished collective was advanced"
         try:
-            with torch.no_grad(), in_bucket(self._bucket):
+            with torch.no_grad(), entered(self._context):
                 self._pending = next(self._steps)
         except StopIteration:
             self._steps = self._pending = None

@@ -12,6 +12,7 @@ from torch import nn
 from zcomm import StateError, Topology, TopologyError
 from zero.agreement import is_agreed, on_every_rank, raise_on_every_rank
 from zero.bucket import Bucket, ShardInfo
+from zero.collective import calling_over, on_exit
 from zero.runtime import Runtime
 from zero.units import EXTERNAL, external_parameters
 
@@ -72,15 +73,19 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
         if info is not None:
             by_owner.setdefault(info.owner, {}).setdefault(info.bucket, []).append(info.slot)
     with ExitStack() as stack:
+        name = f"zero.GatheredParameters(modifier_rank={modifier_rank})"
         for owner, unordered in by_owner.items():
             _check_owner(owner, modifier_rank)
-            if modifier_rank is not None and isinstance(owner, Runtime):
-                owner.finish_update(publishes=True)
-            slots = dict(sorted(unordered.items(), key=lambda item: item[0].index))  # the same order on every rank
-            stack.enter_context(owner.gathered(list(slots)))
-            if modifier_rank is not None:
-                stack.enter_context(owner.modified(slots, modifier_rank))
-            stack.enter_context(_agreed_block(owner, [] if modifier_rank is not None else _of(slots)))
+            has_all = on_exit(stack, owner.topology, name)
+            with calling_over(owner.topology, name):
+                if modifier_rank is not None and isinstance(owner, Runtime):
+                    owner.finish_update(publishes=True)
+                slots = dict(sorted(unordered.items(), key=lambda item: item[0].index))  # the same on every rank
+                stack.enter_context(owner.gathered(list(slots)))
+                if modifier_rank is not None:
+                    stack.enter_context(owner.modified(slots, modifier_rank))
+                stack.enter_context(_agreed_block(owner, [] if modifier_rank is not None else _of(slots)))
+            has_all()
         yield
 
 

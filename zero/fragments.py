@@ -21,9 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zcomm import LayoutError, StateError, all_gather_single, control
+from zcomm import LayoutError, StateError, Topology, all_gather_single, control
 from zero.agreement import on_every_rank
 from zero.bucket import Bucket, BucketState, ShardInfo
+from zero.collective import collective
 from zero.runtime import Runtime
 
 __all__ = [
@@ -57,6 +58,11 @@ class Place(NamedTuple):
     def part(self) -> slice:
         """This rank's elements of the parameter in the rows that this rank has of the bucket."""
         return slice(self.start, self.start + self.last - self.first)
+
+
+def _topology_of(param: nn.Parameter) -> Topology | None:
+    place = _place(param)
+    return None if place is None else place.runtime.topology
 
 
 def _place(param: nn.Parameter) -> Place | None:
@@ -102,6 +108,7 @@ def _own_part(place: Place, value: Tensor) -> Tensor:
     return whole[place.first : place.last]
 
 
+@collective("param", of=_topology_of)
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """The float32 master of ``param``, whole. Collective."""
     place = _place(param)
@@ -111,6 +118,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
         return _gathered(place, place.bucket.master)
 
 
+@collective("param")
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """This rank's part of the float32 master of ``param``, a flat copy."""
     place = _place(param)
@@ -121,6 +129,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
         return place.bucket.master[place.part].float().clone()
 
 
+@collective("param", of=_topology_of)
 @torch.no_grad()
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set the master of ``param``, and with it the parameter, to rank 0's ``value``. Collective."""
@@ -128,6 +137,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     _set_master(place, _own_part(place, value))
 
 
+@collective("param", of=_topology_of)
 @torch.no_grad()
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's part of the master of ``param``. Collective: every rank sets its own."""
@@ -170,6 +180,7 @@ def _reduced(place: Place) -> Tensor | None:
     return on_every_rank(read, place.runtime.topology, fact=f"gradient of {place.name}: {grads.used[place.slot]}")
 
 
+@collective("param", of=_topology_of)
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The averaged gradient of ``param``, whole. Collective."""
     place = _place(param)
@@ -177,6 +188,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     return None if place is None or rows is None else _gathered(place, rows)
 
 
+@collective("param", of=_topology_of)
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """This rank's part of the averaged gradient of ``param``, a flat copy. Collective, to agree that there is one."""
     place = _place(param)
@@ -194,12 +206,14 @@ def _set_grad(param: nn.Parameter, own: Callable[[Place], Tensor]) -> None:
         on_every_rank(runtime.gradient_files.raise_error, runtime.topology)
 
 
+@collective("param", of=_topology_of)
 @torch.no_grad()
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set the averaged gradient of ``param`` to rank 0's ``value``. Collective."""
     _set_grad(param, lambda place: _own_part(place, value))
 
 
+@collective("param", of=_topology_of)
 @torch.no_grad()
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's part of the averaged gradient of ``param``. Collective: every rank sets its own."""
@@ -230,6 +244,7 @@ def _found_state(param: nn.Parameter, key: str) -> tuple[Place, Tensor | None, T
     return (place, own, None if number is None else torch.tensor(number)) if exists else None
 
 
+@collective("param", "optim_state_key", of=_topology_of)
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """The optimizer's state of that name for ``param``, whole; a scalar if it is one number. Collective."""
     found = _found_state(param, optim_state_key)
@@ -245,6 +260,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     return _gathered(place, rows)
 
 
+@collective("param", "optim_state_key", of=_topology_of)
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """This rank's part of that state, a flat copy; a scalar if it is one number. Collective: it is agreed on."""
     found = _found_state(param, optim_state_key)
@@ -280,12 +296,14 @@ def _set_state(param: nn.Parameter, key: str, own_value: Callable[[Place], Tenso
         held.fill_(float(value))
 
 
+@collective("param", "optim_state_key", of=_topology_of)
 @torch.no_grad()
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Set that state of ``param`` to rank 0's ``value``. Collective."""
     _set_state(param, optim_state_key, lambda place: _own_part(place, value), value)
 
 
+@collective("param", "optim_state_key", of=_topology_of)
 @torch.no_grad()
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Set this rank's part of that state. Collective: every rank sets its own."""

@@ -18,6 +18,7 @@ from enum import Enum
 import torch
 
 from zcomm import DivergedError, Work
+from zcomm.calls import in_bucket
 from zero.bucket import Bucket, BucketState
 from zero.delayed import DelayedUpdate
 from zero.full_copy import FullCopy
@@ -197,7 +198,8 @@ class Gatherer:
         works, source = self._works[bucket.index], self._source(bucket)
         for index in range(len(works), len(self._primary[bucket.index].exchanges) if stop is None else stop):
             self.checksum = zlib.crc32(f"{bucket.index}.{index}".encode(), self.checksum)
-            works.append(source.start(index, bucket.full))
+            with in_bucket(bucket.name):
+                works.append(source.start(index, bucket.full))
 
     def _start_over_if_diverged(self) -> bool:
         """Whether the ranks have diverged: what came before is not the same everywhere, and is forgotten."""

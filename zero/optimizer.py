@@ -26,6 +26,7 @@ from zero.adaptive import Adaptive
 from zero.agreement import on_every_rank
 from zero.auto_formats import choose_formats
 from zero.clip import clip_grad_norm_, fold_clipping
+from zero.collective import collective_methods
 from zero.config.plan import Plan
 from zero.config.read import Configuration, Source
 from zero.cpu_optimizer import set_moment_format
@@ -53,6 +54,8 @@ from zero.update import Update
 __all__ = ["ZeroOptimizer"]
 
 
+@collective_methods("close", "finish_update", "load_state_dict", "state_dict", "step", "unscale_")
+@collective_methods("clip_grad_norm_", facts=("max_norm", "norm_type"))
 class ZeroOptimizer(Optimizer):
     """An elementwise torch optimizer whose states, gradients and parameters are sharded over the ranks.
 
@@ -227,8 +230,7 @@ class ZeroOptimizer(Optimizer):
     def scale(self, loss: Tensor) -> Tensor:
         """``loss``, in at least float32, times the loss scale: call ``backward()`` of what is returned.
 
-        Raises:
-            StateError: The gradients so far are unscaled already, and others cannot be added.
+        Raises StateError if the gradients so far are unscaled already: others cannot be added.
         """
         if self.loss_scale is None:
             return loss
@@ -245,8 +247,7 @@ class ZeroOptimizer(Optimizer):
     def unscale_(self) -> None:
         """Divide all gradients by the loss scale, once; ``clip_grad_norm_`` and ``step()`` do it if you do not.
 
-        Raises:
-            StateError: There are gradients of a loss that was not scaled.
+        Raises StateError if there are gradients of a loss that was not scaled.
         """
         self._runtime.check_present()
         self._runtime.reducer.flush()
@@ -388,8 +389,7 @@ class ZeroOptimizer(Optimizer):
         """Take the hooks off the model, drop the gradients, and free the process groups that were made for it.
 
         The model is an ordinary one again. At stage 3 a rank holds only a shard of its parameters: to keep them whole,
-        close inside ``zero.GatheredParameters(model.parameters())``, or save them before.
-        Collective if a delayed update is under way: parameters have it afterwards.
+        close inside ``zero.GatheredParameters(model.parameters())``, or save them before. Collective in delayed updates.
         """
         try:
             self._runtime.finish_update(publishes=True)

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from zcomm import DivergedError, Topology, control, env
+from zcomm import DivergedError, Topology, calls, control, env
 
 __all__ = ["OrderCheck"]
 
@@ -23,7 +23,7 @@ class OrderCheck:
     """Compares what the ranks are about to do.
 
     Args:
-        topology: The ranks. Its companion's companion and its watch are made here, which is collective.
+        topology: The ranks. Its companion's companion is made here, which is collective.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -31,14 +31,14 @@ class OrderCheck:
         self._ranks = topology if topology.world_size == 1 else topology.companion.companion
         self._num_unequal = 0
         self._doing: Callable[[], str] = lambda: "waits"
-        self._answer = partial(_answer, weakref.ref(self))  # topologies outlive models
         self.is_always_on = env.is_set("ZERO_DEBUG")
 
     def note(self, doing: Callable[[], str]) -> None:
         """What this rank is about to do, in words that are asked for if the ranks wait for one another."""
         self._doing = doing
+        calls.note(partial(_answer, weakref.ref(self)))
         if self._watch is not None:
-            self._watch.doing, self._watch.compose = self._answer, _compose
+            self._watch.compose = _compose
 
     @property
     def num_divergences(self) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zcomm import LayoutError, NodeSums, Residual, Span, Topology, Work, reduce_scatter_single
-from zcomm.ledger import in_bucket
+from zcomm.calls import in_bucket
 from zero.bucket_grads import BucketGrads
 from zero.layout import Slot
 from zero.loss_scale import LossScale

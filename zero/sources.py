@@ -16,7 +16,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from zcomm import NodeReplica, SecondaryPartition, Topology, Work, all_gather_single
-from zcomm.ledger import in_bucket
+from zcomm.calls import in_bucket
 from zero.bucket import Bucket
 from zero.layout import BucketLayout
 from zero.settings import Effective, ZeroSettings

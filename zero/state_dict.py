@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zcomm import control
 from zero.bucket import Bucket
+from zero.collective import calling_over
 from zero.large_linears import Rows, rows_by_key, split_keys
 from zero.runtime import Runtime
 
@@ -44,7 +45,8 @@ def install_state_dict_hooks(runtime: Runtime) -> list[Any]:
     def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:  # noqa: ARG001
         if runtime.is_saving and module is model:
             runtime.is_saving = False
-            _fill(runtime, state_dict, prefix)
+            with calling_over(runtime.topology, "model.state_dict()"):
+                _fill(runtime, state_dict, prefix)
 
     def before_load(
         module: nn.Module,
@@ -53,11 +55,13 @@ def install_state_dict_hooks(runtime: Runtime) -> list[Any]:
         *rest: Any,
     ) -> None:
         if module is model:  # a deep copy of the model has these hooks too
-            load.begin(state_dict, prefix, errors=rest[-1])
+            with calling_over(runtime.topology, "model.load_state_dict()"):
+                load.begin(state_dict, prefix, errors=rest[-1])
 
     def after_load(module: nn.Module, incompatible: Any) -> None:
         if module is model:
-            load.end(incompatible)
+            with calling_over(runtime.topology, "model.load_state_dict()"):
+                load.end(incompatible)
 
     return [
         model.register_state_dict_pre_hook(before_save),  # type: ignore[no-untyped-call]

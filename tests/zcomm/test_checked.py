@@ -162,6 +162,7 @@ def _check_diverging(rank: int) -> None:
     """Ranks of two hops in other calls: some wait for verdicts alone, in exchanges that all their ranks have begun."""
     with checking():
         t = zcomm.Topology(ranks_per_node=2)
+        t.companion  # noqa: B018  (made at the first use)
         t.watch.period_s = 0.1
         shard, full = torch.full((NUMEL,), float(rank)), torch.empty(4 * NUMEL)
         expected = torch.arange(4.0).repeat_interleave(NUMEL)

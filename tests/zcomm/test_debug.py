@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zcomm
 from tests.ranks import run_ranks, topology
 from zcomm import CommunicationError, LayoutError, backend, env
+from zcomm.calls import calling
 
 
 @contextmanager
@@ -69,6 +71,28 @@ def test_mismatches_are_named_on_every_rank() -> None:
     run_ranks(4, _check_mismatches)
 
 
+def _check_control(rank: int) -> None:
+    """One rank leaves out an exchange of values, and of texts; its next call is another."""
+    t = topology(2)
+    calls: list[tuple[Callable[[], object], str]] = [
+        (
+            lambda: zcomm.control.agree_max(torch.zeros(3, dtype=torch.int64), t),
+            r"control all_gather\(nbytes=24, call=",
+        ),
+        (lambda: zcomm.control.gather_texts("text", t), r"control all_gather\(nbytes=512"),
+        (lambda: zcomm.control.broadcast_(torch.ones(2), 1, t), r"control broadcast\(nbytes=8"),
+    ]
+    with _debugging():
+        for call, text in calls:
+            with pytest.raises(LayoutError, match=text), calling("save_checkpoint()"):
+                _gather(5, group=t) if rank == 1 else call()
+            call()
+
+
+def test_control_exchanges_are_compared() -> None:
+    run_ranks(4, _check_control)
+
+
 def _check_secondary(rank: int) -> None:
     partition = zcomm.SecondaryPartition(topology(2), 10 + rank, torch.float32)
     partition.fill(torch.ones(10 + rank))
@@ -91,7 +115,7 @@ def _check_missing(rank: int) -> None:
         _gather(7)  # what rank 3 will have done last
         if rank == 3:
             patch.setattr(backend, "timeout_of", lambda _group: timedelta(seconds=30))
-            zcomm.control.agree_max(torch.zeros(1, dtype=torch.int64), t)  # the others have their error
+            dist.barrier()  # the others have their error
         calls: list[Callable[[], object]] = [lambda: _gather(9, group=t), lambda: partition.gather(torch.empty(10))]
         for index in {0: [0], 1: [0], 2: [1, 0], 3: [0, 1]}[rank]:
             with pytest.raises(CommunicationError) as caught:
@@ -103,7 +127,7 @@ def _check_missing(rank: int) -> None:
             assert "  rank 3: has made no call since all_gather(numel=7" in message
             assert "test_debug.py:" in message
         if rank != 3:
-            zcomm.control.agree_max(torch.zeros(1, dtype=torch.int64), t)
+            dist.barrier()
         patch.undo()
         _gather(7, group=t)  # all are in step again
 

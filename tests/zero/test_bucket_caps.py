@@ -47,11 +47,8 @@ def _spying(stack: ExitStack, seen: _Seen) -> None:
 
         stack.enter_context(mock.patch.object(owner, name, called))
 
-    spy(backend, "_all_gather", lambda whole, *_: seen.gather(whole))
-    spy(torch.distributed, "all_gather", lambda whole, *_: seen.gather(whole))
-    spy(torch.distributed, "all_to_all_single", lambda whole, *_: seen.exchange(_nbytes(whole)))
-    for direct in ("irecv", "isend"):  # how large messages are gathered
-        spy(torch.distributed, direct, lambda part, *_: seen.gather([part] * WORLD_SIZE))
+    spy(backend, "_gather_unchecked", lambda whole, *_: seen.gather(whole))
+    spy(backend, "_exchange", lambda whole, *_: seen.exchange(_nbytes(whole)))
 
 
 def _model() -> nn.Module:

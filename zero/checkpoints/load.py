@@ -29,6 +29,7 @@ from zero.checkpoints.restore import restore
 from zero.checkpoints.save import wait_for_saves
 from zero.checkpoints.storage import FolderReader
 from zero.checkpoints.weights_in import find_weights, index_of_weights
+from zero.collective import collective
 from zero.optimizer import ZeroOptimizer
 
 __all__ = ["Loaded", "load_checkpoint"]
@@ -44,6 +45,7 @@ class Loaded(NamedTuple):
     client_state: dict[str, Any]
 
 
+@collective(of=lambda optimizer: optimizer.topology, alone=True)
 def load_checkpoint(
     optimizer: ZeroOptimizer,
     load_dir: str | Path,

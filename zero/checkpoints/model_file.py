@@ -17,6 +17,7 @@ from zero.checkpoints.errors import CheckpointError
 from zero.checkpoints.folder import make_folder, replacing
 from zero.checkpoints.parts import named_buffers
 from zero.checkpoints.weights_out import Layout, WeightsWriter
+from zero.collective import collective
 from zero.large_linears import rows_by_key
 from zero.model_parallel import ModelParallel
 from zero.optimizer import ZeroOptimizer
@@ -25,6 +26,7 @@ from zero.runtime import Runtime
 __all__ = ["save_model_file"]
 
 
+@collective("exclude_frozen_parameters", of=lambda optimizer: optimizer.topology, alone=True)
 def save_model_file(optimizer: ZeroOptimizer, path: Path, *, exclude_frozen_parameters: bool = False) -> None:
     """Write the parameters, in their dtypes, and the buffers of the model; collective. The first rank writes.
 

@@ -25,6 +25,7 @@ from zero.checkpoints.proof import check_loadable
 from zero.checkpoints.snapshot import Snapshot, take_snapshot
 from zero.checkpoints.storage import FolderWriter
 from zero.checkpoints.together import write_together
+from zero.collective import collective
 from zero.optimizer import ZeroOptimizer
 
 __all__ = ["Saving", "save_checkpoint", "wait_for_saves"]
@@ -65,6 +66,7 @@ class Saving:
         return True
 
 
+@collective(of=lambda optimizer: optimizer.topology, alone=True)
 def save_checkpoint(
     optimizer: ZeroOptimizer,
     save_dir: str | Path,

@@ -1,0 +1,280 @@
+"""One rank makes a call alone, or leaves one out: what may be drawn, and one draw on one rank.
+
+python -m tests.zero.alone --draws 200 --seed 1      every draw's outcome, a line each; exit code 1 unless all are named
+python -m tests.zero.alone --slow-steps 10000        one rank sleeps at random points: no error may come of it
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zcomm
+import zero
+from tests.ranks import close_pools, run_ranks
+from zcomm import DivergedError, env
+from zero import ZeroOptimizer, utils
+from zero.checkpoints import save_model_file
+
+AFTER_S = 3.0
+"""What ZCOMM_DIVERGED_AFTER_S is set to here."""
+
+
+class Training(NamedTuple):
+    """One rank's model in training."""
+
+    model: nn.Module
+    optimizer: ZeroOptimizer
+    folder: Path
+    rank: int
+
+    def backward(self) -> None:
+        self.model(torch.full((4, 16), 0.1 * (self.rank + 1))).sum().backward()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return next(self.model.parameters())
+
+
+def _gathered(t: Training, modifier_rank: int | None = None) -> None:
+    with zero.GatheredParameters(list(t.model.parameters()), modifier_rank=modifier_rank):
+        pass
+
+
+def _saves_in_a_thread(t: Training) -> None:
+    def save() -> None:
+        with suppress(DivergedError):  # the main thread has it, too
+            zero.save_checkpoint(t.optimizer, t.folder, "thread")
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    while t.optimizer.topology.world.ledger.account()[1] == {} and thread.is_alive():
+        time.sleep(0.001)
+
+
+def _fails_in_forward(t: Training) -> None:
+    handle = list(t.model.children())[1].register_forward_pre_hook(_raise)
+    with suppress(MemoryError):
+        t.backward()
+    handle.remove()
+    t.optimizer.zero_grad()
+
+
+def _raise(*_: Any) -> None:
+    raise MemoryError("made up")
+
+
+def _closes(t: Training) -> None:
+    t.optimizer.close()
+
+
+Call = Callable[[Training], object]
+BEFORE: dict[str, tuple[Call, tuple[int, ...]]] = {
+    "model.state_dict": (lambda t: t.model.state_dict(), (3,)),
+    "model.load_state_dict": (lambda t: t.model.load_state_dict({}, strict=False), (1, 2, 3)),
+    "optimizer.load_state_dict": (lambda t: t.optimizer.load_state_dict(t.optimizer.state_dict()), (1, 2, 3)),
+    "GatheredParameters": (_gathered, (1, 2, 3)),
+    "GatheredParameters(modifier_rank=0)": (lambda t: _gathered(t, 0), (1, 2, 3)),
+    "safe_get_full_fp32_param": (lambda t: utils.safe_get_full_fp32_param(t.weight), (1, 2, 3)),
+    "safe_get_full_optimizer_state": (
+        lambda t: utils.safe_get_full_optimizer_state(t.weight, "momentum_buffer"), (1, 2, 3),
+    ),
+    "safe_set_full_fp32_param": (lambda t: utils.safe_set_full_fp32_param(t.weight, torch.ones(16, 16)), (1, 2, 3)),
+    "save_checkpoint": (lambda t: zero.save_checkpoint(t.optimizer, t.folder, "alone"), (1, 2, 3)),
+    "save_checkpoint(async_op=True)": (
+        lambda t: zero.save_checkpoint(t.optimizer, t.folder, "alone", async_op=True), (1, 2, 3),
+    ),
+    "save_checkpoint in a thread": (_saves_in_a_thread, (1, 2, 3)),
+    "save_model_file": (lambda t: save_model_file(t.optimizer, t.folder / "model.bin"), (1, 2, 3)),
+    "load_checkpoint": (lambda t: zero.load_checkpoint(t.optimizer, t.folder, "all"), (1, 2, 3)),
+    "a batch more": (lambda t: t.step(), (1, 2, 3)),
+    "an evaluation": (lambda t: t.model(torch.ones(4, 16)), (3,)),
+    "a forward that fails": (_fails_in_forward, (3,)),
+    "step without backward": (lambda t: t.optimizer.step(), (1, 2)),
+    "all_reduce": (lambda t: zcomm.all_reduce(torch.ones(300), group=t.optimizer.topology), (1, 2, 3)),
+    "all_gather_single": (
+        lambda t: zcomm.all_gather_single(
+            torch.empty(8 * t.optimizer.topology.world_size), torch.ones(8), t.optimizer.topology, format="int8"
+        ), (1, 2, 3),
+    ),
+    "barrier": (lambda _: dist.barrier(), (1, 2, 3)),
+    "close": (_closes, (1, 2, 3)),
+}  # fmt: skip
+"""Between two steps: what one rank does, and at which stages that takes all ranks."""
+BETWEEN: dict[str, tuple[Call, tuple[int, ...]]] = {
+    "clip_grad_norm_": (lambda t: t.optimizer.clip_grad_norm_(1.0), (1, 2, 3)),
+    "safe_get_full_grad": (lambda t: utils.safe_get_full_grad(t.weight), (1, 2, 3)),
+    "safe_get_local_grad": (lambda t: utils.safe_get_local_grad(t.weight), (1, 2, 3)),
+    "safe_set_full_grad": (lambda t: utils.safe_set_full_grad(t.weight, torch.ones(16, 16)), (1, 2, 3)),
+    "a second backward": (lambda t: t.backward(), (1, 2, 3)),
+}
+"""Between backward and step."""
+OTHERWISE: dict[str, tuple[Call, Call]] = {
+    "load_checkpoint(load_optimizer_states=False)": (
+        lambda t: zero.load_checkpoint(t.optimizer, t.folder, "all"),
+        lambda t: zero.load_checkpoint(t.optimizer, t.folder, "all", load_optimizer_states=False),
+    ),
+    "clip_grad_norm_(norm_type=inf)": (
+        lambda t: t.optimizer.clip_grad_norm_(1.0),
+        lambda t: t.optimizer.clip_grad_norm_(1.0, float("inf")),
+    ),
+    "safe_get_full_fp32_param of another": (
+        lambda t: utils.safe_get_full_fp32_param(t.weight),
+        lambda t: utils.safe_get_full_fp32_param(list(t.model.parameters())[2]),
+    ),
+}
+"""What the others do, and one rank otherwise."""
+GOES_ON = ("barrier", "close")
+"""What has no error on the rank itself: it waits elsewhere, or has left."""
+
+
+class Draw(NamedTuple):
+    """One case."""
+
+    world_size: int
+    stage: int
+    name: str
+    odd: int
+    """The rank that differs."""
+    num_steps: int
+    """Before it."""
+
+
+def draws(seed: int, count: int) -> Iterator[Draw]:
+    """The first ``count`` cases of ``seed``."""
+    draw = random.Random(seed)
+    cases = [(name, stage) for table in (BEFORE, BETWEEN) for name, (_, stages) in table.items() for stage in stages]
+    cases += [(name, stage) for name in OTHERWISE for stage in (1, 2, 3)]
+    for _ in range(count):
+        name, stage = draw.choice(cases)
+        world_size = draw.choice((2, 4))
+        yield Draw(world_size, stage, name, draw.randrange(world_size), draw.randrange(1, 4))
+
+
+@contextmanager
+def diverged_after(seconds: float) -> Iterator[None]:
+    """ZCOMM_DIVERGED_AFTER_S is that inside."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZCOMM_DIVERGED_AFTER_S", str(seconds))
+        env.value.cache_clear()
+        yield
+    env.value.cache_clear()
+
+
+def training(rank: int, stage: int, folder: str) -> Training:
+    """Four equal layers, so that no exchange gives itself away by its size."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    options = {"stage3_param_persistence_threshold": 0}
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9, stage=stage, **options)
+    return Training(model, optimizer, Path(folder), rank)
+
+
+def run_draw(rank: int, draw: Draw, folder: str) -> None:
+    """On one rank: raise AssertionError unless it gets the named error, in time."""
+    with diverged_after(AFTER_S):
+        t = training(rank, draw.stage, folder)
+        for _ in range(draw.num_steps):
+            t.step()
+        zero.save_checkpoint(t.optimizer, folder, "all")
+        start, error = time.monotonic(), None
+        try:
+            _differ(t, draw)
+        except DivergedError as raised:
+            error = raised
+        seconds = time.monotonic() - start
+        if draw.name == "barrier" and rank != draw.odd:
+            dist.barrier()
+        if draw.name in GOES_ON and rank == draw.odd:
+            assert error is None, error
+        else:
+            assert error is not None, f"{draw}: nothing was raised in {seconds:.1f} s"
+            text = str(error)
+            assert "alone.py:" in text or "every rank must run the same modules" in text, text
+            assert f"rank {draw.odd}" in text, text
+        assert seconds < AFTER_S + 40, seconds
+        dist.barrier()
+        with suppress(Exception):
+            t.optimizer.close()
+
+
+def _differ(t: Training, draw: Draw) -> None:
+    """What comes after is the same on all ranks, and ends in a call that none of them can end alone."""
+    is_odd = t.rank == draw.odd
+    if draw.name in BEFORE and is_odd:
+        BEFORE[draw.name][0](t)
+        if draw.name in GOES_ON:
+            return
+    t.backward()
+    if draw.name in BETWEEN and is_odd:
+        BETWEEN[draw.name][0](t)
+    if draw.name in OTHERWISE:
+        OTHERWISE[draw.name][is_odd](t)
+    t.optimizer.step()
+    t.optimizer.zero_grad()
+    t.step()
+    _gathered(t)
+
+
+def run_slow(rank: int, stage: int, seed: int, num_steps: int, longest_s: float) -> None:
+    """On one rank: it sleeps at random points, and so do the others, one after the other."""
+    with tempfile.TemporaryDirectory() as folder, diverged_after(longest_s):
+        t = training(rank, stage, folder)
+        draw, watch = random.Random(seed), t.optimizer.topology.watch
+        found, usual = watch.num_found, watch.period_s
+        watch.period_s = min(usual, longest_s / 10)
+        for _ in range(num_steps):
+            late, place, seconds = draw.randrange(dist.get_world_size()), draw.randrange(20), draw.random() * longest_s
+            for at in range(4):
+                if at == place and rank == late:
+                    time.sleep(seconds)
+                (t.backward, t.optimizer.step, t.optimizer.zero_grad, lambda: None)[at]()
+        assert watch.num_found == found
+        watch.period_s = usual
+        t.optimizer.close()
+
+
+def main() -> int:
+    """As the module says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--draws", type=int, default=0)
+    parser.add_argument("--slow-steps", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    options, num_wrong = parser.parse_args(), 0
+    for index, draw in enumerate(draws(options.seed, options.draws)):
+        start, told = time.monotonic(), "named"
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                run_ranks(draw.world_size, run_draw, draw, folder)
+            except AssertionError as error:
+                told, num_wrong = f"WRONG: {error}", num_wrong + 1
+        sys.stdout.write(f"{index} {draw} {time.monotonic() - start:.1f} s {told}\n")
+        sys.stdout.flush()
+    for stage in (1, 2, 3) if options.slow_steps else ():
+        run_ranks(2, run_slow, stage, options.seed, options.slow_steps // 3, 20.0)
+        sys.stdout.write(f"stage {stage}: {options.slow_steps // 3} steps with a slow rank, no error\n")
+    close_pools()
+    sys.stdout.write(f"{options.draws} draws, {num_wrong} wrong\n")
+    return int(num_wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
