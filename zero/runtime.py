@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from zcomm import StateError, Topology, control
 from zero.agreement import on_every_rank
 from zero.away import Away
-from zero.bucket import Bucket, BucketState, ShardInfo, master_dtype
+from zero.bucket import Bucket, BucketState, ShardInfo, is_managed, master_dtype
 from zero.delayed import DelayedUpdate
 from zero.edits import check_model_unchanged
 from zero.gather import Gatherer, Mode
@@ -58,7 +58,8 @@ class Runtime:
         """How states in files are reached, once there is an optimizer."""
         # Gathers and reductions each have process groups of their own: their orders need not match one another.
         self.pool = BufferPool(self.buckets[0].device)
-        self.is_saving = False
+        self.state_dicts: object | None = None
+        """What makes the model's own methods work on sharded parameters: a :class:`zero.state_dict.StateDicts`."""
         self.away: Away | None = None
         """What ``offload_states`` has moved to the host."""
         self.saves_masters = False
@@ -140,13 +141,13 @@ class Runtime:
             for index, (param, slot) in enumerate(zip(bucket.params, bucket.layout.slots, strict=True)):
                 shape = torch.Size(slot.shape)
                 param.zero_shard = ShardInfo(  # type: ignore[attr-defined]
-                    slot.name, shape, bucket.dtype, bucket, index, lambda: self.is_saving, self
+                    slot.name, shape, bucket.dtype, bucket, index, self
                 )
 
     def open(self, params: Sequence[nn.Parameter]) -> bool:
         """Gather released ``params`` for the module whose forward uses them, if one runs."""
         self.check_present()
-        infos: list[ShardInfo] = [p.zero_shard for p in params if hasattr(p, "zero_shard")]
+        infos: list[ShardInfo] = [p.zero_shard for p in params if is_managed(p)]
         return bool(infos) and all(info.owner is self and self.hooks.use(info.bucket, info.name) for info in infos)
 
     def check_present(self) -> None:
