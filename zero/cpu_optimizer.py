@@ -80,7 +80,9 @@ class CPUOptimizer(Optimizer, ABC):
         """
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
-            is_flat = param.layout == torch.strided and (is_released(param) or param.is_contiguous() or is_at_rest(param))
+            is_flat = param.layout == torch.strided and (
+                is_released(param) or param.is_contiguous() or is_at_rest(param)
+            )
             if param.is_meta or not is_flat:
                 self._refuse(f"a contiguous tensor with values: device={param.device}, shape={tuple(param.shape)}")
             if param.dtype not in DTYPE_NUMBERS:

@@ -243,8 +243,8 @@ class Construction:
                 other = held.get(bucket.params[slot].untyped_storage().data_ptr())
                 if other is not None:
                     raise ConfigError(
-                        f"parameter {bucket.layout.slots[slot].name!r} was given memory of {other.name!r} (by .data), and "
-                        "would be trained apart: tie parameters by making them one (b.weight = a.weight)"
+                        f"parameter {bucket.layout.slots[slot].name!r} was given memory of {other.name!r} (by .data), "
+                        "and would be trained apart: tie parameters by making them one (b.weight = a.weight)"
                     )
 
     def _take_values(self, bucket: Bucket, rank: int) -> None:

@@ -224,7 +224,7 @@ def rows_by_key(model: nn.Module, prefix: str = "") -> dict[str, list[Rows]]:
 def split_readers(
     model: nn.Module, readers: Mapping[str | None, Callable[[], Tensor]]
 ) -> dict[str | None, Callable[[], Tensor]]:
-    """Functions that read tensors by key, with the untiled parameters of ``model`` replaced by their rows if these fit."""
+    """Functions that read tensors by key, untiled parameters of ``model`` replaced by their rows where these fit."""
     split = dict(readers)
     for key, rows in rows_by_key(model).items():
         if key in split and _fits(split[key](), rows):

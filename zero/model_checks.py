@@ -54,7 +54,9 @@ def check_memory(tensors: Iterable[tuple[str, Tensor]]) -> None:
     before: list[Extent] = []
     for extent in extents:
         tensor = extent.tensor
-        if tensor.requires_grad and any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        if tensor.requires_grad and any(
+            n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+        ):
             raise ConfigError(
                 f"the elements of {extent.label} share memory, and would be trained apart: give it memory of its own "
                 "(param.data = param.data.clone()), or use a smaller parameter and expand it in forward"

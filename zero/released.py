@@ -37,7 +37,8 @@ SETTABLE = frozenset({"grad", "requires_grad", "grad_dtype", "_backward_hooks"})
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of ``shape`` whose memory is one NaN; integers, which have none, get their largest value."""
-    nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+    is_number = dtype.is_floating_point or dtype.is_complex
+    nothing = float("nan") if is_number else dtype == torch.bool or torch.iinfo(dtype).max
     return torch.full((), nothing, dtype=dtype, device=device).expand(tuple(shape))
 
 
@@ -104,8 +105,8 @@ def _refuse_pickle(self: nn.Parameter, protocol: object) -> Any:  # noqa: ARG001
 def not_picklable(what: str) -> StateError:
     """The error of pickling ``what``, of which this rank has a shard."""
     return StateError(
-        f"{what} cannot be pickled at stage 3, where each rank holds a shard: save model.state_dict(), which every rank "
-        "must call, or a checkpoint by zero.save_checkpoint()"
+        f"{what} cannot be pickled at stage 3, where each rank holds a shard: save model.state_dict(), which every "
+        "rank must call, or a checkpoint by zero.save_checkpoint()"
     )
 
 

@@ -17,7 +17,14 @@ from zero.masters import MasterPiece, whole_storage
 from zero.node_state import node_state
 from zero.runtime import Runtime
 
-__all__ = ["RanksState", "check_fits", "load_masters", "restore_parameters", "restore_tracked", "shard_state"]
+__all__ = [
+    "TORCHS_HELPERS", "RanksState", "check_fits", "load_masters", "restore_parameters", "restore_tracked",
+    "shard_state",
+]  # fmt: skip
+
+
+TORCHS_HELPERS = "torch.distributed.checkpoint.state_dict"
+"""The module of torch's get_model_state_dict, set_optimizer_state_dict and the like."""
 
 
 class RanksState:
@@ -29,12 +36,11 @@ class RanksState:
 
     def __get__(self, optimizer: Any, cls: type) -> Any:
         """Refuse torch's helpers, give it to everybody else."""
-        helpers = "torch.distributed.checkpoint.state_dict"
-        if optimizer is not None and sys._getframe(1).f_globals.get("__name__") == helpers:
+        if optimizer is not None and sys._getframe(1).f_globals.get("__name__") == TORCHS_HELPERS:
             raise StateError(
-                f"the optimizer functions of {helpers} take states of whole parameters, and a ZeroOptimizer has this "
-                "rank's shard of them: use zero.save_checkpoint and zero.load_checkpoint, which any number of ranks can "
-                "load; the model functions work"
+                f"the optimizer functions of {TORCHS_HELPERS} take states of whole parameters, and a ZeroOptimizer has "
+                "this rank's shard of them: use zero.save_checkpoint and zero.load_checkpoint, which any number of "
+                "ranks can load; the model functions work"
             )
         return self if optimizer is None else vars(optimizer)["state"]
 

@@ -1,4 +1,4 @@
-"""``model.state_dict()`` and ``model.load_state_dict()`` while parameters are sharded: of the model, or of a part of it.
+"""``state_dict()`` and ``load_state_dict()`` of a model, or of a part of it, while parameters are sharded.
 
     saving    whole values, bucket by bucket --> what torch's own code puts into the dict --> hooks of any module
     loading   hooks of any module --> what torch's own code copies into a parameter --bucket by bucket--> every rank
@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from zero.bucket import Bucket
 from zero.large_linears import rows_by_key
 from zero.released import is_released, not_picklable
 from zero.runtime import Runtime
+from zero.shard_state import TORCHS_HELPERS
 
 __all__ = ["StateDicts"]
 
@@ -102,7 +104,7 @@ class StateDicts:
         return handles
 
     def answer(self, param: nn.Parameter, name: str, args: Any) -> Any:
-        """What torch's own code gets for using the released ``param`` while a state dict is saved or loaded, or None."""
+        """What torch's own code gets for using a released ``param`` while a state dict is saved or loaded, or None."""
         saving, loading = self._saving, self._loading
         if name == "detach" and saving is not None and self._running(nn.Module.state_dict):
             return saving.values.get(param)
@@ -134,6 +136,8 @@ class StateDicts:
             return  # a part of another call
         runtime, self._saving = self._of, None
         is_exact = not (runtime.is_inexact or runtime.saves_masters)
+        if runtime.stage.shards_parameters and runtime.topology.world_size > 1:
+            _check_helpers()
         if runtime.stage.shards_parameters or not (is_exact or keep_vars):
             self._saving = Saving(module, self._values_of(set(module.parameters())))
         elif runtime.is_behind:
@@ -199,8 +203,8 @@ class StateDicts:
             for leaf in tree_leaves(entry):
                 if isinstance(leaf, Tensor) and (is_released(leaf) or self._is_borrowed(leaf)):
                     raise StateError(
-                        f"the state dict's entry {key!r} has a parameter in it that stage 3 releases: save parameters as "
-                        "entries of their own, without keep_vars, or copy their values inside zero.GatheredParameters"
+                        f"the state dict's entry {key!r} has a parameter in it that stage 3 releases: save parameters "
+                        "as entries of their own, without keep_vars, or copies made inside zero.GatheredParameters"
                     )
 
     def _is_borrowed(self, tensor: Tensor) -> bool:
@@ -233,8 +237,8 @@ class StateDicts:
                 value = state_dict.get(prefix + name)
                 if param is not None and isinstance(value, Tensor) and value.dtype != param.dtype:
                     errors.append(
-                        f"assign=True would make {prefix + name!r} {value.dtype}: it is {param.dtype}, and managed by a "
-                        "ZeroOptimizer; pass assign=False, which casts, or load before ZeroOptimizer is constructed"
+                        f"assign=True would make {prefix + name!r} {value.dtype}: it is {param.dtype}, and managed by "
+                        "a ZeroOptimizer; pass assign=False, which casts, or load before ZeroOptimizer is constructed"
                     )
 
     @torch.no_grad()
@@ -284,14 +288,29 @@ class StateDicts:
                     loading.errors.append(f"parameter {name!r} could not be copied: {error}")
 
 
+def _stack() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def _running(method: Any) -> list[Any]:
     """Whose ``method`` runs here, innermost first. No hook is told that a call has raised; the stack shows it."""
-    found, frame = [], cast("FrameType | None", sys._getframe(1))
-    while frame is not None:
-        if frame.f_code is method.__code__:
-            found.append(frame.f_locals.get("self"))
-        frame = frame.f_back
-    return found
+    return [frame.f_locals.get("self") for frame in _stack() if frame.f_code is method.__code__]
+
+
+def _check_helpers() -> None:
+    """torch's get_model_state_dict raises on ranks that get nothing, unless its options say that they do."""
+    for frame in _stack():
+        options = frame.f_locals.get("info") if frame.f_globals.get("__name__") == TORCHS_HELPERS else None
+        if options is not None and (
+            not (options.full_state_dict and options.cpu_offload) or options.ignore_frozen_params
+        ):
+            raise StateError(
+                "at stage 3 rank 0 gets the whole state dict, and the others none: give get_model_state_dict "
+                "StateDictOptions(full_state_dict=True, cpu_offload=True), without ignore_frozen_params"
+            )
 
 
 def _is_view(entry: Tensor, param: nn.Parameter) -> bool:

@@ -1,4 +1,4 @@
-"""State dicts beside hooks of others, which rename, nest, cast and leave out entries: what a plain model gives and takes."""
+"""State dicts beside hooks of others, which rename, nest and cast entries: what a plain model gives and takes."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def _check_round_trip(rank: int, stage: int, which: str) -> None:
             saved = _built(kind, dtype, 1).state_dict()
             plain.load_state_dict(copy.deepcopy(saved))
             result = model.load_state_dict(copy.deepcopy(saved) if rank == 0 else {})
-            assert not (result.missing_keys or result.unexpected_keys)
+            assert not [*result.missing_keys, *result.unexpected_keys]
             _assert_same(model.state_dict(), plain.state_dict() if is_here else {})
             if which != "quantized":
                 _assert_same(full_values(model), _params(plain))
@@ -216,7 +216,9 @@ def _check_late_and_outer_hooks(rank: int, stage: int, which: str) -> None:
     with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.0), stage=stage, **options) as optimizer:
         for each in (model, plain):
             _renaming(each)
-            each.register_state_dict_post_hook(lambda _, values, prefix, __: values.update(n=values.pop(f"{prefix}scale")))
+            each.register_state_dict_post_hook(
+                lambda _, values, prefix, __: values.update(n=values.pop(f"{prefix}scale"))
+            )
         is_here = stage < 3 or rank == 0
         _assert_same(model.state_dict(), plain.state_dict() if is_here else {})
         torch.manual_seed(3)
@@ -301,13 +303,13 @@ def _check_errors(rank: int) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.0), stage=3):
         start = full_values(model)
-        for hook in (
-            model[1].register_state_dict_post_hook(_raise),
-            model[1].register_load_state_dict_pre_hook(_raise),
+        for register, call in (
+            (model[1].register_state_dict_post_hook, model.state_dict),
+            (model[1].register_load_state_dict_pre_hook, lambda: model.load_state_dict(start)),
         ):
+            hook = register(_raise)
             with pytest.raises(ValueError, match="of a hook"):
-                model.state_dict()
-                model.load_state_dict(start)
+                call()
             hook.remove()
             for use in (lambda p: p.detach(), lambda p: p.copy_(start["0.weight"])):
                 with pytest.raises(StateError, match="is released"), torch.no_grad():
@@ -359,10 +361,18 @@ def _check_torchs_helpers(rank: int, stage: int) -> None:
     model, plain = _built("wrapped", torch.bfloat16, 0), _built("wrapped", torch.bfloat16, 0)
     with zero_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.0), stage=stage) as optimizer:
         full, is_here = StateDictOptions(full_state_dict=True), stage < 3 or rank == 0
-        for options in (None, full, StateDictOptions(full_state_dict=True, cpu_offload=True)):
-            found = get_model_state_dict(model, options=options)
-            _assert_same(found, get_model_state_dict(plain) if is_here and (not options or rank == 0 or not options.cpu_offload) else {})
-        for seed, options in enumerate((None, full, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)), 1):
+        on_first = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        frozen = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        _assert_same(get_model_state_dict(model, options=on_first), get_model_state_dict(plain) if rank == 0 else {})
+        for options in (None, full, frozen):
+            if stage == 3:
+                with pytest.raises(StateError, match=r"full_state_dict=True, cpu_offload=True"):
+                    get_model_state_dict(model, options=options)
+            elif options is not frozen:
+                _assert_same(get_model_state_dict(model, options=options), get_model_state_dict(plain))
+        for seed, options in enumerate(
+            (None, full, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)), 1
+        ):
             saved = _built("wrapped", torch.bfloat16, seed).state_dict()
             plain.load_state_dict(saved)
             set_model_state_dict(model, copy.deepcopy(saved), options=options)
