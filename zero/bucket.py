@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from zcomm import StateError, Topology
 from zcomm.adaptive import Role
 from zero.layout import BucketLayout, Piece
-from zero.released import hide, is_released, placeholder, show
+from zero.released import hide, is_released, not_picklable, placeholder, show
 from zero.stages import Stage
 from zero.tiers.host import HostMemory
 from zero.tiers.parameter_rests import ParameterRests
@@ -64,7 +64,10 @@ class ShardInfo:
     """The ZeroOptimizer's :class:`zero.runtime.Runtime`."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """What is unpickled is managed by nobody."""
+        """What is unpickled is managed by nobody. Whole parameters of stage 3 are not to be taken for a whole model."""
+        stage: Stage | None = getattr(self.owner, "stage", None)
+        if stage is None or stage.shards_parameters:
+            raise not_picklable(repr(self.name))
         return type(None), ()
 
 

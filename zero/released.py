@@ -99,7 +99,7 @@ def _copy(self: nn.Parameter, memo: dict[int, Any]) -> Any:
 
 
 def _refuse_pickle(self: nn.Parameter, protocol: object) -> Any:  # noqa: ARG001
-    raise not_picklable(self.zero_shard.name)  # type: ignore[attr-defined]
+    raise not_picklable(repr(self.zero_shard.name))  # type: ignore[attr-defined]
 
 
 def not_picklable(what: str) -> StateError:

@@ -147,7 +147,7 @@ class Runtime:
     def open(self, params: Sequence[nn.Parameter]) -> bool:
         """Gather released ``params`` for the module whose forward uses them, if one runs."""
         self.check_present()
-        infos: list[ShardInfo] = [p.zero_shard for p in params if is_managed(p)]
+        infos: list[ShardInfo] = [p.zero_shard for p in params if is_managed(p)]  # type: ignore[attr-defined]
         return bool(infos) and all(info.owner is self and self.hooks.use(info.bucket, info.name) for info in infos)
 
     def check_present(self) -> None:

@@ -101,7 +101,12 @@ class StateDicts:
             handles += [replace, end_save, end_load]
             handles.append(module.register_state_dict_pre_hook(self._before_save))  # type: ignore[no-untyped-call]
             handles.append(module.register_load_state_dict_pre_hook(self._before_load))  # type: ignore[no-untyped-call]
+        if self._of.stage.shards_parameters:  # pickle meets it before hooks of forward, of which it would tell nothing
+            handles.append(self._model.register_forward_hook(partial(self._refuse_pickle), prepend=True))
         return handles
+
+    def _refuse_pickle(self, *_: Any) -> None:
+        """Nothing, when it is called."""
 
     def answer(self, param: nn.Parameter, name: str, args: Any) -> Any:
         """What torch's own code gets for using a released ``param`` while a state dict is saved or loaded, or None."""

@@ -307,7 +307,12 @@ def _check_pickles(rank: int, stage: int) -> None:
                     copied(model)
                 with (
                     zero.GatheredParameters(model.parameters()),
-                    pytest.raises(StateError, match=r"cannot be pickled at stage 3"),
+                    pytest.raises(StateError, match=r"'0\.weight' cannot be pickled at stage 3"),
+                ):
+                    copied(model[0])
+                with (
+                    zero.GatheredParameters(model.parameters()),
+                    pytest.raises(StateError, match=r"Sequential cannot be pickled at stage 3"),
                 ):
                     copied(model)
                 continue
