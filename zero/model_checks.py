@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zcomm import ConfigError
 from zero.released import is_released
 
-__all__ = ["check_is_plain", "check_memory"]
+__all__ = ["check_is_plain", "check_memory", "has_memory"]
 
 
 class Extent(NamedTuple):
@@ -50,7 +50,7 @@ def check_memory(tensors: Iterable[tuple[str, Tensor]]) -> None:
     Args:
         tensors: Each once, with what to call it. Without values, or released, they share nothing.
     """
-    extents = sorted((_extent(label, t) for label, t in tensors if _has_memory(t)), key=lambda e: e.start)
+    extents = sorted((_extent(label, t) for label, t in tensors if has_memory(t)), key=lambda e: e.start)
     before: list[Extent] = []
     for extent in extents:
         tensor = extent.tensor
@@ -76,7 +76,8 @@ def _labelled(kind: str, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[st
     return [(f"{kind} {name!r}", tensor) for name, tensor in tensors]
 
 
-def _has_memory(tensor: Tensor) -> bool:
+def has_memory(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has elements at an address of its own."""
     if is_lazy(tensor) or is_released(tensor) or is_traceable_wrapper_subclass(tensor):
         return False
     return tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0

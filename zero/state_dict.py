@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from zcomm import StateError, control
 from zero.bucket import Bucket
 from zero.large_linears import rows_by_key
+from zero.model_checks import has_memory
 from zero.released import is_released, not_picklable
 from zero.runtime import Runtime
 from zero.shard_state import TORCHS_HELPERS
@@ -192,8 +193,8 @@ class StateDicts:
         self._saving = None
         whole = {(p.data_ptr(), p.shape): p for p in saving.values if not is_released(p) and p.numel()}
         for key, entry in list(state_dict.items()):
-            if isinstance(entry, Tensor) and not entry.is_meta:  # put in by a module under a name of its own
-                param = entry if is_released(entry) else whole.get((entry.data_ptr(), entry.shape))
+            if isinstance(entry, Tensor):  # perhaps put in by a module under a name of its own
+                param = whole.get((entry.data_ptr(), entry.shape)) if has_memory(entry) else entry
                 if param in saving.values:
                     state_dict[key] = saving.values[param]  # type: ignore[index]
             self._check_filled(key, state_dict[key])
@@ -214,7 +215,7 @@ class StateDicts:
 
     def _is_borrowed(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is memory that others use once its bucket is released."""
-        if tensor.is_meta or tensor.layout is not torch.strided:
+        if not has_memory(tensor):
             return False
         bucket = self._of.gatherer.by_storage.get(tensor.untyped_storage().data_ptr())
         return bucket is not None and not bucket.is_resident
