@@ -161,7 +161,7 @@ class StateDicts:
         device = None if not is_sharded else torch.device("cpu" if is_here else "meta")
         for rows in rows_by_key(self._model).values() if is_sharded else ():
             first, last = rows[0].tile, rows[-1]
-            if params.issuperset(part.tile for part in rows):  # tiles are views of what they are joined to, which takes no more memory then
+            if params.issuperset(part.tile for part in rows):  # joined later, with no more memory than they have
                 whole = torch.empty((last.stop, *first.shape[1:]), dtype=first.dtype, device=device)
                 values.update({part.tile: whole[part.start : part.stop] for part in rows})
         for bucket in runtime.buckets:
