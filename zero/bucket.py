@@ -17,7 +17,6 @@ At stage 3 a resident bucket, of small parameters, is always FULL, too: gathered
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -27,14 +26,14 @@ from torch import Tensor, nn
 from zcomm import StateError, Topology
 from zcomm.adaptive import Role
 from zero.layout import BucketLayout, Piece
-from zero.released import hide, is_released, placeholder, show
+from zero.released import hide, is_released, not_picklable, placeholder, show
 from zero.stages import Stage
 from zero.tiers.host import HostMemory
 from zero.tiers.parameter_rests import ParameterRests
 from zero.tiers.shard_rest import InPlace, ShardRest
 from zero.tiers.tracked_rest import Tracked
 
-__all__ = ["Bucket", "BucketState", "ShardInfo"]
+__all__ = ["Bucket", "BucketState", "ShardInfo", "is_managed"]
 
 
 class BucketState(Enum):
@@ -54,16 +53,27 @@ TRANSITIONS = {
 
 @dataclass(slots=True)
 class ShardInfo:
-    """The one attribute set on a managed parameter, ``param.zero_shard``."""
+    """The one attribute set on a managed parameter, ``param.zero_shard``; None on what was pickled."""
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     bucket: Bucket
     slot: int
-    is_saving: Callable[[], bool]
     owner: object
     """The ZeroOptimizer's :class:`zero.runtime.Runtime`."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """What is unpickled is managed by nobody. Whole parameters of stage 3 are not to be taken for a whole model."""
+        stage: Stage | None = getattr(self.owner, "stage", None)
+        if stage is None or stage.shards_parameters:
+            raise not_picklable(repr(self.name))
+        return type(None), ()
+
+
+def is_managed(param: Tensor) -> bool:
+    """Whether a ZeroOptimizer or zero.Init holds ``param``."""
+    return getattr(param, "zero_shard", None) is not None
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -16,6 +16,7 @@ from zcomm import ConfigError, StateError
 from zcomm.philox import Draw
 from zero.flat_step import DTYPE_NUMBERS, Arrays, Factors, Rule, step_
 from zero.moments import Blocks, Elements, MomentFormat, MomentLayout
+from zero.released import is_released
 from zero.tiers.at_rest import is_at_rest
 
 __all__ = ["CPUOptimizer", "check_betas", "check_range", "layout_of", "set_moment_format"]
@@ -79,7 +80,9 @@ class CPUOptimizer(Optimizer, ABC):
         """
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
-            is_flat = param.layout == torch.strided and (param.is_contiguous() or is_at_rest(param))
+            is_flat = param.layout == torch.strided and (
+                is_released(param) or param.is_contiguous() or is_at_rest(param)
+            )
             if param.is_meta or not is_flat:
                 self._refuse(f"a contiguous tensor with values: device={param.device}, shape={tuple(param.shape)}")
             if param.dtype not in DTYPE_NUMBERS:

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zcomm import StateError, Topology, all_gather_single, backend, control
+from zcomm import ConfigError, StateError, Topology, all_gather_single, backend, control
 from zero.agreement import on_every_rank
-from zero.bucket import Bucket, BucketState, ShardInfo
+from zero.bucket import Bucket, BucketState, ShardInfo, is_managed
 from zero.layout import BucketLayout
+from zero.model_checks import check_memory
 from zero.released import hide, placeholder
 from zero.tiers.file_rest import InFile
 from zero.tiers.init_files import InitFiles
@@ -82,10 +83,12 @@ class Construction:
 
     def divide(self, module: nn.Module) -> None:
         """Keep shards of the whole parameters of ``module`` and of what is in it. Collective if there are any."""
+        kind = type(module).__name__
+        check_memory((f"parameter '{kind}.{name}'", p) for name, p in module.named_parameters())
         for name, part in module.named_modules():
             named = _whole_parameters(part)
             if named:
-                title = ".".join(filter(None, (type(module).__name__, name)))
+                title = ".".join(filter(None, (kind, name)))
                 self.close_unused()
                 with _undirected():
                     self._divide_own(title, type(part).__name__, named)
@@ -108,7 +111,7 @@ class Construction:
                 self._live[param] = None
                 name = bucket.layout.slots[slot].name
                 param.zero_shard = ShardInfo(  # type: ignore[attr-defined]
-                    name, param.shape, bucket.dtype, bucket, slot, lambda: False, self
+                    name, param.shape, bucket.dtype, bucket, slot, self
                 )
             self._place(bucket, own)
 
@@ -217,7 +220,11 @@ class Construction:
         candidates = [bucket for bucket in self._open if bucket not in but]
         if not candidates:
             return
-        on_every_rank(lambda: None, self.topology, fact=f"close {[bucket.name for bucket in candidates]}")
+        on_every_rank(
+            lambda: self._check_tied(candidates),
+            self.topology,
+            fact=f"close {[bucket.name for bucket in candidates]}",
+        )
         with _undirected():
             is_used = [int(_num_uses(bucket) > self._open[bucket]) for bucket in candidates]
             agreed = control.agree_max(torch.tensor(is_used), self.topology).tolist()
@@ -227,6 +234,18 @@ class Construction:
                     self._take_values(bucket, 0)
                     bucket.is_pinned = False
                     self._release_if_unneeded(bucket)
+
+    def _check_tied(self, buckets: Iterable[Bucket]) -> None:
+        """Raise ConfigError if a parameter was given another's memory: the shards would be trained apart."""
+        held = {b.full.untyped_storage().data_ptr(): b for b in self._open if b.full is not None}
+        for bucket in buckets:
+            for slot in bucket.moved():
+                other = held.get(bucket.params[slot].untyped_storage().data_ptr())
+                if other is not None:
+                    raise ConfigError(
+                        f"parameter {bucket.layout.slots[slot].name!r} was given memory of {other.name!r} (by .data), "
+                        "and would be trained apart: tie parameters by making them one (b.weight = a.weight)"
+                    )
 
     def _take_values(self, bucket: Bucket, rank: int) -> None:
         dtypes = {param.dtype for param in bucket.params}
@@ -301,6 +320,6 @@ def _whole_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         if not is_lazy(param)
         and not param.is_meta
         and param.is_floating_point()
-        and not hasattr(param, "zero_shard")
+        and not is_managed(param)
         and param.numel()
     }

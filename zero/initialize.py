@@ -20,6 +20,7 @@ from zero.config.read import Source
 from zero.config.tiers import tiers_of
 from zero.distributed import DataParallel, RankDataLoader, data_parallel, init_distributed, local_device
 from zero.engine import Engine
+from zero.model_checks import check_is_plain
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers import build_optimizer
 from zero.placement import move
@@ -88,6 +89,7 @@ def initialize(
         data = _new_dataloader(training_data, ranks, sizes, configuration, collate_fn)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module: got {model!r}")
+        check_is_plain(model)  # moving it would untie what shares memory
         move(model, local_device(args))
         return model, configuration, sizes, data, _choose_optimizer(optimizer, model, model_parameters, configuration)
 

@@ -19,6 +19,7 @@ from zero.config.plan import Plan, make_plan
 from zero.config.read import Configuration, Source
 from zero.cpu_optimizer import CPUOptimizer
 from zero.masters import as_groups, build_inner, check_elementwise, check_options
+from zero.model_checks import check_is_plain
 from zero.model_plan import check_model
 from zero.runtime import Runtime
 from zero.same import check_same
@@ -74,6 +75,7 @@ def _understand(
     if not (isinstance(optimizer, Optimizer) or (isinstance(optimizer, type) and issubclass(optimizer, Optimizer))):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer class or instance: got {optimizer!r}")
     _check_is_unwrapped(model)
+    check_is_plain(model)
     plan = make_plan(config, options)
     as_groups(model, optimizer)
     device = check_model(model)

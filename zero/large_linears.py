@@ -25,7 +25,7 @@ from zero.tiling import TiledLinear
 from zero.units import USING_THEIR_CHILDREN, is_compiled, is_leaf
 
 __all__ = [
-    "Tiled", "rows_by_key", "split_keys", "split_readers", "tile_configured", "tile_large_linears", "untile_linears",
+    "Tiled", "rows_by_key", "split_readers", "tile_configured", "tile_large_linears", "untile_linears",
 ]  # fmt: skip
 
 
@@ -183,10 +183,18 @@ def _keep_keys(tiled: TiledLinear) -> None:
 
 
 def _join_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Replace the tiles by what they are rows of. Of parameters that stage 3 saves, on meta, that is on meta, too."""
+    """Replace the tiles by what they are rows of."""
     for key, rows in _rows_of(cast("TiledLinear", module), prefix).items():
         if all(part.key in state_dict for part in rows):
-            state_dict[key] = torch.cat([state_dict.pop(part.key) for part in rows])
+            state_dict[key] = _joined([state_dict.pop(part.key) for part in rows], rows)
+
+
+def _joined(tiles: list[Tensor], rows: list[Rows]) -> Tensor:
+    """All of it; without a copy where the tiles are rows of it already, as zero.state_dict gives them."""
+    whole = tiles[0]._base
+    if whole is not None and _fits(whole, rows) and all(tile._base is whole for tile in tiles):
+        return whole
+    return torch.cat(tiles)
 
 
 def _split_own_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -213,18 +221,10 @@ def rows_by_key(model: nn.Module, prefix: str = "") -> dict[str, list[Rows]]:
     return found
 
 
-def split_keys(model: nn.Module, values: Mapping[Any, Any], prefix: str = "") -> dict[Any, Any]:
-    """Tensors by key, with the untiled parameters of ``model`` replaced by views of their rows where these fit."""
-    split = dict(values)
-    for key, rows in rows_by_key(model, prefix).items():
-        _split(split, key, rows)
-    return split
-
-
 def split_readers(
     model: nn.Module, readers: Mapping[str | None, Callable[[], Tensor]]
 ) -> dict[str | None, Callable[[], Tensor]]:
-    """The same for functions that read the tensors."""
+    """Functions that read tensors by key, untiled parameters of ``model`` replaced by their rows where these fit."""
     split = dict(readers)
     for key, rows in rows_by_key(model).items():
         if key in split and _fits(split[key](), rows):

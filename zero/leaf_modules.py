@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from zcomm import ConfigError, StateError
+from zero.bucket import is_managed
 from zero.config.zero_section import LeafModule
 from zero.init_shards import is_built
 from zero.units import LEAF, is_leaf
@@ -57,7 +58,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:  # noqa: FBT001  (
     """
     if is_leaf(model) != flag:
         for param in model.parameters():
-            if hasattr(param, "zero_shard") and not is_built(param):
+            if is_managed(param) and not is_built(param):
                 raise StateError(
                     f"leaf modules must be set before ZeroOptimizer is constructed: {type(model).__name__} is managed"
                 )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zcomm import LayoutError, StateError, Topology, control
 from zero.access import GatheredParameters
 from zero.agreement import on_every_rank
+from zero.bucket import is_managed
 from zero.large_linears import split_readers
 from zero.tensor_files import open_tensors
 
@@ -82,7 +83,7 @@ def load_pretrained(
 
 
 def _load(group: dict[str, Tensor], contents: Contents, topology: Topology) -> None:
-    params = {name: tensor for name, tensor in group.items() if hasattr(tensor, "zero_shard")}
+    params = {name: tensor for name, tensor in group.items() if is_managed(tensor)}
 
     def copy(tensors: Mapping[str, Tensor]) -> None:
         if topology.rank == 0:
@@ -100,8 +101,8 @@ def _load(group: dict[str, Tensor], contents: Contents, topology: Topology) -> N
 
 def _topology_of(model: nn.Module) -> Topology:
     for param in model.parameters():
-        if hasattr(param, "zero_shard"):
-            topology: Topology = param.zero_shard.owner.topology
+        if is_managed(param):
+            topology: Topology = param.zero_shard.owner.topology  # type: ignore[attr-defined]
             return topology
     raise StateError(f"no parameter of this {type(model).__name__} is sharded: use model.load_state_dict()")
 
@@ -109,7 +110,7 @@ def _topology_of(model: nn.Module) -> Topology:
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """What the state dict of ``model`` has, under every name."""
     yield from model.named_parameters(remove_duplicate=False)
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}".lstrip("."), buffer

@@ -10,15 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zcomm import LayoutError, StateError, Topology, control
+from zcomm import ConfigError, LayoutError, StateError, Topology, control
 from zcomm.adaptive import Role, roles_of
-from zero.bucket import Bucket
+from zero.bucket import Bucket, is_managed
 from zero.init_shards import is_built
 from zero.layout import BucketLayout, runs
 from zero.node_mode import resolve_mode
 from zero.residents import choose_residents, set_apart
 from zero.same import what_differs
 from zero.settings import Effective, ZeroSettings
+from zero.tiers.settings import Tier
 from zero.units import Unit, find_units
 
 __all__ = ["ModelPlan", "check_model", "check_ranks_agree", "plan_model"]
@@ -47,6 +48,7 @@ def plan_model(model: nn.Module, settings: ZeroSettings, topology: Topology) -> 
     """
     effective = resolve_mode(settings, topology)
     check_model(model)
+    _check_renormalized(model, settings, effective, topology)
     if effective.stage.shards_parameters:
         _check_is_gatherable(model)
     units, residents = _cut_into_units(model, settings, effective)
@@ -95,7 +97,7 @@ def check_model(model: nn.Module) -> torch.device:
             f"parameters must have values: {named[0][0]!r} is on meta; call model.to_empty(device=...) first"
         )
     for name, param in named:
-        if hasattr(param, "zero_shard") and not is_built(param):
+        if is_managed(param) and not is_built(param):
             raise StateError(
                 f"parameter {name!r} is managed by another ZeroOptimizer already: close() that one first, at stage 3 "
                 "inside zero.GatheredParameters(model.parameters()), which keeps the parameters whole"
@@ -106,6 +108,22 @@ def check_model(model: nn.Module) -> torch.device:
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise LayoutError(f"gradients must be dense: module {name!r} was built with sparse=True; use sparse=False")
     return device
+
+
+def _check_renormalized(model: nn.Module, settings: ZeroSettings, effective: Effective, topology: Topology) -> None:
+    """Raise if forward writes to embeddings whose masters are elsewhere, or on other ranks, too."""
+    is_alone = topology.world_size == 1 and not effective.stage.shards_parameters
+    is_own_master = settings.tiers.states.tier is Tier.DEVICE and effective.weight_format == "none"
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            weight = module.weight
+            is_exact = is_alone and is_own_master and weight.dtype in (torch.float32, torch.float64)
+            if weight.requires_grad and not is_exact:
+                raise ConfigError(
+                    f"{name!r} was built with max_norm={module.max_norm}, with which each rank's forward would change "
+                    "rows of its own copy, not of the masters: build it without, and renormalise after step() inside "
+                    "zero.GatheredParameters([embedding.weight], modifier_rank=0)"
+                )
 
 
 def _check_is_gatherable(model: nn.Module) -> None:

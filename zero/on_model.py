@@ -8,7 +8,7 @@ from zero.activations.install import NO_TENSOR_RANKS, install
 from zero.activations.settings import ActivationSettings
 from zero.model_parallel import ModelParallel
 from zero.runtime import Runtime
-from zero.state_dict import install_state_dict_hooks
+from zero.state_dict import StateDicts
 
 __all__ = ["install_on_model"]
 
@@ -19,7 +19,8 @@ def install_on_model(runtime: Runtime, activations: ActivationSettings, model_pa
     Raises:
         OSError: See :func:`zero.activations.install.install`.
     """
-    runtime.hooks.keep(install_state_dict_hooks(runtime))
+    runtime.state_dicts = StateDicts(runtime)
+    runtime.hooks.keep(runtime.state_dicts.install())
     group = model_parallel.tensor_group
     inactive: tuple[str, ...] = ()
     if activations.partitions and group is None:

@@ -47,7 +47,7 @@ from zero.on_model import install_on_model
 from zero.placement import cast
 from zero.runtime import Runtime
 from zero.settings import Effective
-from zero.shard_state import check_fits, load_masters, restore_parameters, shard_state
+from zero.shard_state import RanksState, check_fits, load_masters, restore_parameters, shard_state
 from zero.timing import time_exchanges
 from zero.update import Update
 
@@ -86,6 +86,8 @@ class ZeroOptimizer(Optimizer):
     Cost for each rank and step, P elements over N ranks: 2P(N-1)/N elements sent at stages 0, 1, 2; at most
     3P(N-1)/N at stage 3; one small agreement per reduced backward. Source: arXiv:1910.02054, arXiv:2306.10209.
     """
+
+    state: Any = RanksState()
 
     def __init__(
         self,
@@ -140,13 +142,11 @@ class ZeroOptimizer(Optimizer):
         self._adaptive = Adaptive(self._runtime)
         self._inner.param_groups[0]["params"].append(self._gradients.flag)
         self._adopt(plan)
-        self._is_built = False
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self._is_built = True
         self._share_state()
 
     def _adopt(self, plan: Plan) -> None:
-        """What step() does beside the update."""
         self.loss_scale: LossScale | None = plan.new_loss_scale()
         """The loss scale of fp16, or of bf16 with overflow checks; None if the configuration has neither."""
         self.was_step_applied = False

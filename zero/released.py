@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zcomm import StateError
 
-__all__ = ["ReducedGradient", "hide", "is_released", "placeholder", "show"]
+__all__ = ["ReducedGradient", "hide", "is_released", "not_picklable", "placeholder", "show"]
 
 METADATA = frozenset(
     {
@@ -37,7 +37,8 @@ SETTABLE = frozenset({"grad", "requires_grad", "grad_dtype", "_backward_hooks"})
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of ``shape`` whose memory is one NaN; integers, which have none, get their largest value."""
-    nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+    is_number = dtype.is_floating_point or dtype.is_complex
+    nothing = float("nan") if is_number else dtype == torch.bool or torch.iinfo(dtype).max
     return torch.full((), nothing, dtype=dtype, device=device).expand(tuple(shape))
 
 
@@ -71,8 +72,10 @@ def _refuse_values(
             return func(*args, **(kwargs or {}))
     released = next((a for a in _flatten((args, kwargs)) if getattr(type(a), "is_released", False)), None)
     info = getattr(released, "zero_shard", None)
-    if _requested(func)[0] == "detach" and info is not None and info.is_saving():
-        return torch.empty(info.shape, dtype=info.dtype, device="meta")  # replaced by the state-dict hook
+    state_dicts = getattr(getattr(info, "owner", None), "state_dicts", None)
+    answer = None if state_dicts is None else state_dicts.answer(released, _requested(func)[0], args)
+    if answer is not None:
+        return answer
     if _open([a for a in _flatten((args, kwargs)) if getattr(type(a), "is_released", False)]):
         return func(*args, **(kwargs or {}))
     name = repr(info.name) if info is not None else "a parameter"
@@ -93,6 +96,18 @@ def _copy(self: nn.Parameter, memo: dict[int, Any]) -> Any:
     if _open([self]):
         return copy.deepcopy(self, memo)  # its class is its own again
     return _refuse_values(type(self), copy.deepcopy, (), (self,))
+
+
+def _refuse_pickle(self: nn.Parameter, protocol: object) -> Any:  # noqa: ARG001
+    raise not_picklable(repr(self.zero_shard.name))  # type: ignore[attr-defined]
+
+
+def not_picklable(what: str) -> StateError:
+    """The error of pickling ``what``, of which this rank has a shard."""
+    return StateError(
+        f"{what} cannot be pickled at stage 3, where each rank holds a shard: save model.state_dict(), which every "
+        "rank must call, or a checkpoint by zero.save_checkpoint()"
+    )
 
 
 def _flatten(value: Any) -> list[Any]:
@@ -117,6 +132,7 @@ def _released_class(cls: type) -> type:
             "__torch_function__": classmethod(_refuse_values),
             "__repr__": _describe,
             "__deepcopy__": _copy,
+            "__reduce_ex__": _refuse_pickle,
             "__module__": cls.__module__,
             "is_released": True,
             "gathered_class": cls,

@@ -2,8 +2,6 @@
 
     model --find_units--> units --by dtype, trainable--> buckets --settle--> shards and masters
     Hooks -> Gatherer (full parameters: when, from where)      Hooks -> Reducer (gradients: when, to where)
-
-Called by :class:`zero.ZeroOptimizer`, which adds the optimizer, and by :mod:`zero.access`.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from torch.optim import Optimizer
 from zcomm import StateError, Topology, control
 from zero.agreement import on_every_rank
 from zero.away import Away
-from zero.bucket import Bucket, BucketState, ShardInfo, master_dtype
+from zero.bucket import Bucket, BucketState, ShardInfo, is_managed, master_dtype
 from zero.delayed import DelayedUpdate
 from zero.edits import check_model_unchanged
 from zero.gather import Gatherer, Mode
@@ -59,7 +57,9 @@ class Runtime:
         """How states in files are reached, once there is an optimizer."""
         # Gathers and reductions each have process groups of their own: their orders need not match one another.
         self.pool = BufferPool(self.buckets[0].device)
-        self.is_saving, self.since_ns = False, time.time_ns()  # since when it is what it is: new, or last loaded
+        self.since_ns = time.time_ns()  # since when it is what it is: new, or last loaded
+        self.state_dicts: object | None = None
+        """What makes the model's own methods work on sharded parameters: a :class:`zero.state_dict.StateDicts`."""
         self.away: Away | None = None
         """What ``offload_states`` has moved to the host."""
         self.saves_masters = False
@@ -141,13 +141,13 @@ class Runtime:
             for index, (param, slot) in enumerate(zip(bucket.params, bucket.layout.slots, strict=True)):
                 shape = torch.Size(slot.shape)
                 param.zero_shard = ShardInfo(  # type: ignore[attr-defined]
-                    slot.name, shape, bucket.dtype, bucket, index, lambda: self.is_saving, self
+                    slot.name, shape, bucket.dtype, bucket, index, self
                 )
 
     def open(self, params: Sequence[nn.Parameter]) -> bool:
         """Gather released ``params`` for the module whose forward uses them, if one runs."""
         self.check_present()
-        infos: list[ShardInfo] = [p.zero_shard for p in params if hasattr(p, "zero_shard")]
+        infos: list[ShardInfo] = [p.zero_shard for p in params if is_managed(p)]  # type: ignore[attr-defined]
         return bool(infos) and all(info.owner is self and self.hooks.use(info.bucket, info.name) for info in infos)
 
     def check_present(self) -> None:

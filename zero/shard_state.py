@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zcomm import LayoutError
+from zcomm import LayoutError, StateError
 from zero.agreement import on_every_rank
 from zero.bucket import Bucket
 from zero.loss_scale import LossScale
@@ -16,7 +17,36 @@ from zero.masters import MasterPiece, whole_storage
 from zero.node_state import node_state
 from zero.runtime import Runtime
 
-__all__ = ["check_fits", "load_masters", "restore_parameters", "restore_tracked", "shard_state"]
+__all__ = [
+    "TORCHS_HELPERS", "RanksState", "check_fits", "load_masters", "restore_parameters", "restore_tracked",
+    "shard_state",
+]  # fmt: skip
+
+
+TORCHS_HELPERS = "torch.distributed.checkpoint.state_dict"
+"""The module of torch's get_model_state_dict, set_optimizer_state_dict and the like."""
+
+
+class RanksState:
+    """``ZeroOptimizer.state``: the inner optimizer's, of this rank's flat pieces of parameters.
+
+    torch's helpers for distributed checkpoints, which ask for it first, look for whole parameters in it, and end in a
+    KeyError: they get an error that says so.
+    """
+
+    def __get__(self, optimizer: Any, cls: type) -> Any:
+        """Refuse torch's helpers, give it to everybody else."""
+        if optimizer is not None and sys._getframe(1).f_globals.get("__name__") == TORCHS_HELPERS:
+            raise StateError(
+                f"the optimizer functions of {TORCHS_HELPERS} take states of whole parameters, and a ZeroOptimizer has "
+                "this rank's shard of them: use zero.save_checkpoint and zero.load_checkpoint, which any number of "
+                "ranks can load; the model functions work"
+            )
+        return self if optimizer is None else vars(optimizer)["state"]
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        """Of the constructor."""
+        vars(optimizer)["state"] = value
 
 
 def shard_state(

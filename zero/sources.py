@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from zcomm import NodeReplica, SecondaryPartition, Topology, Work, all_gather_single
@@ -66,6 +67,10 @@ def gather_options(settings: ZeroSettings, effective: Effective, topology: Topol
 def start_gather(bucket: Bucket, full: Tensor, shard: Tensor, options: GatherOptions) -> list[Work]:
     """Start filling ``full`` from every rank's ``shard`` of ``bucket``."""
     wire, columns = "none" if options.is_exact else bucket.weight_format, bucket.layout.chunks(options.max_numel)
+    if not bucket.dtype.is_floating_point:  # frozen: integers and complex numbers travel as they are
+        ratio, wire = full.element_size() / 4, "none"
+        full, shard = full.view(torch.float32), shard.view(torch.float32)
+        columns = [(int(start * ratio), int(stop * ratio)) for start, stop in columns]
     with in_bucket(bucket.name):
         works = [_gather_columns(full, shard[start:stop], (start, stop), options, wire) for start, stop in columns]
     return [work for work in works if work is not None]

@@ -54,6 +54,7 @@ class WithBuffers(nn.Module):
         self.gpt = TinyGPT()
         self.norm = nn.BatchNorm1d(3)
         self.norm.running_mean.fill_(float(seed))
+        self.again = self.norm
         self.register_buffer("scratch", torch.zeros(1), persistent=False)
 
 
