@@ -389,7 +389,7 @@ class ZeroOptimizer(Optimizer):
         """Take the hooks off the model, drop the gradients, and free the process groups that were made for it.
 
         The model is an ordinary one again. At stage 3 a rank holds only a shard of its parameters: to keep them whole,
-        close inside ``zero.GatheredParameters(model.parameters())``, or save them before. Collective in delayed updates.
+        close inside ``zero.GatheredParameters(model.parameters())``, or save them before. Collective if it is delayed.
         """
         try:
             self._runtime.finish_update(publishes=True)
