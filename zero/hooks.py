@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from zero.bucket import Bucket
 from zero.gather import Gatherer, Mode
@@ -83,6 +84,13 @@ def _only_looks_up(module: nn.Module) -> bool:
     return type(module) is nn.Embedding
 
 
+def _call_last(handle: RemovableHandle) -> None:
+    """Move a hook behind those that were added after it."""
+    hooks = handle.hooks_dict_ref()
+    if hooks is not None and len(hooks) > 1 and handle.id in hooks and next(reversed(hooks)) != handle.id:
+        hooks[handle.id] = hooks.pop(handle.id)  # move_to_end does not move it where autograd looks
+
+
 class Hooks:
     """The hooks on one model.
 
@@ -114,6 +122,8 @@ class Hooks:
         self._backward: ReferenceType[RunningBackward] | None = None
         self._is_idle = False
         self._handles: list[Any] = []
+        self._arrivals: list[RemovableHandle] = []
+        """The hooks that take gradients over, and leave none to those that are called after them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hooks:
         """A copy of the model carries hooks that leave it alone."""
@@ -178,6 +188,7 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._arrivals.clear()
 
     def recover(self) -> None:
         """Forget a backward that an exception broke off, with the gradients it left half summed."""
@@ -212,7 +223,9 @@ class Hooks:
             if num_before < len(grads.arrived) == len(grads.written):
                 self._end_of_use_in_backward([grads.bucket])
 
-        self._handles += [param.register_hook(before), param.register_post_accumulate_grad_hook(after)]  # type: ignore[no-untyped-call]
+        arrival = param.register_post_accumulate_grad_hook(after)
+        self._arrivals.append(arrival)
+        self._handles += [param.register_hook(before), arrival]  # type: ignore[no-untyped-call]
 
     def _hook_module(self, module: nn.Module) -> None:
         # Compiled code calls them as they are: 1.3 us each.
@@ -329,6 +342,8 @@ class Hooks:
             running = RunningBackward()
             self._backward = ref(running)
             Variable._execution_engine.queue_callback(partial(self._end_backward, running))
+            for arrival in self._arrivals:
+                _call_last(arrival)
             self._reducer.begin_backward(reduces_now=self._should_reduce())
 
     def _start_of_use_in_backward(self, buckets: list[Bucket]) -> None:

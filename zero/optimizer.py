@@ -30,7 +30,7 @@ from zero.config.plan import Plan
 from zero.config.read import Configuration, Source
 from zero.cpu_optimizer import set_moment_format
 from zero.distributed import DataParallel, data_parallel
-from zero.final_gradients import FinalGradients
+from zero.final_gradients import BeforeScaler, FinalGradients
 from zero.grad_factor import GradFactor
 from zero.host_adam import build_updater
 from zero.inputs import announce, check_inputs, choose_topology
@@ -83,6 +83,8 @@ class ZeroOptimizer(Optimizer):
     Cost for each rank and step, P elements over N ranks: 2P(N-1)/N elements sent at stages 0, 1, 2; at most
     3P(N-1)/N at stage 3; one small agreement per reduced backward. Source: arXiv:1910.02054, arXiv:2306.10209.
     """
+
+    _step_supports_amp_scaling = BeforeScaler()
 
     def __init__(
         self,
@@ -137,7 +139,6 @@ class ZeroOptimizer(Optimizer):
         self._adaptive = Adaptive(self._runtime)
         self._inner.param_groups[0]["params"].append(self._gradients.flag)
         self._adopt(plan)
-        self._is_built = False
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self._is_built = True
         self._share_state()
@@ -157,8 +158,7 @@ class ZeroOptimizer(Optimizer):
 
     def _share_state(self) -> None:
         """One list of groups and one state, seen by both optimizers."""
-        self.param_groups = self._inner.param_groups
-        self.state = self._inner.state
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
 
     @property
     def effective(self) -> Effective:
@@ -258,7 +258,7 @@ class ZeroOptimizer(Optimizer):
             return
         if not self._is_scaled and any(any(grads.used) for grads in self._runtime.reducer.all):
             raise not_scaled(self.loss_scale.scale)
-        self._is_unscaled = True
+        self._is_unscaled = self._runtime.reducer.reduction.is_unscaled = True
         self._gradients.factor = self._gradients.factor.times(1 / self.loss_scale.scale)
 
     @torch.no_grad()
