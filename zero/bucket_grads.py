@@ -44,6 +44,8 @@ class BucketGrads:
     """Parameters that have had a gradient since zero_grad, on any rank once agreed."""
     reduced: list[bool] = field(default_factory=list)
     """Those of which a gradient that was agreed on is held: the same on every rank."""
+    agreed: bool = False
+    """Whether any rank has used any of them, whatever users have cleared since."""
     arrived: set[int] = field(default_factory=set)
     """Parameters whose gradients came in the running backward."""
     repeated: dict[int, Tensor] = field(default_factory=dict)

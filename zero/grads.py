@@ -193,12 +193,14 @@ class Reducer:
         bits = iter(agreed)
         largest, smallest = [next(bits) for _ in same], [-next(bits) for _ in same]
         same_gathers, same_facts, all_complete = (a == b for a, b in zip(largest, smallest, strict=True))
-        if not all_complete:  # some are in exchanges that the others will not have
-            self._in_flight.clear()
+        if not all_complete:  # some are in exchanges that the others do not have: the watch ends them
+            with suppress(DivergedError):
+                self._finish(list(self._in_flight))
+                control.agree_max(torch.zeros(1, dtype=torch.int64), self._agreeing)
             raise self.facts.refuse(self._topology)
         for grads in self.all:
             grads.used = [bool(next(bits)) for _ in grads.used]
-            grads.reduced = list(grads.used)
+            grads.reduced, grads.agreed = list(grads.used), any(grads.used)
         pending, late = [next(bits) for _ in pending], [next(bits) for _ in late]
         furthest = next(bits)
         self._issue_agreed(pending, late, furthest)
@@ -323,7 +325,7 @@ class Reducer:
             with suppress(DivergedError):
                 self._finish(self._in_flight[:1])
         for grads in self.all:
-            grads.has_result, grads.carry = False, None
+            grads.has_result, grads.agreed, grads.carry = False, False, None
             grads.arrived.clear()
             grads.repeated.clear()
             roll_back(grads)

@@ -223,7 +223,7 @@ class Hooks:
             if num_before < len(grads.arrived) == len(grads.written):
                 self._end_of_use_in_backward([grads.bucket])
 
-        arrival = param.register_post_accumulate_grad_hook(after)
+        arrival = param.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
         self._arrivals.append(arrival)
         self._handles += [param.register_hook(before), arrival]  # type: ignore[no-untyped-call]
 
