@@ -78,7 +78,7 @@ class FinalGradients:
         Collective if not agreed on yet, or if a user has changed gradients since.
         """
         reducer = self.runtime.reducer
-        if any(reducer.shown.edited()) or (reducer.drops and self._overflow is not None and bool(self._overflow)):
+        if any(reducer.shown.edits()) or (reducer.drops and self._overflow is not None and bool(self._overflow)):
             self._overflow = None
         return bool(self._agreed_overflow())
 

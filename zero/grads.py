@@ -186,7 +186,11 @@ class Reducer:
         pending = [int(any(grads.written) or (self._completes and grads.has_sums)) for grads in self._order]
         late = [bit if id(grads) in issued else 0 for grads, bit in zip(self._order, pending, strict=True)]
         is_alone = self._topology.world_size == 1
-        same = [self._gathers(), 0 if is_alone else self.facts.digest(ends_step=self.ends_step), int(self._completes)]
+        same = [
+            self._gathers(),
+            0 if is_alone else self.facts.digest(self.shown.edits(), self.ends_step),
+            int(self._completes),
+        ]
         agreed = [*same, *(-value for value in same), *used, *pending, *late, self._cursor]
         if not is_alone:
             agreed = control.agree_max(torch.tensor(agreed, dtype=torch.int64), self._agreeing).tolist()
@@ -304,6 +308,8 @@ class Reducer:
         theirs = [(one.grads, one.slot, one.grad, one.name) for one in changed if one.grad is not None]
         if theirs and checks:
             self.check_settable(theirs[0][3])
+        if changed:
+            self.shown.end_edits()
         for one in changed:
             if one.grads.used[one.slot]:
                 self._drop(one.grads, one.slot)
@@ -376,8 +382,8 @@ class Reducer:
         if isinstance(grads.host, FileGradient) and grads.has_result and any(grads.used):
             grads.host.change(edit)
         elif (result := self.results(grads, wide=True)) is not None:
-            edit(result)
-            self.shown.note_versions()
+            with self.shown.writing():
+                edit(result)
 
     @property
     def is_empty(self) -> bool:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from zero.bucket import Bucket
 from zero.gather import Gatherer, Mode
@@ -84,13 +83,6 @@ def _only_looks_up(module: nn.Module) -> bool:
     return type(module) is nn.Embedding
 
 
-def _call_last(handle: RemovableHandle) -> None:
-    """Move a hook behind those that were added after it."""
-    hooks = handle.hooks_dict_ref()
-    if hooks is not None and len(hooks) > 1 and handle.id in hooks and next(reversed(hooks)) != handle.id:
-        hooks[handle.id] = hooks.pop(handle.id)  # move_to_end does not move it where autograd looks
-
-
 class Hooks:
     """The hooks on one model.
 
@@ -122,8 +114,8 @@ class Hooks:
         self._backward: ReferenceType[RunningBackward] | None = None
         self._is_idle = False
         self._handles: list[Any] = []
-        self._arrivals: list[RemovableHandle] = []
-        """The hooks that take gradients over, and leave none to those that are called after them."""
+        self._arrivals: list[tuple[dict[int, Any], int]] = []
+        """Of each trainable parameter all hooks, and the number of the one that takes its gradient over."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hooks:
         """A copy of the model carries hooks that leave it alone."""
@@ -224,7 +216,7 @@ class Hooks:
                 self._end_of_use_in_backward([grads.bucket])
 
         arrival = param.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
-        self._arrivals.append(arrival)
+        self._arrivals.append((arrival.hooks_dict_ref(), arrival.id))
         self._handles += [param.register_hook(before), arrival]  # type: ignore[no-untyped-call]
 
     def _hook_module(self, module: nn.Module) -> None:
@@ -342,8 +334,9 @@ class Hooks:
             running = RunningBackward()
             self._backward = ref(running)
             Variable._execution_engine.queue_callback(partial(self._end_backward, running))
-            for arrival in self._arrivals:
-                _call_last(arrival)
+            for hooks, ours in self._arrivals:
+                if len(hooks) > 1:  # those that were added after ours would find no gradient: it becomes the last
+                    hooks[ours] = hooks.pop(ours)  # autograd does not see what move_to_end does
             self._reducer.begin_backward(reduces_now=self._should_reduce())
 
     def _start_of_use_in_backward(self, buckets: list[Bucket]) -> None:

@@ -190,7 +190,7 @@ class Runtime:
     def step_ended(self) -> None:
         """Start the next step's bookkeeping: what is gathered, or on its way, has the old values."""
         self._num_backwards = 0
-        self.reducer.facts.end_step(self.reducer.shown.edited())
+        self.reducer.facts.end_step(self.reducer.shown.edits())
         self.gatherer.release_all()
         self.gatherer.end_iteration(Mode.TRAINING)
         self.pool.drop_unused()

@@ -2,12 +2,14 @@
 
 end of a backward --show--> stage 0: a view of the averaged gradient; other stages: a stand-in
 param.grad = g, param.grad = None     --changed--> taken in by the next backward, or by step()
-param.grad *= 2 (stage 0)             --edited---> the same memory: nothing is left to do but to look for overflow
+param.grad *= 2 (stage 0)             --edits----> the same memory: nothing is left to do but to look for overflow
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -49,7 +51,8 @@ class ShownGradients:
     def __init__(self, all_grads: list[BucketGrads], *, is_whole: bool) -> None:
         self._all, self._is_whole = all_grads, is_whole
         self._versions: list[int] = []
-        """Of the buffers under what is shown."""
+        """Of the buffers under what is shown, when this library last wrote to them."""
+        self._edits = [False] * len(all_grads)
 
     def show(self) -> None:
         """Set ``.grad`` of every used parameter."""
@@ -59,10 +62,11 @@ class ShownGradients:
                 for i, (param, used) in enumerate(zip(grads.bucket.params, grads.used, strict=True)):
                     if used:
                         param.grad = grads.shown[i] = grads.stand_ins[i] if views is None else views[i]
-        self.note_versions()
+        self._note_versions()
 
     def hide(self) -> None:
         """Clear ``.grad``: autograd must not add to what is shown."""
+        self.end_edits()
         with torch._C.DisableTorchFunctionSubclass():
             for grads in self._all:
                 for i, param in enumerate(grads.bucket.params):
@@ -71,6 +75,7 @@ class ShownGradients:
     def forget(self) -> None:
         """The same, for good: a stand-in that somebody has kept never stands for another gradient."""
         self.hide()
+        self._edits = [False] * len(self._all)
         for grads in self._all:
             for i in range(len(grads.stand_ins)):
                 if sys.getrefcount(grads.stand_ins[i]) > NUM_REFERENCES:
@@ -101,17 +106,29 @@ class ShownGradients:
                 check_dense(one.grad, one.name)
         return found
 
-    def note_versions(self) -> None:
-        """What was written to the gradients until now is no user's edit."""
-        if self._is_whole:
-            self._versions = [grads.full._version for grads in self._all if grads.full is not None]
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """What is written to the gradients inside is no user's edit."""
+        self.end_edits()
+        yield
+        self._note_versions()
 
-    def edited(self) -> list[bool]:
-        """By bucket, whether somebody has written to ``.grad`` since; none but at stage 0."""
-        if not self._versions:
-            return []
-        now = [grads.full._version for grads in self._all if grads.full is not None]
-        return [a != b for a, b in zip(now, self._versions, strict=True)]
+    def end_edits(self) -> None:
+        """This library is about to write to the gradients."""
+        self.edits()
+        self._versions = []
+
+    def _note_versions(self) -> None:
+        if self._is_whole:
+            self._versions = [-1 if grads.full is None else grads.full._version for grads in self._all]
+
+    def edits(self) -> list[bool]:
+        """By bucket, whether a user has written to ``.grad`` since zero_grad(); none but at stage 0."""
+        for index, version in enumerate(self._versions):
+            full = self._all[index].full
+            if full is not None and full._version != version:
+                self._edits[index] = True
+        return self._edits
 
 
 def check_dense(grad: Tensor, name: str) -> None:

@@ -7,7 +7,7 @@ and ``step()`` on one rank alone, ``model.zero_grad()`` or another learning rate
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -38,7 +38,7 @@ class StepFacts:
         self.is_deferred = False
         """Whether the last backward was within ``no_sync``."""
         self._applied: bytes = b""
-        """By parameter, whether the last step had a gradient; at stage 0 then whether buckets' were edited in place."""
+        """By parameter, whether the last step had a gradient; then by bucket, whether a user had written to them."""
         self._key: tuple[Any, ...] = ()
         self._digest = 0
 
@@ -51,14 +51,14 @@ class StepFacts:
         """A backward begins; ``is_deferred``: within ``no_sync``, where ranks may have as many as they like."""
         self.num_backwards, self.is_deferred = self.num_backwards + (not is_deferred), is_deferred
 
-    def end_step(self, edited: Iterable[bool] = ()) -> None:
-        """A step has the gradients that there are."""
+    def end_step(self, edits: list[bool]) -> None:
+        """A step has the gradients that there are; ``edits``: by bucket, whether a user has written to them."""
         self.num_backwards, self.is_deferred = 0, False
-        self._applied = bytes([*(bit for grads in self._all for bit in grads.used), *edited])
+        self._applied = b"".join([*(bytes(grads.used) for grads in self._all), bytes(edits)])
 
-    def digest(self, *, ends_step: bool) -> int:
+    def digest(self, edits: list[bool], ends_step: bool) -> int:  # noqa: FBT001  (of one caller)
         """Of everything that is compared; ``ends_step``: the backward completes a step's gradient."""
-        held = bytes(bit for grads in self._all for bit in grads.reduced)
+        held = b"".join([*(bytes(grads.reduced) for grads in self._all), bytes(edits)])
         key = (self._settings(), self.num_backwards, ends_step, held, self._applied)
         if key != self._key:
             hashed = hashlib.blake2b(repr(key).encode(), digest_size=DIGEST_NBYTES).digest()
@@ -85,16 +85,13 @@ class StepFacts:
         named = [f"parameter group {i} {name}" for i, names in enumerate(self._names) for name in names]
         texts |= {name: repr(value) for name, value in zip(named, settings, strict=True)}
         slots = [slot.name for grads in self._all for slot in grads.bucket.layout.slots]
-        texts |= {
-            f"the gradient of {name!r} before this backward": "accumulated on" if bit else "none"
-            for name, bit in zip(slots, held, strict=True)
-        }
-        texts |= {
-            f"the gradient of {name!r} in the last step": "applied" if bit else "none"
-            for name, bit in zip(slots, applied, strict=False)
-        }
-        for grads, bit in zip(self._all, applied[len(slots) :], strict=False):
-            texts[f"param.grad in {grads.bucket.name!r} in the last step"] = "edited in place" if bit else "as reduced"
+        buckets = [grads.bucket.name for grads in self._all]
+        for bits, when, word in ((held, "before this backward", "held"), (applied, "in the last step", "applied")):
+            named = [f"the gradient of {name!r} {when}" for name in slots]
+            texts |= {name: word if bit else "none" for name, bit in zip(named, bits, strict=False)}
+            named = [f"param.grad in {name!r} {when}" for name in buckets]
+            edits = bits[len(slots) :]
+            texts |= {name: "edited in place" if bit else "as reduced" for name, bit in zip(named, edits, strict=False)}
         return texts
 
 

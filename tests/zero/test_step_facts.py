@@ -116,7 +116,7 @@ def _check_cleared(rank: int, options: dict[str, Any]) -> None:
         _backward(model, rank)
         if _last(rank):
             model.zero_grad()
-        _raises(model, rank, "the gradient of '0.bias' before this backward is accumulated on on rank 0")
+        _raises(model, rank, "the gradient of '0.bias' before this backward is held on rank 0")
         optimizer.zero_grad()
         _step(model, optimizer, rank)
         for _ in range(2):  # either way to clear them, after a step
@@ -141,6 +141,13 @@ def _check_edited(rank: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         _raises(model, rank, "in the last step is as reduced on rank 0 and edited in place on rank 1")
+        optimizer.zero_grad()
+        _step(model, optimizer, rank)
+        _backward(model, rank)
+        if rank == 1:
+            model[0].weight.grad *= 2
+        optimizer.clip_grad_norm_(1.0)  # writes to the gradients, too
+        _raises(model, rank, "before this backward is as reduced on rank 0 and edited in place on rank 1")
 
 
 def test_a_gradient_edited_on_one_rank_is_named() -> None:
