@@ -132,6 +132,11 @@ class FinalGradients:
             piece.master.grad = None
         look_at_all()
 
+    def forget(self) -> None:
+        """The same, and what they are yet to be multiplied by."""
+        self.clear()
+        self.factor = GradFactor()
+
     def _hand_out(self) -> None:
         """Each master gets its part of the reduced gradient; parameters that no rank used get none.
 

@@ -31,7 +31,6 @@ from zero.config.read import Configuration, Source
 from zero.cpu_optimizer import set_moment_format
 from zero.distributed import DataParallel, data_parallel
 from zero.final_gradients import BeforeScaler, FinalGradients
-from zero.grad_factor import GradFactor
 from zero.host_adam import build_updater
 from zero.inputs import announce, check_inputs, choose_topology
 from zero.inside import Inside, values_of
@@ -299,10 +298,7 @@ class ZeroOptimizer(Optimizer):
         return loss
 
     def finish_update(self) -> None:
-        """Let masters, states and parameters have the update that is under way. Collective.
-
-        Only with an update that is delayed or overlapped, before others than this library read parameters or groups.
-        """
+        """Let masters, states and parameters have the update under way, before others read them. Collective."""
         self._runtime.finish_update(publishes=True)
 
     def _prepare_gradients(self) -> bool:
@@ -328,9 +324,8 @@ class ZeroOptimizer(Optimizer):
         """Forget all gradients; ``param.grad`` becomes None, whatever ``set_to_none`` says."""
         self._runtime.hooks.recover()
         self._runtime.give_up_step()
-        self._gradients.clear()
+        self._gradients.forget()
         self._adaptive.clear()
-        self._gradients.factor = GradFactor()
         self._is_scaled = self._is_unscaled = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

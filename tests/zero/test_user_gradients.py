@@ -311,6 +311,47 @@ def test_a_gradient_set_around_unscale_is_refused() -> None:
     run_ranks(2, _check_scaler_order)
 
 
+def _check_not_scaled(rank: int) -> None:
+    """A loss scale divides what step() applies, so whoever sets gradients alone says that they are scaled."""
+    model = _net(torch.float32)
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=2, fp16=FP16) as optimizer:
+        weight = model.layers[0].weight
+        weight.grad = torch.ones(WIDTH, WIDTH)
+        with pytest.raises(StateError, match="scaled loss, loss_scale=256"):
+            optimizer.step()
+        optimizer.zero_grad()
+        before = full_values(model)["layers.0.weight"]
+        weight.grad = optimizer.scale(torch.full((WIDTH, WIDTH), 0.5))
+        optimizer.step()
+        torch.testing.assert_close(full_values(model)["layers.0.weight"], before - 0.5, rtol=0, atol=1e-3)
+
+
+def test_gradients_are_in_units_of_the_loss_scale() -> None:
+    run_ranks(2, _check_not_scaled)
+
+
+def _check_unscaled_residual(rank: int) -> None:
+    """What is set after unscale_() is not scaled, and no more is the residual that is added to it."""
+    model = _net(torch.float32)
+    options: dict[str, Any] = {"stage": 3, "mode": "delta_hpz", "ranks_per_node": 2, "fp16": FP16}
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), **options) as optimizer:
+        for step in range(2):
+            optimizer.scale(1e-3 * model(_x(rank, torch.float16)).float().square().sum()).backward()
+            before = full_values(model)["layers.1.weight"]
+            if step:
+                optimizer.unscale_()
+                model.layers[1].weight.grad = torch.zeros(WIDTH, WIDTH)
+            optimizer.step()
+            assert optimizer.was_step_applied
+            optimizer.zero_grad()
+        change = (full_values(model)["layers.1.weight"] - before).abs().max()
+        assert change < 2e-3  # a residual, but no 256 of them
+
+
+def test_a_residual_has_the_units_of_what_is_set() -> None:
+    run_ranks(4, _check_unscaled_residual)
+
+
 def _check_sanitised(rank: int, stage: int) -> None:
     """An overflow that a user has taken out is none any more."""
     model = _net(torch.float32)
