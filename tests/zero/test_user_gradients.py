@@ -194,6 +194,27 @@ def test_a_backward_adds_to_what_a_user_has_set(stage: int) -> None:
     run_ranks(2, _check_accumulating, stage)
 
 
+def _check_unused_on_one(rank: int, stage: int) -> None:
+    """After a backward rank 0 alone sets one of a bucket that nobody has used: the others count as zeros."""
+    model = _net()
+    model.spare.float()
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=stage) as optimizer:
+        before = full_values(model)
+        model(_x(rank)).sum().backward()
+        model.layers[0].weight.grad = torch.full((WIDTH, WIDTH), 3.0).double()
+        if rank == 0:
+            model.spare.weight.grad = torch.ones(WIDTH, WIDTH)
+        optimizer.step()
+        after = full_values(model)
+        for name, change in (("layers.0.weight", 3.0), ("spare.weight", 0.5), ("spare.bias", 0.0)):
+            torch.testing.assert_close(after[name], before[name] - change, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_one_rank_has_counts_its_share(stage: int) -> None:
+    run_ranks(2, _check_unused_on_one, stage)
+
+
 def _check_refused(rank: int, stage: int) -> None:
     model = _net()
     with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage) as optimizer:
