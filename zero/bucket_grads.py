@@ -38,8 +38,14 @@ class BucketGrads:
     """Slots of ``full`` that hold a local gradient."""
     stand_ins: list[ReducedGradient] = field(default_factory=list)
     """What ``.grad`` shows from stage 1 on."""
+    shown: list[Tensor | None] = field(default_factory=list)
+    """What ``.grad`` shows now; anything else there is a user's."""
     used: list[bool] = field(default_factory=list)
     """Parameters that have had a gradient since zero_grad, on any rank once agreed."""
+    reduced: list[bool] = field(default_factory=list)
+    """Those of which a gradient that was agreed on is held: the same on every rank."""
+    agreed: bool = False
+    """Whether any rank has used any of them, whatever users have cleared since."""
     arrived: set[int] = field(default_factory=set)
     """Parameters whose gradients came in the running backward."""
     repeated: dict[int, Tensor] = field(default_factory=dict)
@@ -52,6 +58,7 @@ class BucketGrads:
     def put(self, slot: int, grad: Tensor, full: Tensor) -> None:
         """Add the gradient of a parameter to what ``full`` holds of it."""
         at = self.bucket.layout.slots[slot]
+        grad = grad.detach() if grad.requires_grad else grad  # create_graph=True: the buffer would be part of the graph
         view = full[at.offset : at.offset + at.numel].view(at.shape)
         if not self.written[slot]:
             view.copy_(grad)
@@ -76,6 +83,32 @@ class BucketGrads:
                 full[at.offset : at.offset + at.numel].zero_()
         for start, stop in layout.gaps:
             full[start:stop].zero_()
+
+    def drop(self, slot: int, row: int) -> None:
+        """Forget the gradient of a parameter: what is summed up in this rank's ``row``, and what is not reduced yet."""
+        self.used[slot] = self.written[slot] = self.reduced[slot] = False
+        self.shown[slot] = None
+        self.repeated.pop(slot, None)
+        if not any(self.used):
+            self.has_result = False
+            if self.host is not None:
+                self.host.clear()
+        at, base = self.bucket.layout.slots[slot], row * self.bucket.layout.shard_numel
+        pieces = [piece for piece in self.bucket.layout.pieces(row) if piece.slot == slot]
+
+        def forget(sums: Tensor) -> None:
+            for piece in pieces:
+                sums[piece.start - base : piece.stop - base].zero_()
+
+        if self.host is not None:
+            if self.has_result:
+                self.host.change(forget)
+        elif self.result is not None:
+            forget(self.result)
+        if self.carry is not None:
+            forget(self.carry)
+        if self.full is not None:
+            self.full[at.offset : at.end].zero_()
 
     @property
     def has_sums(self) -> bool:

@@ -3,10 +3,13 @@
 After every backward that reduces, each master has its part of the reduced gradient as ``.grad``, so that whoever looks
 between backward and step finds it: ``torch.amp.GradScaler`` does. A shard sees only its own part of an overflow, so the
 ranks agree, and every rank shows the outcome in the gradient of one more tensor of its first parameter group, the
-overflow flag: 0, or NaN. No step updates the flag.
+overflow flag: NaN, or next to 0, so that it tells whether a GradScaler has unscaled. No step updates the flag.
 """
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +23,10 @@ from zero.nonfinite import nonfinite_flag
 from zero.released import ReducedGradient
 from zero.runtime import Runtime
 
-__all__ = ["FinalGradients"]
+__all__ = ["BeforeScaler", "FinalGradients"]
+
+NO_OVERFLOW = 2.0**-120
+"""What the flag shows: too little to count in a norm."""
 
 
 class FinalGradients:
@@ -35,20 +41,45 @@ class FinalGradients:
         self._overflow: Tensor | None = None
         for piece in pieces:
             piece.master.grad_dtype = None  # gradients may rest in 16 bit
-        runtime.reducer.on_reduced = self._show
+        reducer = runtime.reducer
+        reducer.on_reduced, reducer.on_edit, reducer.check_settable = self._show, self._edited, self._check_settable
 
     def _show(self) -> None:
         """A backward has reduced."""
-        self._overflow = None
+        self._overflow, self.runtime.reducer.drops = None, False
         self._hand_out()
-        if self.runtime.is_boundary:
-            self.flag.grad = torch.zeros_like(self.flag).masked_fill_(self._agreed_overflow(), float("nan"))
+        if self.runtime.reducer.ends_step:
+            self._show_overflow(self._agreed_overflow())
+
+    def _show_overflow(self, overflow: Tensor) -> None:
+        self.flag.grad = torch.full_like(self.flag, NO_OVERFLOW).masked_fill_(overflow, float("nan"))
+
+    def _edited(self, own: Tensor) -> None:
+        """This rank's part of a reduced gradient was set to ``own``: what was finite need not be looked at again."""
+        if self._overflow is None or bool(self._overflow):
+            self._show()
+            return
+        self._overflow = control.any_(nonfinite_flag([own], self.flag.device), self.runtime.topology)
+        self._show_overflow(self._overflow)
+
+    def _check_settable(self, name: str) -> None:
+        """Raise StateError if a GradScaler has unscaled the gradients, but not the one that a user gave ``name``."""
+        shown = None if self.flag.grad is None else self.flag.grad.item()
+        if shown is not None and shown != NO_OVERFLOW and not math.isnan(shown):
+            raise StateError(
+                f"param.grad of {name!r} was set by hand, and a GradScaler has unscaled the gradients before or after, "
+                "which cannot be told: leave unscale_() to scaler.step(optimizer), set the gradient by "
+                "zero.utils.safe_set_full_grad(param, value), or let the configuration scale the loss (fp16)"
+            )
 
     def has_overflow(self) -> bool:
         """Whether the reduced gradient has a NaN or an infinity on any rank; the host waits for the device.
 
-        Collective if not agreed on yet.
+        Collective if not agreed on yet, or if a user has changed gradients since.
         """
+        reducer = self.runtime.reducer
+        if any(reducer.shown.edits()) or (reducer.drops and self._overflow is not None and bool(self._overflow)):
+            self._overflow = None
         return bool(self._agreed_overflow())
 
     def _agreed_overflow(self) -> Tensor:
@@ -101,6 +132,11 @@ class FinalGradients:
             piece.master.grad = None
         look_at_all()
 
+    def forget(self) -> None:
+        """The same, and what they are yet to be multiplied by."""
+        self.clear()
+        self.factor = GradFactor()
+
     def _hand_out(self) -> None:
         """Each master gets its part of the reduced gradient; parameters that no rank used get none.
 
@@ -133,6 +169,19 @@ class FinalGradients:
                 f"{len(unused)} parameters had no gradient on any rank in this step, first {unused[:3]}: freeze them "
                 "with requires_grad_(False), or set ignore_unused_parameters=True"
             )
+
+
+class BeforeScaler:
+    """What ``torch.amp.GradScaler.step()`` asks its optimizer before it looks at gradients: they are made ready then.
+
+    It asks whether the optimizer unscales by itself, and is told that it does not.
+    """
+
+    def __get__(self, optimizer: Any, owner: type) -> bool:
+        runtime: Runtime | None = getattr(optimizer, "_runtime", None)
+        if runtime is not None and not runtime.is_closed:
+            runtime.reducer.flush()
+        return False
 
 
 def _in_file(piece: MasterPiece) -> Tensor:

@@ -204,6 +204,7 @@ def _set_grad(param: nn.Parameter, own: Callable[[Place], Tensor]) -> None:
     runtime.reducer.change(runtime.reducer.by_bucket[place.bucket.index], lambda rows: rows[place.part].copy_(values))
     if runtime.gradient_files is not None:
         on_every_rank(runtime.gradient_files.raise_error, runtime.topology)
+    runtime.reducer.on_edit(values)
 
 
 @collective("param", of=_topology_of)

@@ -8,8 +8,9 @@ Invariants:
     G1  Buckets are reduced in one fixed order on every rank, whatever the order in which their gradients arrive, so
         exchanges match even where ranks use different parameters. At the end of a backward the ranks agree on which
         parameters anybody used; a bucket that nobody used is not exchanged.
-    G2  ``.grad`` of a parameter is set exactly while this optimizer holds a gradient for it. If a user clears it, on
-        every rank (by ``zero_grad()`` of a module, say), the gradient held is dropped.
+    G2  ``.grad`` of a parameter is set exactly while this optimizer holds a gradient for it. Whatever else is there is
+        a user's, on every rank: None drops what is held, a tensor replaces it, and is averaged over the ranks as if a
+        backward had left it. A rank that has none adds zeros, unless it holds what others have replaced.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from zcomm import DivergedError, LayoutError, StateError, Topology, all_gather_single, control
+from zcomm import DivergedError, StateError, Topology, all_gather_single, control
 from zero.bucket import Bucket, master_dtype
 from zero.bucket_grads import BucketGrads, InFlight
 from zero.patience import Patience
@@ -28,6 +29,8 @@ from zero.pool import BufferPool
 from zero.reduction import Reduction, commit, forget_slot, roll_back
 from zero.released import ReducedGradient
 from zero.settings import Effective, ZeroSettings
+from zero.shown_gradients import ShownGradients, check_dense
+from zero.step_facts import StepFacts
 from zero.tiers.gradient_files import FileGradient, GradientFiles
 from zero.tiers.host_gradient import HostGradient
 
@@ -65,7 +68,9 @@ class Reducer:
         self._cursor = 0
         self._in_flight: list[InFlight] = []
         self._patience = Patience()
-        self.reduces_now = self._completes = True
+        self.shown = ShownGradients(self.all, is_whole=not self._stage.shards_states)
+        self.facts = StepFacts(self.all)
+        self.reduces_now = self._completes = self.ends_step = True
         self.holds_unreduced = False
         """Whether any rank may hold gradients that ``no_sync`` left it with; the same on every rank."""
         self.is_last: Callable[[], bool] = lambda: True
@@ -74,13 +79,20 @@ class Reducer:
         """Whether each mean is rounded to the parameters' dtype, as it is on its way to host memory."""
         self.on_reduced: Callable[[], None] = lambda: None
         """Called when a backward has reduced."""
+        self.on_edit: Callable[[Tensor], None] = lambda _values: None
+        """Called with what this rank has set of a reduced gradient, on every rank."""
+        self.check_settable: Callable[[str], None] = lambda _name: None
+        """Raises if a gradient that a user gave this parameter cannot be taken in any more."""
+        self.drops = False
+        """Whether a user has cleared a gradient since the last was reduced."""
         self.on_issue: Callable[[Bucket, Tensor], None] = lambda _bucket, _full: None
         """Called with this rank's own gradient of a bucket, just before it is reduced."""
 
     def _new(self, bucket: Bucket) -> BucketGrads:
         dtype = self._settings.gradient_dtype or master_dtype(bucket.dtype)
         grads = BucketGrads(bucket, dtype)
-        grads.written, grads.used = [False] * len(bucket.params), [False] * len(bucket.params)
+        grads.written, grads.used, grads.reduced = ([False] * len(bucket.params) for _ in range(3))
+        grads.shown = [None] * len(bucket.params)
         for slot, param in zip(bucket.layout.slots, bucket.params, strict=True):
             if param.dtype != dtype:
                 param.grad_dtype = dtype  # autograd, too, sums a parameter's several uses in it
@@ -111,26 +123,22 @@ class Reducer:
 
     def begin_backward(self, *, reduces_now: bool) -> None:
         """A backward starts; ``reduces_now`` is False within ``no_sync`` and accumulation windows."""
-        self._drop_what_users_cleared()
         self._cursor, self.reduces_now = 0, reduces_now
         self.holds_unreduced |= not reduces_now
-        self._completes = not self.reduction.stays_in_node or self.is_last()
-        with torch._C.DisableTorchFunctionSubclass():
-            for grads in self.all:
-                grads.arrived.clear()
-                for param in grads.bucket.params:
-                    param.grad = None  # autograd must not add to a stand-in
+        self.ends_step = self.is_last()
+        self._completes = not self.reduction.stays_in_node or self.ends_step
+        self._take_in()
+        for grads in self.all:
+            grads.arrived.clear()
+        self.shown.hide()
 
     def arrive(self, grads: BucketGrads, slot: int) -> None:
         """Autograd has set ``.grad`` of parameter number ``slot``: take it over, and reduce what is complete."""
-        param, at = grads.bucket.params[slot], grads.bucket.layout.slots[slot]
+        param = grads.bucket.params[slot]
         grad = param.grad
         if grad is None:
             return
-        if grad.layout is not torch.strided:
-            raise LayoutError(
-                f"gradients must be dense: the gradient of {at.name!r} is {grad.layout}; use sparse=False"
-            )
+        check_dense(grad, grads.bucket.layout.slots[slot].name)
         grads.put(slot, grad, self._writable(grads))
         param.grad = None
         if self.reduces_now:
@@ -167,7 +175,7 @@ class Reducer:
         self._finish(list(self._in_flight))
         self.holds_unreduced &= not self.reduces_now
         self._gather_results()
-        self.show_grads()
+        self.shown.show()
         if self.reduces_now and self._completes:
             self.on_reduced()
 
@@ -177,16 +185,42 @@ class Reducer:
         used = [int(bit) for grads in self.all for bit in grads.used]
         pending = [int(any(grads.written) or (self._completes and grads.has_sums)) for grads in self._order]
         late = [bit if id(grads) in issued else 0 for grads, bit in zip(self._order, pending, strict=True)]
-        checksum = self._gathers()
-        agreed = [checksum, -checksum, *used, *pending, *late, self._cursor]
-        if self._topology.world_size > 1:
+        is_alone = self._topology.world_size == 1
+        same = [
+            self._gathers(),
+            0 if is_alone else self.facts.digest(self.shown.edits(), self.ends_step),
+            int(self._completes),
+        ]
+        agreed = [*same, *(-value for value in same), *used, *pending, *late, self._cursor]
+        if not is_alone:
             agreed = control.agree_max(torch.tensor(agreed, dtype=torch.int64), self._agreeing).tolist()
-        largest, smallest = agreed.pop(0), -agreed.pop(0)
         bits = iter(agreed)
+        largest, smallest = [next(bits) for _ in same], [-next(bits) for _ in same]
+        same_gathers, same_facts, all_complete = (a == b for a, b in zip(largest, smallest, strict=True))
+        if not all_complete:  # some are in exchanges that the others do not have: the watch ends them
+            with suppress(DivergedError):
+                self._finish(list(self._in_flight))
+                control.agree_max(torch.zeros(1, dtype=torch.int64), self._agreeing)
+            raise self.facts.refuse(self._topology)
         for grads in self.all:
             grads.used = [bool(next(bits)) for _ in grads.used]
+            grads.reduced, grads.agreed = list(grads.used), any(grads.used)
         pending, late = [next(bits) for _ in pending], [next(bits) for _ in late]
         furthest = next(bits)
+        self._issue_agreed(pending, late, furthest)
+        if not (same_gathers and same_facts):  # only now: no exchange may be left without its other side
+            self._finish(list(self._in_flight))
+        if not same_facts:
+            raise self.facts.refuse(self._topology)
+        if not same_gathers:
+            raise StateError(
+                "the ranks have gathered different parameters, so results since the last step are wrong: at stage 3 "
+                "every rank must run the same modules in the same order (for layers that only some ranks use, take "
+                "stage 1 or 2)"
+            )
+
+    def _issue_agreed(self, pending: list[int], late: list[int], furthest: int) -> None:
+        """Issue what any rank has to reduce; some have issued buckets up to ``furthest``."""
         for index in range(self._cursor, len(self._order)):
             if index < furthest or pending[index]:  # a rank whose gradients did not come catches up with the others
                 self._issue(self._order[index])
@@ -194,19 +228,13 @@ class Reducer:
             if late[index]:  # a gradient came, on some rank, after its bucket was reduced
                 self._issue(self._order[index])
         self._cursor = len(self._order)
-        if largest != smallest:  # only now: no exchange may be left without its other side
-            self._finish(list(self._in_flight))
-            raise StateError(
-                "the ranks have gathered different parameters, so results since the last step are wrong: at stage 3 "
-                "every rank must run the same modules in the same order (for layers that only some ranks use, take "
-                "stage 1 or 2)"
-            )
 
     def flush(self) -> None:
-        """Reduce gradients that ``no_sync`` or an unfinished accumulation window left. Same on every rank."""
-        self._drop_what_users_cleared()
-        if not self.reduces_now or any(grads.has_sums for grads in self.all):
-            self._cursor, self.reduces_now, self._completes = 0, True, True
+        """Reduce what ``no_sync`` or an unfinished accumulation window left, or a user set. Same on every rank."""
+        if self._take_in(checks=True) or not self.reduces_now or any(grads.has_sums for grads in self.all):
+            if self.facts.is_deferred:  # it stands for the backward that reduces, which other ranks may have
+                self.facts.count(is_deferred=False)
+            self._cursor, self.reduces_now, self._completes, self.ends_step = 0, True, True, True
             self.end_backward()
 
     def _issue(self, grads: BucketGrads) -> None:
@@ -274,73 +302,48 @@ class Reducer:
                     all_gather_single(whole, grads.result[start:stop], self._topology, numbering="local")
                 grads.is_gathered = True
 
-    def _drop_what_users_cleared(self) -> None:
-        """G2: forget the gradients that were cleared by somebody else."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for grads in self.all:
-                for slot, (param, used) in enumerate(zip(grads.bucket.params, grads.used, strict=True)):
-                    if used and param.grad is None:
-                        self._drop(grads, slot)
+    def _take_in(self, *, checks: bool = False) -> bool:
+        """G2: what users have made of ``.grad``; whether there are gradients of theirs, which are to be reduced."""
+        changed = self.shown.changed()
+        theirs = [(one.grads, one.slot, one.grad, one.name) for one in changed if one.grad is not None]
+        if theirs and checks:
+            self.check_settable(theirs[0][3])
+        if changed:
+            self.shown.end_edits()
+        for one in changed:
+            if one.grads.used[one.slot]:
+                self._drop(one.grads, one.slot)
+        for grads, slot, grad, _ in theirs:
+            grads.put(slot, grad, self._writable(grads))
+        return bool(theirs)
 
     def _drop(self, grads: BucketGrads, slot: int) -> None:
-        """Forget the gradient of one parameter: what is summed up of it, and what is not reduced yet."""
-        grads.used[slot] = grads.written[slot] = False
-        grads.repeated.pop(slot, None)
-        if not any(grads.used):
-            grads.has_result = False
-            if grads.host is not None:
-                grads.host.clear()
-        at, row = grads.bucket.layout.slots[slot], self._topology.shard_index("local")
-        base = row * grads.bucket.layout.shard_numel
-        pieces = [piece for piece in grads.bucket.layout.pieces(row) if piece.slot == slot]
-
-        def forget(sums: Tensor) -> None:
-            for piece in pieces:
-                sums[piece.start - base : piece.stop - base].zero_()
-
-        if grads.host is not None:
-            if grads.has_result:
-                grads.host.change(forget)
-        elif grads.result is not None:
-            forget(grads.result)
-        forget_slot(grads, at)
-        if grads.full is not None:
-            grads.full[at.offset : at.end].zero_()
-            if self._stage.shards_gradients and not any(grads.written):
-                self._pool.give(grads.full)
-                grads.full = None
-
-    def show_grads(self) -> None:
-        """Set ``.grad`` of every used parameter: the averaged gradient at stage 0, a stand-in elsewhere."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for grads in self.all:
-                bucket = grads.bucket
-                views = bucket.views(grads.full) if grads.full is not None and not self._stage.shards_states else None
-                for i, (param, used) in enumerate(zip(bucket.params, grads.used, strict=True)):
-                    if not used:
-                        continue
-                    param.grad = grads.stand_ins[i] if views is None else views[i]
+        grads.drop(slot, self._topology.shard_index("local"))
+        forget_slot(grads, grads.bucket.layout.slots[slot])
+        self.drops = True
+        if self._stage.shards_gradients and grads.full is not None and not any(grads.written):
+            self._pool.give(grads.full)
+            grads.full = None
 
     def zero(self) -> None:
         """Forget every gradient. Frees what only this step needed."""
         while self._in_flight:
             with suppress(DivergedError):
                 self._finish(self._in_flight[:1])
-        with torch._C.DisableTorchFunctionSubclass():
-            for grads in self.all:
-                grads.has_result, grads.carry = False, None
-                grads.arrived.clear()
-                grads.repeated.clear()
-                roll_back(grads)
-                if grads.host is not None:
-                    grads.host.clear()
-                grads.written, grads.used = [False] * len(grads.written), [False] * len(grads.used)
-                if self._stage.shards_gradients and grads.full is not None:
-                    self._pool.give(grads.full)
-                    grads.full = None
-                for param in grads.bucket.params:
-                    param.grad = None
-        self.reduces_now = True
+        for grads in self.all:
+            grads.has_result, grads.agreed, grads.carry = False, False, None
+            grads.arrived.clear()
+            grads.repeated.clear()
+            roll_back(grads)
+            if grads.host is not None:
+                grads.host.clear()
+            grads.written, grads.used, grads.reduced = ([False] * len(grads.used) for _ in range(3))
+            if self._stage.shards_gradients and grads.full is not None:
+                self._pool.give(grads.full)
+                grads.full = None
+        self.shown.forget()
+        self.facts.num_backwards, self.facts.is_deferred = 0, False
+        self.reduces_now, self.drops, self.reduction.is_unscaled = True, False, False
 
     def commit(self) -> None:
         """The step is applied: what exchanges have lost counts in the next ones."""
@@ -379,7 +382,15 @@ class Reducer:
         if isinstance(grads.host, FileGradient) and grads.has_result and any(grads.used):
             grads.host.change(edit)
         elif (result := self.results(grads, wide=True)) is not None:
-            edit(result)
+            with self.shown.writing():
+                edit(result)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no gradient is held, or none that a user has not cleared."""
+        with torch._C.DisableTorchFunctionSubclass():
+            held = (zip(grads.used, grads.bucket.params, strict=True) for grads in self.all)
+            return not any(used and param.grad is not None for pairs in held for used, param in pairs)
 
     @property
     def unreduced_nbytes(self) -> int:

@@ -114,6 +114,8 @@ class Hooks:
         self._backward: ReferenceType[RunningBackward] | None = None
         self._is_idle = False
         self._handles: list[Any] = []
+        self._arrivals: list[tuple[dict[int, Any], int]] = []
+        """Of each trainable parameter all hooks, and the number of the one that takes its gradient over."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hooks:
         """A copy of the model carries hooks that leave it alone."""
@@ -178,6 +180,7 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._arrivals.clear()
 
     def recover(self) -> None:
         """Forget a backward that an exception broke off, with the gradients it left half summed."""
@@ -212,7 +215,9 @@ class Hooks:
             if num_before < len(grads.arrived) == len(grads.written):
                 self._end_of_use_in_backward([grads.bucket])
 
-        self._handles += [param.register_hook(before), param.register_post_accumulate_grad_hook(after)]  # type: ignore[no-untyped-call]
+        arrival = param.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+        self._arrivals.append((arrival.hooks_dict_ref(), arrival.id))
+        self._handles += [param.register_hook(before), arrival]  # type: ignore[no-untyped-call]
 
     def _hook_module(self, module: nn.Module) -> None:
         # Compiled code calls them as they are: 1.3 us each.
@@ -329,6 +334,9 @@ class Hooks:
             running = RunningBackward()
             self._backward = ref(running)
             Variable._execution_engine.queue_callback(partial(self._end_backward, running))
+            for hooks, ours in self._arrivals:
+                if len(hooks) > 1:  # those that were added after ours would find no gradient: it becomes the last
+                    hooks[ours] = hooks.pop(ours)  # autograd does not see what move_to_end does
             self._reducer.begin_backward(reduces_now=self._should_reduce())
 
     def _start_of_use_in_backward(self, buckets: list[Bucket]) -> None:

@@ -44,7 +44,7 @@ def check_inputs(
     """
     given = ranks if isinstance(ranks, Topology) else None
     plan = on_every_rank(lambda: _understand(model, optimizer, config, options, given), ranks)
-    check_same(plan.configuration, optimizer, plan.optimizer_options, ranks)
+    check_same(model, plan.configuration, optimizer, plan.optimizer_options, ranks)
     return plan
 
 

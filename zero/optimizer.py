@@ -31,8 +31,7 @@ from zero.config.plan import Plan
 from zero.config.read import Configuration, Source
 from zero.cpu_optimizer import set_moment_format
 from zero.distributed import DataParallel, data_parallel
-from zero.final_gradients import FinalGradients
-from zero.grad_factor import GradFactor
+from zero.final_gradients import BeforeScaler, FinalGradients
 from zero.host_adam import build_updater
 from zero.inputs import announce, check_inputs, choose_topology
 from zero.inside import Inside, values_of
@@ -88,6 +87,7 @@ class ZeroOptimizer(Optimizer):
     """
 
     state: Any = RanksState()
+    _step_supports_amp_scaling = BeforeScaler()
 
     def __init__(
         self,
@@ -160,8 +160,7 @@ class ZeroOptimizer(Optimizer):
 
     def _share_state(self) -> None:
         """One list of groups and one state, seen by both optimizers."""
-        self.param_groups = self._inner.param_groups
-        self.state = self._inner.state
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
 
     @property
     def effective(self) -> Effective:
@@ -259,7 +258,7 @@ class ZeroOptimizer(Optimizer):
             return
         if not self._is_scaled and any(any(grads.used) for grads in self._runtime.reducer.all):
             raise not_scaled(self.loss_scale.scale)
-        self._is_unscaled = True
+        self._is_unscaled = self._runtime.reducer.reduction.is_unscaled = True
         self._gradients.factor = self._gradients.factor.times(1 / self.loss_scale.scale)
 
     @torch.no_grad()
@@ -300,10 +299,7 @@ class ZeroOptimizer(Optimizer):
         return loss
 
     def finish_update(self) -> None:
-        """Let masters, states and parameters have the update that is under way. Collective.
-
-        Only with an update that is delayed or overlapped, before others than this library read parameters or groups.
-        """
+        """Let masters, states and parameters have the update under way, before others read them. Collective."""
         self._runtime.finish_update(publishes=True)
 
     def _prepare_gradients(self) -> bool:
@@ -329,9 +325,8 @@ class ZeroOptimizer(Optimizer):
         """Forget all gradients; ``param.grad`` becomes None, whatever ``set_to_none`` says."""
         self._runtime.hooks.recover()
         self._runtime.give_up_step()
-        self._gradients.clear()
+        self._gradients.forget()
         self._adaptive.clear()
-        self._gradients.factor = GradFactor()
         self._is_scaled = self._is_unscaled = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

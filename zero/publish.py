@@ -116,4 +116,4 @@ class Publisher:
 
 def used_buckets(all_grads: Sequence[BucketGrads]) -> set[int]:
     """The buckets that have a gradient, by number: what a step changes."""
-    return {grads.bucket.index for grads in all_grads if any(grads.used)}
+    return {grads.bucket.index for grads in all_grads if grads.agreed}

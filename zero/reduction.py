@@ -39,6 +39,8 @@ class Reduction:
         """Whether backwards before the last of a step reduce inside the node alone."""
         self.loss_scale: LossScale | None = None
         """What gradients are multiplied with."""
+        self.is_unscaled = False
+        """Whether they are not any more in this step."""
 
     def prepare(self, grads: BucketGrads) -> None:
         """Make what is kept between exchanges of this bucket.
@@ -75,7 +77,7 @@ class Reduction:
         if output is None:
             work = sums.add(full, async_op=self._is_async)
         else:
-            scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
+            scale = 1.0 if self.loss_scale is None or self.is_unscaled else self.loss_scale.scale
             work = sums.reduce(output, full, scale=scale, async_op=self._is_async)
         return [] if work is None else [work]
 

@@ -188,7 +188,8 @@ class ReducedGradient(Tensor):
         raise StateError(
             f"the gradient of {name!r} is {place}, so {_requested(func)[0]} on param.grad cannot see it. Use "
             "optimizer.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, optimizer.zero_grad() to "
-            "clear gradients, or stage 0, where param.grad is the whole averaged gradient"
+            "clear gradients, zero.utils.safe_get_full_grad(param) to read one, param.grad = value to replace it, or "
+            "stage 0, where param.grad is the whole averaged gradient"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -157,9 +157,8 @@ class Runtime:
 
     def _should_reduce(self) -> bool:
         self._num_backwards += 1
-        if not self._syncs:
-            return False
-        return self.is_boundary or self.stage.reduces_every_micro_batch
+        self.reducer.facts.count(is_deferred=not self._syncs)
+        return self._syncs and (self.is_boundary or self.stage.reduces_every_micro_batch)
 
     @property
     def is_boundary(self) -> bool:
@@ -171,7 +170,7 @@ class Runtime:
     @property
     def is_within_step(self) -> bool:
         """Whether gradients of a step that is not taken yet are held."""
-        return self._num_backwards > 0 and any(any(g.used) or any(g.written) for g in self.reducer.all)
+        return self._num_backwards > 0 and not self.reducer.is_empty
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -192,6 +191,7 @@ class Runtime:
     def step_ended(self) -> None:
         """Start the next step's bookkeeping: what is gathered, or on its way, has the old values."""
         self._num_backwards = 0
+        self.reducer.facts.end_step(self.reducer.shown.edits())
         self.gatherer.release_all()
         self.gatherer.end_iteration(Mode.TRAINING)
         self.pool.drop_unused()
@@ -215,6 +215,7 @@ class Runtime:
             details=describe_states(self.buckets, self.settings.tiers.states, inner),
             inactive=unused_link(self.buckets, self.settings.tiers.states),
         )
+        self.reducer.facts.watch(lambda: inner.param_groups)
         files, tier = self.state_files, self.settings.tiers.states
         late = [bucket for bucket in self.buckets if bucket.host is not None]
         if tier.delays_update and late:
