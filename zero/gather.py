@@ -1,7 +1,8 @@
 """Filling full parameters from shards, and letting them go: every bucket of stage 3, by the schedule.
 
     acquire: SHARDED -> pool buffer -> all-gather (primary, or inside the node from the secondary partition) -> FULL
-    release: FULL -> placeholders, buffer back to the pool, unless the schedule keeps it for its next use
+    release: FULL -> placeholders, buffer back to the pool, unless the schedule keeps it for its next use, or somebody
+             views it: then it is theirs (:mod:`zero.views`)
 
 Each use is told to a :class:`zero.schedule.Schedule`, which says what to start for later ones. Where it has no plan, in
 the first iteration and after a change of order, the ranks compare what they are about to gather.
@@ -16,9 +17,11 @@ from contextlib import suppress
 from enum import Enum
 
 import torch
+from torch import nn
+from torch.autograd.graph import increment_version
 
 from zcomm import DivergedError, Work
-from zero.bucket import Bucket, BucketState
+from zero.bucket import Bucket, BucketState, ShardInfo
 from zero.delayed import DelayedUpdate
 from zero.full_copy import FullCopy
 from zero.order_check import OrderCheck
@@ -28,6 +31,7 @@ from zero.settings import Effective, ZeroSettings
 from zero.sources import GatherOptions, Primary, Replica, Secondary
 from zero.tiers.parameter_rests import ParameterRests
 from zero.tiers.shard_rest import ShardRest
+from zero.views import OutlivingViews, has_other_views
 
 __all__ = ["Gatherer", "Mode"]
 
@@ -89,6 +93,7 @@ class Gatherer:
         """Of all gathers issued so far, in order: they match those of other ranks only if it is the same there."""
         self._num_divergences = 0 if self._check is None else self._check.num_divergences
         self.by_storage: dict[int, Bucket] = {}
+        self.views = OutlivingViews()
         self.late: DelayedUpdate | None = None
         """An update during which forward goes on: whoever gathers a bucket catches up with it."""
 
@@ -275,7 +280,11 @@ class Gatherer:
         if bucket.state is BucketState.FULL:
             full = bucket.release()
             del self.by_storage[full.untyped_storage().data_ptr()]
-            self._pool.give(full)
+            if has_other_views(full):
+                self.views.add(full, bucket)
+                self._pool.let_go(full)
+            else:
+                self._pool.give(full)
             casts = bucket.device.type != "meta" and torch.is_autocast_enabled(bucket.device.type)
             if casts and torch.is_autocast_cache_enabled():
                 torch.clear_autocast_cache()  # which would keep casts of what is released, and use them again
@@ -332,9 +341,15 @@ class Gatherer:
                 "live",
             )
 
-    def parameters_changed(self, buckets: Iterable[Bucket]) -> None:
-        """The shards of ``buckets`` have new values: replicas of the old ones are worthless."""
+    def parameters_changed(self, buckets: Iterable[Bucket], params: Iterable[nn.Parameter] | None = None) -> None:
+        """The shards of ``buckets`` have new values: replicas of the old ones are worthless.
+
+        ``params``: whose values are new, which autograd and views find out; None: all of them.
+        """
         buckets = list(buckets)
+        changed = [param for bucket in buckets for param in bucket.params] if params is None else list(params)
+        increment_version(changed)
+        self.views.outdate(buckets if params is None else {_bucket_of(param) for param in changed})
         if self._is_active:
             self._drop_idle(buckets)
         for bucket in buckets:
@@ -347,6 +362,11 @@ class Gatherer:
     def secondary_nbytes(self) -> int:
         """Bytes of the secondary partitions."""
         return sum(secondary.nbytes for secondary in self._secondary.values())
+
+
+def _bucket_of(param: nn.Parameter) -> Bucket:
+    info: ShardInfo = param.zero_shard  # type: ignore[attr-defined]
+    return info.bucket
 
 
 def _within_layers(limits: Limits, numels: list[int]) -> Limits:

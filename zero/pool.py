@@ -3,6 +3,7 @@
 Resizing storages costs three times the fill itself, so buffers are kept and handed out again.
 
 free --take--> the caller's --lend--> an exchange's --reclaim, which waits--> the caller's --give--> free
+                                                                              the caller's --let_go--> whoever views it
 
 Any other way raises StateError: a buffer that an exchange still reads or fills can neither go back nor be lent again.
 """
@@ -115,6 +116,18 @@ class BufferPool:
         whole = self._owned[at]
         poison(whole)
         self._free[whole.dtype].append(whole)
+
+    def let_go(self, buffer: Tensor) -> None:
+        """Never hand ``buffer`` out again: others view its memory, which lives as long as they do.
+
+        Raises:
+            StateError: As for :meth:`give`.
+        """
+        at = self._place_of(buffer, "let go of")
+        self._out.discard(at)
+        if buffer.numel():
+            self._taken.discard(at)
+            del self._owned[at]
 
     def _place_of(self, buffer: Tensor, change: str) -> int:
         """The address of a buffer that is the caller's; those without elements share one, and nobody reads them."""
