@@ -1,8 +1,8 @@
 """Filling full parameters from shards, and letting them go: every bucket of stage 3, by the schedule.
 
     acquire: SHARDED -> pool buffer -> all-gather (primary, or inside the node from the secondary partition) -> FULL
-    release: FULL -> placeholders, buffer back to the pool, unless the schedule keeps it for its next use, or somebody
-             views it: then it is theirs (:mod:`zero.views`)
+    release: FULL -> placeholders, buffer back to the pool, unless the schedule keeps it for its next use; what
+             somebody views still is set aside (:mod:`zero.views`)
 
 Each use is told to a :class:`zero.schedule.Schedule`, which says what to start for later ones. Where it has no plan, in
 the first iteration and after a change of order, the ranks compare what they are about to gather.
@@ -25,13 +25,13 @@ from zero.bucket import Bucket, BucketState, ShardInfo
 from zero.delayed import DelayedUpdate
 from zero.full_copy import FullCopy
 from zero.order_check import OrderCheck
-from zero.pool import BufferPool
+from zero.pool import BufferPool, num_uses
 from zero.schedule import END_OF_BACKWARD, Limits, Schedule, Start
 from zero.settings import Effective, ZeroSettings
 from zero.sources import GatherOptions, Primary, Replica, Secondary
 from zero.tiers.parameter_rests import ParameterRests
 from zero.tiers.shard_rest import ShardRest
-from zero.views import OutlivingViews, has_other_views
+from zero.views import outdate_views
 
 __all__ = ["Gatherer", "Mode"]
 
@@ -83,6 +83,8 @@ class Gatherer:
         self._check = OrderCheck(topology) if self._is_active else None
         self._works: dict[int, list[Work | None]] = {}
         """The exchanges that have started of each bucket that is being gathered."""
+        self._starting: int | None = None
+        """The bucket one of whose exchanges starts now, and is not among those yet."""
         self._in_use: dict[int, Schedule | None] = {}
         """Buckets that somebody needs, each with the schedule that was told of it."""
         self._kept: set[int] = set()
@@ -93,7 +95,6 @@ class Gatherer:
         """Of all gathers issued so far, in order: they match those of other ranks only if it is the same there."""
         self._num_divergences = 0 if self._check is None else self._check.num_divergences
         self.by_storage: dict[int, Bucket] = {}
-        self.views = OutlivingViews()
         self.late: DelayedUpdate | None = None
         """An update during which forward goes on: whoever gathers a bucket catches up with it."""
 
@@ -193,16 +194,19 @@ class Gatherer:
             if self.late is not None:
                 self.late.catch_up(bucket)
             full = self._pool.take(bucket.layout.numel, bucket.dtype)
-            bucket.begin_gather(full)
-            works = self._works[bucket.index] = []
+            works: list[Work | None] = []
             self._pool.lend(works, full)
+            bucket.begin_gather(full)
+            self._works[bucket.index] = works
         if bucket.state is not BucketState.GATHERING:
             return
         assert bucket.full is not None, f"bucket {bucket.name!r} is being gathered without a buffer"
-        works, source = self._works[bucket.index], self._source(bucket)
-        for index in range(len(works), len(self._primary[bucket.index].exchanges) if stop is None else stop):
+        started, source = self._works[bucket.index], self._source(bucket)
+        for index in range(len(started), len(self._primary[bucket.index].exchanges) if stop is None else stop):
             self.checksum = zlib.crc32(f"{bucket.index}.{index}".encode(), self.checksum)
-            works.append(source.start(index, bucket.full))
+            self._starting = bucket.index
+            started.append(source.start(index, bucket.full))
+            self._starting = None
 
     def _start_over_if_diverged(self) -> bool:
         """Whether the ranks have diverged: what came before is not the same everywhere, and is forgotten."""
@@ -279,10 +283,9 @@ class Gatherer:
     def _release(self, bucket: Bucket) -> None:
         if bucket.state is BucketState.FULL:
             full = bucket.release()
-            del self.by_storage[full.untyped_storage().data_ptr()]
-            if has_other_views(full):
-                self.views.add(full, bucket)
-                self._pool.let_go(full)
+            self.by_storage.pop(full.untyped_storage().data_ptr(), None)
+            if num_uses(full) > 2:  # it is a part of the pool's
+                self._pool.set_aside(full, bucket)
             else:
                 self._pool.give(full)
             casts = bucket.device.type != "meta" and torch.is_autocast_enabled(bucket.device.type)
@@ -296,10 +299,21 @@ class Gatherer:
                 continue
             self._kept.discard(bucket.index)
             if bucket.state is BucketState.GATHERING:
+                if bucket.index not in self._works or self._starting == bucket.index:
+                    self._forget_gather(bucket)
+                    continue
                 with suppress(DivergedError):
                     self._wait(bucket)
-                    self._pool.give(bucket.abandon())
+                    full = bucket.abandon()
+                    assert full is not None, f"bucket {bucket.name!r} was being gathered without a buffer"
+                    self._pool.give(full)
             self._release(bucket)
+
+    def _forget_gather(self, bucket: Bucket) -> None:
+        """An interrupt came while exchanges started or were waited for: some may fill the buffer yet, for nobody."""
+        self._works.pop(bucket.index, None)
+        self._starting = None
+        bucket.abandon()
 
     def release_all(self) -> None:
         """No forward or backward runs any more: give every buffer back, prefetched ones too."""
@@ -349,7 +363,7 @@ class Gatherer:
         buckets = list(buckets)
         changed = [param for bucket in buckets for param in bucket.params] if params is None else list(params)
         increment_version(changed)
-        self.views.outdate(buckets if params is None else {_bucket_of(param) for param in changed})
+        outdate_views(self._pool, buckets if params is None else {_bucket_of(param) for param in changed})
         if self._is_active:
             self._drop_idle(buckets)
         for bucket in buckets:

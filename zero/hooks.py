@@ -162,6 +162,9 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for forward in self._forwards:
+            if forward.is_here and not forward.is_running():
+                self._saved.stop(forward.saving)
 
     def recover(self) -> None:
         """Forget what an exception or an interrupt broke off: forwards, and a backward with its half summed gradients.
@@ -267,11 +270,12 @@ class Hooks:
             )
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
-        if self._forwards and self._forwards[-1].module is not module and self._forwards[-1].is_here:
-            self.recover()  # an interrupt that the module has caught
+        if output is not None and self._forwards and self._forwards[-1].module is not module:
+            self.recover()  # the module has caught an interrupt of another
         if not self._forwards or self._forwards[-1].module is not module or not self._forwards[-1].is_here:
             return  # another hook raised before ours; or this is a copy of the model
-        self._end_forward(self._forwards.pop(), output)
+        self._end_forward(self._forwards[-1], output)
+        self._forwards.pop()
         if not self._forwards and output is not None:
             if self._mode is Mode.INFERENCE:
                 self._gatherer.end_iteration(Mode.INFERENCE)

@@ -140,8 +140,10 @@ def show(param: nn.Parameter, data: Tensor) -> None:
 
 
 def outdate(view: Tensor, name: str) -> None:
-    """Take its memory from ``view``, which shows values that parameter ``name`` does not have any more."""
-    view.data = placeholder(view.shape, view.dtype, view.device)
+    """Let any use of ``view`` raise: it shows values that parameter ``name`` does not have any more.
+
+    It keeps its memory, for an array of NumPy's may rely on that.
+    """
     view.__class__ = _outdated_class(type(view))
     view.zero_view_of = name  # type: ignore[attr-defined]
 
