@@ -46,6 +46,9 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
 ) -> Iterator[None]:
     """Hold ``params`` whole inside the block; collective, the same parameters on every rank.
 
+    What autograd records inside may run backward later: parameters are gathered again for it. At stage 3 a view that
+    is kept after the block has the values of the block, until they change: using it then is a StateError.
+
     Args:
         params: One parameter or several, of one or more models. Those that are not sharded are whole anyway.
         modifier_rank: None: nothing may be changed inside. A rank: what it changes in ``params`` is taken over by every
@@ -85,6 +88,8 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
                 if modifier_rank is not None:
                     stack.enter_context(owner.modified(slots, modifier_rank))
                 stack.enter_context(_agreed_block(owner, [] if modifier_rank is not None else _of(slots)))
+                if isinstance(owner, Runtime):
+                    stack.enter_context(owner.hooks.saving())
             has_all()
         yield
 

@@ -271,11 +271,10 @@ class Bucket:
         assert full is not None, f"bucket {self.name!r} was full without a buffer"
         return full
 
-    def abandon(self) -> Tensor:
-        """Give up a gather, all exchanges of which have ended; returns the buffer."""
+    def abandon(self) -> Tensor | None:
+        """Give up a gather; returns the buffer, which is free if all its exchanges have ended."""
         self._move(BucketState.SHARDED)
         full, self.full = self.full, None
-        assert full is not None, f"bucket {self.name!r} was being gathered without a buffer"
         return full
 
     def master_pieces(self, stage: Stage, shard_index: int) -> list[tuple[Piece, Tensor]]:

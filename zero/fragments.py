@@ -149,7 +149,7 @@ def _set_master(place: Place, own: Tensor) -> None:
     runtime, bucket = place.runtime, place.bucket
     with runtime.in_memory([bucket], is_changed=True):
         bucket.master[place.part].copy_(own)
-    runtime.publish([bucket])
+    runtime.publish([bucket], params=[bucket.params[place.slot]])
     if not runtime.stage.shards_parameters:
         return
     if bucket.state is not BucketState.SHARDED:  # gathered, or on its way, with the old value

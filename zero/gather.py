@@ -1,7 +1,8 @@
 """Filling full parameters from shards, and letting them go: every bucket of stage 3, by the schedule.
 
     acquire: SHARDED -> pool buffer -> all-gather (primary, or inside the node from the secondary partition) -> FULL
-    release: FULL -> placeholders, buffer back to the pool, unless the schedule keeps it for its next use
+    release: FULL -> placeholders, buffer back to the pool, unless the schedule keeps it for its next use; what
+             somebody views still is set aside (:mod:`zero.views`)
 
 Each use is told to a :class:`zero.schedule.Schedule`, which says what to start for later ones. Where it has no plan, in
 the first iteration and after a change of order, the ranks compare what they are about to gather.
@@ -16,19 +17,22 @@ from contextlib import suppress
 from enum import Enum
 
 import torch
+from torch import nn
+from torch.autograd.graph import increment_version
 
 from zcomm import DivergedError, Work
 from zcomm.calls import in_bucket
-from zero.bucket import Bucket, BucketState
+from zero.bucket import Bucket, BucketState, ShardInfo
 from zero.delayed import DelayedUpdate
 from zero.full_copy import FullCopy
 from zero.order_check import OrderCheck
-from zero.pool import BufferPool
+from zero.pool import BufferPool, num_uses
 from zero.schedule import END_OF_BACKWARD, Limits, Schedule, Start
 from zero.settings import Effective, ZeroSettings
 from zero.sources import GatherOptions, Primary, Replica, Secondary
 from zero.tiers.parameter_rests import ParameterRests
 from zero.tiers.shard_rest import ShardRest
+from zero.views import outdate_views
 
 __all__ = ["Gatherer", "Mode"]
 
@@ -80,6 +84,8 @@ class Gatherer:
         self._check = OrderCheck(topology) if self._is_active else None
         self._works: dict[int, list[Work | None]] = {}
         """The exchanges that have started of each bucket that is being gathered."""
+        self._starting: int | None = None
+        """The bucket one of whose exchanges starts now, and is not among those yet."""
         self._in_use: dict[int, Schedule | None] = {}
         """Buckets that somebody needs, each with the schedule that was told of it."""
         self._kept: set[int] = set()
@@ -189,17 +195,20 @@ class Gatherer:
             if self.late is not None:
                 self.late.catch_up(bucket)
             full = self._pool.take(bucket.layout.numel, bucket.dtype)
-            bucket.begin_gather(full)
-            works = self._works[bucket.index] = []
+            works: list[Work | None] = []
             self._pool.lend(works, full)
+            bucket.begin_gather(full)
+            self._works[bucket.index] = works
         if bucket.state is not BucketState.GATHERING:
             return
         assert bucket.full is not None, f"bucket {bucket.name!r} is being gathered without a buffer"
-        works, source = self._works[bucket.index], self._source(bucket)
-        for index in range(len(works), len(self._primary[bucket.index].exchanges) if stop is None else stop):
+        started, source = self._works[bucket.index], self._source(bucket)
+        for index in range(len(started), len(self._primary[bucket.index].exchanges) if stop is None else stop):
             self.checksum = zlib.crc32(f"{bucket.index}.{index}".encode(), self.checksum)
+            self._starting = bucket.index
             with in_bucket(bucket.name):
-                works.append(source.start(index, bucket.full))
+                started.append(source.start(index, bucket.full))
+            self._starting = None
 
     def _start_over_if_diverged(self) -> bool:
         """Whether the ranks have diverged: what came before is not the same everywhere, and is forgotten."""
@@ -276,8 +285,11 @@ class Gatherer:
     def _release(self, bucket: Bucket) -> None:
         if bucket.state is BucketState.FULL:
             full = bucket.release()
-            del self.by_storage[full.untyped_storage().data_ptr()]
-            self._pool.give(full)
+            self.by_storage.pop(full.untyped_storage().data_ptr(), None)
+            if num_uses(full) > 2:  # it is a part of the pool's
+                self._pool.set_aside(full, bucket)
+            else:
+                self._pool.give(full)
             casts = bucket.device.type != "meta" and torch.is_autocast_enabled(bucket.device.type)
             if casts and torch.is_autocast_cache_enabled():
                 torch.clear_autocast_cache()  # which would keep casts of what is released, and use them again
@@ -289,10 +301,21 @@ class Gatherer:
                 continue
             self._kept.discard(bucket.index)
             if bucket.state is BucketState.GATHERING:
+                if bucket.index not in self._works or self._starting == bucket.index:
+                    self._forget_gather(bucket)
+                    continue
                 with suppress(DivergedError):
                     self._wait(bucket)
-                    self._pool.give(bucket.abandon())
+                    full = bucket.abandon()
+                    assert full is not None, f"bucket {bucket.name!r} was being gathered without a buffer"
+                    self._pool.give(full)
             self._release(bucket)
+
+    def _forget_gather(self, bucket: Bucket) -> None:
+        """An interrupt came while exchanges started or were waited for: some may fill the buffer yet, for nobody."""
+        self._works.pop(bucket.index, None)
+        self._starting = None
+        bucket.abandon()
 
     def release_all(self) -> None:
         """No forward or backward runs any more: give every buffer back, prefetched ones too."""
@@ -334,9 +357,15 @@ class Gatherer:
                 "live",
             )
 
-    def parameters_changed(self, buckets: Iterable[Bucket]) -> None:
-        """The shards of ``buckets`` have new values: replicas of the old ones are worthless."""
+    def parameters_changed(self, buckets: Iterable[Bucket], params: Iterable[nn.Parameter] | None = None) -> None:
+        """The shards of ``buckets`` have new values: replicas of the old ones are worthless.
+
+        ``params``: whose values are new, which autograd and views find out; None: all of them.
+        """
         buckets = list(buckets)
+        changed = [param for bucket in buckets for param in bucket.params] if params is None else list(params)
+        increment_version(changed)
+        outdate_views(self._pool, buckets if params is None else {_bucket_of(param) for param in changed})
         if self._is_active:
             self._drop_idle(buckets)
         for bucket in buckets:
@@ -349,6 +378,11 @@ class Gatherer:
     def secondary_nbytes(self) -> int:
         """Bytes of the secondary partitions."""
         return sum(secondary.nbytes for secondary in self._secondary.values())
+
+
+def _bucket_of(param: nn.Parameter) -> Bucket:
+    info: ShardInfo = param.zero_shard  # type: ignore[attr-defined]
+    return info.bucket
 
 
 def _within_layers(limits: Limits, numels: list[int]) -> Limits:

@@ -4,54 +4,36 @@
     backward:              a gradient reaches a unit's output -> acquire;  its inputs' gradients are done -> release
     a parameter's gradient: copied into its bucket by autograd's post-accumulate hook
 
-Autograd saves views of a bucket's buffer, which is gone before backward: inside the model's forward they are saved as
-(bucket, offset, size, stride) instead, and looked up again, gathering if needed, when backward asks for them. All else
-is left to the hooks that a user has around the forward; activation checkpointing saves nothing at all.
+What autograd saves inside the model's forward goes through :mod:`zero.saved_tensors`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from threading import Lock
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from zcomm import StateError
 from zero.bucket import Bucket
+from zero.forwards import RunningForward, calling_frame
 from zero.gather import Gatherer, Mode
 from zero.grads import Reducer
+from zero.saved_tensors import SavedTensors
 from zero.stages import Stage
 from zero.units import Unit, external_parameters, is_compiled, own_parameters
 
 __all__ = ["Hooks"]
 
 logger = logging.getLogger("zero")
-
-
-@dataclass(frozen=True, slots=True)
-class SavedView:
-    """What autograd keeps instead of a view of a bucket's buffer."""
-
-    bucket: Bucket
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SavedElsewhere:
-    """What hooks around ours have made of a tensor, and how they get it back."""
-
-    packed: Any
-    unpack: Callable[[Any], Tensor]
 
 
 class RunningBackward:
@@ -107,12 +89,14 @@ class Hooks:
         self._shards_parameters = stage.shards_parameters
         self._buckets_of: dict[nn.Module, list[Bucket]] = {}
         self._unit_modules: set[nn.Module] = set()
-        self._forwards: list[tuple[nn.Module, AbstractContextManager[Any] | None]] = []
-        """Modules whose forward runs, outermost first, each with the saving of tensors that began with it."""
+        self._forwards: list[RunningForward] = []
+        """Outermost first."""
+        self._entering = Lock()
         self._mode = Mode.INFERENCE
         """What the outermost of these is part of."""
         self._backward: ReferenceType[RunningBackward] | None = None
         self._is_idle = False
+        self._saved = SavedTensors(gatherer, self._begin_backward)
         self._handles: list[Any] = []
         self._arrivals: list[tuple[dict[int, Any], int]] = []
         """Of each trainable parameter all hooks, and the number of the one that takes its gradient over."""
@@ -158,7 +142,7 @@ class Hooks:
         """Gather ``bucket`` for the innermost module whose forward runs, now and from now on; False if none does."""
         if not self._forwards:
             return False
-        module = self._forwards[-1][0]
+        module = self._forwards[-1].module
         if self._gatherer.speaks:
             logger.info(
                 "%r is used by the forward of a %s that does not own it: gathered for it from here on",
@@ -181,18 +165,34 @@ class Hooks:
             handle.remove()
         self._handles.clear()
         self._arrivals.clear()
+        for forward in self._forwards:
+            if forward.is_here and not forward.is_running():
+                self._saved.stop(forward.saving)
 
     def recover(self) -> None:
-        """Forget a backward that an exception broke off, with the gradients it left half summed."""
+        """Forget what an exception or an interrupt broke off: forwards, and a backward with its half summed gradients.
+
+        torch ends a forward's hooks after an Exception only.
+        """
+        if self._forwards and not self._forwards[-1].is_running():
+            while self._forwards and not self._forwards[-1].is_running():
+                self._end_forward(self._forwards.pop(), None)
+            if not self._forwards and (self._backward is None or self._backward() is None):
+                self._gatherer.release_all()
         if self._backward is not None and self._backward() is None:
             self._backward = None
             logger.warning("a backward ended with an exception: gradients since the last zero_grad() are dropped")
-            self._drop_step()
+            self.drop_step()
 
-    def _drop_step(self) -> None:
+    def drop_step(self) -> None:
+        """Forget the gradients of a step that something broke off, and what is gathered."""
         self._give_up_step()
         self._gatherer.release_all()
         self._gatherer.abandon_iteration(Mode.TRAINING)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Inside, autograd saves what it can ask for in any backward; below stage 3 it does so anyway."""
+        return self._saved.saving() if self._shards_parameters else nullcontext()
 
     @contextmanager
     def idle_without_gradients(self) -> Iterator[None]:
@@ -231,14 +231,19 @@ class Hooks:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module not in self._buckets_of or (self._is_idle and not torch.is_grad_enabled()):
             return
-        is_recomputing = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
-        if not self._forwards:
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        is_recomputing = torch.is_grad_enabled() and is_in_backward
+        forward = RunningForward(module, calling_frame())
+        with self._entering:
             self.recover()
+            self._check_thread(is_in_backward=is_in_backward)
+            self._forwards.append(forward)
+        if len(self._forwards) == 1:
             self._unpin()
             is_training = is_recomputing or (torch.is_grad_enabled() and module.training)
             self._mode = Mode.TRAINING if is_training else Mode.INFERENCE
             self._gatherer.abandon_iteration(Mode.INFERENCE)
-        self._forwards.append((module, self._start_saving()))
+        forward.saving = self._saved.start()
         if is_recomputing:  # under activation checkpointing
             self._begin_backward()
         for bucket in self._buckets_of[module]:
@@ -260,73 +265,45 @@ class Hooks:
                 bucket.is_pinned = False
                 self._gatherer.release_if_unneeded(bucket)
 
-    def _start_saving(self) -> AbstractContextManager[Any] | None:
-        """Pack what autograd saves from here on, if nobody does that already."""
-        if not torch.is_grad_enabled():
-            return None
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        pack = None if outer is None else outer[0]
-        if getattr(pack, "func", None) == self._pack or getattr(pack, "__module__", "") == "torch.utils.checkpoint":
-            return None
-        context = saved_tensors_hooks(partial(self._pack, outer), self._unpack)
-        context.__enter__()
-        return context
+    def _check_thread(self, *, is_in_backward: bool) -> None:
+        """A forward may begin: the threads of autograd's engine go on with what the thread that waits for them does."""
+        is_taken = not self._forwards[-1].is_here if self._forwards else self._backward is not None
+        if is_taken and not is_in_backward:
+            raise StateError(
+                "two threads use one model at stage 3 at a time, and they would gather and release its parameters for "
+                "each other: let one thread finish its forward or backward first, with a lock around both, say"
+            )
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
-        if not self._forwards or self._forwards[-1][0] is not module:
+        if output is not None and self._forwards and self._forwards[-1].module is not module:
+            self.recover()  # the module has caught an interrupt of another
+        if not self._forwards or self._forwards[-1].module is not module or not self._forwards[-1].is_here:
             return  # another hook raised before ours; or this is a copy of the model
-        buckets = self._buckets_of[module]
-        uses_in_backward = module in self._unit_modules and torch.is_grad_enabled() and not _only_looks_up(module)
-        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
-        for tensor in outputs:
-            aliased = self._bucket_under(tensor)
-            if aliased is not None:  # a parameter, or a view of one, leaves the module
-                aliased.is_pinned = True
-            if uses_in_backward and tensor.requires_grad:
-                tensor.register_hook(lambda _: self._start_of_use_in_backward(buckets))  # type: ignore[no-untyped-call]
-        for bucket in buckets:
-            bucket.forward_depth = max(bucket.forward_depth - 1, 0)
-            self._gatherer.release_if_unneeded(bucket, may_keep=output is not None)  # None: after an exception
-        _, context = self._forwards.pop()
-        if context is not None:
-            context.__exit__(None, None, None)
+        self._end_forward(self._forwards[-1], output)
+        self._forwards.pop()
         if not self._forwards and output is not None:
             if self._mode is Mode.INFERENCE:
                 self._gatherer.end_iteration(Mode.INFERENCE)
             if torch._C._current_graph_task_id() == -1:
                 self._gatherer.agree()
 
-    def _bucket_under(self, tensor: Tensor) -> Bucket | None:
-        if tensor.layout is not torch.strided or getattr(type(tensor), "is_released", False):
-            return None
-        return self._gatherer.by_storage.get(tensor.untyped_storage().data_ptr())
-
-    def _pack(
-        self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None, tensor: Tensor
-    ) -> Tensor | SavedView | SavedElsewhere:
-        bucket = self._bucket_under(tensor)
-        if bucket is None:
-            if outer is not None:
-                return SavedElsewhere(outer[0](tensor), outer[1])
-            return tensor if tensor.grad_fn is None else tensor.detach()  # a node that held its output would not die
-        return SavedView(bucket, int(tensor.storage_offset()), tensor.size(), tensor.stride())
-
-    def _unpack(self, saved: Tensor | SavedView | SavedElsewhere) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        if isinstance(saved, SavedElsewhere):
-            return saved.unpack(saved.packed)
-        bucket = saved.bucket
-        is_in_backward = torch._C._current_graph_task_id() != -1
-        if is_in_backward:
-            self._begin_backward()
-            bucket.is_held_by_backward = True
-        else:
-            bucket.is_pinned = True
-        self._gatherer.acquire(bucket, Mode.TRAINING if is_in_backward else None)
-        assert bucket.full is not None, f"bucket {bucket.name!r} is full without a buffer"
-        view = bucket.full.as_strided(saved.size, saved.stride, saved.offset)
-        return view.clone() if torch.is_grad_enabled() else view  # create_graph=True: this backward saves it, too
+    def _end_forward(self, forward: RunningForward, output: Any) -> None:
+        """``output``: None after an exception."""
+        if forward.is_here:
+            self._saved.stop(forward.saving)
+        module = forward.module
+        buckets = self._buckets_of[module]
+        uses_in_backward = module in self._unit_modules and torch.is_grad_enabled() and not _only_looks_up(module)
+        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        for tensor in outputs:
+            aliased = self._saved.bucket_under(tensor)
+            if aliased is not None:  # a parameter, or a view of one, leaves the module
+                aliased.is_pinned = True
+            if uses_in_backward and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._start_of_use_in_backward(buckets))  # type: ignore[no-untyped-call]
+        for bucket in buckets:
+            bucket.forward_depth = max(bucket.forward_depth - 1, 0)
+            self._gatherer.release_if_unneeded(bucket, may_keep=output is not None)
 
     def _begin_backward(self) -> None:
         self.recover()
@@ -356,8 +333,8 @@ class Hooks:
         try:
             self._reducer.end_backward()
             self._gatherer.agree()
-        except Exception:
-            self._drop_step()
+        except BaseException:
+            self.drop_step()
             raise
         for bucket in self._gatherer.by_storage.copy().values():
             bucket.is_held_by_backward = False

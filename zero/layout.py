@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,6 +91,14 @@ class BucketLayout:
             slots.append(Slot(name, tuple(shape), offset, end))
             offset = end
         return cls(tuple(slots), world_size, align)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return [slot.end for slot in self.slots]
+
+    def slot_at(self, offset: int) -> int:
+        """The number of the slot that element ``offset`` is in; the last one's for what lies behind them all."""
+        return min(bisect_right(self._ends, offset), len(self.slots) - 1)
 
     @cached_property
     def shard_numel(self) -> int:

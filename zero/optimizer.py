@@ -273,21 +273,21 @@ class ZeroOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        runtime = self._runtime
-        runtime.hooks.recover()
+        (runtime := self._runtime).hooks.recover()
         runtime.check_model_unchanged()
-        runtime.reducer.flush()
         before, adaptive = (self._gradients.factor, self._is_unscaled), self._adaptive.state_dict()
         scale = None if self.loss_scale is None else self.loss_scale.state_dict()
         try:
+            runtime.reducer.flush()
             self.was_step_applied = self._prepare_gradients()
             runtime.step_ended()
             if not self.was_step_applied:
                 runtime.finish_update(publishes=True)
             elif self._update.run():
                 self.zero_grad()
-        except Exception:  # so that the step can be tried again
+        except BaseException as error:  # so that the step can be tried again
             self.was_step_applied = False
+            self._update.broken_off(error)
             if self._update.folds:
                 self._gradients.factor, self._is_unscaled = before
             if self.loss_scale is not None and scale is not None:

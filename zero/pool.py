@@ -3,6 +3,7 @@
 Resizing storages costs three times the fill itself, so buffers are kept and handed out again.
 
 free --take--> the caller's --lend--> an exchange's --reclaim, which waits--> the caller's --give--> free
+                  the caller's --set_aside--> viewed by somebody else, who must not see it change; then free
 
 Any other way raises StateError: a buffer that an exchange still reads or fills can neither go back nor be lent again.
 """
@@ -10,6 +11,7 @@ Any other way raises StateError: a buffer that an exchange still reads or fills 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +19,22 @@ from torch import Tensor
 from zcomm import DivergedError, StateError, Work
 from zero.poison import poison
 
-__all__ = ["BufferPool"]
+__all__ = ["Aside", "BufferPool", "num_uses"]
+
+
+def num_uses(tensor: Tensor) -> int:
+    """How many tensors share the memory of ``tensor``, itself included; those that autograd keeps count, too."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # this storage object is a user
+
+
+@dataclass(slots=True, eq=False)
+class Aside:
+    """A buffer that somebody views still."""
+
+    buffer: Tensor
+    of: object
+    """Whose values the views show; None: nobody's, for these have changed since."""
 
 
 class BufferPool:
@@ -33,9 +50,12 @@ class BufferPool:
         """Handed out now."""
         self._lent: dict[int, Sequence[Work | None]] = {}
         """Of those, what an exchange uses, with its works."""
+        self._aside: list[Aside] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat buffer of ``numel`` elements; its contents are undefined."""
+        if self._aside:
+            self.viewed()
         free = self._free.setdefault(dtype, [])
         fitting = [i for i, buffer in enumerate(free) if numel <= buffer.numel() <= 2 * numel]
         if fitting:
@@ -115,6 +135,25 @@ class BufferPool:
         whole = self._owned[at]
         poison(whole)
         self._free[whole.dtype].append(whole)
+
+    def set_aside(self, buffer: Tensor, of: object) -> None:
+        """As :meth:`give`, but nobody gets it as long as anything else views its memory, which shows ``of``.
+
+        Raises:
+            StateError: As for :meth:`give`.
+        """
+        at = self._place_of(buffer, "set aside")
+        self._out.discard(at)
+        self._aside.append(Aside(self._owned[at], of))
+
+    def viewed(self) -> list[Aside]:
+        """What was set aside and is viewed still. The rest is free now."""
+        for each in self._aside.copy():
+            if num_uses(each.buffer) == 1:
+                self._aside.remove(each)
+                poison(each.buffer)
+                self._free[each.buffer.dtype].append(each.buffer)
+        return self._aside
 
     def _place_of(self, buffer: Tensor, change: str) -> int:
         """The address of a buffer that is the caller's; those without elements share one, and nobody reads them."""

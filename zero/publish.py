@@ -3,13 +3,14 @@
 full buffers, below stage 3 and of residents     gathered from the shards, but for those of ``mode="delta"``
 these, and replicas, ``mode="delta_hpz"``        after a step the changes of the buckets it used, else exactly
 everything gathered or kept for later            forgotten
+what autograd has saved, and views               out of date: their use is an error
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from zcomm import Topology
 from zero.agreement import on_every_rank
@@ -22,7 +23,7 @@ from zero.stages import Stage
 from zero.tiers.parameter_rests import ParameterRests
 from zero.tiers.state_files import StateFiles
 
-__all__ = ["Publisher", "used_buckets"]
+__all__ = ["Publisher", "used_buckets", "used_parameters"]
 
 
 class Publisher:
@@ -40,7 +41,14 @@ class Publisher:
         self._rests, self._state_files = rests, state_files
         self.published = Published(topology, is_always_full=not stage.shards_parameters)
 
-    def publish(self, buckets: Sequence[Bucket], *, are_written: bool, changed: set[int] | None) -> None:
+    def publish(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        are_written: bool,
+        changed: set[int] | None,
+        params: Collection[nn.Parameter] | None,
+    ) -> None:
         """Bring what the forward reads in line with the masters. Collective.
 
         Args:
@@ -48,6 +56,7 @@ class Publisher:
             are_written: The shards are in line already.
             changed: Numbers of the buckets that a step has changed, and whose changes are yet to be sent; None: it was
                 no step.
+            params: Whose values are new; None: those of all ``buckets``.
         """
         if not are_written:
             self._update_shards(buckets)
@@ -60,7 +69,7 @@ class Publisher:
         for work in works:
             work.wait()
         self._rests.agree(even_unread=True)
-        self._are_published(buckets)
+        self._are_published(buckets, params)
 
     def hold(self, shards: Mapping[Bucket, Tensor]) -> None:
         """Let replicas, or full buffers with changes, hold these values of shards instead of the masters'. Collective.
@@ -72,13 +81,13 @@ class Publisher:
             self._gatherer.replicas[bucket.index].refresh(values.to(bucket.device, bucket.dtype))
         self._are_published(shards)
 
-    def _are_published(self, buckets: Iterable[Bucket]) -> None:
+    def _are_published(self, buckets: Iterable[Bucket], params: Collection[nn.Parameter] | None = None) -> None:
         """Replicas wait by themselves; full buffers are read by anybody, at any time."""
         for bucket in buckets if not self._stage.shards_parameters else ():
             if (copy := self._gatherer.replicas.get(bucket.index)) is not None:
                 copy.wait()
         self.published.remember(buckets)
-        self._gatherer.parameters_changed(buckets)
+        self._gatherer.parameters_changed(buckets, params)
 
     def _send_to_replicas(self, buckets: Sequence[Bucket], changed: set[int] | None) -> None:
         """Asynchronously."""
@@ -117,3 +126,8 @@ class Publisher:
 def used_buckets(all_grads: Sequence[BucketGrads]) -> set[int]:
     """The buckets that have a gradient, by number: what a step changes."""
     return {grads.bucket.index for grads in all_grads if grads.agreed}
+
+
+def used_parameters(all_grads: Sequence[BucketGrads]) -> list[nn.Parameter]:
+    """The parameters that have a gradient."""
+    return [param for grads in all_grads for param, used in zip(grads.bucket.params, grads.used, strict=True) if used]

@@ -4,7 +4,8 @@ A released parameter keeps its identity, logical shape, dtype and autograd hooks
 ``__torch_function__`` refuses every use of its values, and its memory is one NaN: what slips past Python cannot yield a
 plausible number. A gathered parameter has its own class back, so access costs nothing then. The ``.grad`` of a
 parameter whose gradient is sharded is a :class:`ReducedGradient` in the same way, so that
-``torch.nn.utils.clip_grad_norm_`` raises instead of clipping by the norm of nothing.
+``torch.nn.utils.clip_grad_norm_`` raises instead of clipping by the norm of nothing. ``outdate``
+does the same to views of a parameter that has changed since.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from zcomm import StateError
 
-__all__ = ["ReducedGradient", "hide", "is_released", "not_picklable", "placeholder", "show"]
+__all__ = ["ReducedGradient", "hide", "is_released", "not_picklable", "outdate", "placeholder", "show"]
 
 METADATA = frozenset(
     {
@@ -152,6 +153,43 @@ def show(param: nn.Parameter, data: Tensor) -> None:
     if getattr(cls, "is_released", False):
         param.__class__ = cls.gathered_class  # type: ignore[attr-defined]
     param.data = data
+
+
+def outdate(view: Tensor, name: str) -> None:
+    """Let any use of ``view`` raise: it shows values that parameter ``name`` does not have any more.
+
+    It keeps its memory, for an array of NumPy's may rely on that.
+    """
+    view.__class__ = _outdated_class(type(view))
+    view.zero_view_of = name  # type: ignore[attr-defined]
+
+
+@cache
+def _outdated_class(cls: type) -> type:
+    own = {"__torch_function__": classmethod(_refuse_outdated), "__repr__": _describe_outdated, "is_outdated": True}
+    return type(cls.__name__, (cls,), own | {"__module__": cls.__module__})
+
+
+def _refuse_outdated(
+    cls: type,  # noqa: ARG001
+    func: Callable[..., Any],
+    types: Sequence[type],  # noqa: ARG001
+    args: Sequence[Any] = (),
+    kwargs: Any = None,
+) -> Any:
+    if _is_metadata(func):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    view = next(a for a in _flatten((args, kwargs)) if getattr(type(a), "is_outdated", False))
+    raise StateError(
+        f"a view of {view.zero_view_of!r} was used by {_requested(func)[0]} after that parameter had changed (stage 3 "
+        "holds a shard of it on each rank, and the view has the old values). Remedies: make the view again from the "
+        "parameter in each forward, or inside zero.GatheredParameters([param]); or clone() what is to keep its values"
+    )
+
+
+def _describe_outdated(self: Tensor) -> str:
+    return f"<outdated view of {self.zero_view_of!r}, shape {tuple(self.shape)}>"  # type: ignore[attr-defined]
 
 
 class ReducedGradient(Tensor):

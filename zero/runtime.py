@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zcomm import StateError, Topology, control
+from zcomm import StateError, Topology
 from zero.agreement import on_every_rank
 from zero.away import Away
 from zero.bucket import Bucket, BucketState, ShardInfo, is_managed, master_dtype
@@ -38,6 +38,7 @@ from zero.tiers.gradient_files import GradientFiles
 from zero.tiers.parameter_rests import ParameterRests, ShardPlan
 from zero.tiers.settings import Tier
 from zero.tiers.tracked_rest import Tracked
+from zero.user_edits import Edits
 
 __all__ = ["Runtime"]
 
@@ -76,6 +77,8 @@ class Runtime:
         self.gatherer = Gatherer(self.buckets, options, settings, self.effective, self.pool, self.rests, speaks=speaks)
         self.compare, self.is_closed = self.gatherer.compare, False
         self._publisher = Publisher(topology, self.stage, self.gatherer, self.rests, self.state_files)
+        edits = Edits(self.stage, topology, lambda buckets: self.in_memory(buckets, is_changed=True), self.publish)
+        self.modified, self.take_values = edits.modified, edits.take_values
         try:
             self._build(plan)
         except Exception:
@@ -196,9 +199,16 @@ class Runtime:
         self.gatherer.end_iteration(Mode.TRAINING)
         self.pool.drop_unused()
 
-    def publish(self, buckets: list[Bucket], *, are_written: bool = False, changed: set[int] | None = None) -> None:
+    def publish(
+        self,
+        buckets: list[Bucket],
+        *,
+        are_written: bool = False,
+        changed: set[int] | None = None,
+        params: Collection[nn.Parameter] | None = None,
+    ) -> None:
         """Bring what the forward reads in line with the masters: see :meth:`zero.publish.Publisher.publish`."""
-        self._publisher.publish(buckets, are_written=are_written, changed=changed)
+        self._publisher.publish(buckets, are_written=are_written, changed=changed, params=params)
 
     def hold(self, shards: Mapping[Bucket, Tensor]) -> None:
         """Let replicas have these values instead: see :meth:`zero.publish.Publisher.hold`."""
@@ -258,8 +268,8 @@ class Runtime:
         self.check_present()
         for bucket in buckets:
             bucket.forward_depth += 1
-        self.gatherer.acquire_all(buckets)
         try:
+            self.gatherer.acquire_all(buckets)
             yield
         finally:
             for bucket in buckets:
@@ -329,44 +339,6 @@ class Runtime:
             yield bucket.views(full)
         finally:
             self.pool.give(full)
-
-    @contextmanager
-    def modified(self, slots: Mapping[Bucket, Collection[int]], rank: int) -> Iterator[None]:
-        """What ``rank`` changes inside, in these parameters of full buckets, is taken over by every rank.
-
-        Elements that it leaves as they are keep their masters, of which the forward sees only a rounding.
-        """
-        row = self.topology.shard_index("local")
-        before = {bucket: bucket.own_rows(self.stage, row).clone() for bucket in slots}
-        try:
-            yield
-        finally:
-            for bucket in slots:
-                bucket.take_back()
-            self.take_values(slots, rank, before)
-
-    def take_values(
-        self, slots: Mapping[Bucket, Collection[int]], rank: int, before: Mapping[Bucket, Tensor] | None = None
-    ) -> None:
-        """Take over ``rank``'s values of these parameters of full buckets, where they differ from ``before``."""
-        for bucket, chosen in slots.items():
-            self._take_values(bucket, chosen, rank, None if before is None else before[bucket])
-        self.publish(list(slots))
-
-    def _take_values(self, bucket: Bucket, chosen: Collection[int], rank: int, before: Tensor | None) -> None:
-        with self.in_memory([bucket], is_changed=True):
-            assert bucket.full is not None, "values can only be taken from full parameters"
-            control.broadcast_(bucket.full, rank, self.topology)
-            row = self.topology.shard_index("local")
-            rows = bucket.own_rows(self.stage, row)
-            base = row * rows.numel() if self.stage.shards_states else 0
-            for piece, master in bucket.master_pieces(self.stage, row):
-                if piece.slot in chosen:
-                    part = slice(piece.start - base, piece.stop - base)
-                    values = rows[part].to(master.dtype)
-                    if before is not None:
-                        values = torch.where(rows[part] == before[part], master, values)
-                    master.copy_(values)
 
     def check_model_unchanged(self) -> None:
         """Raise if a parameter was added, replaced, moved or unfrozen after construction, or changed in vain."""

@@ -205,8 +205,8 @@ class Schedule:
     def begin(self, bucket: int) -> tuple[Start, ...]:
         """A use of ``bucket`` begins, the expected one; returns what to start now."""
         position = self.position
-        self._open[bucket] = position
         self._begun.append(_Begun(bucket))
+        self._open[bucket] = position
         if bucket == END_OF_BACKWARD:
             self.end(bucket)
         return self.plan.starts[position] if self.plan is not None and self.is_following else ()

@@ -25,7 +25,7 @@ from zero.delayed import DelayedUpdate
 from zero.final_gradients import FinalGradients
 from zero.late_step import LateStep
 from zero.masters import MasterPiece
-from zero.publish import used_buckets
+from zero.publish import used_buckets, used_parameters
 from zero.runtime import Runtime
 from zero.steps import step_pieces
 from zero.tiers.file_update import FileUpdate
@@ -50,7 +50,7 @@ class Update:
         self._is_on_host = any(bucket.host is not None and not runtime.is_in_files(bucket) for bucket in trainable)
         self.folds = isinstance(inner, CPUOptimizer)
         """Whether unscaling and clipping are a factor of the update, not passes before it."""
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._changes = Changes(runtime, inner, self._pieces)
         runtime.reducer.rounds_means = self.folds
         folder = runtime.settings.bit_ledger
@@ -61,7 +61,8 @@ class Update:
         if self._failure is not None:
             raise StateError(
                 "an earlier step failed after some parameters were updated, so the optimizer is neither before nor "
-                f"after it: construct it anew and load the last checkpoint. That step's error: {self._failure}"
+                "after it: construct it anew and load the last checkpoint. That step's error: "
+                f"{str(self._failure) or type(self._failure).__name__}"
             )
 
     def run(self) -> bool:
@@ -78,6 +79,15 @@ class Update:
             StateError: An earlier one, after which that could not be said.
         """
         self.check_usable()
+        try:
+            return self._run()
+        except Exception:
+            raise
+        except BaseException as error:  # an interrupt: nobody knows how far the update has come
+            self.fail(error)
+            raise
+
+    def _run(self) -> bool:
         if self._ledger is not None:
             self._ledger.write_gradients()
         if not self.folds:
@@ -138,7 +148,12 @@ class Update:
         for bucket in self._buckets_at_once if not self.folds else []:
             bucket.update_shard()
 
-    def fail(self, error: Exception) -> None:
+    def broken_off(self, error: BaseException) -> None:
+        """``error`` has ended the step: after an interrupt no gradient may be applied a second time, or in part."""
+        if not isinstance(error, Exception):
+            self._runtime.hooks.drop_step()
+
+    def fail(self, error: BaseException) -> None:
         """Something is half done: no update will run any more."""
         self._failure = error
 
@@ -164,9 +179,11 @@ class Update:
 
     def _publish(self, buckets: list[Bucket], *, are_sent: bool = False) -> None:
         """What was updated is not taken back if that fails. ``are_sent``: changes are on their way to replicas."""
-        changed = set() if are_sent else used_buckets(self._runtime.reducer.all)
+        all_grads = self._runtime.reducer.all
+        changed = set() if are_sent else used_buckets(all_grads)
+        params = None if self._runtime.delayed is not None else used_parameters(all_grads)
         try:
-            self._runtime.publish(buckets, are_written=True, changed=changed)
+            self._runtime.publish(buckets, are_written=True, changed=changed, params=params)
             self._runtime.reducer.commit()
         except Exception as error:
             self.fail(error)
@@ -188,7 +205,7 @@ class Update:
                 self.fail(error)
                 raise
             try:
-                runtime.publish([b for b in runtime.buckets if runtime.is_in_files(b)], changed=set())
+                runtime.publish([b for b in runtime.buckets if runtime.is_in_files(b)], changed=set(), params=())
             except Exception as other:
                 self.fail(other)
             raise
