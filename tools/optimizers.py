@@ -3,9 +3,10 @@
     python tools/optimizers.py [--ranks]     writes bench/results/optimizers.md and the table in docs/optimizer.md
 
 Each is built with its defaults over a small model, asked for the verdict of ``zero.elementwise``, and then trained
-twice in float64: whole, and with its parameters laid flat and cut for three ranks, each rank an optimizer of its own over
-its pieces. That needs no code of zero. ``--ranks`` trains what was accepted with ZeroOptimizer itself, on two processes
-at stages 1 and 3. A library that is not installed is left out.
+twice in float64: whole, and with its parameters laid flat and cut for three ranks, each with an optimizer of its own
+over its pieces. That needs no code of zero. ``--ranks`` trains what was accepted with ZeroOptimizer itself, on two
+processes at stages 1 and 3. A library that is not installed is left out. ``pip install --no-deps timm pytorch_optimizer
+opt_einsum`` is enough: nothing else of them is imported.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ REASONS = {
     "steps another optimizer": "wraps another optimizer, whose state a checkpoint would lose",
     "a checkpoint would lose it": "keeps what steps change outside of its state, and a checkpoint would lose it",
     "a checkpoint holds numbers": "keeps states that a checkpoint cannot hold",
-    "has state": "makes state in a constructor that needs more than parameter groups",
+    "has state": "has state from a constructor that needs more than parameter groups",
     "so it cannot be tried": "moved nothing in the trial",
     "without a closure": "needs what a step on shards does not have: a closure, second derivatives, matrices, ...",
-    "not built": "needs more than parameter groups, such as the model",
+    "not built": "cannot be built over these parameters: wants matrices only, marks of groups, the model, ...",
 }
 
 
@@ -78,8 +79,8 @@ class Row(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The class of the refusal, which must have one."""
-        return next(text for key, text in REASONS.items() if key in self.refusal)
+        """The class of the refusal."""
+        return next((text for key, text in REASONS.items() if key in self.refusal), "another reason")
 
     @property
     def is_equal(self) -> bool:
@@ -204,7 +205,7 @@ def tried(case: Case) -> Row:
     return Row(case.library, case.name, "", off)
 
 
-def on_ranks(rank: int, number: int, stage: int) -> None:
+def on_ranks(_: int, number: int, stage: int) -> None:
     """ZeroOptimizer itself against the oracle, on one of the processes."""
     warnings.simplefilter("ignore")
     torch.compiler.set_stance("force_eager")
@@ -226,7 +227,10 @@ def on_ranks(rank: int, number: int, stage: int) -> None:
 
 def built(cls: type[Optimizer]) -> Callable[[list[dict[str, Any]]], Optimizer]:
     """Its constructor with defaults, and what it needs besides."""
-    return lambda groups: cls(groups, **NEEDED.get(cls.__name__, {}))  # type: ignore[call-arg]
+    needed: dict[str, Any] = NEEDED.get(cls.__name__, {})
+    if "Muon" in cls.__name__ or cls.__name__ == "AdaGO":  # theirs want to be told which are matrices
+        return lambda groups: cls([{**g, "use_muon": g["weight_decay"] > 0} for g in groups], **needed)
+    return lambda groups: cls(groups, **needed)
 
 
 def of_torch() -> Iterator[Case]:
@@ -295,8 +299,9 @@ def summary(rows: list[Row]) -> str:
     for row in rows:
         found[row.library, f"refused: {row.reason}" if row.refusal else "accepted"].append(f"`{row.name}`")
     lines = ["| library | verdict | optimizers |", "|---|---|---|"]
-    order = sorted(found, key=lambda key: (list(names).index(key[0]), key[1]))
-    return "\n".join(lines + [f"| {names[lib]} | {verdict} | {', '.join(found[lib, verdict])} |" for lib, verdict in order])
+    for library, verdict in sorted(found, key=lambda key: (list(names).index(key[0]), key[1])):
+        lines.append(f"| {names[library]} | {verdict} | {', '.join(found[library, verdict])} |")
+    return "\n".join(lines)
 
 
 def page(rows: list[Row], *, are_on_ranks: bool) -> str:
@@ -304,16 +309,19 @@ def page(rows: list[Row], *, are_on_ranks: bool) -> str:
     accepted = [row for row in rows if not row.refusal]
     wrong = [row for row in accepted if not row.is_equal]
     needless = [row for row in rows if row.refusal and row.is_equal]
-    ranks = "ZeroOptimizer on 2 processes, stages 1 and 3, trained all accepted ones as one process does." if are_on_ranks else ""
-    lines = [
-        "# Optimizers", "",
-        f"By `tools/optimizers.py`, with {', '.join(versions(rows).values())}. `off`: after {STEPS} steps in float64, the "
+    text = (
+        f"By `tools/optimizers.py`, with {', '.join(versions(rows).values())}. `off`: after {STEPS} float64 steps, the "
         f"distance of parameters that are flat and cut for {RANKS} ranks from those of one process, divided by the way "
-        f"these have gone. {ranks}".rstrip(), "",
-        f"{len(rows)} optimizers: {len(accepted)} accepted, of which {len(wrong)} are wrong; {len(rows) - len(accepted)} refused, of which "
-        f"{len(needless)} train alike on shards: {', '.join(f'{row.library} {row.name}' for row in needless) or 'none'}.", "",
-        "| library | optimizer | verdict | off |", "|---|---|---|---|",
-    ]  # fmt: skip
+        "these have gone."
+    )
+    if are_on_ranks:
+        text += " ZeroOptimizer on 2 processes, at stages 1 and 3, trained all accepted ones as one process does."
+    names = ", ".join(f"{row.library} {row.name}" for row in needless) or "none"
+    counts = (
+        f"{len(rows)} optimizers: {len(accepted)} accepted, of which {len(wrong)} train otherwise on shards; "
+        f"{len(rows) - len(accepted)} refused, of which {len(needless)} train alike on shards: {names}."
+    )
+    lines = ["# Optimizers", "", text, "", counts, "", "| library | optimizer | verdict | off |", "|---|---|---|---|"]
     for row in rows:
         off = f"{row.off:.1e}" if isinstance(row.off, float) else " ".join(row.off.split())[:80].replace("|", "/")
         verdict = f"refused: {row.reason}" if row.refusal else "accepted"

@@ -12,6 +12,7 @@ so that thresholds bite; the last steps are those after a million, so that warm-
 
 from __future__ import annotations
 
+import inspect
 import random
 import warnings
 from collections import Counter, deque
@@ -275,7 +276,11 @@ def _distinct(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _side(optimizer: Optimizer | type[Optimizer], options: Mapping[str, Any]) -> int:
     """Of the large matrix: above the sizes that the settings name."""
-    settings = [options] if isinstance(optimizer, type) else [vars(optimizer), *optimizer.param_groups]
+    if isinstance(optimizer, type):
+        defaults = {name: one.default for name, one in inspect.signature(optimizer).parameters.items()}
+        settings: list[Mapping[str, Any]] = [{**defaults, **options}]
+    else:
+        settings = [vars(optimizer), *optimizer.param_groups]
     named = [
         value
         for one in settings
@@ -349,4 +354,5 @@ def _seed(device: torch.device, seed: int) -> None:
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)

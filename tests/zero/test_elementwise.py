@@ -1,5 +1,6 @@
 """Which optimizers are accepted: couplings that are found, and what is no coupling."""
 
+# ruff: noqa: ARG002  (what changes a gradient is given all there is)
 from __future__ import annotations
 
 import inspect
@@ -37,7 +38,7 @@ class Changing(Optimizer):
         super().__init__(params, {"lr": lr, "count": 0, "is_on": True, **settings})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["count"] += 1
         grads = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
@@ -103,6 +104,11 @@ class Factored(Changing):
         return grad
 
 
+class FactoredFrom300(Factored):
+    def __init__(self, params: Iterable[Any], lr: float = 0.1, min_dim_size_to_factor: int = 300) -> None:
+        super().__init__(params, lr, min_dim_size_to_factor=min_dim_size_to_factor)
+
+
 class Orthogonal(Changing):
     def change(self, grad: Tensor, param: Tensor, group: dict[str, Any], grads: dict[Tensor, Tensor]) -> Tensor:
         return torch.linalg.qr(grad)[0] if grad.ndim == 2 and grad.shape[0] >= grad.shape[1] else grad
@@ -143,7 +149,7 @@ class Coin(Changing):
     """Of Python's generator: one for all elements of a rank, another on the next rank."""
 
     def change(self, grad: Tensor, param: Tensor, group: dict[str, Any], grads: dict[Tensor, Tensor]) -> Tensor:
-        return grad * random.random()  # noqa: S311
+        return grad * random.random()
 
 
 class Replacing(Changing):
@@ -180,7 +186,7 @@ class Wrapper(Optimizer):
         super().__init__(base.param_groups, dict(base.defaults))
         self.base, self.param_groups = base, base.param_groups
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.base.step()
 
 
@@ -194,6 +200,7 @@ COUPLED: dict[str, tuple[type[Changing], dict[str, Any], str]] = {
     "number of tensors": (ByNumberOfTensors, {}, "is not elementwise"),
     "factored from 128": (Factored, {}, "vector and as a matrix"),
     "factored from 300": (Factored, {"min_dim_size_to_factor": 300}, "vector and as a matrix"),
+    "factored from 300 by default": (FactoredFrom300, {}, "vector and as a matrix"),
     "orthogonal": (Orthogonal, {}, "vector and as a matrix"),
     "kernels": (OfKernels, {}, "vector and as a matrix"),
     "mean of the momentum": (MeanMomentum, {}, "depends on other elements of the tensor"),
@@ -255,7 +262,7 @@ def test_learning_rates_of_zero_hide_nothing() -> None:
 
 
 def test_a_wrapper_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Wrapper .*it steps another optimizer, 'base'"):
+    with pytest.raises(ConfigError, match=r"Wrapper .*it steps another optimizer, 'base'"):
         check_elementwise(Wrapper(SGD(nn.Linear(2, 2).parameters(), lr=0.1)), {}, CPU)
 
 
@@ -305,9 +312,9 @@ def test_state_of_steps_is_told_from_a_constructors() -> None:
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     stepped.step()  # nothing has moved, but steps are counted
-    with pytest.raises(StateError, match="Adagrad has state .* its constructor makes another"):
+    with pytest.raises(StateError, match=r"Adagrad has state .* its constructor makes another"):
         zero.ZeroOptimizer(model, stepped)
-    with pytest.raises(StateError, match="Remembering has state .* cannot be said"):
+    with pytest.raises(StateError, match=r"Remembering has state .* cannot be said"):
         zero.ZeroOptimizer(model, Remembering("x", model.parameters()))
 
 
