@@ -263,7 +263,8 @@ def of_pytorch_optimizer() -> Iterator[Case]:
     library = importlib.import_module("pytorch_optimizer")
     for name in sorted(vars(library)):
         cls = getattr(library, name)
-        if not inspect.isclass(cls) or cls.__module__.startswith("torch.") or not hasattr(cls, "step"):
+        is_optimizer = inspect.isclass(cls) and issubclass(cls, Optimizer) and not inspect.isabstract(cls)
+        if not is_optimizer or cls.__module__.startswith("torch."):
             continue
         first = list(inspect.signature(cls.__init__).parameters)[1:2]
         if first in (["params"], ["param_groups"]):

@@ -36,8 +36,10 @@ and more; settings that name another size move that up to the second."""
 STEPS, LATE_STEPS = 13, 3
 LATE = 1_260_000 - STEPS - 2
 """Added to counters before the late steps: the next ones are near a multiple of most periods that people choose."""
-SCALES = (1e-3, 1.0, 1e3)
-"""Of the gradients in the first steps; 1 later."""
+SCALES = {STEPS - 3: 1e-3, STEPS - 2: 1e3}
+"""Of the gradients in some steps; 1 in others."""
+NOISE = 0.3
+"""Of gradients, around a direction that all steps share: estimates of the distance to go grow only along one."""
 ZEROS, SHIFT = 0.1, 331
 """The part of the gradients that is exactly zero. Each step's are those of the step before, so many elements on: a
 hundredth of the time that new ones take."""
@@ -192,7 +194,8 @@ class _Trial:
             for step in range(self._num_steps):
                 if step == STEPS:
                     _make_late(optimizer)
-                gradients = self._gradients[step] * (SCALES[step] if step < len(SCALES) else 1.0)
+                noise = self._gradients[step]
+                gradients = (self._gradients[0] + NOISE * noise) * (noise != 0) * SCALES.get(step, 1.0)
                 for leaf, run in zip(leaves, runs, strict=True):
                     leaf.grad = gradients[run.start : run.stop].view(run.shape)
                 optimizer.step()
