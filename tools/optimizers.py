@@ -248,6 +248,7 @@ def of_timm() -> Iterator[Case]:
     if "timm" not in sys.modules:  # its models need torchvision
         package, models = types.ModuleType("timm"), types.ModuleType("timm.models")
         package.__path__ = list(spec.submodule_search_locations or [])
+        package.__spec__ = spec
         models.group_parameters = None  # type: ignore[attr-defined]
         sys.modules.update({"timm": package, "timm.models": models})
     optim = importlib.import_module("timm.optim")
