@@ -18,6 +18,7 @@ from zero.generation import gathered_for_generation
 from zero.init import Init
 from zero.initialize import Initialized, add_config_arguments, initialize
 from zero.large_linears import untile_linears
+from zero.lion import Lion
 from zero.load import Loaded, load_pretrained
 from zero.offload import offload_states, reload_states
 from zero.optimizer import ZeroOptimizer
@@ -42,6 +43,7 @@ __all__ = [
     "GatheredParameters",
     "Init",
     "Initialized",
+    "Lion",
     "Loaded",
     "NotAvailableError",
     "TiledLinear",

@@ -18,9 +18,11 @@ from zero.agreement import on_every_rank
 from zero.config.plan import Plan, make_plan
 from zero.config.read import Configuration, Source
 from zero.cpu_optimizer import CPUOptimizer
-from zero.masters import as_groups, build_inner, check_elementwise, check_options
+from zero.elementwise import check_elementwise
+from zero.masters import as_groups, build_inner, check_options
 from zero.model_checks import check_is_plain
 from zero.model_plan import check_model
+from zero.optimizer_copies import check_is_new
 from zero.runtime import Runtime
 from zero.same import check_same
 from zero.state_forms import check_states
@@ -78,6 +80,8 @@ def _understand(
     check_is_plain(model)
     plan = make_plan(config, options)
     as_groups(model, optimizer)
+    if isinstance(optimizer, Optimizer):
+        check_is_new(optimizer)
     device = check_model(model)
     check_carrier("training", topology, plan.settings.backend, plan.settings.kernels, device)
     check_options(optimizer, plan.optimizer_options)
@@ -95,7 +99,7 @@ def _understand(
     if isinstance(trial, CPUOptimizer):
         _check_fits_host(trial, device, [p.dtype for p in model.parameters() if p.requires_grad])
     else:
-        check_elementwise(trial, device)
+        check_elementwise(optimizer, plan.optimizer_options, device)
         check_states(trial, device)
     return plan
 

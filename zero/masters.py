@@ -1,30 +1,29 @@
 """The inner optimizer on this rank's part: which of the user's parameters it sees as what.
 
 Every parameter that this rank's shards intersect becomes one flat leaf tensor, a view of the bucket's master weights.
-Elementwise optimizers cannot tell the difference; :func:`check_elementwise` refuses the others by trying.
+Elementwise optimizers cannot tell the difference; :mod:`zero.elementwise` refuses the others by trying.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zcomm import ConfigError, StateError
+from zcomm import ConfigError
 from zero.bucket import Bucket
 from zero.cpu_optimizer import layout_of
+from zero.optimizer_copies import new_state
 from zero.settings import nearest_setting
 from zero.stages import Stage
 
 __all__ = [
-    "MasterPiece", "OptimizerStates", "build_inner", "build_pieces", "check_elementwise", "check_options",
-    "is_elementwise", "whole_storage",
+    "MasterPiece", "OptimizerStates", "build_inner", "build_pieces", "check_options", "is_elementwise",
+    "whole_storage",
 ]  # fmt: skip
 
 
@@ -99,11 +98,6 @@ def as_groups(model: nn.Module, optimizer: type[Optimizer] | Optimizer) -> list[
         )
     if isinstance(optimizer, type):
         return [{"params": list(trainable)}]
-    if optimizer.state:
-        raise StateError(
-            f"{type(optimizer).__name__} has state for {len(optimizer.state)} parameters already: construct "
-            "ZeroOptimizer before the first step, or restore with ZeroOptimizer.load_state_dict"
-        )
     known, grouped = set(named.values()), set()
     for index, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):
@@ -128,7 +122,10 @@ def build_inner(
     pieces: list[MasterPiece],
     options: Mapping[str, Any],
 ) -> Optimizer:
-    """The user's optimizer over master pieces instead of parameters; group settings are kept."""
+    """The user's optimizer over master pieces instead of parameters; group settings are kept.
+
+    State that the constructor of an instance has made is made anew, of the masters.
+    """
     masters: dict[nn.Parameter, list[Tensor]] = {}
     for piece in pieces:
         masters.setdefault(piece.param, []).append(piece.master)
@@ -136,6 +133,10 @@ def build_inner(
     if not isinstance(optimizer, type):
         for group, params in zip(optimizer.param_groups, replaced, strict=True):
             group["params"] = params
+        if optimizer.state:
+            state = new_state(optimizer, optimizer.param_groups)
+            optimizer.state.clear()
+            optimizer.state.update(state)
         return optimizer
     try:
         return optimizer([{"params": params} for params in replaced], **options)
@@ -158,55 +159,6 @@ def check_options(optimizer: type[Optimizer] | Optimizer, options: Mapping[str, 
             f"options of the optimizer go to the instance that was passed: {type(optimizer).__name__} and "
             + ", ".join(f"{key}={value!r}{nearest_setting(key)}" for key, value in options.items())
         )
-
-
-def check_elementwise(optimizer: Optimizer, device: torch.device) -> None:
-    """Refuse an optimizer whose update of an element depends on other elements, or on the tensor's shape.
-
-    Tried on 64 made-up elements: updating them as one tensor, as two halves and as a matrix must give the same values.
-    """
-    name = type(optimizer).__name__
-    try:
-        whole = _try_steps(optimizer, device, (1, -1))
-        halves = _try_steps(optimizer, device, (2, -1))
-        matrix = _try_steps(optimizer, device, (1, 8, 8))
-    except Exception as error:
-        raise ConfigError(
-            f"{name} cannot update flat shards: a step on a 1-D tensor raised {type(error).__name__}: {error}"
-        ) from error
-    if not torch.allclose(whole, halves, rtol=1e-5, atol=1e-7):
-        raise ConfigError(
-            f"{name} is not elementwise: updating 64 elements as one tensor and as two halves differs by up to "
-            f"{(whole - halves).abs().max().item():.3g}. ZeRO updates shards of tensors, so use an elementwise "
-            "optimizer (Adam, AdamW, SGD, Adagrad, RMSprop, Lion, ...)"
-        )
-    if not torch.allclose(whole, matrix, rtol=1e-5, atol=1e-7):
-        raise ConfigError(
-            f"{name} is not elementwise: it updates 64 elements as a vector and as a matrix differently, by up to "
-            f"{(whole - matrix).abs().max().item():.3g}. ZeRO updates flat shards of matrices, so use an elementwise "
-            "optimizer (Adam, AdamW, SGD, Adagrad, RMSprop, Lion, ...)"
-        )
-
-
-def _try_steps(optimizer: Optimizer, device: torch.device, shape: tuple[int, ...]) -> Tensor:
-    """The values after two steps on ``shape[0]`` tensors of shape ``shape[1:]``."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(64, generator=generator).to(device) * torch.linspace(0.1, 3, 64, device=device)
-    params = [part.clone() for part in values.view(shape)]
-    trial: Optimizer = object.__new__(type(optimizer))
-    trial.__dict__.update(optimizer.__dict__)
-    trial.__dict__.pop("step", None)  # a scheduler's wrapper of it steps the original
-    trial.state = defaultdict(dict)
-    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    if not torch.is_tensor(settings.get("lr")) and not settings.get("lr", 1):
-        settings["lr"] = 0.1  # a schedule may start at 0, where every optimizer looks elementwise
-    trial.param_groups = [{**settings, "params": params}]
-    for _ in range(2):
-        grad = torch.randn(64, generator=generator).to(device)
-        for param, part in zip(params, grad.view(shape), strict=True):
-            param.grad = part.clone()
-        trial.step()
-    return torch.cat([param.flatten() for param in params])
 
 
 def whole_storage(tensor: Tensor) -> Tensor:

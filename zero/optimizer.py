@@ -61,8 +61,8 @@ class ZeroOptimizer(Optimizer):
     Args:
         model: On its device. Its parameters keep their dtype (with float32 masters of 16-bit ones) unless the
             configuration enables fp16 or bf16. Rank 0's values are taken over by every rank.
-        optimizer: A class, built here over the model's trainable parameters with ``options``; or an instance without
-            state, whose parameter groups and settings are kept.
+        optimizer: A class, built here over the model's trainable parameters with ``options``; or an instance before its
+            first step, whose parameter groups and settings are kept.
         config: A DeepSpeed configuration, as a dict or the path of a JSON file. Its ``optimizer``, ``scheduler`` and
             batch sizes are for :func:`zero.initialize`.
         topology: Which ranks share a node, and what carries the exchanges. Default: torchrun's environment.

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from zcomm import ConfigError
 from zero.config.read import nearest
 from zero.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPULion
+from zero.lion import Lion
 
 __all__ = ["build_optimizer"]
 
@@ -19,8 +20,8 @@ KNOWN: dict[str, type[Optimizer]] = {
     name.lower(): cls
     for name, cls in vars(torch.optim).items()
     if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
-}
-"""torch's optimizers by their names in lower case."""
+} | {"lion": Lion}
+"""torch's optimizers, and one that it lacks, by their names in lower case."""
 ON_HOST: dict[str, type[Optimizer]] = {
     "adam": CPUAdam,
     "adamw": CPUAdam,
@@ -37,7 +38,7 @@ def build_optimizer(kind: str, params: dict[str, Any], parameters: Any, *, on_ho
     ``"Adam"`` is AdamW unless ``adam_w_mode`` is false, and its ``weight_decay`` is 0 if absent, as in DeepSpeed.
 
     Args:
-        kind: The name of an optimizer of torch.optim, in any case.
+        kind: The name of an optimizer of torch.optim, or Lion, in any case.
         params: Its options.
         parameters: See above.
         on_host: Masters rest in host memory: zero's own optimizer for that is taken, if it has these options and
@@ -55,7 +56,7 @@ def build_optimizer(kind: str, params: dict[str, Any], parameters: Any, *, on_ho
             if own is CPUAdam:
                 own_options["adamw_mode"] = bool(chosen.get("adam_w_mode", True)) or name == "adamw"
             return _built(own, parameters, own_options)
-        if name not in KNOWN:
+        if name == "lion":  # torch has none with other options
             _check_options(kind, own_options, list(inspect.signature(own).parameters)[1:])
     is_torchs = name in ("adam", "adamw") and bool(chosen.pop("torch_adam", False))
     if name in ("adam", "adamw"):

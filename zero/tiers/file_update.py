@@ -20,6 +20,7 @@ from zero.bucket import Bucket
 from zero.cpu_optimizer import CPUOptimizer, layout_of
 from zero.masters import MasterPiece
 from zero.moments import MomentLayout
+from zero.optimizer_copies import copy_of
 from zero.tiers.at_rest import at_rest
 from zero.tiers.gradient_files import GradientFiles, GradientInMemory
 from zero.tiers.pipeline import Pipeline
@@ -284,12 +285,8 @@ def moments_of(inner: Optimizer, dtype: torch.dtype) -> dict[str, MomentLayout]:
             "that name, or offload_optimizer.device 'cpu'"
         )
     for group in inner.param_groups:
-        trial: Optimizer = object.__new__(type(inner))
-        trial.__dict__.update(inner.__dict__)
-        trial.__dict__.pop("step", None)  # a scheduler's wrapper of it steps the original
-        trial.state = defaultdict(dict)
         param = torch.ones(3, dtype=dtype)
-        trial.param_groups = [{**group, "params": [param]}]
+        trial = copy_of(inner, [group], [[param]])
         for _ in range(2):
             param.grad = torch.ones_like(param)
             trial.step()

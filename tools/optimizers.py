@@ -1,0 +1,361 @@
+"""Which optimizers ZeroOptimizer accepts, and whether it is right: every one of torch, timm and pytorch_optimizer.
+
+    python tools/optimizers.py [--ranks]     writes bench/results/optimizers.md and the table in docs/optimizer.md
+
+Each is built with its defaults over a small model, asked for the verdict of ``zero.elementwise``, and then trained
+twice in float64: whole, and with its parameters laid flat and cut for three ranks, each with an optimizer of its own
+over its pieces. That needs no code of zero. ``--ranks`` trains what was accepted with ZeroOptimizer itself, on two
+processes at stages 1 and 3. A library that is not installed is left out. ``pip install --no-deps timm pytorch_optimizer
+opt_einsum`` is enough: nothing else of them is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import types
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.ranks import close_pools, run_ranks  # noqa: E402  (tests is no installed package)
+from zero import GatheredParameters, ZeroOptimizer  # noqa: E402
+from zero.elementwise import check_elementwise  # noqa: E402
+from zero.optimizer_copies import check_is_new  # noqa: E402
+
+RESULTS, DOCUMENT = ROOT / "bench" / "results" / "optimizers.md", ROOT / "docs" / "optimizer.md"
+MARKED = re.compile(r"(?<=<!-- optimizers -->\n).*?(?=<!-- end of optimizers -->)", re.DOTALL)
+STEPS, RANKS, EQUAL = 24, 3, 1e-6
+NEEDED: dict[str, dict[str, Any]] = {"Ranger21": {"num_iterations": 100}, "SGD": {"lr": 1e-2}}
+"""What constructors have no default for; tried with these where ``cls(params)`` fails."""
+REASONS = {
+    "draws random numbers": "random numbers, of which every rank has its own",
+    "as a vector and as a matrix": "depends on shapes: factored states, orthogonalisation, means of rows, ...",
+    "other elements of the tensor": "depends on the other elements of a tensor: norms, trust ratios, clipping, ...",
+    "other tensors of the group": "depends on other tensors: global norms, estimates of the distance, ...",
+    "other parameter groups": "depends on other parameter groups",
+    "which tensors a rank has": "depends on which tensors a rank has",
+    "steps another optimizer": "wraps another optimizer, whose state a checkpoint would lose",
+    "a checkpoint would lose it": "keeps what steps change outside of its state, and a checkpoint would lose it",
+    "a checkpoint holds numbers": "keeps states that a checkpoint cannot hold",
+    "has state": "has state from a constructor that needs more than parameter groups",
+    "so it cannot be tried": "moved nothing in the trial",
+    "without a closure": "needs what a step on shards does not have: a closure, second derivatives, matrices, ...",
+    "not built": "cannot be built over these parameters: wants matrices only, marks of groups, the model, ...",
+}
+
+
+class Case(NamedTuple):
+    """An optimizer, and how it is built over parameter groups."""
+
+    library: str
+    name: str
+    build: Callable[[list[dict[str, Any]]], Optimizer]
+
+
+class Row(NamedTuple):
+    """What came of it."""
+
+    library: str
+    name: str
+    refusal: str
+    """Empty: accepted."""
+    off: float | str
+    """How far sharded training ends from whole, of the whole way; or why it could not be had."""
+
+    @property
+    def reason(self) -> str:
+        """The class of the refusal."""
+        return next((text for key, text in REASONS.items() if key in self.refusal), "another reason")
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether shards make no difference."""
+        return isinstance(self.off, float) and self.off < EQUAL
+
+
+class Model(nn.Module):
+    """A bit of everything, with a matrix above the sizes from which states are factored or encoded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 136)
+        self.linear = nn.Linear(136, 132)
+        self.convolution = nn.Conv1d(132, 8, 3)
+        self.norm = nn.LayerNorm(8)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(8, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [batch, length - 2, 50] of tokens [batch, length]."""
+        x = nn.functional.gelu(self.linear(self.embedding(tokens))).transpose(1, 2)
+        return self.head(self.norm(self.convolution(x).transpose(1, 2)) * self.scale)
+
+
+def new_model() -> Model:
+    """The same on every call."""
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    """Of a batch that belongs to the step."""
+    tokens = torch.randint(50, (4, 9), generator=torch.Generator().manual_seed(step))
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens[:, 2:].flatten())
+
+
+def groups_of(pairs: list[tuple[Tensor, bool]]) -> list[dict[str, Any]]:
+    """Weight decay for what is, or was, a matrix."""
+    return [
+        {"params": [p for p, is_matrix in pairs if is_matrix], "weight_decay": 0.05},
+        {"params": [p for p, is_matrix in pairs if not is_matrix], "weight_decay": 0.0},
+    ]
+
+
+def over(model: nn.Module) -> list[dict[str, Any]]:
+    """Its parameter groups."""
+    return groups_of([(p, p.ndim > 1) for p in model.parameters()])
+
+
+def train_whole(case: Case) -> Tensor:
+    """All parameters after the last step, as one vector: what one process makes of them."""
+    model = new_model()
+    optimizer = case.build(over(model))
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        torch.manual_seed(step)
+        optimizer.step()
+        model.zero_grad()
+    return vector(model)
+
+
+def train_cut(case: Case) -> Tensor:
+    """The same on three ranks, each with an optimizer over its pieces of the flat parameters."""
+    model = new_model()
+    params = list(model.parameters())
+    flat, share = vector(model), -(-vector(model).numel() // RANKS)
+    ranks = []
+    for rank in range(RANKS):
+        pieces, pairs, start = [], [], 0
+        for param in params:
+            first, last = max(start, rank * share), min(start + param.numel(), (rank + 1) * share)
+            if first < last:
+                pieces.append((first, last, flat[first:last].clone().requires_grad_()))
+                pairs.append((pieces[-1][2], param.ndim > 1))
+            start += param.numel()
+        ranks.append((pieces, case.build(groups_of(pairs))))
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        gradient = torch.cat([p.grad.flatten() for p in params if p.grad is not None])
+        for rank, (pieces, optimizer) in enumerate(ranks):
+            for first, last, piece in pieces:
+                piece.grad = gradient[first:last].clone()
+            torch.manual_seed(1000 * rank + step)
+            optimizer.step()
+            for first, last, piece in pieces:
+                flat[first:last] = piece.detach()
+        model.zero_grad()
+        torch.nn.utils.vector_to_parameters(flat, params)
+    return vector(model)
+
+
+def vector(model: nn.Module) -> Tensor:
+    """All parameters."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def distance(got: Tensor, whole: Tensor) -> float | str:
+    """Of the way from the initial values."""
+    way = (whole - vector(new_model())).norm()
+    if not way.isfinite():
+        return "whole training is not finite"
+    return "whole training moves nothing" if way == 0 else ((got - whole).norm() / way).item()
+
+
+def tried(case: Case) -> Row:
+    """The verdict, and the oracle's."""
+    try:
+        whole = train_whole(case)
+        off = distance(train_cut(case), whole)
+    except Exception as error:
+        off = f"{type(error).__name__}: {error}"
+    try:
+        optimizer = case.build(over(new_model()))
+    except Exception as error:
+        return Row(case.library, case.name, f"not built: {type(error).__name__}: {error}", off)
+    try:
+        check_is_new(optimizer)
+        check_elementwise(optimizer, {}, torch.device("cpu"))
+    except Exception as error:
+        return Row(case.library, case.name, str(error), off)
+    return Row(case.library, case.name, "", off)
+
+
+def on_ranks(_: int, number: int, stage: int) -> None:
+    """ZeroOptimizer itself against the oracle, on one of the processes."""
+    warnings.simplefilter("ignore")
+    torch.compiler.set_stance("force_eager")
+    case = list(cases())[number]
+    model = new_model()
+    optimizer = ZeroOptimizer(model, case.build(over(model)), stage=stage)
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        torch.manual_seed(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    with GatheredParameters(model.parameters()):
+        got = vector(model)
+        optimizer.close()
+    off = distance(got, train_whole(case))
+    assert isinstance(off, float), f"{case.library} {case.name}: {off}"
+    assert off < EQUAL, f"{case.library} {case.name} at stage {stage} is {off:.3g} off"
+
+
+def built(cls: type[Optimizer]) -> Callable[[list[dict[str, Any]]], Optimizer]:
+    """Its constructor with defaults, and what it needs besides."""
+    needed: dict[str, Any] = NEEDED.get(cls.__name__, {})
+    if "Muon" in cls.__name__ or cls.__name__ == "AdaGO":  # theirs want to be told which are matrices
+        return lambda groups: cls([{**g, "use_muon": g["weight_decay"] > 0} for g in groups], **needed)
+    return lambda groups: cls(groups, **needed)
+
+
+def of_torch() -> Iterator[Case]:
+    """Every optimizer of torch.optim."""
+    for name, cls in sorted(vars(torch.optim).items()):
+        if inspect.isclass(cls) and issubclass(cls, Optimizer) and cls is not Optimizer:
+            yield Case("torch", name, built(cls))
+
+
+def of_timm() -> Iterator[Case]:
+    """Every name of its factory but those of other libraries, and its wrapper. It is loaded without its models."""
+    spec = importlib.util.find_spec("timm")
+    if spec is None:
+        return
+    if "timm" not in sys.modules:  # its models need torchvision
+        package, models = types.ModuleType("timm"), types.ModuleType("timm.models")
+        package.__path__ = list(spec.submodule_search_locations or [])
+        package.__spec__ = spec
+        models.group_parameters = None  # type: ignore[attr-defined]
+        sys.modules.update({"timm": package, "timm.models": models})
+    optim = importlib.import_module("timm.optim")
+    for name in [*optim.list_optimizers(), "lookahead_adamw"]:
+        if not name.startswith(("bnb", "fused")):
+            yield Case("timm", name, lambda groups, name=name: optim.create_optimizer_v2(groups, opt=name, lr=1e-3))
+
+
+def of_pytorch_optimizer() -> Iterator[Case]:
+    """Everything public that is an optimizer, and not torch's; wrappers over SGD."""
+    if importlib.util.find_spec("pytorch_optimizer") is None:
+        return
+    library = importlib.import_module("pytorch_optimizer")
+    for name in sorted(vars(library)):
+        cls = getattr(library, name)
+        is_optimizer = inspect.isclass(cls) and issubclass(cls, Optimizer) and not inspect.isabstract(cls)
+        if not is_optimizer or cls.__module__.startswith("torch."):
+            continue
+        first = list(inspect.signature(cls.__init__).parameters)[1:2]
+        if first in (["params"], ["param_groups"]):
+            yield Case("pytorch_optimizer", name, built(cls))
+        else:
+            yield Case(
+                "pytorch_optimizer", name, lambda groups, cls=cls: cls(torch.optim.SGD(groups, lr=1e-2, momentum=0.9))
+            )
+
+
+def cases() -> Iterator[Case]:
+    """All of them."""
+    yield from of_torch()
+    yield from of_timm()
+    yield from of_pytorch_optimizer()
+
+
+def versions(rows: list[Row]) -> dict[str, str]:
+    """Of the libraries that rows are of."""
+    found = {}
+    for library in dict.fromkeys(row.library for row in rows):
+        try:
+            found[library] = f"{library} {version(library).split('+')[0]}"
+        except PackageNotFoundError:
+            found[library] = library
+    return found
+
+
+def summary(rows: list[Row]) -> str:
+    """A row for each library and verdict."""
+    names = versions(rows)
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in rows:
+        found[row.library, f"refused: {row.reason}" if row.refusal else "accepted"].append(f"`{row.name}`")
+    lines = ["| library | verdict | optimizers |", "|---|---|---|"]
+    for library, verdict in sorted(found, key=lambda key: (list(names).index(key[0]), key[1])):
+        lines.append(f"| {names[library]} | {verdict} | {', '.join(found[library, verdict])} |")
+    return "\n".join(lines)
+
+
+def page(rows: list[Row], *, are_on_ranks: bool) -> str:
+    """Every optimizer, and the counts."""
+    accepted = [row for row in rows if not row.refusal]
+    wrong = [row for row in accepted if not row.is_equal]
+    needless = [row for row in rows if row.refusal and row.is_equal]
+    text = (
+        f"By `tools/optimizers.py`, with {', '.join(versions(rows).values())}. `off`: after {STEPS} float64 steps, the "
+        f"distance of parameters that are flat and cut for {RANKS} ranks from those of one process, divided by the way "
+        "these have gone."
+    )
+    if are_on_ranks:
+        text += " ZeroOptimizer on 2 processes, at stages 1 and 3, trained all accepted ones as one process does."
+    names = ", ".join(f"{row.library} {row.name}" for row in needless) or "none"
+    counts = (
+        f"{len(rows)} optimizers: {len(accepted)} accepted, of which {len(wrong)} train otherwise on shards; "
+        f"{len(rows) - len(accepted)} refused, of which {len(needless)} train alike on shards: {names}."
+    )
+    lines = ["# Optimizers", "", text, "", counts, "", "| library | optimizer | verdict | off |", "|---|---|---|---|"]
+    for row in rows:
+        off = f"{row.off:.1e}" if isinstance(row.off, float) else " ".join(row.off.split())[:80].replace("|", "/")
+        verdict = f"refused: {row.reason}" if row.refusal else "accepted"
+        lines.append(f"| {row.library} | `{row.name}` | {verdict} | {off} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Exit code 1 if an accepted one is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", action="store_true", help="also train with ZeroOptimizer, on two processes")
+    parser.add_argument("--show", action="store_true", help="print texts, write nothing")
+    chosen = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.compiler.set_stance("force_eager")  # some compile their steps, which takes longer than all others take
+    every, rows = list(cases()), []
+    for case in every:
+        rows.append(tried(case))
+        print(rows[-1].library, rows[-1].name, rows[-1].off, rows[-1].refusal or "accepted", flush=True)
+    if chosen.ranks:
+        for number, row in enumerate(rows):
+            for stage in (1, 3) if not row.refusal else ():
+                run_ranks(2, on_ranks, number, stage)
+        close_pools()
+    wrong = [row for row in rows if not row.refusal and not row.is_equal]
+    print(f"{len(wrong)} accepted and wrong: {wrong}")
+    if not chosen.show:
+        RESULTS.write_text(page(rows, are_on_ranks=chosen.ranks))
+        DOCUMENT.write_text(MARKED.sub(lambda _: f"{summary(rows)}\n", DOCUMENT.read_text()))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
