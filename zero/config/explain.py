@@ -5,6 +5,7 @@ from __future__ import annotations
 from zero.config.activity import Setting, settings_of
 from zero.config.batch import solve_batch_sizes
 from zero.config.read import Configuration
+from zero.config.values import shown
 
 __all__ = ["explain"]
 
@@ -31,7 +32,7 @@ def explain(configuration: Configuration, *, world_size: int | None = None, show
     lines += ["", _batch_line(configuration, world_size)]
     lines += [f"warning: {note}" for note in configuration.notes]
     refused = [s for s in settings if s.unavailable]
-    lines += [f"not available in this version: {s.definition.path}={s.value!r} ({s.unavailable})" for s in refused]
+    lines += [f"not available in this version: {s.definition.path}={shown(s.value)} ({s.unavailable})" for s in refused]
     return "\n".join(lines) + "\n"
 
 
