@@ -5,7 +5,6 @@ from __future__ import annotations
 from zero.config.activity import Setting, settings_of
 from zero.config.batch import solve_batch_sizes
 from zero.config.read import Configuration
-from zero.config.values import shown
 
 __all__ = ["explain"]
 
