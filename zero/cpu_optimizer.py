@@ -39,7 +39,7 @@ class CPUOptimizer(Optimizer, ABC):
     squares: ClassVar[tuple[str, ...]] = ()
     """Those of them that are means or sums of squares."""
     may_begin_late: ClassVar[bool] = False
-    """Whether a number of the group that is set later asks for moments that there were none of: a first step of them."""
+    """Whether numbers of a group that are set later may ask for moments that there were none of."""
     stands_for: str = ""
     """The optimizer that was given in its place."""
 

