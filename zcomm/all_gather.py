@@ -25,7 +25,7 @@ from zcomm.formats import Format, codec_for, is_same_wire
 from zcomm.message import MessageLayout
 from zcomm.nccl_steps import gather_over_nccl, is_native
 from zcomm.philox import RandomKey
-from zcomm.route import Group, Route, WireFormat, check_numbering, check_own_row, check_shard, find_route, rows_of
+from zcomm.route import Group, Route, WireFormat, check_arguments, check_own_row, check_shard, find_route, rows_of
 from zcomm.topology import Numbering
 from zcomm.work import Steps, Work, nothing, run
 
@@ -69,7 +69,7 @@ def all_gather_single(
     Cost for each rank: sends its message to every other rank; with two hops its message to one rank of every other
     node, and as many messages as there are nodes inside the node. No host sync on CUDA beyond the process group's.
     """
-    check_numbering(numbering)
+    output, input = check_arguments(group, format, numbering=numbering, async_op=async_op, output=output, input=input)
     chosen = resolve(format, "all_gather", group, input, output.numel(), first="inter", numbering=numbering)
     route = find_route("all_gather", group, chosen.format, first="inter", num_hops=chosen.num_hops, backend=backend)
     rows = rows_of("output", output, route.world_size)

@@ -15,7 +15,7 @@ from zcomm.formats import Format, codec_for
 from zcomm.philox import RandomKey
 from zcomm.reduce_scatter import reduce_steps
 from zcomm.residual import Residual
-from zcomm.route import Group, Route, WireFormat, check_flat, divisor_of, find_route
+from zcomm.route import Group, Route, WireFormat, check_arguments, check_flat, divisor_of, find_route
 from zcomm.topology import Numbering
 from zcomm.work import Steps, Work, nothing, run
 
@@ -51,19 +51,20 @@ def all_reduce(
             ``wait()``, so call that at the same point of the program on every rank.
         backend: "torch" or "nccl"; default: the Topology's, or torch over a ProcessGroup.
 
-    Returns:
-        A Work if ``async_op``, else None.
+    Returns: A Work if ``async_op``, else None.
 
     Raises:
         LayoutError, FormatError: As the two collectives. Raised before any communication.
-
     Cost for each rank: that of both collectives on shards of ceil(n / world_size) elements; copies if n is uneven.
     """
+    wires = format, gather_format or format
+    (tensor,) = check_arguments(group, *wires, async_op=async_op, residual=residual, tensor=tensor)
     check_flat("tensor", tensor)
     if gather_format is None:
         gather_format = format if isinstance(format, (str, Format)) else format[::-1]
     reducing, gathering = _routes(tensor, group, format, gather_format, is_bound=residual is not None, backend=backend)
-    for _, hop_format in (*reducing.hops, *gathering.hops):
+    hops = *reducing.hops, *gathering.hops
+    for _, hop_format in hops:
         codec_for(hop_format, tensor.dtype)
     check_random(random, *(wire for wire in (format, gather_format) if wire != AUTO))
     shard_numel = -(-tensor.numel() // reducing.world_size)
@@ -82,8 +83,7 @@ def all_reduce(
     }
     reducing.compare(numel=tensor.numel(), dtype=tensor.dtype, **facts)
     steps = all_reduce_steps(tensor, reducer, gatherer, numbering, divisor)
-    num_hops = len(reducing.hops) + len(gathering.hops)
-    work = run(steps, tensor, async_op=async_op, queue=reducing.queue, num_exchanges=num_hops)
+    work = run(steps, tensor, async_op=async_op, queue=reducing.queue, num_exchanges=len(hops))
     return work if residual is None else residual.watch(work)
 
 

@@ -18,7 +18,7 @@ from zcomm.errors import LayoutError
 from zcomm.formats import codec_for
 from zcomm.nccl_steps import exchange_over_nccl, is_native
 from zcomm.philox import RandomKey
-from zcomm.route import Group, WireFormat, check_apart, check_flat, find_route
+from zcomm.route import Group, WireFormat, check_apart, check_arguments, check_flat, find_route
 from zcomm.work import Steps, Work, nothing, run
 
 __all__ = ["all_to_all_single"]
@@ -55,6 +55,7 @@ def all_to_all_single(
     Cost for each rank: one message to every other rank; with two hops num_nodes messages to every other rank of the
     node and ranks_per_node messages to one rank of every other node.
     """
+    output, input = check_arguments(group, format, async_op=async_op, output=output, input=input)
     chosen = resolve(format, "all_to_all", group, input, input.numel(), first="intra")
     route = find_route("all_to_all", group, chosen.format, first="intra", num_hops=chosen.num_hops, backend=backend)
     check_flat("input", input)

@@ -16,15 +16,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zcomm import backend
 from zcomm.all_gather import all_gather_single as gather_into
 from zcomm.all_reduce import all_reduce as all_reduce_into
 from zcomm.all_to_all import all_to_all_single as exchange_into
+from zcomm.auto import AUTO
+from zcomm.encoder import check_random
 from zcomm.errors import FormatError, LayoutError
+from zcomm.formats import codec_for
 from zcomm.philox import RandomKey
 from zcomm.reduce_scatter import reduce_scatter_single as reduce_into
-from zcomm.route import Group, WireFormat
+from zcomm.route import Group, WireFormat, check_arguments, check_numbering, divisor_of, find_route
 from zcomm.topology import Numbering, Topology
 
 __all__ = ["all_gather_single", "all_reduce", "all_to_all_single", "reduce_scatter_single"]
@@ -42,8 +46,9 @@ def all_gather_single(
 ) -> Tensor:
     """Every rank's ``input`` [n] as one tensor [world_size * n] of the same dtype; see
     :func:`zcomm.all_gather_single`."""
+    input = _checked(input, group, format, numbering=numbering)
     key, world_size = _named(group)
-    full: Tensor = _gather(_detached(input), key, world_size, _text(format), numbering, _words(random))
+    full: Tensor = _gather(input, key, world_size, _text(format), numbering, _words(random))
     return full
 
 
@@ -59,10 +64,10 @@ def reduce_scatter_single(
 ) -> Tensor:
     """This rank's shard [n] of the sum or mean of ``input`` [world_size * n], in ``dtype`` (default: its own); see
     :func:`zcomm.reduce_scatter_single`."""
+    input = _checked(input, group, format, op=op, numbering=numbering, dtype=dtype)
     key, world_size = _named(group)
-    shard: Tensor = _reduce(
-        _detached(input), op, key, world_size, _text(format), numbering, dtype or input.dtype, _words(random)
-    )
+    dtype = dtype or input.dtype
+    shard: Tensor = _reduce(input, _op(op), key, world_size, _text(format), numbering, dtype, _words(random))
     return shard
 
 
@@ -75,8 +80,8 @@ def all_reduce(
     random: RandomKey | None = None,
 ) -> Tensor:
     """The sum or mean of ``input`` [n] over all ranks; see :func:`zcomm.all_reduce`."""
-    key, _ = _named(group)
-    total: Tensor = _all_reduce(_detached(input), op, key, _text(format), _words(random))
+    input = _checked(input, group, format, op=op)
+    total: Tensor = _all_reduce(input, _op(op), _named(group)[0], _text(format), _words(random))
     return total
 
 
@@ -85,17 +90,73 @@ def all_to_all_single(
 ) -> Tensor:
     """Row j [n] of the result is what rank j had for this rank in ``input`` [world_size * n]; see
     :func:`zcomm.all_to_all_single`."""
-    key, _ = _named(group)
-    parts: Tensor = _all_to_all(_detached(input), key, _text(format), _words(random))
+    input = _checked(input, group, format)
+    parts: Tensor = _all_to_all(input, _named(group)[0], _text(format), _words(random))
     return parts
 
 
-def _detached(tensor: Tensor) -> Tensor:
-    if tensor.requires_grad:
-        raise LayoutError("input must be without requires_grad (collectives are not differentiated): use .detach()")
-    if tensor.layout is not torch.strided:
-        raise LayoutError(f"input must be dense, got layout={tensor.layout}")
+def _checked(
+    tensor: Tensor,
+    group: Group,
+    format: WireFormat,
+    *,
+    op: Any = "sum",
+    numbering: Numbering = "rank",
+    dtype: Any = None,
+) -> Tensor:
+    """``tensor`` without its gradient; refuses what operators cannot see, who get text and plain tensors alone."""
+    if torch.compiler.is_compiling():
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise LayoutError("input must be without requires_grad (collectives are not differentiated): use .detach()")
+        return tensor.detach()
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise LayoutError(f"dtype must be a torch.dtype: dtype={dtype!r}")
+    divisor_of(op, 1)
+    if isinstance(tensor, FakeTensor) or (isinstance(tensor, Tensor) and tensor.device.type == "meta"):
+        check_arguments(group, format, numbering=numbering)
+        return tensor  # which only the operator's fake can take
+    (tensor,) = check_arguments(group, format, numbering=numbering, input=tensor)
     return tensor
+
+
+def _check(
+    input: Tensor,
+    key: str,
+    format: str,
+    *,
+    op: str = "sum",
+    numbering: str = "rank",
+    random: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    divides: bool = False,
+) -> int:
+    """What an operator and its fake refuse alike, with memory or without; returns the number of ranks.
+
+    A size that is known only when the program runs is left to the operator.
+    """
+    group, wire = _group_of(key), _format_of(format)
+    check_numbering(numbering)
+    route = find_route("functional", group, "none" if wire == AUTO else wire, first="intra")
+    divisor_of(op, route.world_size)
+    if input.ndim != 1:
+        raise LayoutError(f"input must be flat, got shape={tuple(input.shape)}")
+    for name, one in (("input", input.dtype), ("the result", dtype or input.dtype)):
+        if not one.is_floating_point:
+            raise LayoutError(f"{name} must be real floating point, got dtype={one}")
+    for _, hop_format in route.hops:
+        codec_for(hop_format, input.dtype)
+    is_traced = random is not None and any(isinstance(word, torch.SymInt) for word in random)
+    check_random(RandomKey(0, 0, 0) if is_traced else _key_of(random), "none" if wire == AUTO else wire)
+    numel = input.numel()
+    is_known = not isinstance(numel, torch.SymInt) or numel.node.has_hint()
+    if divides and is_known and numel % route.world_size:
+        raise LayoutError(f"input must divide over the ranks: numel={numel}, world_size={route.world_size}")
+    return route.world_size
+
+
+def _op(op: Any) -> str:
+    """An operation, as an operator's argument."""
+    return op if isinstance(op, str) else "avg" if divisor_of(op, 2) == 2 else "sum"
 
 
 def _named(group: Group) -> tuple[str, int]:
@@ -139,6 +200,7 @@ def _key_of(words: Sequence[int] | None) -> RandomKey | None:
 def _gather(
     input: Tensor, key: str, world_size: int, format: str, numbering: str, random: Sequence[int] | None = None
 ) -> Tensor:
+    _check(input, key, format, numbering=numbering, random=random)
     output = input.new_empty(world_size * input.numel())
     gather_into(
         output,
@@ -153,13 +215,9 @@ def _gather(
 
 @_gather.register_fake
 def _(
-    input: Tensor,
-    key: str,  # noqa: ARG001
-    world_size: int,
-    format: str,  # noqa: ARG001
-    numbering: str,  # noqa: ARG001
-    random: Sequence[int] | None = None,  # noqa: ARG001
+    input: Tensor, key: str, world_size: int, format: str, numbering: str, random: Sequence[int] | None = None
 ) -> Tensor:
+    _check(input, key, format, numbering=numbering, random=random)
     return input.new_empty(world_size * input.numel())
 
 
@@ -174,6 +232,7 @@ def _reduce(
     dtype: torch.dtype,
     random: Sequence[int] | None = None,
 ) -> Tensor:
+    _check(input, key, format, op=op, numbering=numbering, random=random, dtype=dtype, divides=True)
     output = input.new_empty(input.numel() // world_size, dtype=dtype)
     reduce_into(
         output,
@@ -190,31 +249,35 @@ def _reduce(
 @_reduce.register_fake
 def _(
     input: Tensor,
-    op: str,  # noqa: ARG001
-    key: str,  # noqa: ARG001
+    op: str,
+    key: str,
     world_size: int,
-    format: str,  # noqa: ARG001
-    numbering: str,  # noqa: ARG001
+    format: str,
+    numbering: str,
     dtype: torch.dtype,
-    random: Sequence[int] | None = None,  # noqa: ARG001
+    random: Sequence[int] | None = None,
 ) -> Tensor:
+    _check(input, key, format, op=op, numbering=numbering, random=random, dtype=dtype, divides=True)
     return input.new_empty(input.numel() // world_size, dtype=dtype)
 
 
 @torch.library.custom_op("zcomm::all_reduce", mutates_args=())
 def _all_reduce(input: Tensor, op: str, key: str, format: str, random: Sequence[int] | None = None) -> Tensor:
+    _check(input, key, format, op=op, random=random)
     output = input.clone(memory_format=torch.contiguous_format)
     all_reduce_into(output, op, _group_of(key), format=_format_of(format), random=_key_of(random))
     return output
 
 
 @_all_reduce.register_fake
-def _(input: Tensor, op: str, key: str, format: str, random: Sequence[int] | None = None) -> Tensor:  # noqa: ARG001
+def _(input: Tensor, op: str, key: str, format: str, random: Sequence[int] | None = None) -> Tensor:
+    _check(input, key, format, op=op, random=random)
     return input.new_empty(input.shape)
 
 
 @torch.library.custom_op("zcomm::all_to_all_single", mutates_args=())
 def _all_to_all(input: Tensor, key: str, format: str, random: Sequence[int] | None = None) -> Tensor:
+    _check(input, key, format, random=random, divides=True)
     output = torch.empty_like(input, memory_format=torch.contiguous_format)
     exchange_into(
         output,
@@ -227,5 +290,6 @@ def _all_to_all(input: Tensor, key: str, format: str, random: Sequence[int] | No
 
 
 @_all_to_all.register_fake
-def _(input: Tensor, key: str, format: str, random: Sequence[int] | None = None) -> Tensor:  # noqa: ARG001
+def _(input: Tensor, key: str, format: str, random: Sequence[int] | None = None) -> Tensor:
+    _check(input, key, format, random=random, divides=True)
     return input.new_empty(input.shape)

@@ -27,7 +27,7 @@ from zcomm.message import MessageLayout
 from zcomm.nccl_steps import is_native, reduce_over_nccl
 from zcomm.philox import RandomKey
 from zcomm.residual import Residual
-from zcomm.route import Group, WireFormat, check_numbering, check_shard, divisor_of, find_route, rows_of
+from zcomm.route import Group, WireFormat, check_arguments, check_shard, divisor_of, find_route, rows_of
 from zcomm.topology import Numbering
 from zcomm.work import Steps, Work, nothing, run
 
@@ -64,19 +64,19 @@ def reduce_scatter_single(
         async_op: return a Work at once.
         backend: "torch" or "nccl"; default: the Topology's, or torch over a ProcessGroup. The same on every rank.
 
-    Returns:
-        A Work if ``async_op``, else None.
+    Returns: A Work if ``async_op``, else None.
 
     Raises:
-        LayoutError, FormatError: Sizes, dtypes, op, formats, residual or random do not fit. Raised before any
-            communication.
+        LayoutError, FormatError: Sizes, dtypes, op, formats, residual or random do not fit. Before any communication.
         MessageError: Another rank sent something else, or bytes were damaged (with ZCOMM_CHECK=1).
 
     Cost for each rank: sends one message to every other rank; with two hops one of num_nodes segments to every other
     rank of the node, and one segment to one rank of every other node. Scratch: the messages sent and received; with
     a residual also the sums in float32, three times.
     """
-    check_numbering(numbering)
+    output, input = check_arguments(
+        group, format, numbering=numbering, async_op=async_op, residual=residual, output=output, input=input
+    )
     hops_of = numbering if residual is None else "local"  # a residual belongs to two hops
     chosen = resolve(format, "reduce_scatter", group, input, input.numel(), first="intra", numbering=hops_of)
     route = find_route("reduce_scatter", group, chosen.format, first="intra", num_hops=chosen.num_hops, backend=backend)
@@ -88,8 +88,8 @@ def reduce_scatter_single(
     check_random(random, chosen.format)
     if residual is not None:
         residual.check(route, numbering, rows.shape[1], rows)
-    kind = "avg" if divisor > 1 else "sum"
-    facts = {"op": kind, "numbering": numbering, "random": random, "residual": residual is not None}
+    op = "avg" if divisor > 1 else "sum"
+    facts = {"op": op, "numbering": numbering, "random": random, "residual": residual is not None}
     route.compare(numel=output.numel(), dtype=rows.dtype, **facts)
     steps = reduce_steps(output, rows, numbering, divisor, Encoder(route, rows.shape[1], random, residual))
     work = run(steps, output, input, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))

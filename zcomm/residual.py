@@ -13,7 +13,8 @@ Invariants:
         leaves no trace, and several exchanges before a commit (micro-batches) pass the residual on.
     R2  Blocks start at multiples of 256 in a row, as chunks do: chunks change nothing.
     R3  A block that is not finite keeps its residual: one bad step does not cost what was saved up.
-    R4  Residuals are in the units of the gradients that are sent: send them unscaled, or reset when the scale changes.
+    R4  Residuals are in the units of the gradients that are sent. ``set_loss_scale`` says by what those are multiplied:
+        what is held is rescaled when that changes. What is shown and saved is in units of gradients without it.
 
 Source: "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training" (arXiv:2407.04480) stores the error in 8
 bits, damps and resets it.
@@ -71,6 +72,16 @@ class _Blocks:
         largest = torch.finfo(torch.float32).max
         return values.clamp_(-largest, largest).flatten(1)[:, :numel]
 
+    def rescale_(self, factor: float | Tensor) -> None:
+        """Multiply by ``factor``: exactly, if that is a power of 2; what becomes too large stays finite."""
+        largest = torch.finfo(torch.bfloat16).max
+        self.scales.copy_((self.scales.float() * factor).clamp_(max=largest))
+
+    def take_over_(self, other: _Blocks, *, where: Tensor) -> None:
+        """Become ``other`` if ``where``, one element, is true."""
+        self.scales.copy_(torch.where(where, other.scales, self.scales))
+        self.codes.copy_(torch.where(where, other.codes, self.codes))
+
     def to_bytes(self) -> Tensor:
         """Both tensors, uint8 [n]."""
         return torch.cat([self.scales.flatten().view(torch.uint8), self.codes.flatten().view(torch.uint8)])
@@ -122,7 +133,8 @@ class Residual:
     """What the last hop of a reduction of one flat buffer has lost on this rank, by parameter.
 
     Pass it as ``residual=`` to :func:`zcomm.reduce_scatter_single` or :func:`zcomm.all_reduce`, then call
-    :meth:`commit` once the result has been used, or :meth:`rollback` if the step is skipped.
+    :meth:`commit` once the result has been used, or :meth:`rollback` if the step is skipped. Where the loss is scaled,
+    call :meth:`set_loss_scale` before the exchange.
 
     Args:
         group: As in the collective: a ProcessGroup, or a :class:`zcomm.Topology`.
@@ -155,6 +167,7 @@ class Residual:
         self.layout = BufferLayout.of(spans, numel, self.route, numbering)
         self.beta, self.reset_interval = float(beta), reset_interval
         self.num_commits = 0
+        self._loss_scale: float | Tensor = 1.0
         self._current = _Blocks.zeros(self.layout.num_rows, self.layout.shard_numel, device)
         self._next: _Blocks | None = None
         self._works: list[Work] = []
@@ -171,7 +184,7 @@ class Residual:
 
     def values(self) -> Tensor:
         """The committed residual, float32 [num_rows, shard_numel]: rows ``layout.rows_of(local_rank)``."""
-        return self._current.decode(0, self.layout.shard_numel).contiguous()
+        return self._unscaled(self._current).decode(0, self.layout.shard_numel).contiguous()
 
     def values_of_node(self) -> Iterator[tuple[int, Tensor]]:
         """The committed residual of this node, rank by rank: (local rank, values).
@@ -181,7 +194,7 @@ class Residual:
         if not self.layout.has_two_hops:
             yield self.route.local_rank, self.values()
             return
-        mine = self._current.to_bytes()
+        mine = self._unscaled(self._current).to_bytes()
         of_ranks = mine.new_empty((self.layout.ranks_per_node, mine.numel()))
         run(self._gather_steps(of_ranks, mine), mine, async_op=False, queue=self.route.queue)
         for local_rank, content in enumerate(of_ranks):
@@ -191,18 +204,62 @@ class Residual:
         hop, _ = self.route.hops[0]
         yield backend.all_gather(of_ranks, mine, hop, Sent("residual", str(FORMAT), self._current.codes.numel()))
 
+    def _unscaled(self, blocks: _Blocks) -> _Blocks:
+        """``blocks`` in units of gradients without the loss scale; themselves where there is none."""
+        if isinstance(self._loss_scale, float) and self._loss_scale == 1:
+            return blocks
+        blocks = blocks.clone()
+        blocks.rescale_(_quotient(1.0, self._loss_scale))
+        return blocks
+
+    def set_loss_scale(self, scale: float | Tensor) -> None:
+        """From the next exchange on gradients are multiplied by ``scale``: rescale what is held, if that is another.
+
+        Waits for exchanges that have not ended, where the scale changes.
+
+        Args:
+            scale: Of the loss, greater than 0; 1 at first. A tensor of one element is read on its device, and a copy is
+                kept: a GPU's never makes the host wait.
+
+        Cost: none for a number that is as before; else a pass over 2 bytes of each 256 elements.
+        """
+        if isinstance(scale, Tensor):
+            scale = scale.detach().to(self.device, torch.float32, copy=True)
+        elif scale == self._loss_scale:
+            return
+        for work in self._works:
+            with suppress(Exception):  # raised where the caller waits for it
+                work.wait()
+        factor = _quotient(scale, self._loss_scale)
+        for blocks in (self._current, self._next):
+            if blocks is not None:
+                blocks.rescale_(factor)
+        self._loss_scale = scale
+
+    def exceeds(self, scale: float | Tensor) -> bool | Tensor:
+        """Whether the loss scale was larger than ``scale``."""
+        return scale < self._loss_scale
+
     def norm(self) -> float:
         """The Euclidean norm of this rank's committed residual."""
         return math.sqrt(float(self.values().double().square().sum()))
 
-    def commit(self) -> None:
+    def commit(self, *, unless: bool | Tensor = False) -> None:
         """What the exchanges since the last commit have left becomes current; waits for them, and raises their errors.
 
         An exchange that failed has left nothing to rely on: call :meth:`rollback`.
+
+        Args:
+            unless: As :meth:`rollback` if it is true; a tensor of one element is not waited for.
         """
         while self._works:
             self._works.pop().wait()
+        if unless is True:
+            self._next = None
+            return
         if self._next is not None:
+            if isinstance(unless, Tensor):
+                self._next.take_over_(self._current, where=unless)
             self._current, self._next = self._next, None
         self.num_commits += 1
         if self.reset_interval and self.num_commits % self.reset_interval == 0:
@@ -220,6 +277,7 @@ class Residual:
         self.rollback()
         self._current.codes.zero_()
         self._current.scales.zero_()
+        self._loss_scale = 1.0
 
     @property
     def is_committed(self) -> bool:
@@ -238,7 +296,7 @@ class Residual:
             StateError: Exchanges since the last commit.
         """
         self.check_committed("state_dict()")
-        blocks = self._current.clone()
+        blocks = self._unscaled(self._current).clone()
         return {
             "codes": blocks.codes,
             "scales": blocks.scales,
@@ -269,7 +327,7 @@ class Residual:
                 )
         self._current.codes.copy_(state["codes"])
         self._current.scales.copy_(state["scales"])
-        self.num_commits = int(state["num_commits"])
+        self._loss_scale, self.num_commits = 1.0, int(state["num_commits"])
 
     def set_values(self, values: Tensor) -> None:
         """Encode float32 ``values`` [num_rows, shard_numel] as the committed residual."""
@@ -324,6 +382,13 @@ class Residual:
         decoded = torch.empty(values.shape, dtype=torch.float32, device=values.device)
         kernels.decode(messages, layout, decoded, values.shape[1], 0)
         self._uncommitted().encode(values.sub_(decoded), first, layout.kernels)
+
+
+def _quotient(new: float | Tensor, old: float | Tensor) -> float | Tensor:
+    """``new`` / ``old``; 0 where either is none: then nothing is known of the units of what is held."""
+    if isinstance(new, Tensor) or isinstance(old, Tensor):
+        return torch.nan_to_num(new / old, nan=0.0, posinf=0.0).clamp_(min=0)  # type: ignore[arg-type]
+    return new / old if 0 < new < math.inf and 0 < old < math.inf else 0.0
 
 
 def _shortened(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -34,10 +34,13 @@ __all__ = [
     "Route",
     "WireFormat",
     "check_apart",
+    "check_arguments",
     "check_carrier",
     "check_flat",
+    "check_group",
     "check_numbering",
     "check_own_row",
+    "check_sendable",
     "check_shard",
     "divisor_of",
     "find_route",
@@ -115,6 +118,7 @@ def find_route(
     ``num_hops`` 1: all ranks at once although there are nodes, in the format that would travel between them.
     ``backend`` None: the Topology's, or torch over a ProcessGroup.
     """
+    check_group(group)
     carrier = chosen_backend(backend, group.backend if isinstance(group, Topology) else None)
     pair = (get_format(format), get_format(format)) if isinstance(format, (str, Format)) else _pair(format)
     if not isinstance(group, Topology):
@@ -173,21 +177,86 @@ def _pair(formats: Any) -> tuple[Format, Format]:
     return get_format(formats[0]), get_format(formats[1])
 
 
-def check_flat(name: str, tensor: Tensor) -> None:
-    """``tensor`` can be sent as it lies: dense, floating point, with memory, without gradient."""
+def check_arguments(
+    group: object,
+    *formats: object,
+    numbering: object = "rank",
+    async_op: object = False,
+    residual: object = None,
+    **tensors: object,
+) -> list[Tensor]:
+    """What kind of thing each argument of a collective is, asked before anything else is.
+
+    Returns:
+        ``tensors``, in the order given; detached where gradients are not recorded, as torch's collectives take them:
+        an exchange may end in a thread that records them.
+
+    Raises:
+        LayoutError: A tensor is none that can be sent: :func:`check_sendable`.
+        TopologyError: ``group`` is none, or ``numbering`` is unknown.
+        FormatError: One of ``formats`` is neither a name nor a Format nor a pair of them.
+        ConfigError: ``async_op`` is neither True nor False, or ``residual`` no Residual.
+    """
+    found = []
+    for name, tensor in tensors.items():
+        takes_part = isinstance(tensor, Tensor) and tensor.requires_grad and not torch.is_grad_enabled()
+        found.append(check_sendable(name, cast("Tensor", tensor).detach() if takes_part else tensor))
+    check_group(group)
+    check_numbering(numbering)
+    for wire in formats:
+        if not isinstance(wire, (str, Format)):
+            _pair(wire)
+    if not isinstance(async_op, bool):
+        raise ConfigError(f"async_op must be True or False: async_op={async_op!r}")
+    if residual is not None and not hasattr(residual, "set_loss_scale"):
+        raise ConfigError(f"residual must be a zcomm.Residual or None: residual={residual!r}")
+    return found
+
+
+def check_group(group: object) -> None:
+    """Raise TopologyError unless ``group`` can be communicated over."""
+    if group is None or isinstance(group, (Topology, dist.ProcessGroup)):
+        return
+    got = type(group).__name__
+    if hasattr(group, "get_group"):
+        got += "; pass mesh.get_group(), or zcomm.Topology.from_mesh(mesh) for one of nodes and ranks"
+    elif group is dist.GroupMember.NON_GROUP_MEMBER:
+        got = "what new_group() returns on a rank that is not in the group"
+    raise TopologyError(f"group must be a ProcessGroup, a zcomm.Topology, or None for all ranks: got {got}")
+
+
+def check_sendable(name: str, tensor: object) -> Tensor:
+    """``tensor``, which is dense, floating point, with memory of its own, without gradient; of any shape.
+
+    Raises:
+        LayoutError: It is not; a DTensor is none, its local part is.
+    """
+    if not isinstance(tensor, Tensor):
+        raise LayoutError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     problem = None
-    if tensor.layout is not torch.strided:
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # it stands for others, and has no memory
+        of_dtensor = ": pass tensor.to_local()" if hasattr(tensor, "to_local") else ""
+        problem = f"a plain tensor, got {type(tensor).__name__}{of_dtensor}"
+    elif tensor.layout is not torch.strided:
         problem = f"dense, got layout={tensor.layout}"
     elif not tensor.is_floating_point():
         problem = f"real floating point, got dtype={tensor.dtype}"
     elif tensor.device.type == "meta":
         problem = "on a device with memory, got device=meta"
     elif tensor.requires_grad:
-        problem = "without requires_grad (collectives are not differentiated): pass tensor.detach()"
-    elif tensor.ndim != 1 or not tensor.is_contiguous():
-        problem = f"flat and contiguous, got shape={tuple(tensor.shape)}, stride={tensor.stride()}"
+        problem = "without requires_grad (collectives are not differentiated): pass tensor.detach(), or use no_grad()"
     if problem is not None:
         raise LayoutError(f"{name} must be {problem}")
+    return tensor
+
+
+def check_flat(name: str, tensor: Tensor) -> None:
+    """``tensor`` can be sent as it lies: :func:`check_sendable`, flat and contiguous."""
+    check_sendable(name, tensor)
+    if tensor.ndim != 1 or not tensor.is_contiguous():
+        raise LayoutError(
+            f"{name} must be flat and contiguous, got shape={tuple(tensor.shape)}, stride={tensor.stride()}"
+        )
 
 
 def check_carrier(
@@ -220,6 +289,7 @@ def check_carrier(
 
 def rows_of(name: str, tensor: Tensor, world_size: int) -> Tensor:
     """``tensor`` as [world_size, n]: flat and contiguous, or 2-D with contiguous rows."""
+    check_sendable(name, tensor)
     if tensor.ndim == 2 and tensor.shape[0] == world_size and tensor.layout is torch.strided:
         check_flat(name, tensor[0])
         if world_size > 1 and tensor.stride(0) < tensor.shape[1]:
@@ -270,14 +340,15 @@ def _extent(tensor: Tensor) -> str:
 
 def divisor_of(op: Any, world_size: int) -> int:
     """What a sum is divided by: 1 for SUM, the world size for AVG."""
-    if op in ("sum", dist.ReduceOp.SUM):
-        return 1
-    if op in ("avg", dist.ReduceOp.AVG):
-        return world_size
+    if isinstance(op, (str, dist.ReduceOp, dist.ReduceOp.RedOpType)):
+        if op in ("sum", dist.ReduceOp.SUM):
+            return 1
+        if op in ("avg", dist.ReduceOp.AVG):
+            return world_size
     raise LayoutError(f"op must be 'sum' or 'avg': op={op!r}")
 
 
-def check_numbering(numbering: str) -> None:
+def check_numbering(numbering: object) -> None:
     """``numbering`` is known."""
-    if numbering not in ("rank", "local"):
+    if not isinstance(numbering, str) or numbering not in ("rank", "local"):
         raise TopologyError(f"numbering must be 'rank' or 'local': numbering={numbering!r}")

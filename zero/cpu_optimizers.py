@@ -183,6 +183,9 @@ class CPUSGD(CPUOptimizer):
     """
 
     moments = ("momentum_buffer",)
+    may_begin_late = (
+        True  # torch's SGD reads ``momentum`` of the group at each step, and keeps a buffer it does not use
+    )
 
     def __init__(
         self,

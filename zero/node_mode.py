@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zcomm import ConfigError, Topology, get_format
-from zero.config.read import nearest
+from zero.config.values import nearest
 from zero.settings import Effective, ZeroSettings, resolve
 from zero.tiers.settings import Tier
 

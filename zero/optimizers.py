@@ -10,7 +10,10 @@ import torch
 from torch.optim import Optimizer
 
 from zcomm import ConfigError
-from zero.config.read import nearest
+from zero.config import NotAvailableError
+from zero.config.options import OPTIMIZER_OPTIONS, same_optimizer, unsupported_optimizer
+from zero.config.read import read_options
+from zero.config.values import closest, nearest, shown
 from zero.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from zero.lion import Lion
 
@@ -45,10 +48,12 @@ def build_optimizer(kind: str, params: dict[str, Any], parameters: Any, *, on_ho
             ``torch_adam`` is not true.
 
     Raises:
-        ConfigError: No such optimizer or option, with the nearest one.
+        ConfigError: No such optimizer or option, with the nearest one; or a value that the option cannot have.
+        NotAvailableError: An optimizer of DeepSpeed's that is not elementwise.
     """
-    chosen = {name: value for name, value in params.items() if value != "auto"}
+    chosen = read_options(OPTIMIZER_OPTIONS, params)
     name = kind.lower()
+    on_host = _check_kind(kind, on_host=on_host)
     if on_host and name in ON_HOST and not chosen.get("torch_adam", False):
         own = ON_HOST[name]
         own_options = {key: value for key, value in chosen.items() if key not in ("torch_adam", "adam_w_mode")}
@@ -66,7 +71,7 @@ def build_optimizer(kind: str, params: dict[str, Any], parameters: Any, *, on_ho
         name = "adamw" if decouples else "adam"
         chosen.setdefault("weight_decay", 0.0)
     if name not in KNOWN:
-        raise ConfigError(f"optimizer.type must be an optimizer of torch.optim: got {kind!r}{nearest(name, KNOWN)}")
+        raise ConfigError(f"optimizer.type must be an optimizer of torch.optim: got {shown(kind)}{_meant(kind)}")
     cls = KNOWN[name]
     _check_options(kind, chosen, list(inspect.signature(cls).parameters)[1:])
     built = _built(cls, parameters, chosen)
@@ -75,13 +80,39 @@ def build_optimizer(kind: str, params: dict[str, Any], parameters: Any, *, on_ho
     return built
 
 
+def _check_kind(kind: str, *, on_host: bool) -> bool:
+    """Whether an optimizer for host memory is to be taken: also one that torch has none of."""
+    if needs := unsupported_optimizer(kind):
+        raise NotAvailableError(
+            f"not available in this version: optimizer.type={kind!r} (it needs {needs}). Use AdamW, Lion or SGD"
+        )
+    is_ours_alone = kind.lower() in ON_HOST and kind.lower() not in KNOWN
+    if is_ours_alone and not on_host and torch.cuda.is_available():
+        raise NotAvailableError(
+            f"not available in this version: optimizer.type={kind!r} on a GPU. Use it with "
+            "zero_optimization.offload_optimizer.device='cpu', or AdamW"
+        )
+    return on_host or is_ours_alone
+
+
 def _check_options(kind: str, chosen: Iterable[str], known: list[str]) -> None:
     for option in chosen:
         if option not in known:
             raise ConfigError(f"optimizer.params of {kind} has no {option!r}{nearest(option, known)}")
 
 
+def _meant(kind: str) -> str:
+    """`` (did you mean 'X'?)``: the optimizer that computes the same, or one of a name like it."""
+    near = same_optimizer(kind) or closest(kind.lower(), KNOWN)
+    return f" (did you mean {(KNOWN[near].__name__ if near in KNOWN else near)!r}?)" if near else ""
+
+
 def _built(cls: type[Optimizer], parameters: Any, options: dict[str, Any]) -> Optimizer:
-    if "betas" in options:
-        options["betas"] = tuple(options["betas"])
-    return cls(parameters, **options)
+    try:
+        return cls(parameters, **options)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(
+            f"optimizer.params of {cls.__name__} cannot be meant: {error}; got {shown(options)}"
+        ) from error

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zcomm import LayoutError, NodeSums, Residual, Span, Topology, Work, reduce_scatter_single
 from zcomm.calls import in_bucket
+from zcomm.loss_scaling import LossScaling
 from zero.bucket_grads import BucketGrads
 from zero.layout import Slot
 from zero.loss_scale import LossScale
@@ -38,9 +39,15 @@ class Reduction:
         self.stays_in_node = effective.sums_in_node
         """Whether backwards before the last of a step reduce inside the node alone."""
         self.loss_scale: LossScale | None = None
-        """What gradients are multiplied with."""
+        """What gradients are multiplied with, if it is ours."""
         self.is_unscaled = False
         """Whether they are not any more in this step."""
+        self._scaling = LossScaling("auto", self._forget)
+        self._residuals: list[Residual] = []
+
+    def _forget(self) -> None:
+        for residual in self._residuals:
+            residual.reset()
 
     def prepare(self, grads: BucketGrads) -> None:
         """Make what is kept between exchanges of this bucket.
@@ -65,6 +72,7 @@ class Reduction:
                 self._topology, spans, bucket.layout.numel, numbering="local", device=bucket.device,
                 beta=self._settings.residual_beta, reset_interval=self._settings.residual_reset_interval,
             )  # fmt: skip
+            self._residuals.append(residual)
         numel = bucket.layout.shard_numel
         grads.in_node = NodeSums(self._topology, numel, formats, device=bucket.device, residual=residual)
 
@@ -78,6 +86,8 @@ class Reduction:
             work = sums.add(full, async_op=self._is_async)
         else:
             scale = 1.0 if self.loss_scale is None or self.is_unscaled else self.loss_scale.scale
+            if self.loss_scale is None and sums.residual is not None:
+                sums.residual.set_loss_scale(self._scaling.now())  # of a script's own GradScaler
             work = sums.reduce(output, full, scale=scale, async_op=self._is_async)
         return [] if work is None else [work]
 

@@ -1,7 +1,7 @@
 """The learning-rate schedules of DeepSpeed's JSON, as torch schedulers.
 
 With b the number of ``scheduler.step()`` calls so far minus 1 (so b = -1 in the first optimizer step), w
-``warmup_num_steps`` (at least 2) and T ``total_num_steps``:
+``warmup_num_steps`` (if less than 2, 2) and T ``total_num_steps``:
 
     warmup         ramp(b) = log(b + 1) / log(w), or b / w if warmup_type is "linear", for 0 <= b < w; 0 for b = -1
     WarmupLR       min + (max - min) ramp(b), then max
@@ -28,7 +28,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from zcomm import ConfigError
-from zero.config.read import nearest
+from zero.config.options import SCHEDULER_OPTIONS
+from zero.config.read import read_options
+from zero.config.values import nearest, shown
 
 __all__ = ["SCHEDULERS", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "build_scheduler"]
 
@@ -45,9 +47,9 @@ def _for_groups(value: Rate, optimizer: Optimizer, name: str) -> list[float]:
     return [float(v) for v in value]
 
 
-def _check_steps(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be an integer of at least 1: {name}={value!r}")
+def _check_steps(name: str, value: int, *, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} must be an integer of at least {least}: {name}={shown(value)}")
     return value
 
 
@@ -57,7 +59,7 @@ class _Ramp:
     def __init__(self, num_steps: int, kind: str) -> None:
         if kind not in ("log", "linear"):
             raise ConfigError(f"warmup_type must be 'log' or 'linear': warmup_type={kind!r}")
-        self.num_steps = max(2, _check_steps("warmup_num_steps", num_steps))
+        self.num_steps = max(2, _check_steps("warmup_num_steps", num_steps, least=0))
         self._is_log = kind == "log"
 
     def __call__(self, batch: int) -> float:
@@ -307,7 +309,7 @@ def build_scheduler(kind: str, params: dict[str, Any], optimizer: Optimizer) -> 
     for name in params:
         if name not in known:
             raise ConfigError(f"scheduler.params of {kind} has no {name!r}{nearest(name, known)}")
-    given = {name: _as_int(value) for name, value in params.items() if value != "auto"}
+    given = read_options(SCHEDULER_OPTIONS, params)
     required = [
         name for name, p in list(signature.parameters.items())[1:] if p.default is p.empty and p.kind != p.VAR_KEYWORD
     ]
@@ -315,8 +317,3 @@ def build_scheduler(kind: str, params: dict[str, Any], optimizer: Optimizer) -> 
     if missing:
         raise ConfigError(f"scheduler.params of {kind} must have a value for {', '.join(missing)}")
     return cls(optimizer, **given)
-
-
-def _as_int(value: Any) -> Any:
-    """5e3 as 5000, as everywhere in the configuration; a learning rate of 1.0 is as good as 1."""
-    return int(value) if isinstance(value, float) and value.is_integer() and value > 1 else value

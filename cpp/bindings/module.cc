@@ -257,12 +257,13 @@ void DefineCompoundOperations(nb::module_& m) {
         "message_stride"_a, "segment_stride"_a, "num_threads"_a);
 }
 
-// OSError(errno, text, path), which Python makes a FileNotFoundError and so on.
+// OSError(errno, text, path, if it is about a file), which Python makes a FileNotFoundError and so on.
 void ThrowOsError(const std::exception_ptr& error, void*) {
   try {
     std::rethrow_exception(error);
   } catch (const zcomm::FileError& e) {
-    PyObject* arguments = Py_BuildValue("(iss)", e.number(), e.what(), e.path().c_str());
+    PyObject* arguments = e.path().empty() ? Py_BuildValue("(is)", e.number(), e.what())
+                                           : Py_BuildValue("(iss)", e.number(), e.what(), e.path().c_str());
     if (arguments == nullptr) return;
     PyErr_SetObject(PyExc_OSError, arguments);
     Py_DECREF(arguments);

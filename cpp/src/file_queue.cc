@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <system_error>
 #include <utility>
 
 #include "file_moves.h"
@@ -44,11 +45,23 @@ FileQueue::FileQueue(std::size_t num_requests, std::size_t request_nbytes, bool 
   ZCOMM_CHECK(request_nbytes >= kFileAlignment && request_nbytes % kFileAlignment == 0,
               "request_nbytes must be a multiple of 4096: request_nbytes=", request_nbytes);
   const WithoutSizeSignal in_every_thread;
-  if (ring_) {
-    threads_.emplace_back([this, slots = std::vector<Request>(num_requests)]() mutable { ServeRing(&slots); });
-    return;
+  threads_.reserve(ring_ ? 1 : num_requests);  // a thread that has begun is in it: no memory is needed any more
+  try {
+    if (ring_) {
+      threads_.emplace_back([this, slots = std::vector<Request>(num_requests)]() mutable { ServeRing(&slots); });
+      return;
+    }
+    for (std::size_t i = 0; i < num_requests; ++i) threads_.emplace_back([this] { Serve(); });
+  } catch (const std::system_error& error) {  // a limit of processes or of memory
+    // A std::thread that is destroyed while it runs ends the process.
+    EndThreads();
+    throw FileError(error.code().value(), "",
+                    "cannot start thread " + std::to_string(threads_.size() + 1) + " of " +
+                        std::to_string(ring_ ? 1 : num_requests) + " for files");
+  } catch (...) {
+    EndThreads();
+    throw;
   }
-  for (std::size_t i = 0; i < num_requests; ++i) threads_.emplace_back([this] { Serve(); });
 }
 
 FileQueue::~FileQueue() {
@@ -57,6 +70,10 @@ FileQueue::~FileQueue() {
     static_cast<void>(signals_.release());  // the end of a condition variable waits for its waiters: they are not here
     return;
   }
+  EndThreads();
+}
+
+void FileQueue::EndThreads() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_closing_ = true;

@@ -11,6 +11,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -68,13 +69,18 @@ class Pool {
  public:
   void Submit(const std::shared_ptr<Job>& job, std::size_t num_helpers) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    while (workers_.size() < std::min(num_helpers, kMaxWorkers)) {
-      std::thread worker([this] { Loop(); });
-      workers_.push_back(worker.native_handle());
-      worker.detach();
+    num_helpers = std::min(num_helpers, kMaxWorkers);
+    workers_.reserve(num_helpers);  // no memory is needed once a worker has begun
+    try {
+      while (workers_.size() < num_helpers) {
+        std::thread worker([this] { Loop(); });
+        workers_.push_back(worker.native_handle());
+        worker.detach();
+      }
+    } catch (const std::system_error&) {  // the system allows no more threads: those that there are, and the caller, do
     }
     if (!is_worker) AvoidCpuOfCaller();
-    for (std::size_t i = 0; i < num_helpers; ++i) {
+    for (std::size_t i = 0; i < std::min(num_helpers, workers_.size()); ++i) {
       queue_.push_back(job);
       wake_.notify_one();
     }

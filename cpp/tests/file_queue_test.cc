@@ -5,6 +5,9 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <memory>
 
 #include "test_util.h"
@@ -25,6 +28,17 @@ std::string MakeFolder() {
   char name[] = "file_queue_test.XXXXXX";
   EXPECT(mkdtemp(name) != nullptr, "mkdtemp");
   return name;
+}
+
+std::size_t PagesOfProcess() {
+  std::size_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  return pages;
+}
+
+std::size_t NumThreads() {
+  const auto tasks = std::filesystem::directory_iterator("/proc/self/task");
+  return static_cast<std::size_t>(std::distance(begin(tasks), end(tasks)));
 }
 
 // The errno and text of the FileError that `call` throws.
@@ -155,6 +169,31 @@ void TestManyTransfers(const std::string& folder, bool may_use_ring) {
   for (std::size_t f = 0; f < kFiles; ++f) ::unlink((path + std::to_string(f)).c_str());
 }
 
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // which need all the address space there is
+// Lets `call` have so much more address space than is used now.
+template <class Call>
+void WithRoomFor(std::size_t nbytes, const Call& call) {
+  rlimit before{};
+  getrlimit(RLIMIT_AS, &before);
+  const rlimit now{PagesOfProcess() * kFileAlignment + nbytes, before.rlim_max};
+  EXPECT(setrlimit(RLIMIT_AS, &now) == 0, "RLIMIT_AS");
+  call();
+  setrlimit(RLIMIT_AS, &before);
+}
+
+void TestNoThread(const std::string& folder) {
+  const std::size_t before = NumThreads();
+  WithRoomFor(40 << 20, [&] {  // a stack is 8 MiB
+    const auto refused = ErrorOf([] { FileQueue(64, kFileAlignment, false); });
+    EXPECT(refused.first == EAGAIN && Contains(refused.second, " of 64 for files"), "%s", refused.second.c_str());
+    EXPECT(NumThreads() == before, "%zu threads were left", NumThreads() - before);
+  });
+  TestTransfers(folder, 8, false);
+}
+#else
+void TestNoThread(const std::string&) {}
+#endif
+
 }  // namespace
 }  // namespace zcomm
 
@@ -167,6 +206,7 @@ int main() {
     zcomm::TestClosingDropsWhatHasNotBegun(folder, may_use_ring);
     zcomm::TestManyTransfers(folder, may_use_ring);
   }
+  zcomm::TestNoThread(folder);
   EXPECT(::rmdir(folder.c_str()) == 0, "files were left in %s", folder.c_str());
   return 0;
 }

@@ -246,3 +246,19 @@ def test_it_works_under_zero() -> None:
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
     optimizer.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"dampening": 0.3}, {"nesterov": True}, {"weight_decay": 0.1}])
+@pytest.mark.parametrize("momenta", [(0.0, 0.9, 0.9, 0.0, 0.0, 0.9, 0.5), (0.9, 0.0, 0.9, 0.9)])
+def test_a_momentum_that_is_set_later_is_torchs(momenta: tuple[float, ...], options: dict[str, Any]) -> None:
+    start = torch.randn(300, generator=torch.Generator().manual_seed(1))
+    params = [torch.nn.Parameter(start.clone()) for _ in range(2)]
+    kinds = (CPUSGD, torch.optim.SGD)
+    built = [cls([param], lr=0.1, momentum=0.9, **options) for cls, param in zip(kinds, params, strict=True)]
+    for step, momentum in enumerate(momenta):
+        grad = torch.randn(300, generator=torch.Generator().manual_seed(10 + step))
+        for optimizer, param in zip(built, params, strict=True):
+            optimizer.param_groups[0]["momentum"] = momentum
+            param.grad = grad.clone()
+            optimizer.step()
+        assert torch.allclose(*params, rtol=0, atol=1e-6), step

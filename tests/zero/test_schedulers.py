@@ -227,7 +227,7 @@ def test_one_bound_for_each_group() -> None:
         ("OneCycle", {"cycle_min_lr": 0}, "must have a value for cycle_max_lr"),
         ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "decay_rate": 1}, "no 'decay_rate'"),
         ("WarmupLR", {"warmup_type": "cosine"}, "must be 'log' or 'linear'"),
-        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps must be an integer of at least 1"),
+        ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps must be at least 0"),
         ("Cosine", {}, "must be one of"),
     ],
 )

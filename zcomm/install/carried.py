@@ -83,6 +83,11 @@ class Carried:
         self._num_random += 1
         return RandomKey(self._seed, tensor, step)
 
+    def reset(self) -> None:
+        """Forget what exchanges have lost."""
+        for residual in self.residuals:
+            residual.reset()
+
     def retire(self, residual: Residual) -> None:
         """Its buffer is exchanged no more: keep what it holds for those that its parameters are in next."""
         self.residuals.remove(residual)

@@ -34,10 +34,11 @@ from zcomm.install.adapting import Adapting
 from zcomm.install.agreement import agree, settings_of
 from zcomm.install.automatic import check_not_adaptive, for_all_reduce
 from zcomm.install.choices import Choice, Named, Override, choose, clean_name
-from zcomm.install.ddp_hook import GradBucket, exchange_gradients
+from zcomm.install.ddp_hook import GradBucket, exchange_gradients, new_future, value_or_raise
 from zcomm.install.pieces import Piece, cut
 from zcomm.install.planned import Planned
 from zcomm.install.report import Account, Installation, Tally, described_topology
+from zcomm.loss_scaling import ScalerWish, kind_of
 from zcomm.philox import RandomKey
 from zcomm.recipes import AUTO_RECIPE, DEFAULT_RECIPE, Recipe, Wires, get_recipe
 from zcomm.route import check_carrier, find_route
@@ -60,6 +61,7 @@ def install_ddp(
     adaptive: AdaptivePrecision | Mapping[str, Any] | bool | None = None,
     backend: BackendWish = "auto",
     kernels: KernelsName = "auto",
+    scaler: ScalerWish = "auto",
 ) -> Installation:
     """Let a DistributedDataParallel model exchange its gradients in ``recipe``'s formats, over two hops.
 
@@ -80,9 +82,10 @@ def install_ddp(
             the recipe's. Then call ``end_step()`` of the installation before every step of the optimizer.
         backend: as in :class:`zcomm.Topology`; "auto": that of ``topology``, if it is given.
         kernels: the same.
+        scaler: of the loss: residuals are kept apart from its scale. "auto": the ``torch.amp.GradScaler`` in use, if
+            there is one; None: losses are not scaled. Anything else that scales them: an object with ``get_scale()``.
 
-    Returns:
-        An Installation, with ``report()``, ``end_step()`` and ``uninstall()``.
+    Returns: An Installation, with ``report()``, ``end_step()`` and ``uninstall()``.
 
     Raises:
         ConfigError, FormatError: A recipe, format or module name does not exist (the nearest is given), or differs
@@ -96,26 +99,38 @@ def install_ddp(
     is installed then. Cost of a step for each rank: that of :func:`zcomm.all_reduce` for each bucket; one more if small
     or overridden parameters are in it, and then one copy each way.
     """
-    owned, carrier = topology is None, (backend, kernels)
-    checked = partial(_checked, model, recipe, overrides or {}, adaptive, topology, carrier)
-    given = settings_of(recipe, overrides, adaptive, topology, shadow=shadow, backend=backend, kernels=kernels)
+    owned = topology is None
+    checked = partial(_checked, model, recipe, overrides or {}, adaptive, topology, (backend, kernels))
+    others = {"shadow": shadow, "backend": backend, "kernels": kernels, "scaler": kind_of(scaler)}
+    given = settings_of(recipe, overrides, adaptive, topology, **others)
     ddp, recipe, settings, choices = agree("install_ddp", given, _groups(model, topology), checked)
-    group, state = ddp.process_group, _state_of(ddp)
-    topology = topology or _topology_of(group, backend, kernels)
+    state, topology = _state_of(ddp), topology or _topology_of(ddp.process_group, backend, kernels)
     if recipe is AUTO_RECIPE:
         recipe, choices = _automatic(ddp, overrides or {}, topology, closes=owned)
-    account = Account((choice.name for choice in choices.values()), recipe)
-    if settings is not None:
-        account.adapting = Adapting(settings, ddp.module, recipe, topology)
+    account = _account(ddp, recipe, settings, choices, topology, scaler)
     state.compressed = _Compressed(topology, choices, account, has_residual=recipe.residual, is_shadow=shadow)
     title = f"install_ddp, recipe {recipe.name}, {described_topology(topology, shadow=shadow)}"
     return Installation(title, account, partial(_uninstall, state, topology if owned else None))
 
 
+def _account(
+    ddp: DistributedDataParallel,
+    recipe: Recipe,
+    settings: AdaptivePrecision | None,
+    choices: dict[int, Choice],
+    topology: Topology,
+    scaler: ScalerWish,
+) -> Account:
+    account = Account((choice.name for choice in choices.values()), recipe, scaler)
+    if settings is not None:
+        account.adapting = Adapting(settings, ddp.module, recipe, topology)
+    return account
+
+
 def _topology_of(group: dist.ProcessGroup, backend: BackendWish, kernels: KernelsName) -> Topology:
     """As torchrun has started the ranks of ``group``."""
-    whole = None if dist.get_world_size(group) == dist.get_world_size() else group
-    return Topology.from_env(whole, backend=backend, kernels=kernels)
+    is_whole = dist.get_world_size(group) == dist.get_world_size()
+    return Topology.from_env(None if is_whole else group, backend=backend, kernels=kernels)
 
 
 def _automatic(
@@ -271,8 +286,7 @@ class _Compressed:
         has_residual: bool,
         is_shadow: bool,
     ) -> None:
-        self._topology, self._asked, self._account = topology, choices, account
-        self._choices = choices
+        self._topology, self._asked, self._choices, self._account = topology, choices, choices, account
         self._has_residual, self.is_shadow = has_residual, is_shadow
         self._planned: dict[tuple[int, ...], list[Planned]] = {}
         """By the parameters of a bucket: DDP rebuilds buckets after the first step."""
@@ -296,9 +310,9 @@ class _Compressed:
             return self._start(buffer, self._planned_of(bucket))
 
     def _start(self, buffer: Tensor, planned: list[Planned]) -> torch.futures.Future[Tensor]:
-        ended = _future(buffer.device)
+        ended = new_future(buffer.device)
         for one in planned:
-            one.begin()
+            one.begin(self._account.scaling)
             self._account.measure(one.piece, buffer.view(1, -1))
         keys = [self._account.carried.key_for(*one.wires.gradients, one.wires.reduced) for one in planned]
 
@@ -306,7 +320,7 @@ class _Compressed:
             ended.set_result(buffer if error is None else error)
 
         run_then(self._steps(buffer, planned, keys), end, device=buffer.device, queue=self._topology.queue)
-        return ended.then(_value_or_raise)
+        return ended.then(value_or_raise)
 
     def _steps(self, buffer: Tensor, planned: list[Planned], keys: list[RandomKey | None]) -> Steps:
         rows = buffer.view(1, -1)
@@ -332,7 +346,7 @@ class _Compressed:
             one.tally.measure(
                 one.piece.take(exact.view(1, -1)), one.piece.take(compressed.view(1, -1)), one.piece.sizes
             )
-        done = _future(copy.device)
+        done = new_future(copy.device)
         done.set_result(exact)
         return done
 
@@ -383,16 +397,3 @@ def _gradient_formats(choice: Choice) -> object:
 def _described(wires: Wires) -> str:
     formats = (*wires.gradients, wires.reduced)
     return "as is" if {wire.name for wire in formats} == {"none"} else "{},{} back {}".format(*formats)
-
-
-def _future(device: torch.device) -> torch.futures.Future[Any]:
-    """One that, on CUDA, remembers the stream on which it was completed."""
-    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
-
-
-def _value_or_raise(ended: torch.futures.Future[Any]) -> Tensor:
-    result = ended.value()
-    if isinstance(result, BaseException):
-        raise result
-    assert isinstance(result, Tensor), f"an exchange ended with {result!r}"
-    return result

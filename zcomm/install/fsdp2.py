@@ -28,6 +28,7 @@ from zcomm.install.choices import Choice, Override, choose
 from zcomm.install.fsdp2_comms import Gather, Plans, Reduce, ReplicaMean, ShadowGather, ShadowReduce
 from zcomm.install.fsdp2_units import Unit, process_groups_of, units_of
 from zcomm.install.report import Account, Installation, described_topology
+from zcomm.loss_scaling import ScalerWish, kind_of
 from zcomm.nccl_communicators import close_communicators
 from zcomm.recipes import AUTO_RECIPE, DEFAULT_RECIPE, Recipe, get_recipe
 from zcomm.route import check_carrier
@@ -47,6 +48,7 @@ def install_fsdp2(
     adaptive: AdaptivePrecision | Mapping[str, Any] | bool | None = None,
     backend: BackendWish = "auto",
     kernels: KernelsName = "auto",
+    scaler: ScalerWish = "auto",
 ) -> Installation:
     """Let a model under ``fully_shard`` communicate in ``recipe``'s formats, over two hops.
 
@@ -71,9 +73,9 @@ def install_fsdp2(
         adaptive: as in :func:`zcomm.install_ddp`, for gradients; not with ``replicate_group``.
         backend: as in :class:`zcomm.Topology`; "auto": that of ``topology``, if it is given.
         kernels: the same. Over process groups without a Topology, which part of the ranks have, "auto" alone.
+        scaler: as in :func:`zcomm.install_ddp`.
 
-    Returns:
-        An Installation, with ``report()``, ``end_step()`` and ``uninstall()``, which ends the mean over replicas, too.
+    Returns: An Installation; its ``uninstall()`` ends the mean over replicas, too.
 
     Raises:
         ConfigError, FormatError: A recipe, format or module name does not exist (the nearest is given), or differs
@@ -87,10 +89,11 @@ def install_fsdp2(
     is installed then. Cost: one collective for each kind of format in a module instead
     of one; where small or overridden parameters lie between others, one copy each way.
     """
-    ways, replicates = _Ways(topology, replicate_group, backend, kernels), replicate_group is not None
+    ways, replicates = _Ways(topology, replicate_group, backend, kernels, scaler), replicate_group is not None
     given = settings_of(
-        recipe, overrides, adaptive, topology, shadow=shadow, replicates=replicates, backend=backend, kernels=kernels
-    )
+        recipe, overrides, adaptive, topology, shadow=shadow, replicates=replicates, backend=backend, kernels=kernels,
+        scaler=kind_of(scaler),
+    )  # fmt: skip
     checked = partial(_checked, model, recipe, overrides or {}, adaptive, ways, shadow=shadow)
     agreed = agree("install_fsdp2", given, _groups(model, topology, replicate_group), checked)
     return _installed(model, agreed, overrides or {}, ways, shadow=shadow)
@@ -105,7 +108,7 @@ def _installed(
     topology = topology or owned
     if recipe is AUTO_RECIPE:
         recipe, of_units = _automatic(units, overrides, topology, owned)
-    account = Account((choice.name for chosen in of_units for choice in chosen), recipe)
+    account = Account((choice.name for chosen in of_units for choice in chosen), recipe, ways.scaler)
     account.adapting = _adapting(settings, model, recipe, topology)
     before = [_Before(unit, replaces_hook=replicate_group is not None) for unit in units]
     last_hop = (Reduce if replicate_group is None else ReplicaMean) if recipe.residual else None
@@ -125,6 +128,7 @@ class _Ways(NamedTuple):
     replicate_group: dist.ProcessGroup | None
     backend: BackendWish
     kernels: KernelsName
+    scaler: ScalerWish
 
 
 class _Checked(NamedTuple):

@@ -235,7 +235,7 @@ class Reduce(_Allocates):
             start, stop = piece.ranges[0]
             shard = output_tensor[start:stop] if piece.is_view else output_tensor.new_empty(piece.numel)
             key = self._plans.account.carried.key_for(*(wire if isinstance(wire, tuple) else (wire,)))
-            source, residual = piece.take(rows), one.begin()
+            source, residual = piece.take(rows), one.begin(self._plans.account.scaling)
             self._plans.account.measure(piece, rows)
             how: dict[str, Any] = {"format": wire, "residual": residual, "random": key, "backend": backend}
             reduce_scatter_single(shard, source, op, group=path, **how)
@@ -268,9 +268,10 @@ class ReplicaMean:
         columns = reduce_output.view(1, -1)
         for one in self._pieces(reduce_output):
             piece, between, reduced = one.piece, one.wires.gradients[1], one.wires.reduced
-            values, key = piece.take(columns), self._plans.account.carried.key_for(between, reduced)
+            values, account = piece.take(columns), self._plans.account
+            key, residual = account.carried.key_for(between, reduced), one.begin(account.scaling)
             all_reduce(
-                values.view(-1), "avg", self._group, format=between, gather_format=reduced, residual=one.begin(),
+                values.view(-1), "avg", self._group, format=between, gather_format=reduced, residual=residual,
                 random=key, backend=self._plans.backend_of(self._group),
             )  # fmt: skip
             if not piece.is_view:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from zcomm.install.pieces import Piece
 from zcomm.install.report import Tally
+from zcomm.loss_scaling import LossScaling
 from zcomm.recipes import Wires
 from zcomm.residual import Residual
 
@@ -26,8 +27,15 @@ class Planned:
         """The formats, the same for the whole piece."""
         return self.piece.choices[0].wires
 
-    def begin(self) -> Residual | None:
-        """Before an exchange, when the one before has ended: what that has lost counts from now on."""
-        if self.residual is not None and not self.residual.is_committed:
-            self.residual.commit()
+    def begin(self, scaling: LossScaling) -> Residual | None:
+        """Before an exchange, when the one before has ended: what that has lost counts from now on.
+
+        Unless the scaler has skipped its step, with what was sent.
+        """
+        if self.residual is None:
+            return None
+        scale = scaling.now()
+        if not self.residual.is_committed:
+            self.residual.commit(unless=self.residual.exceeds(scale) if scaling.falls_at_overflow else False)
+        self.residual.set_loss_scale(scale)
         return self.residual

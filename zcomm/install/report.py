@@ -20,6 +20,7 @@ from zcomm.install.adapting import Adapting
 from zcomm.install.carried import Carried
 from zcomm.install.choices import Choice
 from zcomm.install.pieces import Piece
+from zcomm.loss_scaling import LossScaling, ScalerWish
 from zcomm.recipes import Recipe
 from zcomm.residual import Residual
 from zcomm.topology import Topology
@@ -135,9 +136,10 @@ class Report:
 class Account:
     """The tallies of one installation, of parameters ``names``, and what it carries from step to step."""
 
-    def __init__(self, names: Iterable[str], recipe: Recipe) -> None:
+    def __init__(self, names: Iterable[str], recipe: Recipe, scaler: ScalerWish = "auto") -> None:
         self.tallies: list[Tally] = []
         self.carried = Carried(names, recipe)
+        self.scaling = LossScaling(scaler, self.carried.reset)
         self.adapting: Adapting | None = None
         """Changes formats between steps; None: they stay."""
         self.notes: list[str] = []

@@ -9,6 +9,7 @@ from zero.config.errors import NotAvailableError
 from zero.config.keys import Definition, definitions, section_type
 from zero.config.read import Configuration
 from zero.config.sections import Config
+from zero.config.values import shown
 
 __all__ = ["CONDITIONS", "Setting", "check_available", "is_float16", "settings_of", "unused_notes"]
 
@@ -148,7 +149,7 @@ def check_available(configuration: Configuration) -> None:
     if wrong:
         raise NotAvailableError(
             "not available in this version: "
-            + "; ".join(f"{s.definition.path}={s.value!r} ({s.unavailable})" for s in wrong)
+            + "; ".join(f"{s.definition.path}={shown(s.value)} ({s.unavailable})" for s in wrong)
             + ". Remove these keys, or set them to their defaults"
         )
 
@@ -156,12 +157,7 @@ def check_available(configuration: Configuration) -> None:
 def unused_notes(configuration: Configuration) -> list[str]:
     """One line for every key that was given, differs from its default or not, and has no effect."""
     return [
-        f"{s.definition.path}={_short(s.value)} has no effect: {s.inactive}"
+        f"{s.definition.path}={shown(s.value)} has no effect: {s.inactive}"
         for s in settings_of(configuration)
         if s.is_given and s.inactive
     ]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from zero.config.activity import Setting, settings_of
 from zero.config.batch import solve_batch_sizes
 from zero.config.read import Configuration
+from zero.config.values import shown
 
 __all__ = ["explain"]
 
@@ -21,17 +22,17 @@ def explain(configuration: Configuration, *, world_size: int | None = None, show
         ConfigError: The batch sizes contradict each other for ``world_size``.
     """
     settings = list(settings_of(configuration))
-    shown = [s for s in settings if shows_all or s.is_given or not (s.inactive or _says_nothing(s))]
-    width = max(len(s.definition.path) for s in shown)
+    listed = [s for s in settings if shows_all or s.is_given or not (s.inactive or _says_nothing(s))]
+    width = max(len(s.definition.path) for s in listed)
     lines = [f"{configuration.source}: {sum(s.is_given for s in settings)} keys given, {len(settings)} known", ""]
-    lines += [_line(s, width) for s in shown]
-    hidden = len(settings) - len(shown)
+    lines += [_line(s, width) for s in listed]
+    hidden = len(settings) - len(listed)
     if hidden:
         lines += ["", f"{hidden} keys at their defaults have no effect here: --all shows them"]
     lines += ["", _batch_line(configuration, world_size)]
     lines += [f"warning: {note}" for note in configuration.notes]
     refused = [s for s in settings if s.unavailable]
-    lines += [f"not available in this version: {s.definition.path}={s.value!r} ({s.unavailable})" for s in refused]
+    lines += [f"not available in this version: {s.definition.path}={shown(s.value)} ({s.unavailable})" for s in refused]
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,8 @@
 """What the definition of a configuration key consists of. Everything else about a key is derived from it.
 
 zero_section.py, sections.py      dataclasses whose fields are the keys, one ``key(...)`` each
-  -> read.py       parsing, types, nearest names        -> activity.py   what has an effect, and why not
+  -> read.py       parsing, nearest names               -> activity.py   what has an effect, and why not
+  -> values.py     types and ranges
   -> explain.py    the effective settings                -> schema.py     the JSON schema of editors
   -> document.py   the table of docs                      -> plan.py       the settings of ZeroOptimizer
 """
@@ -9,8 +10,8 @@ zero_section.py, sections.py      dataclasses whose fields are the keys, one ``k
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -29,8 +30,14 @@ class Key:
     """Other names, accepted with a warning."""
     choices: tuple[Any, ...] = ()
     minimum: float | None = None
+    maximum: float | None = None
+    """Of integers 2**63 - 1, if it is not given. Infinity: of what is only compared with, ``1e30`` is as good."""
     is_positive: bool = False
     """Greater than 0."""
+    is_never_if_infinite: bool = False
+    """Takes Infinity, as front ends write "never": as if it were absent."""
+    options: Mapping[str, Definition] = field(default_factory=dict)
+    """Of an object whose names depend on something else: what is known of them. Others are left as they are."""
     names: tuple[str, ...] = ()
     """Of an object that nothing reads: what may stand in it; a dot leads into an object. Empty: anything."""
     setting: str = ""
@@ -85,11 +92,11 @@ def own_keys(cls: type) -> dict[str, Definition]:
     """The keys of one section, by name, without those of the sections in it."""
     hints = get_type_hints(cls)
     found = {}
-    for field in fields(cls):
-        default = field.default if field.default is not dataclasses.MISSING else None
-        if default is None and field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        found[field.name] = Definition(field.name, hints[field.name], default, field.metadata["key"])
+    for one in fields(cls):
+        default = one.default if one.default is not dataclasses.MISSING else None
+        if default is None and one.default_factory is not dataclasses.MISSING:
+            default = one.default_factory()
+        found[one.name] = Definition(one.name, hints[one.name], default, one.metadata["key"])
     return found
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from zcomm import ConfigError
+from zero.config.values import shown
 
 __all__ = ["MOVED", "modernize"]
 
@@ -13,7 +14,7 @@ __all__ = ["MOVED", "modernize"]
 def _offload(section: str) -> Callable[[dict[str, Any], Any], str]:
     def move(zero: dict[str, Any], value: Any) -> str:
         _check_bool(value)
-        zero[section] = {"device": "cpu" if value else "none"} | dict(zero.get(section) or {})
+        _put(zero, section, {"device": "cpu" if value else "none"})
         return f"zero_optimization.{section}.device"
 
     return move
@@ -21,13 +22,20 @@ def _offload(section: str) -> Callable[[dict[str, Any], Any], str]:
 
 def _pin(zero: dict[str, Any], value: Any) -> str:
     _check_bool(value)
-    zero["offload_optimizer"] = {"pin_memory": value} | dict(zero.get("offload_optimizer") or {})
+    _put(zero, "offload_optimizer", {"pin_memory": value})
     return "zero_optimization.offload_optimizer.pin_memory"
+
+
+def _put(zero: dict[str, Any], section: str, values: dict[str, Any]) -> None:
+    """Below what the section says itself; a section that is none is left to be refused."""
+    below = zero.get(section)
+    if below is None or isinstance(below, Mapping):
+        zero[section] = {**values, **(below or {})}
 
 
 def _check_bool(value: Any) -> None:
     if not isinstance(value, bool):
-        raise ConfigError(f"must be true or false: got {value!r}")
+        raise ConfigError(f"must be true or false: got {shown(value)}")
 
 
 MOVED: dict[str, Callable[[dict[str, Any], Any], str]] = {
@@ -51,14 +59,16 @@ def modernize(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str], dict[str,
     if isinstance(zero, bool):
         notes.append(f"zero_optimization: {str(zero).lower()} is deprecated: write {{'stage': {int(zero)}}}")
         return {**raw, "zero_optimization": {"stage": int(zero)}}, notes, {}
-    if not isinstance(zero, dict):
+    if not isinstance(zero, Mapping):
         return raw, notes, origins
     zero = dict(zero)
     for name, move in MOVED.items():
         if name in zero:
-            old = f"zero_optimization.{name}"
+            old, value = f"zero_optimization.{name}", zero.pop(name)
+            if value is None or (isinstance(value, str) and value == "auto"):
+                continue
             try:
-                new = move(zero, zero.pop(name))
+                new = move(zero, value)
             except ConfigError as error:
                 raise ConfigError(f"{old} {error}") from None
             origins[new] = old

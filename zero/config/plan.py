@@ -13,11 +13,12 @@ from zero.activations.settings import ActivationSettings
 from zero.config.activations import activations_of
 from zero.config.activity import check_available, is_float16, settings_of, unused_notes
 from zero.config.adaptive import section_of
-from zero.config.keys import own_keys
+from zero.config.keys import definitions, own_keys, section_type
 from zero.config.legacy import MOVED
 from zero.config.read import Configuration, Source, parse, read_source
 from zero.config.sections import Config, Zcomm
 from zero.config.tiers import tiers_of
+from zero.config.values import check_document, read_value, shown
 from zero.config.zero_section import ZeroOptimization
 from zero.loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from zero.settings import DEFAULT_STAGE, ZeroSettings
@@ -77,7 +78,7 @@ def make_plan(config: Source | Configuration | None, options: Mapping[str, Any])
         NotAvailableError: A key asks for what this version cannot do.
     """
     names = {field.name for field in fields(ZeroSettings)} - {"adaptive"}
-    ours = {name: value for name, value in options.items() if name in names}
+    ours = {name: _keyword(name, value) for name, value in options.items() if name in names}
     overlay: dict[str, Any] = {}
     for name, value in options.items():
         if name not in names:
@@ -117,15 +118,34 @@ def _is_key(name: str) -> bool:
 
 def _place(overlay: dict[str, Any], name: str, value: Any) -> None:
     if name in _names(Config):
-        overlay[name] = value
+        overlay[name] = {**_section(overlay, name), **value} if isinstance(value, Mapping) else value
     elif name in _names(ZeroOptimization) or name in MOVED:
-        overlay.setdefault("zero_optimization", {})[name] = value
+        _section(overlay, "zero_optimization")[name] = value
     elif name == "adaptive":
-        overlay.setdefault("zcomm", {}).setdefault(name, {}).update(section_of(value))
+        _section(overlay, "zcomm", name).update(section_of(value))
     elif name == BUDGET:
-        overlay.setdefault("zcomm", {}).setdefault("adaptive", {})[name] = value
+        _section(overlay, "zcomm", "adaptive")[name] = value
     elif name in _names(Zcomm):
-        overlay.setdefault("zcomm", {})[name] = value
+        _section(overlay, "zcomm")[name] = value
+
+
+def _section(overlay: dict[str, Any], *path: str) -> dict[str, Any]:
+    """The section at ``path``, which may be new."""
+    for name in path:
+        overlay = overlay.setdefault(name, {})
+        if not isinstance(overlay, dict):
+            raise ConfigError(f"{'.'.join(path)} must be an object: {name}={shown(overlay)}")
+    return overlay
+
+
+def _keyword(name: str, value: Any) -> Any:
+    """A field of ZeroSettings, read as the key of the JSON that sets it, if one does."""
+    by_field = {d.key.setting or d.path: d for d in definitions(Config) if section_type(d.kind) is None}
+    definition = by_field.get(name)
+    if definition is None or (value is None and definition.default is None):
+        return value
+    check_document({name: value})
+    return read_value(definition.kind, definition.key, value, name)
 
 
 def _settings_of(configuration: Configuration, *, has_config: bool) -> dict[str, Any]:

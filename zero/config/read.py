@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+from types import NoneType
+from typing import Any, get_args
 
 from zcomm import ConfigError
-from zero.config.keys import Definition, Key, definitions, own_keys, section_type
+from zero.config.keys import Definition, definitions, own_keys, section_type
 from zero.config.legacy import modernize
 from zero.config.sections import Config
+from zero.config.values import check_document, closest, nearest, read_value, shown
 
-__all__ = ["Configuration", "Source", "parse", "read_file", "read_source"]
+__all__ = ["Configuration", "Source", "parse", "read_file", "read_options", "read_source"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +50,7 @@ def read_source(config: Source, keywords: Mapping[str, Any] | None = None) -> Co
     elif isinstance(config, (str, os.PathLike)):
         raw, source = read_file(Path(config)), Path(config).name
     else:
-        raise ConfigError(f"config must be a dict or the path of a JSON file: got {config!r}")
+        raise ConfigError(f"config must be a dict or the path of a JSON file: got {shown(config)}")
     if not keywords:
         return parse(raw, source)
     added = parse(keywords, "keyword")
@@ -97,7 +96,9 @@ def parse(raw: Mapping[str, Any], source: str) -> Configuration:
 
     Raises:
         ConfigError: Unknown keys (all of them, each with the nearest known one), or values of a wrong type or range.
+            Nothing else, whatever ``raw`` holds.
     """
+    check_document(raw)
     modern, notes, moved = modernize(dict(raw))
     reader = _Reader(source, notes)
     values = reader.section(Config, modern, "")
@@ -108,6 +109,17 @@ def parse(raw: Mapping[str, Any], source: str) -> Configuration:
     for new, old in moved.items():
         reader.origins[new] = f"{source}: {old}"
     return Configuration(values=values, source=source, origins=reader.origins, notes=tuple(reader.notes))
+
+
+def read_options(known: Mapping[str, Definition], given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` without "auto", and with what is ``known`` as its type.
+
+    Raises:
+        ConfigError: A value of a wrong type or range, by its path.
+    """
+    check_document(given)
+    read = _Reader("", []).options(known, given)
+    return {name: value for name, value in read.items() if not _is_auto(value)}
 
 
 class _Reader:
@@ -121,10 +133,11 @@ class _Reader:
     def section(self, cls: type, raw: Any, prefix: str) -> Any:
         """An instance of ``cls`` with the values of ``raw``."""
         if not isinstance(raw, Mapping):
-            raise ConfigError(f"{prefix.rstrip('.') or 'config'} must be an object: got {raw!r}")
+            raise ConfigError(f"{prefix.rstrip('.') or 'config'} must be an object: got {shown(raw)}")
         known = own_keys(cls)
         names = {alias: name for name, definition in known.items() for alias in definition.key.aliases}
         values: dict[str, Any] = {}
+        written: dict[str, str] = {}
         for given, value in raw.items():
             name = names.get(given, given)
             path = f"{prefix}{name}"
@@ -132,31 +145,42 @@ class _Reader:
                 self.unknown.append(f"{prefix}{given}{_hint(given, [*known, *names])}")
                 continue
             if name in values:
-                raise ConfigError(f"{path} and {prefix}{given} are the same key: give one of them")
+                raise ConfigError(f"{prefix}{written[name]} and {prefix}{given} are the same key: give one of them")
             if given != name:
                 self.notes.append(f"{prefix}{given} is read as {path}")
-            values[name] = self._value(known[name], value, path)
-            if value is not None and value != "auto" and section_type(known[name].kind) is None:
+            written[name] = given
+            values[name] = self.value(known[name], value, path)
+            if value is not None and not _is_auto(value) and section_type(known[name].kind) is None:
                 self.origins[path] = self.source if given == name else f"{self.source}: {given}"
         return cls(**values)
 
-    def _value(self, definition: Definition, value: Any, path: str) -> Any:
+    def value(self, definition: Definition, value: Any, path: str) -> Any:
+        """``value`` of the key at ``path``."""
         nested = section_type(definition.kind)
         if nested is not None:
             return nested() if value is None else self.section(nested, value, f"{path}.")
-        if value == "auto":
+        if _is_auto(value):
             self.notes.append(f"{path}: 'auto' is {definition.default!r} here")
             return definition.default
         if value is None:
             return definition.default
-        try:
-            converted = _convert(definition.kind, value)
-        except TypeError:
-            raise ConfigError(f"{path} must be {type_name(definition.kind)}: got {value!r}") from None
-        _check_range(definition.key, converted, path)
-        if definition.key.names:
-            self._check_names(definition.key.names, converted, f"{path}.")
-        return converted
+        facts = definition.key
+        converted = read_value(definition.kind, facts, value, path)
+        if facts.names:
+            self._check_names(facts.names, converted, f"{path}.")
+        return self.options(facts.options, converted) if facts.options else converted
+
+    def options(self, known: Mapping[str, Definition], given: Mapping[str, Any]) -> dict[str, Any]:
+        """``given`` with what is known of it read, and without null where that is no value: a default is meant."""
+        read: dict[str, Any] = {}
+        for name, value in given.items():
+            if name not in known or _is_auto(value):
+                read[name] = value
+            elif value is not None:
+                read[name] = self.value(known[name], value, known[name].path)
+            elif NoneType in get_args(known[name].kind):
+                read[name] = None
+        return read
 
     def _check_names(self, names: tuple[str, ...], value: Mapping[str, Any], prefix: str) -> None:
         """Of an object that nothing reads."""
@@ -169,66 +193,37 @@ class _Reader:
                 self.unknown.append(f"{prefix}{given}{nearest(given, here)}")
 
 
-def type_name(kind: Any) -> str:
-    """A type in words."""
-    options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-    names = [words.get(o, "an object" if get_origin(o) is dict else "a list") for o in options if o is not NoneType]
-    return " or ".join(dict.fromkeys(names))
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
 
 
-def _convert(kind: Any, value: Any) -> Any:
-    """``value`` as ``kind``; 5e8 is an integer, too. TypeError if it does not fit."""
-    if get_origin(kind) in (Union, UnionType):
-        for option in get_args(kind):
-            try:
-                return _convert(option, value)
-            except TypeError:
-                continue
-        raise TypeError
-    if get_origin(kind) in (tuple, dict):
-        return _convert_container(get_origin(kind), value)
-    if kind is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if kind is NoneType or type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise TypeError
-    return value
-
-
-def _convert_container(kind: Any, value: Any) -> Any:
-    is_container = isinstance(value, (list, tuple) if kind is tuple else Mapping)
-    if is_container and all(isinstance(item, str) for item in value):
-        return kind(value)
-    raise TypeError
-
-
-def _check_range(facts: Key, value: Any, path: str) -> None:
-    if facts.choices and value not in facts.choices:
-        near = nearest(value, facts.choices) if isinstance(value, str) else ""
-        raise ConfigError(f"{path} must be one of {', '.join(map(str, facts.choices))}: {path}={value!r}{near}")
-    if facts.minimum is not None and value is not None and value < facts.minimum:
-        raise ConfigError(f"{path} must be at least {facts.minimum:g}: {path}={value!r}")
-    if facts.is_positive and not value > 0:
-        raise ConfigError(f"{path} must be greater than 0: {path}={value!r}")
-
-
-def nearest(name: str, names: Iterable[Any]) -> str:
-    """`` (did you mean 'x'?)`` if one of ``names`` is close to ``name``, else nothing."""
-    close = difflib.get_close_matches(name, [str(n) for n in names], n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+MEANT = {
+    "optimizer.params.lr": "lr learning_rate",
+    "optimizer.params.weight_decay": "weight_decay",
+    "optimizer.params.betas": "betas adam_betas",
+    "scheduler.params.warmup_num_steps": "warmup_steps num_warmup_steps",
+    "scheduler.params.total_num_steps": "num_training_steps max_steps total_steps",
+    "train_batch_size": "batch_size global_batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size per_device_train_batch_size",
+    "gradient_accumulation_steps": "accumulate_grad_batches grad_accum_steps accumulation_steps",
+    "gradient_clipping": "max_grad_norm clip_grad_norm grad_clip gradient_clip_val",
+    "fp16.enabled' or 'bf16.enabled": "mixed_precision precision half",
+}
+"""What other programs call a key of ours, by its path."""
 
 
 def _hint(given: str, here: list[str]) -> str:
-    """Where the key belongs, or the nearest name: of this level, or with its path."""
+    """Where the key belongs, what it means, or the nearest name: of this level, or with its path."""
     everywhere = [d.path for d in definitions(Config)]
     elsewhere = [p for p in everywhere if p.rpartition(".")[2] == given]
     if elsewhere:
         return f" (it belongs in {elsewhere[0].rpartition('.')[0] or 'the top level'!r})"
-    close = difflib.get_close_matches(given, sorted({*here, *(p.rpartition(".")[2] for p in everywhere)}), n=1)
+    meant = [path for path, names in MEANT.items() if given in names.split()]
+    if meant:
+        return f" (did you mean '{meant[0]}'?)"
+    close = closest(given, sorted({*here, *(p.rpartition(".")[2] for p in everywhere)}))
     if not close:
         return ""
-    elsewhere = [p for p in everywhere if p.rpartition(".")[2] == close[0]]
-    path = close[0] if close[0] in here else elsewhere[0]
+    elsewhere = [p for p in everywhere if p.rpartition(".")[2] == close]
+    path = close if close in here else elsewhere[0]
     return f" (did you mean {path!r}?)"

@@ -8,6 +8,7 @@ from typing import Any
 from zero.config.adaptive import Adaptive
 from zero.config.keys import key, section
 from zero.config.monitors import NAMES, CommsLogger
+from zero.config.options import OPTIMIZER_OPTIONS, SCHEDULER_OPTIONS
 from zero.config.refused import NAMES as REFUSED
 from zero.config.zero_section import ZeroOptimization
 
@@ -27,8 +28,9 @@ class Fp16:
     loss_scale: float = key(0.0, "a fixed loss scale; 0 is dynamic", minimum=0, active_if="float16")
     initial_scale_power: int = key(
         16,
-        "the first dynamic scale is 2 to this power",
+        "the first dynamic scale is 2 to this power, at most 127: the scaled loss is float32",
         minimum=0,
+        maximum=127,
         active_if="dynamic loss scale",
         aliases=("init_scale_power",),
     )
@@ -92,7 +94,7 @@ class OptimizerChoice:
     """``optimizer``: built from the JSON if initialize() is given none."""
 
     type: str | None = key(None, "Adam (AdamW unless adam_w_mode is false), AdamW, SGD, or a name of torch.optim")
-    params: dict[str, Any] = key({}, "its arguments")
+    params: dict[str, Any] = key({}, "its arguments", options=OPTIMIZER_OPTIONS)
     legacy_fusion: bool = key(False, "-", false="the same as true", inactive="of DeepSpeed's LAMB")
 
 
@@ -105,7 +107,7 @@ class SchedulerChoice:
         "the learning-rate schedule",
         choices=("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
     )
-    params: dict[str, Any] = key({}, "its arguments")
+    params: dict[str, Any] = key({}, "its arguments", options=SCHEDULER_OPTIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +309,9 @@ class Config:
     )
     activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing, "activations")
     aio: Aio = section(Aio, "file input and output")
-    steps_per_print: int | None = key(None, "print step, loss scale and learning rate so often", minimum=1)
+    steps_per_print: int | None = key(
+        None, "print step, loss scale and learning rate so often; Infinity: never", minimum=1, is_never_if_infinite=True
+    )
     wall_clock_breakdown: bool = key(False, "log the times of forward, backward, gather, reduce and step", false="off")
     prescale_gradients: bool = key(
         False, "divide before the reduction", false="the same as true", inactive="sums are in float32"

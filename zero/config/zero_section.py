@@ -5,6 +5,7 @@ The classes have as many fields as DeepSpeed's sections have keys. Defaults are 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ class OffloadParam:
         "elements of this rank's shards that stay in host memory all the same (DeepSpeed: 1e9, by which up to a "
         "billion parameters a rank are not in the files that were asked for)",
         minimum=0,
+        maximum=math.inf,
         active_if="offload_param nvme",
     )
     pin_memory: bool = key(True, "page-locked memory", false="pageable memory", active_if="offload_param")
@@ -120,10 +122,18 @@ class ZeroOptimization:
         active_if="stage 3",
     )
     reduce_bucket_size: int = key(
-        500_000_000, "elements that one gradient exchange carries at most", minimum=1, setting="reduce_bucket_size"
+        500_000_000,
+        "elements that one gradient exchange carries at most",
+        minimum=1,
+        maximum=math.inf,
+        setting="reduce_bucket_size",
     )
     allgather_bucket_size: int = key(
-        500_000_000, "elements that one weight exchange carries at most", minimum=1, setting="allgather_bucket_size"
+        500_000_000,
+        "elements that one weight exchange carries at most",
+        minimum=1,
+        maximum=math.inf,
+        setting="allgather_bucket_size",
     )
     overlap_comm: bool = key(
         True,
@@ -147,6 +157,7 @@ class ZeroOptimization:
         1_000_000_000,
         "elements that one tile of the optimizer step updates",
         minimum=1,
+        maximum=math.inf,
         active_if="offload_optimizer",
     )
     stage3_prefetch_bucket_size: int = key(
@@ -154,6 +165,7 @@ class ZeroOptimization:
         "elements gathered ahead of their use at most, and not more than the largest layer has (more would hide "
         "nothing more); 0 is none",
         minimum=0,
+        maximum=math.inf,
         setting="stage3_prefetch_bucket_size",
         active_if="stage 3, overlapped",
     )
@@ -162,6 +174,7 @@ class ZeroOptimization:
         "parameters with fewer elements stay whole (DeepSpeed: 100,000; here they travel with their layer, so that "
         "keeping them saves bytes, but no exchange)",
         minimum=0,
+        maximum=math.inf,
         aliases=("stage3_param_persitance_threshold",),
         setting="stage3_param_persistence_threshold",
         active_if="stage 3",
@@ -170,6 +183,7 @@ class ZeroOptimization:
         2**63 - 1,
         "elements that stay whole at most",
         minimum=0,
+        maximum=math.inf,
         setting="stage3_model_persistence_threshold",
         active_if="stage 3",
     )
@@ -177,6 +191,7 @@ class ZeroOptimization:
         1_000_000_000,
         "elements gathered at a time, but for what running modules need; a module with more is gathered in parts",
         minimum=0,
+        maximum=math.inf,
         setting="stage3_max_live_parameters",
         active_if="stage 3",
     )
@@ -186,6 +201,7 @@ class ZeroOptimization:
         "to backward, 0 none (DeepSpeed: 1e9, which keeps smaller models whole: 2/3 of the bytes, and stage 2's "
         "memory)",
         minimum=0,
+        maximum=math.inf,
         setting="stage3_max_reuse_distance",
         active_if="stage 3",
     )

@@ -245,7 +245,9 @@ class FileUpdate:
                 if value.data_ptr() != part.moments[name].data_ptr():
                     part.moments[name].copy_(value)
                 kept[name] = at_rest(self._files.moments[name].numel(part.piece.master.numel()), value.dtype)
-            elif isinstance(value, Tensor) and value.numel() == part.master.numel() > 1:
+            elif isinstance(value, Tensor) and (
+                value.numel() == part.master.numel() > 1 or name in _moments(self._inner)
+            ):
                 raise StateError(
                     f"{type(self._inner).__name__} keeps {name!r} for each element, which it did not in a trial step: "
                     "no room was made for it on NVMe; use offload_optimizer.device 'cpu'"
@@ -270,6 +272,10 @@ def only(inner: Optimizer, leaves: Mapping[int, list[Tensor]]) -> Iterator[None]
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if isinstance(value, (int, float))}
+
+
+def _moments(inner: Optimizer) -> tuple[str, ...]:
+    return inner.moments if isinstance(inner, CPUOptimizer) else ()
 
 
 def moments_of(inner: Optimizer, dtype: torch.dtype) -> dict[str, MomentLayout]:

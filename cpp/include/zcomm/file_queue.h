@@ -74,7 +74,8 @@ class FileRing;
 // An error never ends the process: it is thrown by Wait of the transfer, or by the call itself.
 class FileQueue {
  public:
-  // With io_uring where liburing was found at build time, the kernel has it and `may_use_ring`; else with threads.
+  // With io_uring where liburing was found at build time, the kernel has it and `may_use_ring`; else with threads, as
+  // many as requests. FileError of EAGAIN, without a path, where the system allows no more threads: none is left then.
   FileQueue(std::size_t num_requests, std::size_t request_nbytes, bool may_use_ring = true);
   ~FileQueue();  // after the requests in flight; those not begun are dropped, files are closed
   FileQueue(const FileQueue&) = delete;
@@ -146,6 +147,7 @@ class FileQueue {
   bool MoveOn(std::size_t slot, int result, Request* request);
   bool End(Request* request, int error);
   void Notify();
+  void EndThreads();  // after the requests that they have
   static void Prepare(const Request& request);
   static int Verify(Request* request);
   void Finish(const Request& request, int error);
