@@ -215,7 +215,9 @@ class Reducer:
         grads.complete(full)
         borrowed = [full] if self._stage.shards_gradients else []
         output = grads.result if self._completes else None
-        if self._completes and (output is None or (grads.has_result and grads.host is None)):
+        # A gradient that came again is exchanged while the bucket's first exchange may still write its result.
+        is_second = grads.has_result or any(flight.grads is grads for flight in self._in_flight)
+        if self._completes and (output is None or (is_second and grads.host is None)):
             output = self._pool.take(layout.shard_numel, grads.dtype)  # added to a sum, or sent on, when it has come
             borrowed.append(output)
         self.on_issue(grads.bucket, full)
@@ -230,7 +232,8 @@ class Reducer:
 
     def _make_room(self, limit: int) -> None:
         """Finish reductions until fewer than ``limit`` are under way."""
-        waits_for_others = self._stage.shards_parameters and self._topology.world_size > 1
+        # A rank without a gradient for some bucket reduces it only at the end of backward, and waits there for this one.
+        waits_for_others = self._topology.world_size > 1
         while len(self._in_flight) >= limit:
             if waits_for_others and not self._patience.lasts(self._in_flight[0].works):
                 return
