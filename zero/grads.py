@@ -131,10 +131,17 @@ class Reducer:
             raise LayoutError(
                 f"gradients must be dense: the gradient of {at.name!r} is {grad.layout}; use sparse=False"
             )
-        grads.put(slot, grad, self._writable(grads))
+        if not self._stage.shards_gradients and self._is_in_flight(grads):
+            # Its exchange reads the buffer, and may wait for a rank that waits for this one at the end of backward.
+            grads.put_aside(slot, grad)
+        else:
+            grads.put(slot, grad, self._writable(grads))
         param.grad = None
         if self.reduces_now:
             self._issue_complete()
+
+    def _is_in_flight(self, grads: BucketGrads) -> bool:
+        return any(flight.grads is grads for flight in self._in_flight)
 
     def _writable(self, grads: BucketGrads) -> Tensor:
         if self._stage.shards_gradients:
@@ -175,7 +182,7 @@ class Reducer:
         """Bring all ranks to the same exchanges (G1), by one agreement on what each has used, issued and not issued."""
         issued = set(map(id, self._order[: self._cursor]))
         used = [int(bit) for grads in self.all for bit in grads.used]
-        pending = [int(any(grads.written) or (self._completes and grads.has_sums)) for grads in self._order]
+        pending = [int(grads.has_local or (self._completes and grads.has_sums)) for grads in self._order]
         late = [bit if id(grads) in issued else 0 for grads, bit in zip(self._order, pending, strict=True)]
         checksum = self._gathers()
         agreed = [checksum, -checksum, *used, *pending, *late, self._cursor]
@@ -216,7 +223,7 @@ class Reducer:
         borrowed = [full] if self._stage.shards_gradients else []
         output = grads.result if self._completes else None
         # A gradient that came again is exchanged while the bucket's first exchange may still write its result.
-        is_second = grads.has_result or any(flight.grads is grads for flight in self._in_flight)
+        is_second = grads.has_result or self._is_in_flight(grads)
         if self._completes and (output is None or (is_second and grads.host is None)):
             output = self._pool.take(layout.shard_numel, grads.dtype)  # added to a sum, or sent on, when it has come
             borrowed.append(output)
@@ -232,7 +239,7 @@ class Reducer:
 
     def _make_room(self, limit: int) -> None:
         """Finish reductions until fewer than ``limit`` are under way."""
-        # A rank without a gradient for some bucket reduces it only at the end of backward, and waits there for this one.
+        # A rank without a gradient for some bucket reduces it at the end of backward only, and waits there for all.
         waits_for_others = self._topology.world_size > 1
         while len(self._in_flight) >= limit:
             if waits_for_others and not self._patience.lasts(self._in_flight[0].works):

@@ -34,7 +34,7 @@ class Reduction:
 
     def __init__(self, topology: Topology, settings: ZeroSettings, effective: Effective) -> None:
         self._topology, self._settings, self._effective = topology, settings, effective
-        # Without overlap this rank waits for each exchange, but not for ever: another may have no gradient for the bucket.
+        # Without overlap each exchange is waited for, but not for ever: another rank may have no gradient for it.
         self._is_async = settings.overlap_comm or topology.world_size > 1
         self.stays_in_node = effective.sums_in_node
         """Whether backwards before the last of a step reduce inside the node alone."""

@@ -16,10 +16,10 @@ from collections import Counter
 from datetime import datetime, timezone
 
 os.environ.setdefault("ZCOMM_TEST_TIMEOUT_S", "60")
-import torch  # noqa: E402
+import torch
 
-from tests.differential.programs import draw, features  # noqa: E402
-from tests.differential.run import run, shrink  # noqa: E402
+from tests.differential.programs import draw, features
+from tests.differential.run import run, shrink
 
 
 def main() -> int:

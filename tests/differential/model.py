@@ -192,13 +192,13 @@ def register_hooks(model: Model) -> None:
     """The users' hooks. All are linear, so that a sum over the ranks may be taken before or after them."""
     for block, layer in zip(model.program.blocks, model.layers, strict=True):
         if "forward" in block.hooks:
-            layer.register_forward_hook(lambda module, args, output: 0.9 * output)
+            layer.register_forward_hook(lambda _module, _args, output: 0.9 * output)
         if "forward pre" in block.hooks:
-            layer.register_forward_pre_hook(lambda module, args: (1.1 * args[0],))
+            layer.register_forward_pre_hook(lambda _module, args: (1.1 * args[0],))
         if "backward" in block.hooks:
-            layer.register_full_backward_hook(lambda module, into, out: _times(0.8, into))
+            layer.register_full_backward_hook(lambda _module, into, _out: _times(0.8, into))
         if "backward pre" in block.hooks:
-            layer.register_full_backward_pre_hook(lambda module, out: _times(1.2, out))
+            layer.register_full_backward_pre_hook(lambda _module, out: _times(1.2, out))
         if "parameter" in block.hooks:
             for param in layer.parameters():
                 if param.requires_grad:

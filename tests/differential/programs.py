@@ -7,7 +7,7 @@ by the number, so that any twenty in a row have all of both; everything else is 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -204,7 +204,7 @@ def draw(seed: int, number: int) -> Program:
         declares_external=random_.random() < 0.7,
         settings=tuple((name, random_.choice(SETTINGS[name])) for name in SETTINGS if random_.random() < 0.2),
     )
-    return _fitted(_with_training(_with_paths(drawn, random_), random_), random_)
+    return _fitted(_with_training(_with_paths(drawn, random_), random_))
 
 
 def _draw_blocks(random_: random.Random) -> tuple[Block, ...]:
@@ -259,7 +259,7 @@ def _with_training(program: Program, random_: random.Random) -> Program:
     return replace(program, num_micro=tuple(num_micro), clip=clip)
 
 
-def _fitted(program: Program, random_: random.Random) -> Program:  # noqa: ARG001
+def _fitted(program: Program) -> Program:
     """Without what torch itself does not do, or does not do twice alike."""
     if program.segment:  # torch does not nest the two kinds
         program = replace(program, blocks=tuple(replace(block, checkpoint="") for block in program.blocks))
@@ -287,10 +287,8 @@ def simpler(program: Program) -> Iterator[Program]:
         if getattr(program, field.name) != plain:
             yield replace(program, **{field.name: plain})
     yield from _shorter(program)
-    for index, (_, value) in enumerate(program.settings):
-        if len(program.settings) > 1:
-            yield replace(program, settings=tuple(s for i, s in enumerate(program.settings) if i != index))
-        del value
+    for setting in program.settings if len(program.settings) > 1 else ():
+        yield replace(program, settings=tuple(other for other in program.settings if other != setting))
     for number, block in enumerate(program.blocks):
         for changed in _simpler_blocks(block):
             yield replace(program, blocks=(*program.blocks[:number], changed, *program.blocks[number + 1 :]))
@@ -299,9 +297,7 @@ def simpler(program: Program) -> Iterator[Program]:
 def _shorter(program: Program) -> Iterator[Program]:
     if program.steps > 1:
         fewer = program.steps - 1
-        yield replace(
-            program, steps=fewer, num_micro=program.num_micro[:fewer], lr_factors=program.lr_factors[:fewer]
-        )
+        yield replace(program, steps=fewer, num_micro=program.num_micro[:fewer], lr_factors=program.lr_factors[:fewer])
     if set(program.num_micro) != {1}:
         yield replace(program, num_micro=(1,) * program.steps)
     if set(program.lr_factors) != {1.0}:
@@ -320,7 +316,10 @@ def _without_block(program: Program, number: int) -> Iterator[Program]:
     others = [block for i, block in enumerate(program.blocks) if i != number]
     if not others or any(block.kind in POINTING and block.like == number for block in others):
         return
-    renamed: Callable[[int], int] = lambda i: i - (i > number)
+
+    def renamed(i: int) -> int:
+        return i - (i > number)
+
     yield replace(
         program,
         blocks=tuple(replace(block, like=renamed(block.like)) for block in others),

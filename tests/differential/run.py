@@ -13,9 +13,10 @@ from tests.differential.programs import Program, simpler
 from tests.differential.training import Sharded, Trained, options, plain, train
 from tests.ranks import run_ranks
 from tests.zero.training import full_values, zero_optimizer
-from zero import register_external_parameter
+from zero import patience, register_external_parameter
 
 __all__ = ["Result", "largest_difference", "run", "shrink"]
+
 
 class Limit(NamedTuple):
     """A documented limit."""
@@ -69,6 +70,7 @@ def largest_difference(got: Trained, expected: Trained, rank: int | None = None)
 
 
 def _check(rank: int, program: Program, expected: Trained) -> None:
+    patience.PATIENCE_S = 1.0  # after which a rank does not wait for another that lacks a layer, until all agree
     logging.getLogger("zero").setLevel(logging.ERROR)
     model = new_model(program)
     if program.declares_external:

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 import pytest
 
 from tests.conftest import SAID
-from tests.differential.programs import HOOKS, KINDS, draw, features
+from tests.differential.programs import HOOKS, KINDS, Block, Program, draw, features
 from tests.differential.run import LIMITS, TOLERANCE, largest_difference, run
 from tests.differential.training import plain
 
@@ -30,6 +30,30 @@ def test_equals_one_process(number: int) -> None:
 def test_few_are_refused(record_property: Callable[[str, object], None]) -> None:
     record_property(SAID, f"random programs (--seed {SEED}): {dict(OUTCOMES)}")
     assert OUTCOMES["refused"] <= COUNT // 10
+
+
+TIED = (Block(checkpoint="reentrant", has_bias=False), Block(kind="tied", has_bias=False), Block())
+ONCE_WRONG = {
+    "a gradient comes again while its bucket is exchanged": {"stage": 2, "blocks": TIED[:2], "paths": ((0, 1),)},
+    "a rank lacks a layer, and nothing overlaps": {
+        "stage": 0, "world_size": 2, "absent": ((1, 0),), "settings": (("overlap_comm", False),),
+    },
+    "a rank lacks a layer, and there are many buckets": {
+        "stage": 1, "world_size": 2, "absent": ((1, 5),), "blocks": (Block(),) * 6, "paths": (tuple(range(6)),),
+        "settings": (("reduce_bucket_size", 1),),
+    },
+    "a gradient comes again, and a rank lacks a layer": {
+        "stage": 1, "world_size": 2, "absent": ((1, 2),), "blocks": TIED, "paths": ((0, 1, 2),),
+        "settings": (("reduce_bucket_size", 1),),
+    },
+}  # fmt: skip
+"""Programs that gave a wrong number, or hung."""
+
+
+@pytest.mark.parametrize("name", ONCE_WRONG)
+def test_what_was_wrong_once_equals_one_process(name: str) -> None:
+    result = run(Program(seed=0, number=0, width=6, **ONCE_WRONG[name]))
+    assert result.outcome == "equal", result.text
 
 
 @pytest.mark.parametrize("defect", ["a rank is lost", "a backward is lost", "gradients are kept"])
@@ -52,8 +76,22 @@ def test_every_feature_is_drawn() -> None:
     asked = [f"block: {kind}" for kind in KINDS] + [f"hook: {hook}" for hook in HOOKS]
     asked += [f"stage {stage}" for stage in range(4)] + [f"world {size}" for size in (1, 2, 3, 5)]
     asked += ["checkpoint: reentrant", "checkpoint: not reentrant", "unused block", "block used twice", "absent"]
-    asked += ["path by step", "path by forward", "backward: reversed", "several forwards", "root: empty", "root: scalar"]
-    asked += ["accumulation: counted", "accumulation: no_sync", "clip: call", "clip: configured", "tied tokens", "groups"]
+    asked += [
+        "path by step",
+        "path by forward",
+        "backward: reversed",
+        "several forwards",
+        "root: empty",
+        "root: scalar",
+    ]
+    asked += [
+        "accumulation: counted",
+        "accumulation: no_sync",
+        "clip: call",
+        "clip: configured",
+        "tied tokens",
+        "groups",
+    ]
     assert {name: counted[name] for name in asked if counted[name] < 20} == {}
     assert draw(1, 7) == draw(1, 7) != draw(1, 8)
     assert all(limit.place for limit in LIMITS)

@@ -49,7 +49,9 @@ class Plain:
         norm = None
         if self.program.clip is not None:
             _, max_norm, norm_type = self.program.clip
-            params = [p for p in self.model.parameters() if p.grad is not None and p.numel()]  # an empty one has no norm
+            params = [
+                p for p in self.model.parameters() if p.grad is not None and p.numel()
+            ]  # an empty one has no norm
             norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type).item()
         self.optimizer.step()
         return norm
