@@ -4,8 +4,8 @@ Every line of code of zcomm, zero, triton_kernels and the C++ (cpp/src, cpp/nccl
 host) has the same chance: a file is drawn by its lines, then one of the rules of rules.py that applies to it, then a
 place. Nobody chooses. The tests that are nearest are run first, then others, a file at a time, until one fails; they
 follow from imports and names. A failure counts only if the same test passes without the mistake.
-Outcomes are kept in drawn.json by the text of the mutant, as those of the listed ones; ``--table`` prints them, and
-``VERDICTS`` in README.md's section has a word on each survivor.
+Outcomes are kept in drawn.json by the text of the mutant, as those of the listed ones; ``--table`` counts them, and
+README.md has a verdict on each survivor.
 
     caught      a test failed         survived    all passed that were run
     late        some took too long, the others passed: says nothing         broken    nothing can be imported
