@@ -49,8 +49,8 @@ class BucketGrads:
     arrived: set[int] = field(default_factory=set)
     """Parameters whose gradients came in the running backward."""
     repeated: dict[int, Tensor] = field(default_factory=dict)
-    """By parameter, the sums of gradients that came again before they were reduced, in ``dtype``, which ``full`` is
-    too narrow for."""
+    """By parameter, the sums in ``dtype`` of gradients that came again before they were reduced, which ``full`` is too
+    narrow for; and of those that came while an exchange still reads ``full``."""
     has_result: bool = False
     is_gathered: bool = True
     """Stage 0: the other ranks' shards are in ``full`` too."""
@@ -60,16 +60,30 @@ class BucketGrads:
         at = self.bucket.layout.slots[slot]
         grad = grad.detach() if grad.requires_grad else grad  # create_graph=True: the buffer would be part of the graph
         view = full[at.offset : at.offset + at.numel].view(at.shape)
-        if not self.written[slot]:
+        if slot in self.repeated:
+            self.repeated[slot].add_(grad)
+        elif not self.written[slot]:
             view.copy_(grad)
         elif full.dtype == self.dtype:
             view.add_(grad)
-        elif slot in self.repeated:
-            self.repeated[slot].add_(grad)
         else:
             self.repeated[slot] = view.to(self.dtype).add_(grad)
         self.written[slot] = self.used[slot] = True
         self.arrived.add(slot)
+
+    def put_aside(self, slot: int, grad: Tensor) -> None:
+        """Take the gradient of a parameter over, but leave ``full`` alone until :meth:`complete`."""
+        if slot in self.repeated:
+            self.repeated[slot].add_(grad)
+        else:
+            self.repeated[slot] = grad.to(self.dtype, copy=True)
+        self.used[slot] = True
+        self.arrived.add(slot)
+
+    @property
+    def has_local(self) -> bool:
+        """Whether there are local gradients that are not reduced yet."""
+        return any(self.written) or bool(self.repeated)
 
     def complete(self, full: Tensor) -> None:
         """Write to ``full``, which will be reduced, all that it lacks: sums of what came again, and zeros."""
@@ -77,6 +91,7 @@ class BucketGrads:
         for slot, total in self.repeated.items():
             start = layout.slots[slot].offset
             full[start : start + total.numel()].copy_(total.view(-1))
+            self.written[slot] = True
         self.repeated.clear()
         for at, is_written in zip(layout.slots, self.written, strict=True):
             if not is_written:

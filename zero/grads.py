@@ -30,7 +30,7 @@ from zero.reduction import Reduction, commit, forget_slot, roll_back
 from zero.released import ReducedGradient
 from zero.settings import Effective, ZeroSettings
 from zero.shown_gradients import ShownGradients, check_dense
-from zero.step_facts import StepFacts
+from zero.step_facts import OTHER_GATHERS, StepFacts
 from zero.tiers.gradient_files import FileGradient, GradientFiles
 from zero.tiers.host_gradient import HostGradient
 
@@ -139,10 +139,17 @@ class Reducer:
         if grad is None:
             return
         check_dense(grad, grads.bucket.layout.slots[slot].name)
-        grads.put(slot, grad, self._writable(grads))
+        if not self._stage.shards_gradients and self._is_in_flight(grads):
+            # Its exchange reads the buffer, and may wait for a rank that waits for this one at the end of backward.
+            grads.put_aside(slot, grad)
+        else:
+            grads.put(slot, grad, self._writable(grads))
         param.grad = None
         if self.reduces_now:
             self._issue_complete()
+
+    def _is_in_flight(self, grads: BucketGrads) -> bool:
+        return any(flight.grads is grads for flight in self._in_flight)
 
     def _writable(self, grads: BucketGrads) -> Tensor:
         if self._stage.shards_gradients:
@@ -183,7 +190,7 @@ class Reducer:
         """Bring all ranks to the same exchanges (G1), by one agreement on what each has used, issued and not issued."""
         issued = set(map(id, self._order[: self._cursor]))
         used = [int(bit) for grads in self.all for bit in grads.used]
-        pending = [int(any(grads.written) or (self._completes and grads.has_sums)) for grads in self._order]
+        pending = [int(grads.has_local or (self._completes and grads.has_sums)) for grads in self._order]
         late = [bit if id(grads) in issued else 0 for grads, bit in zip(self._order, pending, strict=True)]
         is_alone = self._topology.world_size == 1
         same = [
@@ -213,11 +220,7 @@ class Reducer:
         if not same_facts:
             raise self.facts.refuse(self._topology)
         if not same_gathers:
-            raise StateError(
-                "the ranks have gathered different parameters, so results since the last step are wrong: at stage 3 "
-                "every rank must run the same modules in the same order (for layers that only some ranks use, take "
-                "stage 1 or 2)"
-            )
+            raise StateError(OTHER_GATHERS)
 
     def _issue_agreed(self, pending: list[int], late: list[int], furthest: int) -> None:
         """Issue what any rank has to reduce; some have issued buckets up to ``furthest``."""
@@ -243,7 +246,9 @@ class Reducer:
         grads.complete(full)
         borrowed = [full] if self._stage.shards_gradients else []
         output = grads.result if self._completes else None
-        if self._completes and (output is None or (grads.has_result and grads.host is None)):
+        # A gradient that came again is exchanged while the bucket's first exchange may still write its result.
+        is_second = grads.has_result or self._is_in_flight(grads)
+        if self._completes and (output is None or (is_second and grads.host is None)):
             output = self._pool.take(layout.shard_numel, grads.dtype)  # added to a sum, or sent on, when it has come
             borrowed.append(output)
         self.on_issue(grads.bucket, full)
@@ -258,7 +263,8 @@ class Reducer:
 
     def _make_room(self, limit: int) -> None:
         """Finish reductions until fewer than ``limit`` are under way."""
-        waits_for_others = self._stage.shards_parameters and self._topology.world_size > 1
+        # A rank without a gradient for some bucket reduces it at the end of backward only, and waits there for all.
+        waits_for_others = self._topology.world_size > 1
         while len(self._in_flight) >= limit:
             if waits_for_others and not self._patience.lasts(self._in_flight[0].works):
                 return
@@ -391,9 +397,3 @@ class Reducer:
         with torch._C.DisableTorchFunctionSubclass():
             held = (zip(grads.used, grads.bucket.params, strict=True) for grads in self.all)
             return not any(used and param.grad is not None for pairs in held for used, param in pairs)
-
-    @property
-    def unreduced_nbytes(self) -> int:
-        """Bytes of full gradient buffers that ``no_sync`` keeps at stages 2 and 3."""
-        held = [g.full for g in self.all if self._stage.shards_gradients and g.full is not None]
-        return sum(full.numel() * full.element_size() for full in held)

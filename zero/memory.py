@@ -84,6 +84,7 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
     ] + [t for g in runtime.reducer.all if g.host is not None for t in g.host.tensors]
     moments = _nbytes(states, seen)
     spares = [t for g in runtime.reducer.all if g.spare is not None for t in g.spare.tensors]
+    unreduced = [g.full for g in runtime.reducer.all] if stage.shards_gradients else []
     trainable = [b for b in buckets if b.is_trainable]
     numel = sum(slot.numel for b in trainable for slot in b.layout.slots)
     formula = 0.0
@@ -116,7 +117,7 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
         },
         gradients_in_files=0 if gradient_files is None else gradient_files.nbytes,
         states_in_files=0 if runtime.state_files is None else runtime.state_files.nbytes,
-        unreduced_gradients=runtime.reducer.unreduced_nbytes,
+        unreduced_gradients=sum(full.numel() * full.element_size() for full in unreduced if full is not None),
         formula=formula,
         shards={tier: sum(of_tier.get(tier, 0) for of_tier in resting) for tier in ("device", "cpu", "nvme")},
     )

@@ -1,7 +1,7 @@
 """Waiting for other ranks' part of an exchange, without waiting for ever where they wait for this rank.
 
-At stage 3 a rank that has no gradient for a parameter reduces its bucket only at the end of backward, until which it
-needs what the other ranks gather: they must not stop for that reduction.
+A rank that has no gradient for a parameter reduces its bucket only at the end of backward. Until then it needs what the
+other ranks gather (stage 3), and there it waits for all of them: they must not stop for that reduction.
 """
 
 from __future__ import annotations

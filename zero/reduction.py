@@ -35,7 +35,8 @@ class Reduction:
 
     def __init__(self, topology: Topology, settings: ZeroSettings, effective: Effective) -> None:
         self._topology, self._settings, self._effective = topology, settings, effective
-        self._is_async = settings.overlap_comm or effective.stage.shards_parameters
+        # Without overlap each exchange is waited for, but not for ever: another rank may have no gradient for it.
+        self._is_async = settings.overlap_comm or topology.world_size > 1
         self.stays_in_node = effective.sums_in_node
         """Whether backwards before the last of a step reduce inside the node alone."""
         self.loss_scale: LossScale | None = None

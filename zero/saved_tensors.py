@@ -92,9 +92,12 @@ class SavedTensors:
         """
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         pack = None if outer is None else outer[0]
-        if getattr(pack, "func", None) == self._pack or getattr(pack, "__module__", "") == "torch.utils.checkpoint":
+        if getattr(pack, "func", None) in (self._pack, self._recompute):
             return None
-        hooks = partial(self._pack, outer), self._unpack
+        if getattr(pack, "__module__", "") == "torch.utils.checkpoint":
+            hooks = partial(self._recompute, outer), outer[1]
+        else:
+            hooks = partial(self._pack, outer), self._unpack
         torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
         return hooks
 
@@ -123,6 +126,11 @@ class SavedTensors:
         if tensor.layout is not torch.strided or getattr(type(tensor), "is_released", False):
             return None
         return self._gatherer.by_storage.get(tensor.untyped_storage().data_ptr())
+
+    def _recompute(self, outer: SavingHooks, tensor: Tensor) -> Any:
+        """What torch's checkpoint keeps of its recomputation: of a frozen parameter the object itself, soon released."""
+        is_released_later = not tensor.requires_grad and self.bucket_under(tensor) is not None
+        return outer[0](tensor.detach() if is_released_later else tensor)
 
     def _pack(
         self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None, tensor: Tensor

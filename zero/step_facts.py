@@ -16,10 +16,14 @@ from zcomm import DivergedError, Topology
 from zero.bucket_grads import BucketGrads
 from zero.same import told, what_differs
 
-__all__ = ["StepFacts"]
+__all__ = ["OTHER_GATHERS", "StepFacts"]
 
 DIGEST_NBYTES = 7  # it and its negative are int64
 PLAIN = (bool, int, float, str, type(None))
+OTHER_GATHERS = (
+    "the ranks have gathered different parameters, so results since the last step are wrong: at stage 3 every rank must "
+    "run the same modules in the same order (for layers that only some ranks use, take stage 1 or 2)"
+)
 
 
 class StepFacts:

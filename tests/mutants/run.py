@@ -95,7 +95,10 @@ class Copy:
         return (code, text) if code != 0 or not rest else self._run_python(rest)
 
     def _run_cpp(self, tests: Sequence[str]) -> tuple[int | None, str]:
-        """``cpp/tests/NAME.cc::CHECK``: build NAME, and run that check of it. As pytest: 1 if it fails, 2 if broken."""
+        """``cpp/tests/NAME.cc::CHECK``: build NAME, and run that check of it. As pytest: 1 if it fails, 2 if broken.
+
+        Without CHECK all of NAME is run, at every ISA level that it has.
+        """
         build, text = self._folder / "build-mutants", ""
         options = ["-DZCOMM_BUILD_TESTS=ON", "-DZCOMM_CUDA=OFF", "-DCMAKE_BUILD_TYPE=Debug"]
         for test in tests:
@@ -108,7 +111,8 @@ class Copy:
                 if done.returncode != 0:
                     return 2, done.stdout + done.stderr
             try:
-                run = [build / "cpp" / "tests" / name, check]
+                every_level = ["ctest", "--test-dir", str(build), "--output-on-failure", "-R", f"^{name}(_[a-z0-9]+)?$"]
+                run = [str(build / "cpp" / "tests" / name), check] if check else every_level
                 done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 return None, text
