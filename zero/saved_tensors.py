@@ -128,7 +128,7 @@ class SavedTensors:
         return self._gatherer.by_storage.get(tensor.untyped_storage().data_ptr())
 
     def _recompute(self, outer: SavingHooks, tensor: Tensor) -> Any:
-        """What torch's checkpoint keeps of its recomputation: of a frozen parameter the object itself, soon released."""
+        """What torch's checkpoint keeps of its recomputation: of a frozen parameter itself, soon released."""
         is_released_later = not tensor.requires_grad and self.bucket_under(tensor) is not None
         return outer[0](tensor.detach() if is_released_later else tensor)
 

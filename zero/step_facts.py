@@ -21,8 +21,8 @@ __all__ = ["OTHER_GATHERS", "StepFacts"]
 DIGEST_NBYTES = 7  # it and its negative are int64
 PLAIN = (bool, int, float, str, type(None))
 OTHER_GATHERS = (
-    "the ranks have gathered different parameters, so results since the last step are wrong: at stage 3 every rank must "
-    "run the same modules in the same order (for layers that only some ranks use, take stage 1 or 2)"
+    "the ranks have gathered different parameters, so results since the last step are wrong: at stage 3 every rank "
+    "must run the same modules in the same order (for layers that only some ranks use, take stage 1 or 2)"
 )
 
 

@@ -236,7 +236,7 @@ def test_a_coupling_is_found_in_whatever_group(name: str, is_first: bool) -> Non
         check_elementwise(_two_groups(cls, settings, is_first=is_first), {}, CPU)
 
 
-@pytest.mark.parametrize("name", set(COUPLED) - {"other groups"})
+@pytest.mark.parametrize("name", sorted(set(COUPLED) - {"other groups"}))
 def test_a_class_is_tried_as_an_instance_is(name: str) -> None:
     cls, settings, _ = COUPLED[name]
     with pytest.raises(ConfigError, match=f"^{cls.__name__} "):
