@@ -10,7 +10,6 @@ Where code goes by addresses, a tensor on ``meta`` has one that no other memory 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -32,7 +31,7 @@ ADDRESS_BITS = 48
 """Of a storage; what is above numbers them."""
 
 _real_address, _real_storage_address = Tensor.data_ptr, torch.UntypedStorage.data_ptr
-_check_flat, _check_model = route.check_flat, model_plan.check_model
+_check_sendable, _check_model = route.check_sendable, model_plan.check_model
 
 
 def _address(tensor: Tensor) -> int:
@@ -45,9 +44,8 @@ def _storage_address(storage: torch.UntypedStorage) -> int:
     return storage._cdata << ADDRESS_BITS if storage.device.type == "meta" else _real_storage_address(storage)
 
 
-def _check_flat_or_meta(name: str, tensor: Tensor) -> None:
-    if not tensor.is_meta:
-        _check_flat(name, tensor)
+def _check_sendable_or_meta(name: str, tensor: object) -> Tensor:
+    return tensor if isinstance(tensor, Tensor) and tensor.is_meta else _check_sendable(name, tensor)
 
 
 def _check_model_or_meta(model: nn.Module) -> torch.device:
@@ -68,9 +66,7 @@ def fake_ranks(world_size: int, ranks_per_node: int) -> Iterator[Topology]:
         stack.callback(dist.destroy_process_group)
         stack.enter_context(patch.object(Tensor, "data_ptr", _address))
         stack.enter_context(patch.object(torch.UntypedStorage, "data_ptr", _storage_address))
-        for module in [module for name, module in sys.modules.items() if name.startswith("zcomm.")]:
-            if getattr(module, "check_flat", None) is _check_flat:
-                stack.enter_context(patch.object(module, "check_flat", _check_flat_or_meta))
+        stack.enter_context(patch.object(route, "check_sendable", _check_sendable_or_meta))
         for module in (model_plan, inputs):
             stack.enter_context(patch.object(module, "check_model", _check_model_or_meta))
         for name in KERNELS:
