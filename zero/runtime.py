@@ -1,7 +1,9 @@
 """One model under ZeRO: its buckets, and the parts that move them.
 
-model --find_units--> units --by dtype, trainable--> buckets --settle--> shards and masters
-Hooks -> Gatherer (full parameters: when, from where)      Hooks -> Reducer (gradients: when, to where)
+    model --find_units--> units --by dtype, trainable--> buckets --settle--> shards and masters
+    Hooks -> Gatherer (full parameters: when, from where)      Hooks -> Reducer (gradients: when, to where)
+
+Called by :class:`zero.ZeroOptimizer`, which adds the optimizer, and by :mod:`zero.access`.
 """
 
 from __future__ import annotations
