@@ -18,7 +18,7 @@ def test_a_call_of_one_rank_alone_is_a_named_error_on_all(draw: Draw, tmp_path: 
     run_ranks(draw.world_size, run_draw, draw, str(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("draw", list(draws(1, 200)), ids=lambda draw: "-".join(map(str, draw)))
 def test_so_is_every_other(draw: Draw, tmp_path: Path) -> None:
     run_ranks(draw.world_size, run_draw, draw, str(tmp_path))
