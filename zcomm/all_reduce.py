@@ -57,7 +57,7 @@ def all_reduce(
         LayoutError, FormatError: As the two collectives. Raised before any communication.
     Cost for each rank: that of both collectives on shards of ceil(n / world_size) elements; copies if n is uneven.
     """
-    wires = format, gather_format or format
+    wires = format, format if gather_format is None else gather_format
     (tensor,) = check_arguments(group, *wires, async_op=async_op, residual=residual, tensor=tensor)
     check_flat("tensor", tensor)
     if gather_format is None:

@@ -94,20 +94,22 @@ def _check_launches(rank: int) -> None:
         return _counted(lambda: zcomm.all_to_all_single(other, full, group, format=wire))
 
     both = ("int8", "int4")
+    one, two = {"copy_": 1}, {"copy_": 2}  # of a rank's own part, over gloo: NCCL's collective makes it itself
     expected: dict[str, tuple[Counts, Counts]] = {
         "gather, one hop": (gather(None, "int8", "rank"), {"quantize": 1, "decode": 1}),
         "gather, forwarded": (gather(nodes, "int8"), {"quantize": 1, "decode": 1}),
         "gather, by rank": (gather(nodes, "int8", "rank"), {"quantize": 1, "decode": 2}),
         "gather, recoded": (gather(nodes, both), {"quantize": 2, "decode": 2}),
-        "reduce, one hop": (reduce(None, "int8"), {"quantize": 1, "decode_sum": 1}),
-        "reduce": (reduce(nodes, both), {"quantize": 1, "decode_sum_requantize": 1, "decode_sum": 1}),
-        "exchange, one hop": (exchange(None, "int8"), {"quantize": 1, "decode": 1}),
-        "exchange, forwarded": (exchange(nodes, "int8"), {"quantize": 1, "clone": 2, "decode": 1}),
-        "exchange, recoded": (exchange(nodes, both), {"quantize": 2, "clone": 2, "decode": 2}),
+        "reduce, one hop": (reduce(None, "int8"), {"quantize": 1, "decode_sum": 1, **one}),
+        "reduce": (reduce(nodes, both), {"quantize": 1, "decode_sum_requantize": 1, "decode_sum": 1, **two}),
+        "exchange, one hop": (exchange(None, "int8"), {"quantize": 1, "decode": 1, **one}),
+        "exchange, forwarded": (exchange(nodes, "int8"), {"quantize": 1, "clone": 2, "decode": 1, **two}),
+        "exchange, recoded": (exchange(nodes, both), {"quantize": 2, "clone": 2, "decode": 2, **two}),
     }
     usual, chunks.MIN_CHUNK_NUMEL = chunks.MIN_CHUNK_NUMEL, 1024
     try:
-        expected["4 chunks"] = reduce(nodes, both), {"quantize": 4, "decode_sum_requantize": 4, "decode_sum": 4}
+        of_chunks = {"quantize": 4, "decode_sum_requantize": 4, "decode_sum": 4, "copy_": 8}
+        expected["4 chunks"] = reduce(nodes, both), of_chunks
         expected["4 chunks gathered"] = gather(nodes, "int8"), {"quantize": 4, "decode": 4}
     finally:
         chunks.MIN_CHUNK_NUMEL = usual

@@ -1,4 +1,4 @@
-"""Ranks that send messages of other lengths, without ZCOMM_DEBUG: an error or the end of the process, never values."""
+"""Ranks that send messages of other lengths over a group without a Topology: both wait, then an error, never values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import zcomm
 from tests.ranks import forkserver
 
-TIMEOUT_S = 20
+TIMEOUT_S = 5
 
 
 def _gather(numel: int, format: str) -> None:
@@ -39,7 +39,6 @@ CASES: list[tuple[Callable[[int, str], None], tuple[int, str], tuple[int, str]]]
 
 
 def _live(rank: int, store: str, case: int, pipe: Connection) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo ends a process that receives too much, and says so
     torch.set_num_threads(1)
     timeout = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
@@ -55,7 +54,7 @@ def _live(rank: int, store: str, case: int, pipe: Connection) -> None:
 
 
 def _end_of(process: Any, pipe: Connection) -> str:
-    assert pipe.poll(2 * TIMEOUT_S), "no answer in time"
+    assert pipe.poll(60), "no answer in time"
     try:
         return str(pipe.recv())
     except EOFError:
@@ -75,10 +74,7 @@ def test_a_message_of_another_length_is_never_taken_for_values(tmp_path: Path) -
     try:
         for case, rank, process, pipe in started:
             end = _end_of(process, pipe)
-            if rank == 0:  # what it receives is too short; or the other has ended before
-                assert end.startswith(("MessageError", "CommunicationError")), (case, end)
-            else:
-                assert end == "exit code -6", (case, end)
+            assert end.startswith("CommunicationError"), (case, rank, end)
     finally:
         for _, _, process, _ in started:
             process.kill()

@@ -27,9 +27,9 @@ FORMATS = ("int8:stochastic", "int4:asym", "nf4/32:hadamard", "int4/96", "int8",
 
 
 def _over_nccl_only(exchange: Any) -> Any:
-    def checked(output: Any, message: Any, hop: Any, words: Any) -> Any:
+    def checked(output: Any, message: Any, hop: Any, *about: Any, **words: Any) -> Any:
         assert hop.carrier is not None, "an exchange over torch's group"
-        return exchange(output, message, hop, words)
+        return exchange(output, message, hop, *about, **words)
 
     return checked
 

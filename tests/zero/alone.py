@@ -198,7 +198,7 @@ def run_draw(rank: int, draw: Draw, folder: str) -> None:
         start, error = time.monotonic(), None
         try:
             _differ(t, draw)
-        except DivergedError as raised:
+        except (DivergedError, zero.CheckpointError) as raised:  # of loading otherwise
             error = raised
         seconds = time.monotonic() - start
         if draw.name == "barrier" and rank != draw.odd:
@@ -208,7 +208,7 @@ def run_draw(rank: int, draw: Draw, folder: str) -> None:
         else:
             assert error is not None, f"{draw}: nothing was raised in {seconds:.1f} s"
             text = str(error)
-            assert "alone.py:" in text or "every rank must run the same modules" in text, text
+            assert "alone.py:" in text or "every rank must" in text, text
             assert f"rank {draw.odd}" in text, text
         assert seconds < AFTER_S + 40, seconds
         dist.barrier()

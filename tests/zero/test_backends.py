@@ -154,7 +154,7 @@ def _check_refusals(rank: int, probe: str) -> None:
         (BackendUnavailableError, "kernels='cuda' do not serve this training", {"kernels": "cuda"}),
         (ConfigError, "backend='nccl', but the given topology has backend='torch'", {"backend": "nccl"} | named),
         (ConfigError, "kernels='native', but the given topology has", {"kernels": "native"} | named),
-        (ConfigError, "backend must be 'auto', 'torch' or 'nccl': backend='gloo'", {"backend": "gloo"}),
+        (ConfigError, "backend must be one of auto, torch, nccl: backend='gloo'", {"backend": "gloo"}),
         (ConfigError, "weight_format='auto' is not combined with mode='delta'", {"weight_format": "auto"} | delta),
     ):
         with pytest.raises(error, match=words):

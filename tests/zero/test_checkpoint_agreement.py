@@ -213,7 +213,8 @@ def _hold(optimizer: zero.ZeroOptimizer) -> None:
     """As after a backward on this rank alone, which the others would wait for."""
     runtime = optimizer.inside.runtime
     runtime._num_backwards = 1
-    runtime.reducer.all[0].used[0] = True
+    grads = runtime.reducer.all[0]
+    grads.used[0], grads.bucket.params[0].grad = True, grads.stand_ins[0]
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -250,10 +250,10 @@ class Blockwise(Momentum):
 
 
 def test_states_that_no_checkpoint_could_hold_are_refused_before_training() -> None:
-    for cls, words in ((Subclass, "'momentum' .* as a Coded"), (Blockwise, r"'absmax' .* of shape \(256,\)")):
+    for cls, words in ((Subclass, "keeps 'momentum' .* as a Coded"), (Blockwise, "cannot update flat shards")):
         model = nn.Linear(8, 8)
         before = model.weight.detach().clone()
-        with pytest.raises(ConfigError, match=f"{cls.__name__} keeps {words}"):
+        with pytest.raises(ConfigError, match=f"{cls.__name__} {words}"):
             zero.ZeroOptimizer(model, cls, stage=1)
         assert torch.equal(model.weight, before)
     zero.ZeroOptimizer(nn.Linear(8, 8), Momentum, stage=1).close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -20,11 +21,11 @@ from zero.bucket import Bucket
 
 
 class FailingSGD(torch.optim.SGD):
-    """Not on rank 0, and not on the empty list it is tried on: later."""
+    """Not on rank 0, and not where it is tried: later."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr)
-        if torch.distributed.get_rank() and any(group["params"] for group in self.param_groups):
+        if torch.distributed.get_rank() and any(frame.function == "build_updater" for frame in inspect.stack()):
             raise OSError("disk full")
 
 

@@ -348,7 +348,7 @@ def _check_mistakes(rank: int) -> None:
     )
     refused(ConfigError, "activations_nvme_path", config=_config(1, zcomm={"activations": "nvme"}))
     choice = {"optimizer": {"type": "Adm"}}
-    refused(ConfigError, r"did you mean 'adam'\?", optimizer=None, config=_config(1, **choice))
+    refused(ConfigError, r"did you mean 'Adam'\?", optimizer=None, config=_config(1, **choice))
     choice = {"optimizer": {"type": "SGD", "params": {"momentun": 1}}}
     refused(ConfigError, r"did you mean 'momentum'\?", optimizer=None, config=_config(1, **choice))
     choice = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_steps": 3}}}

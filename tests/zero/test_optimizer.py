@@ -40,7 +40,8 @@ class Lamb(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # noqa: ARG002
         for param in self.param_groups[0]["params"]:
-            param.sub_(param.grad * (param.norm() / param.grad.norm()))
+            if param.grad is not None:
+                param.sub_(param.grad * (param.norm() / param.grad.norm()))
 
 
 class Centralizing(torch.optim.SGD):
@@ -49,7 +50,7 @@ class Centralizing(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for param in self.param_groups[0]["params"]:
-            if param.ndim > 1:
+            if param.ndim > 1 and param.grad is not None:
                 param.grad -= param.grad.mean(0)
         super().step(closure)
 

@@ -269,7 +269,6 @@ def _check_kept(rank: int) -> None:
 
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (OwnAdam, {}, "tests's OwnAdam (a class of your own)"),
-        (lambda g: torch.optim.Adam(g, differentiable=True), {}, "torch's Adam (differentiable=True)"),
         (hooked, {}, "torch's Adam (it has hooks)"),
         (torch.optim.AdamW, {"zero_force_ds_cpu_optimizer": False}, "torch's AdamW"),
         (torch.optim.SGD, {}, "torch's SGD"),

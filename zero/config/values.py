@@ -16,7 +16,7 @@ from numbers import Real
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
-from zcomm import ConfigError
+from zcomm import ConfigError, Format
 from zero.config.keys import Key
 
 __all__ = ["check_document", "closest", "nearest", "read_value", "shown", "type_name"]
@@ -60,7 +60,7 @@ def check_document(raw: Mapping[Any, Any]) -> None:
             rest.extend((path, item, level + 1) for item in value)
         elif isinstance(value, int) and value.bit_length() > MOST_BITS:
             raise ConfigError(f"{path} must be a number that float64 can hold: got {value.bit_length()} bits")
-        elif not isinstance(value, (str, Real, NoneType)):
+        elif not isinstance(value, (str, Real, NoneType, Format)):  # a Format: from Python, where one is taken
             raise ConfigError(f"{path} must be a value that JSON has: got {shown(value)}")
 
 
@@ -146,7 +146,7 @@ def _convert(kind: Any, value: Any) -> Any:
         return _integer(value)
     if kind is float:
         return _finite(value)
-    if kind is str and isinstance(value, str) and _is_text(value):
+    if kind is str and (isinstance(value, Format) or (isinstance(value, str) and _is_text(value))):
         return str(value)
     if kind in (bool, NoneType) and type(value) is kind:
         return value
