@@ -25,6 +25,7 @@ __all__ = [
     "entered",
     "here",
     "in_bucket",
+    "in_no_call",
     "is_blocked_in",
     "line_of",
     "note",
@@ -45,6 +46,8 @@ class Context(NamedTuple):
     bucket: str = ""
     """What it is done for."""
     depth: int = 0
+    within: str = ""
+    """A public call that errors name all the same, though other ranks may be in another."""
 
 
 class _Here(threading.local):
@@ -86,6 +89,14 @@ def in_bucket(name: str) -> Iterator[None]:
         _HERE.context = before
 
 
+@contextmanager
+def in_no_call() -> Iterator[None]:
+    """Exchanges inside belong to forward and backward, whichever public call this thread is in."""
+    call, bucket, _, within = _HERE.context
+    with entered(Context(bucket=bucket, within=call or within)):
+        yield
+
+
 class calling(ContextDecorator):  # noqa: N801  (a context manager)
     """Inside, or inside the function decorated with it, exchanges belong to the public call ``name``.
 
@@ -97,16 +108,16 @@ class calling(ContextDecorator):  # noqa: N801  (a context manager)
         self._name = name
 
     def __enter__(self) -> None:
-        call, bucket, depth = _HERE.context
+        call, bucket, depth, within = _HERE.context
         if depth == 0:
             _TURN[0] = next(_TURNS)
-        _HERE.context = Context(call or self._name, bucket, depth + 1)
+        _HERE.context = Context(call or self._name, bucket, depth + 1, within)
 
     def __exit__(self, *_: object) -> None:
-        call, bucket, depth = _HERE.context
+        call, bucket, depth, within = _HERE.context
         if depth == 1:
             _TURN[0] = next(_TURNS)
-        _HERE.context = Context(call if depth > 1 else "", bucket, depth - 1)
+        _HERE.context = Context(call if depth > 1 else "", bucket, depth - 1, within)
 
 
 def note(doing: Callable[[], str]) -> None:

@@ -59,6 +59,8 @@ class Entry:
     begun: float
     """By time.time()."""
     state: State = "started"
+    within: str = ""
+    """The public call that it is made in, if it belongs to none."""
 
 
 class Ledger:
@@ -94,7 +96,7 @@ class Ledger:
         with self._lock:
             self.num_started += 1
             self.callers.add(threading.get_ident())
-            entry = Entry(self.num_started, call, wire, here().bucket, time.time())
+            entry = Entry(self.num_started, call, wire, here().bucket, time.time(), within=here().within)
             self._entries.append(entry)
             if self.keep is not None:
                 self.keep(entry)
@@ -155,8 +157,8 @@ class Ledger:
 
     def call_name(self, number: int, phase: str) -> str:
         """The public call that exchange ``number`` belongs to; if there is none, ``phase`` and the exchange."""
-        call = next((entry.call for entry in self.entries() if entry.number == number), None)
-        label = "" if call is None else call.label.partition("|")[0]
+        entry = next((entry for entry in self.entries() if entry.number == number), None)
+        label = "" if entry is None else entry.call.label.partition("|")[0] or entry.within
         return label or phase + self.name(number)
 
     def break_until(self, number: int, reason: str) -> None:

@@ -144,7 +144,9 @@ class Watch:
         keys = {rank: f"{self._prefix}/left/{name}/{rank}" for rank in range(self._world_size)}
         with suppress(Exception):
             left = [f"rank {r}: {self._store.get(k).decode()}" for r, k in keys.items() if self._store.check([k])]
-            mine = calls.describe(threading.get_ident(), calls.here().call or "is in forward or backward")
+            context = calls.here()
+            doing = context.call or context.within or "is in forward or backward"
+            mine = calls.describe(threading.get_ident(), doing)
             return f"{WAITS}{'; '.join([*left, f'rank {self._rank}: {mine}'])}" if left else ""
         return ""
 

@@ -6,12 +6,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from zcomm import StateError, Topology, TopologyError
 from zero.agreement import is_agreed, on_every_rank, raise_on_every_rank
-from zero.bucket import Bucket, ShardInfo
+from zero.bucket import Bucket, ShardInfo, num_writes
 from zero.collective import calling_over, on_exit
 from zero.runtime import Runtime
 from zero.units import EXTERNAL, external_parameters
@@ -112,7 +111,7 @@ def _check_owner(owner: Owner, modifier_rank: int | None) -> None:
 @contextmanager
 def _agreed_block(owner: Owner, read_only: list[tuple[str, nn.Parameter]]) -> Iterator[None]:
     """A block that ends alike on every rank, and leaves ``read_only`` parameters as they are."""
-    versions = [_version(param) for _, param in read_only]
+    writes = [num_writes(param) for _, param in read_only]
     try:
         yield
     except Exception as error:
@@ -122,21 +121,16 @@ def _agreed_block(owner: Owner, read_only: list[tuple[str, nn.Parameter]]) -> It
         raise_on_every_rank(error, owner.topology)
     if not owner.is_closed:
         owner.compare(BLOCK_END)
-        on_every_rank(lambda: _check_same(read_only, versions), owner.topology)
+        on_every_rank(lambda: _check_same(read_only, writes), owner.topology)
 
 
-def _check_same(read_only: list[tuple[str, nn.Parameter]], versions: list[int]) -> None:
-    changed = [name for (name, param), old in zip(read_only, versions, strict=True) if _version(param) != old]
+def _check_same(read_only: list[tuple[str, nn.Parameter]], writes: list[int]) -> None:
+    changed = [name for (name, param), old in zip(read_only, writes, strict=True) if num_writes(param) != old]
     if changed:
         raise StateError(
             f"{len(changed)} parameters were changed inside zero.GatheredParameters, first {changed[:3]}: pass "
             "modifier_rank=, the rank whose changes all ranks take over"
         )
-
-
-def _version(param: nn.Parameter) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
-        return param._version
 
 
 def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:

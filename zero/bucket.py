@@ -33,7 +33,7 @@ from zero.tiers.parameter_rests import ParameterRests
 from zero.tiers.shard_rest import InPlace, ShardRest
 from zero.tiers.tracked_rest import Tracked
 
-__all__ = ["Bucket", "BucketState", "ShardInfo", "is_managed"]
+__all__ = ["Bucket", "BucketState", "ShardInfo", "is_managed", "num_writes"]
 
 
 class BucketState(Enum):
@@ -62,6 +62,8 @@ class ShardInfo:
     slot: int
     owner: object
     """The ZeroOptimizer's :class:`zero.runtime.Runtime`."""
+    num_updates: int = 0
+    """How often the library itself has let autograd know of new values: so much of the parameter's version."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """What is unpickled is managed by nobody. Whole parameters of stage 3 are not to be taken for a whole model."""
@@ -74,6 +76,13 @@ class ShardInfo:
 def is_managed(param: Tensor) -> bool:
     """Whether a ZeroOptimizer or zero.Init holds ``param``."""
     return getattr(param, "zero_shard", None) is not None
+
+
+def num_writes(param: nn.Parameter) -> int:
+    """How often others than the library have written to ``param``, counted from anywhere; released ones, too."""
+    info: ShardInfo | None = getattr(param, "zero_shard", None)
+    with torch._C.DisableTorchFunctionSubclass():
+        return param._version - (0 if info is None else info.num_updates)
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:

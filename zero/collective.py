@@ -1,6 +1,6 @@
 """Public calls that all ranks make together: their exchanges meet no other call's, and errors name them.
 
-    @collective("max_norm", "norm_type")      the call's name is that of the function, with these arguments
+    @collective("param")      the call's name is that of the function, with these arguments
     with calling_over(topology, "state_dict()"):
 
 Exchanges over NCCL have no tags: there, a call outside of training begins with a small exchange between hosts, which
@@ -80,13 +80,12 @@ def collective(
     return decorate
 
 
-def collective_methods(*names: str, facts: tuple[str, ...] = ()) -> Callable[[type[Class]], type[Class]]:
-    """Decorates a class that has a ``topology``: its methods ``names`` are collective, with ``facts`` always."""
+def collective_methods(*names: str) -> Callable[[type[Class]], type[Class]]:
+    """Decorates a class: its methods ``names`` are collective."""
 
     def decorate(of: type[Class]) -> type[Class]:
         for name in names:
-            ranks = (lambda self: self.topology) if facts else None
-            setattr(of, name, collective(*facts, of=ranks)(getattr(of, name)))
+            setattr(of, name, collective()(getattr(of, name)))
         return of
 
     return decorate

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from zcomm import DivergedError, StateError, Topology, all_gather_single, control
+from zcomm.calls import in_no_call
 from zero.bucket import Bucket, master_dtype
 from zero.bucket_grads import BucketGrads, InFlight
 from zero.patience import Patience
@@ -193,11 +194,8 @@ class Reducer:
         pending = [int(grads.has_local or (self._completes and grads.has_sums)) for grads in self._order]
         late = [bit if id(grads) in issued else 0 for grads, bit in zip(self._order, pending, strict=True)]
         is_alone = self._topology.world_size == 1
-        same = [
-            self._gathers(),
-            0 if is_alone else self.facts.digest(self.shown.edits(), self.ends_step),
-            int(self._completes),
-        ]
+        digest = 0 if is_alone else self.facts.digest(self.shown.edits(), self.ends_step)
+        same = [self._gathers(), digest, int(self._completes)]
         agreed = [*same, *(-value for value in same), *used, *pending, *late, self._cursor]
         if not is_alone:
             agreed = control.agree_max(torch.tensor(agreed, dtype=torch.int64), self._agreeing).tolist()
@@ -238,7 +236,8 @@ class Reducer:
             if self.facts.is_deferred:  # it stands for the backward that reduces, which other ranks may have
                 self.facts.count(is_deferred=False)
             self._cursor, self.reduces_now, self._completes, self.ends_step = 0, True, True, True
-            self.end_backward()
+            with in_no_call():  # so that its exchanges meet those of that backward
+                self.end_backward()
 
     def _issue(self, grads: BucketGrads) -> None:
         self._make_room(MAX_IN_FLIGHT)

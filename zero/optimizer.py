@@ -22,11 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zcomm import StateError, Topology
+from zcomm.calls import in_no_call
 from zero.adaptive import Adaptive
 from zero.agreement import on_every_rank
 from zero.auto_formats import choose_formats
 from zero.clip import clip_grad_norm_, fold_clipping
-from zero.collective import collective_methods
+from zero.collective import calling_over, collective_methods
 from zero.config.plan import Plan
 from zero.config.read import Configuration, Source
 from zero.cpu_optimizer import set_moment_format
@@ -54,7 +55,6 @@ __all__ = ["ZeroOptimizer"]
 
 
 @collective_methods("close", "finish_update", "load_state_dict", "state_dict", "step", "unscale_")
-@collective_methods("clip_grad_norm_", facts=("max_norm", "norm_type"))
 class ZeroOptimizer(Optimizer):
     """An elementwise torch optimizer whose states, gradients and parameters are sharded over the ranks.
 
@@ -215,11 +215,12 @@ class ZeroOptimizer(Optimizer):
         Cost for each rank: two passes over its shards, 8 bytes to every other rank. On a GPU the host does not wait,
         except with ``error_if_nonfinite`` and where gradients are offloaded.
         """
-        self.unscale_()
-        norm = clip_grad_norm_(
-            self._gradients, self._model_parallel, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
-        )
-        self._adaptive.report_norm(norm, norm_type)
+        self.unscale_()  # by itself: what no_sync left on this rank meets a backward of ranks that are not here yet
+        with calling_over(self.topology, f"ZeroOptimizer.clip_grad_norm_({max_norm=}, {norm_type=})"):
+            norm = clip_grad_norm_(
+                self._gradients, self._model_parallel, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            )
+            self._adaptive.report_norm(norm, norm_type)
         return norm
 
     def report_loss(self, loss: Tensor | float) -> None:
@@ -271,7 +272,7 @@ class ZeroOptimizer(Optimizer):
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            with torch.enable_grad(), in_no_call():
                 loss = closure()
         (runtime := self._runtime).hooks.recover()
         runtime.check_model_unchanged()

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zcomm import StateError, control
-from zero.bucket import Bucket
+from zero.bucket import Bucket, num_writes
 from zero.collective import calling_over
 from zero.large_linears import rows_by_key
 from zero.model_checks import has_memory
@@ -62,7 +62,7 @@ class Loading:
     """torch's, which every hook of the call is given."""
     is_empty: bool
     before: dict[nn.Parameter, tuple[int, int]]
-    """Version and address of the parameters that were whole when it began."""
+    """Writes to, and address of, the parameters that were whole when it began."""
     sources: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     """What torch copied into those that were not."""
 
@@ -335,7 +335,7 @@ def _is_view(entry: Tensor, param: nn.Parameter) -> bool:
 
 
 def _version(param: nn.Parameter) -> tuple[int, int]:
-    return param._version, param.data_ptr()
+    return num_writes(param), param.data_ptr()
 
 
 def _is_changed(param: nn.Parameter, before: dict[nn.Parameter, tuple[int, int]]) -> bool:

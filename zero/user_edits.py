@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zcomm import Topology, control
-from zero.bucket import Bucket
+from zero.bucket import Bucket, num_writes
 from zero.stages import Stage
 
 __all__ = ["Edits"]
@@ -53,13 +53,13 @@ class Edits:
         row = self._topology.shard_index("local")
         before = {bucket: bucket.own_rows(self._stage, row).clone() for bucket in slots}
         params = _params(slots)
-        versions = [param._version for param in params]
+        writes = [num_writes(param) for param in params]
         try:
             yield
         finally:
             for bucket in slots:
                 bucket.take_back()
-            is_written = [param._version != version for param, version in zip(params, versions, strict=True)]
+            is_written = [num_writes(param) != old for param, old in zip(params, writes, strict=True)]
             self._take_over(slots, rank, before, is_written)
 
     def take_values(self, slots: Slots, rank: int) -> None:

@@ -129,7 +129,7 @@ class LiveBytes(TorchDispatchMode):
         return sum(storage.nbytes() for storage in storages.values() if storage is not None)
 
 
-WIDTH, DEPTH = 192, 12
+WIDTH, DEPTH = 256, 12
 
 
 class Wide(nn.Module):
@@ -184,7 +184,8 @@ def _check_peak(rank: int, world_size: int) -> None:
             sgd = torch.optim.SGD(model.parameters(), lr=0.1)
             with zero_optimizer(model, sgd, stage=3, gradient_dtype=torch.bfloat16):
                 masters = 4 * numel / world_size if way == "bf16" else 0
-                # parameters, masters, gradients; a bucket whole, and what is read of it
+                # parameters, masters, gradients; a bucket whole, and what is read of it. Before: parameters, and 5.6
+                # MB for a trial of the optimizer, whatever the model is
                 assert live.peak <= 1.2 * (shards + masters + 2 * numel / world_size + 3 * largest)
 
 

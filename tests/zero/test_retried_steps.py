@@ -24,7 +24,7 @@ def _fails(optimizer: zero.ZeroOptimizer, rank: int, *, waits: bool) -> Any:
     store = optimizer.inside.runtime.state_files.store
     call = store.write
     if waits:
-        zero.utils.safe_get_full_optimizer_state(optimizer.inside.pieces[0].param, "step")
+        zero.utils.safe_get_full_optimizer_state(optimizer.inside.runtime.buckets[0].params[0], "step")
     if rank == LAST:
         store.write = Breaks(call, 2, OSError(28, "no space", "disk"))
     return lambda: setattr(store, "write", call)

@@ -146,7 +146,7 @@ class FakeExchange:
     """Ends when it likes, at the latest when somebody waits; its values are seen only then."""
 
     def __init__(self, bucket: Bucket, columns: slice, full: torch.Tensor) -> None:
-        self.full = full
+        self.full: torch.Tensor | None = full
         self.has_ended = False
         self.values = bucket.shard[columns].clone()
         full.fill_(float("nan"))
@@ -154,7 +154,9 @@ class FakeExchange:
     def end(self) -> None:
         if not self.has_ended:
             self.has_ended = True
+            assert self.full is not None
             self.full.copy_(self.values)
+            self.full = None  # no exchange that has ended holds what it has filled
 
     wait = end
 

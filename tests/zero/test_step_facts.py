@@ -11,8 +11,9 @@ from torch import nn
 
 from tests.ranks import run_ranks
 from tests.zero.training import full_values, zero_optimizer
-from zcomm import ConfigError, DivergedError
+from zcomm import ConfigError, DivergedError, Topology
 from zero import ZeroOptimizer
+from zero.utils import safe_get_full_fp32_param
 
 STAGES = [0, 1, 2, 3]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -199,6 +200,45 @@ def _check_uneven(rank: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_uneven_batches_within_no_sync_are_alike(stage: int) -> None:
     run_ranks(2, _check_uneven, stage)
+
+
+def _check_ends(rank: int, end: str) -> None:
+    """One rank's backward reduces, the other's is within no_sync: the call that comes next ends that one."""
+    model = _net()
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01), stage=2) as optimizer:
+        for step in range(2):
+
+            def backward(defers: bool = rank == step) -> None:  # noqa: FBT001  (a closure's)
+                with optimizer.no_sync() if defers else nullcontext():
+                    _backward(model, rank)
+
+            if end == "closure":
+                optimizer.step(backward)
+            else:
+                backward()
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(Topology, "meets_by_tag", end == "clip")
+                    optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("end", ["closure", "clip", "clip without tags"])
+def test_what_no_sync_left_on_one_rank_meets_the_backward_of_another_in_any_call(end: str) -> None:
+    run_ranks(2, _check_ends, end)
+
+
+def _check_unmet(rank: int) -> None:
+    model = _net()
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01), stage=2) as optimizer:
+        with optimizer.no_sync():
+            _backward(model, rank)
+        with pytest.raises(DivergedError, match=r"0: safe_get_full_fp32_param.*rank 1: ZeroOptimizer\.step\(\) at"):
+            (lambda: safe_get_full_fp32_param(model[0].weight), optimizer.step)[rank]()
+
+
+def test_a_step_that_reduces_what_no_sync_left_and_meets_none_is_named() -> None:
+    run_ranks(2, _check_unmet)
 
 
 def _check_members(rank: int) -> None:
