@@ -22,6 +22,7 @@ from enum import Enum
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from zcomm import StateError, Topology
 from zcomm.adaptive import Role
@@ -33,7 +34,7 @@ from zero.tiers.parameter_rests import ParameterRests
 from zero.tiers.shard_rest import InPlace, ShardRest
 from zero.tiers.tracked_rest import Tracked
 
-__all__ = ["Bucket", "BucketState", "ShardInfo", "is_managed", "num_writes"]
+__all__ = ["Bucket", "BucketState", "ShardInfo", "bump_versions", "is_managed", "num_writes"]
 
 
 class BucketState(Enum):
@@ -76,6 +77,14 @@ class ShardInfo:
 def is_managed(param: Tensor) -> bool:
     """Whether a ZeroOptimizer or zero.Init holds ``param``."""
     return getattr(param, "zero_shard", None) is not None
+
+
+def bump_versions(params: list[nn.Parameter]) -> None:
+    """Let autograd know that the library has changed ``params``: it refuses what it has saved of them."""
+    increment_version(params)
+    for param in params:
+        if is_managed(param):
+            param.zero_shard.num_updates += 1  # type: ignore[attr-defined]
 
 
 def num_writes(param: nn.Parameter) -> int:

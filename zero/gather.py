@@ -18,11 +18,10 @@ from enum import Enum
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
 from zcomm import DivergedError, Work
 from zcomm.calls import in_bucket
-from zero.bucket import Bucket, BucketState, ShardInfo, is_managed
+from zero.bucket import Bucket, BucketState, ShardInfo, bump_versions
 from zero.delayed import DelayedUpdate
 from zero.full_copy import FullCopy
 from zero.order_check import OrderCheck
@@ -364,10 +363,7 @@ class Gatherer:
         """
         buckets = list(buckets)
         changed = [param for bucket in buckets for param in bucket.params] if params is None else list(params)
-        increment_version(changed)
-        for param in changed:
-            if is_managed(param):
-                param.zero_shard.num_updates += 1  # type: ignore[attr-defined]
+        bump_versions(changed)
         outdate_views(self._pool, buckets if params is None else {_bucket_of(param) for param in changed})
         if self._is_active:
             self._drop_idle(buckets)
