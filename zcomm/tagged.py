@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -48,15 +50,77 @@ def tag_of(number: int, call: Call) -> int:
     return zlib.crc32(text.encode()) & 0x7FFFFFFC
 
 
+APART_NBYTES = 2**16
+"""As much, or more, is sent by a thread of its own: gloo writes what the sockets take before it returns, and waits for
+its turn while bytes of the same peer are read."""
+
 Parts = Sequence[tuple[int, Tensor]]
 """What goes to a rank of the hop, or comes from it."""
 
 
 def exchange(group: dist.ProcessGroup, tag: int, receives: Parts, sends: Parts) -> Exchange:
     """Start receiving and sending contiguous tensors."""
+    if sum(part.nbytes for _, part in sends) < APART_NBYTES:
+        return Exchange(_start(group, tag, receives, sends), (receives, sends))
+    started = _Started(partial(_start, group, tag, receives, sends))
+    _STARTS.run(started.start)
+    return Exchange([started], (receives, sends))
+
+
+def _start(group: dist.ProcessGroup, tag: int, receives: Parts, sends: Parts) -> list[Any]:
     works = [group.recv([part], peer, tag) for peer, part in receives]
-    works += [group.send([part], peer, tag) for peer, part in sends]
-    return Exchange(works, (receives, sends))
+    return works + [group.send([part], peer, tag) for peer, part in sends]
+
+
+class _Started:
+    """Sends and receives that another thread starts."""
+
+    def __init__(self, start: Callable[[], list[Any]]) -> None:
+        self._start: Callable[[], list[Any]] | None = start
+        self._works: list[Any] = []
+        self._error: BaseException | None = None
+        self._is_started = threading.Event()
+
+    def start(self) -> None:
+        """In that thread."""
+        start, self._start = self._start, None
+        assert start is not None, "started once"
+        try:
+            self._works = start()
+        except BaseException as error:  # handed to whoever waits
+            self._error = error
+        self._is_started.set()
+
+    def wait(self) -> None:
+        """Block until all have ended."""
+        self._is_started.wait()
+        if self._error is not None:
+            raise self._error
+        while self._works:
+            self._works.pop(0).wait()
+
+
+class _Thread:
+    """Makes calls, one after the other, for the whole process; it starts with the first. Calls do not raise."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._lock, self._is_running = name, threading.Lock(), False
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Make ``call`` after those before it."""
+        with self._lock:
+            if not self._is_running:
+                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+                self._is_running = True
+        self._calls.put(call)
+
+    def _serve(self) -> None:
+        while True:
+            self._calls.get()()
+
+
+_STARTS, _WAITS = _Thread("zcomm-send"), _Thread("zcomm-wait")
 
 
 class Exchange:
@@ -67,7 +131,7 @@ class Exchange:
         self._lock = threading.Lock()
         self._is_over = not self._works
         self._error: BaseException | None = None
-        self._waiter: threading.Thread | None = None
+        self._is_watched = False
 
     def __del__(self) -> None:
         with suppress(Exception):  # the process group may be gone
@@ -87,16 +151,15 @@ class Exchange:
             self._is_over = True
 
     def is_completed(self) -> bool:
-        """Whether it has ended. gloo does not tell of sends and receives: from the first question on a thread waits."""
-        if not self._is_over and self._waiter is None:
-            self._waiter = threading.Thread(target=_wait, args=(self,), name="zcomm-wait", daemon=True)
-            self._waiter.start()
+        """Whether it is known to have ended. gloo does not tell: a thread waits for what is asked for, in order."""
+        if not self._is_over and not self._is_watched:
+            self._is_watched = True
+            _WAITS.run(self._wait)
         return self._is_over
 
-
-def _wait(pending: Exchange) -> None:
-    with suppress(BaseException):  # kept for whoever waits
-        pending.wait()
+    def _wait(self) -> None:
+        with suppress(BaseException):  # kept for whoever waits
+            self.wait()
 
 
 def tree(src: int, rank: int, size: int) -> tuple[int | None, list[int]]:

@@ -1,0 +1,80 @@
+"""Exchanges by tagged sends: what a thread starts, what it says when that fails, and when it has ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from zcomm.tagged import APART_NBYTES, exchange
+
+SMALL, LARGE = torch.ones(4), torch.ones(APART_NBYTES)
+
+
+class Group:
+    """A process group whose sends are noted."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.threads: list[str] = []
+        self._error = error
+
+    def send(self, *_: Any) -> Any:
+        self.threads.append(threading.current_thread().name)
+        if self._error is not None:
+            raise self._error
+        return Ended()
+
+    recv = send
+
+
+class Ended:
+    """A send that has ended."""
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("tensor", "is_apart"), [(SMALL, False), (LARGE, True)])
+def test_who_starts(tensor: torch.Tensor, is_apart: bool) -> None:  # noqa: FBT001
+    group: Any = Group()
+    pending = exchange(group, 4, [(1, tensor.clone())], [(1, tensor)])
+    pending.wait()
+    assert group.threads == ["zcomm-send" if is_apart else threading.current_thread().name] * 2
+    assert pending.is_completed()
+
+
+def test_what_fails_to_start_fails_in_wait_each_time_and_stops_nothing_else() -> None:
+    broken: Any = Group(RuntimeError("no such peer"))
+    pending = exchange(broken, 4, [], [(1, LARGE)])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no such peer"):
+            pending.wait()
+    later: Any = Group()
+    exchange(later, 8, [], [(1, LARGE)]).wait()
+    assert later.threads == ["zcomm-send"]
+
+
+def _check_both_ways(rank: int) -> None:
+    sent = [torch.full((APART_NBYTES,), float(10 * rank + i)) for i in range(3)]
+    received = [torch.empty(APART_NBYTES) for _ in sent]
+    order = range(3) if rank == 0 else reversed(range(3))  # tags bring together what belongs together
+    group = dist.group.WORLD
+    assert group is not None
+    pending = {i: exchange(group, 4 * (i + 1), [(1 - rank, received[i])], [(1 - rank, sent[i])]) for i in order}
+    until = time.monotonic() + 60
+    while not all(one.is_completed() for one in pending.values()):
+        assert time.monotonic() < until, "an exchange that was asked for has not ended"
+        time.sleep(0.001)
+    for i, values in enumerate(received):
+        assert values.eq(10 * (1 - rank) + i).all()
+    for one in pending.values():
+        one.wait()
+
+
+def test_large_exchanges_of_another_order_on_each_rank_end_and_are_known_to() -> None:
+    run_ranks(2, _check_both_ways)
