@@ -26,6 +26,7 @@ from zcomm import env, tagged
 from zcomm.checked import Checks, Ranks, checked
 from zcomm.ledger import Call, Ledger, call_here, failing, tracked
 from zcomm.meeting import meet
+from zcomm.pending import Pending
 from zcomm.profiling import named_wait
 from zcomm.tagged import Exchange, Tags, exchange, tags_of
 from zcomm.traffic import record
@@ -54,16 +55,6 @@ __all__ = [
 
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single and deprecated the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class Pending(Protocol):
-    """An exchange under way."""
-
-    def wait(self) -> Any:
-        """Block until it has ended (NCCL: make the current stream wait)."""
-
-    def is_completed(self) -> bool:
-        """Whether it is known to have ended."""
 
 
 class Carrier(Protocol):

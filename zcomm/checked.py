@@ -22,13 +22,14 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zcomm.errors import DamagedError
+from zcomm.pending import Pending
 from zcomm.tagged import Tags
 from zcomm.traffic import record
 
@@ -37,12 +38,6 @@ __all__ = ["Checks", "Ranks", "checked", "land"]
 CHECKSUM, VERDICT, BESIDE = 1, 2, 3
 """What is added to the tag of an exchange, which is a multiple of 4."""
 RANK_BITS = 24
-
-
-class _Waitable(Protocol):
-    def wait(self) -> Any: ...
-
-    def is_completed(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class Checks:
     """Who must hear of damage, too: the ranks of the other hop, whose turn comes next or was before."""
 
 
-def checked(pending: _Waitable, exchange: Checks) -> _Waitable:
+def checked(pending: Pending, exchange: Checks) -> Pending:
     """``pending``, which has just been started, with its verdict."""
     ranks = exchange.ranks
     parts = {part.data_ptr(): part for part in exchange.sent}  # a gather sends the same to all
@@ -93,7 +88,7 @@ def checked(pending: _Waitable, exchange: Checks) -> _Waitable:
     return judged
 
 
-def land(pending: _Waitable, _received: Mapping[int, Tensor]) -> None:
+def land(pending: Pending, _received: Mapping[int, Tensor]) -> None:
     """Return when what comes has been written to ``_received``."""
     pending.wait()
 
@@ -125,7 +120,7 @@ def _serve(queue: SimpleQueue[_Judged | None]) -> None:
 class _Judged:
     """An exchange that has ended when it has landed and its verdict is there."""
 
-    pending: _Waitable | None
+    pending: Pending | None
     exchange: Checks | None
     sums: list[int]
     error: BaseException | None = None
@@ -140,6 +135,9 @@ class _Judged:
 
     def is_completed(self) -> bool:
         return self.done.is_set()
+
+    def ends_within(self, seconds: float) -> bool:
+        return self.done.wait(seconds)
 
     def judge(self) -> None:
         exchange, pending = self.exchange, self.pending

@@ -18,8 +18,8 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 
-from zcomm.backend import Pending
 from zcomm.formats import Format
+from zcomm.pending import Pending
 from zcomm.work import Link, Steps
 
 __all__ = ["PYTHON_S", "chunks_of", "fewest_of_all_ranks", "least_chunk", "pipelined"]

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from zcomm import kernels
-from zcomm.backend import Pending
 from zcomm.errors import CommunicationError
 from zcomm.nccl_library import is_emulated
+from zcomm.pending import Pending
 from zcomm.streams import SideStreams
 
 __all__ = ["DeviceStreams", "Lane", "device_streams", "on_device"]

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from zcomm import env
-from zcomm.backend import Hop, Pending, Sent, count, words_of
+from zcomm.backend import Hop, Sent, count, words_of
 from zcomm.checked import Checks, checked
 from zcomm.ledger import call_here
+from zcomm.pending import Pending
 from zcomm.tagged import FIRST, tags_of
 from zcomm.traffic import record
 

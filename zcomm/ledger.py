@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from zcomm.calls import here
 from zcomm.errors import DivergedError
 from zcomm.lost import Members, as_communication_error
+from zcomm.pending import Pending, ends_within
 
 __all__ = ["NUM_KEPT", "ON_FAILURE", "Call", "Entry", "Ledger", "call_here", "failing", "tracked"]
 
@@ -222,14 +223,8 @@ def failing(exchange: str, members: Members, lost: Callable[[], str] = str) -> I
         raise
 
 
-class _Waitable(Protocol):
-    def wait(self) -> Any: ...
-
-    def is_completed(self) -> bool: ...
-
-
 class _Tracked:
-    def __init__(self, pending: _Waitable, ledger: Ledger, number: int, members: Members) -> None:
+    def __init__(self, pending: Pending, ledger: Ledger, number: int, members: Members) -> None:
         self._pending, self._ledger, self._number, self._members = pending, ledger, number, members
 
     def wait(self) -> None:
@@ -239,7 +234,10 @@ class _Tracked:
     def is_completed(self) -> bool:
         return self._pending.is_completed()
 
+    def ends_within(self, seconds: float) -> bool:
+        return ends_within(self._pending, seconds)
 
-def tracked(pending: _Waitable, ledger: Ledger, number: int, members: Members) -> _Waitable:
+
+def tracked(pending: Pending, ledger: Ledger, number: int, members: Members) -> Pending:
     """``pending``, exchange ``number`` of ``ledger``, just started among ``members``."""
     return _Tracked(pending, ledger, number, members)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zcomm.backend import Hop, Pending
+from zcomm.backend import Hop
 from zcomm.errors import BackendUnavailableError, CommunicationError
 from zcomm.nccl_communicators import communicator_over, inside_first
 from zcomm.nccl_library import is_emulated
+from zcomm.pending import Pending
 
 __all__ = ["check_device", "over_nccl"]
 

@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 
 from zcomm import backend, kernels
-from zcomm.backend import Hop, Pending, Sent
+from zcomm.backend import Hop, Sent
 from zcomm.chunks import chunks_of, pipelined
 from zcomm.encoder import Encoder, check_random
 from zcomm.errors import LayoutError
 from zcomm.formats import Format, codec_for, get_format
 from zcomm.message import MessageLayout
+from zcomm.pending import Pending
 from zcomm.residual import Residual
 from zcomm.route import Route, check_flat, find_route, hops_apart, rows_of
 from zcomm.topology import Topology

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.profiler import record_function
+
+from zcomm.pending import Pending, ends_within
 
 __all__ = ["is_profiling", "named_wait", "span"]
 
@@ -24,19 +26,13 @@ is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Whether a profiler watches this thread."""
 
 
-class _Waitable(Protocol):
-    def wait(self) -> Any: ...
-
-    def is_completed(self) -> bool: ...
-
-
 def span(*words: object) -> AbstractContextManager[Any]:
     """Show what runs inside as ``zcomm::`` and the words."""
     return record_function("zcomm::" + " ".join(map(str, words))) if is_profiling() else _NOTHING
 
 
 class _NamedWait:
-    def __init__(self, pending: _Waitable, name: str) -> None:
+    def __init__(self, pending: Pending, name: str) -> None:
         self._pending, self._name = pending, name
 
     def wait(self) -> None:
@@ -46,7 +42,10 @@ class _NamedWait:
     def is_completed(self) -> bool:
         return self._pending.is_completed()
 
+    def ends_within(self, seconds: float) -> bool:
+        return ends_within(self._pending, seconds)
 
-def named_wait(pending: _Waitable, *words: object) -> _Waitable:
+
+def named_wait(pending: Pending, *words: object) -> Pending:
     """``pending``, whose ``wait()`` shows as a span while a profiler runs."""
     return _NamedWait(pending, "zcomm::" + " ".join(map(str, words))) if is_profiling() else pending

@@ -131,7 +131,7 @@ class Exchange:
         self._lock = threading.Lock()
         self._is_over = not self._works
         self._error: BaseException | None = None
-        self._is_watched = False
+        self._ended: threading.Event | None = None
 
     def __del__(self) -> None:
         with suppress(Exception):  # the process group may be gone
@@ -148,18 +148,26 @@ class Exchange:
             except BaseException as error:
                 self._error = error
                 raise
-            self._is_over = True
+            finally:
+                self._is_over = True
 
     def is_completed(self) -> bool:
-        """Whether it is known to have ended. gloo does not tell: a thread waits for what is asked for, in order."""
-        if not self._is_over and not self._is_watched:
-            self._is_watched = True
-            _WAITS.run(self._wait)
-        return self._is_over
+        """Whether it is known to have ended."""
+        return self.ends_within(0)
 
-    def _wait(self) -> None:
+    def ends_within(self, seconds: float) -> bool:
+        """Whether that is known so soon. gloo does not tell: a thread waits for what is asked for, in order."""
+        if self._is_over:
+            return True
+        if self._ended is None:
+            self._ended = threading.Event()
+            _WAITS.run(partial(self._wait, self._ended))
+        return self._ended.wait(seconds)
+
+    def _wait(self, ended: threading.Event) -> None:
         with suppress(BaseException):  # kept for whoever waits
             self.wait()
+        ended.set()
 
 
 def tree(src: int, rank: int, size: int) -> tuple[int | None, list[int]]:

@@ -39,10 +39,11 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 
 from zcomm import backend, calls, env
-from zcomm.backend import ALONE, Hop, Pending
+from zcomm.backend import ALONE, Hop
 from zcomm.errors import DivergedError
 from zcomm.lagging import lagging
 from zcomm.ledger import Call
+from zcomm.pending import Pending
 from zcomm.starts import prefix_of_start
 from zcomm.tagged import tag_of
 from zcomm.verdict import Account, Owed, owed_of, will_end

@@ -18,7 +18,6 @@ Invariants:
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
@@ -28,15 +27,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zcomm.backend import Pending
 from zcomm.calls import entered, here
 from zcomm.errors import StateError
+from zcomm.pending import Pending, ends_within
 from zcomm.streams import SideStreams
 
 __all__ = ["Link", "Steps", "Work", "WorkQueue", "nothing", "run", "run_then"]
 
 Steps = Generator[Pending | None, None, None]
-POLL_S = 0.0002
 OnEnd = Callable[[BaseException | None], None]
 """Called with what went wrong, or None, when a collective has ended."""
 
@@ -112,12 +110,9 @@ class Work:
 
     def completes_within(self, seconds: float) -> bool:
         """Whether it is completed that soon, as :meth:`is_completed` knows; errors are left to :meth:`wait`."""
-        end = time.monotonic() + seconds
-        while not self.is_completed():
-            if time.monotonic() >= end:
-                return False
-            time.sleep(POLL_S)
-        return True
+        if self._steps is None:
+            return True
+        return self._pending is not None and ends_within(self._pending, seconds)
 
 
 class _Queued(Work):
