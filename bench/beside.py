@@ -8,6 +8,10 @@ Both versions run at once, each in ranks of its own, and take turns: a round is 
 system in each version, in an order of its own, and whoever has no turn waits at a pipe. So whatever else the machine
 does falls on both alike. The scripts are those beside this file for both; only the library differs.
 
+For both, freed memory stays with the process (glibc's thresholds, unless the environment has them). By default glibc
+returns some to the system and gets it back page by page, up to a third of such a step, and in which version depends on
+where its buffers happen to lie.
+
 A row gives the median over the rounds of the ratio now / before, and an interval that holds it with at least 95 %
 probability (two order statistics of the ratios, so nothing is assumed of their distribution). It fails if the whole
 interval lies above ``--limit``, or if the losses, which are of the same steps, are not the same to the last bit where
@@ -42,6 +46,8 @@ SYSTEMS = ["zero stage 1", "zero stage 2", "zero stage 3", "zero++", "delta-hpz"
 CONFIDENCE = 0.95
 START_S = 300
 """For the first turn, in which torch is imported and the system is built."""
+KEEPS = {"MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_THRESHOLD_": str(2**32)}
+"""Of glibc: memory that was freed is kept."""
 COLUMNS = [
     Column("network", "network".rjust(10)),
     Column("system", "system".rjust(22)),
@@ -89,7 +95,7 @@ class Job:
             options |= {"emulate_nodes": arguments.num_ranks // arguments.ranks_per_node, "rate": network}
         words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         script = str(Path(__file__).with_name("beside_ranks.py"))
-        self._process = subprocess.Popen([python, script, *words], env={"OMP_NUM_THREADS": "1"} | os.environ)
+        self._process = subprocess.Popen([python, script, *words], env={"OMP_NUM_THREADS": "1"} | KEEPS | os.environ)
         # both ways: an open does not wait for the other side, and a pipe stays when a rank closes it
         self._asked = [os.open(folder / str(rank), os.O_RDWR) for rank in range(arguments.num_ranks)]
         self._answers = os.fdopen(os.open(folder / ANSWERS, os.O_RDWR), encoding="utf-8")

@@ -48,6 +48,8 @@ class Context(NamedTuple):
     depth: int = 0
     within: str = ""
     """A public call that errors name all the same, though other ranks may be in another."""
+    goes_on: bool = False
+    """Whether the thread computes while the exchanges run."""
 
 
 class _Here(threading.local):
@@ -92,8 +94,8 @@ def in_bucket(name: str) -> Iterator[None]:
 @contextmanager
 def in_no_call() -> Iterator[None]:
     """Exchanges inside belong to forward and backward, whichever public call this thread is in."""
-    call, bucket, _, within = _HERE.context
-    with entered(Context(bucket=bucket, within=call or within)):
+    context = _HERE.context
+    with entered(Context(bucket=context.bucket, within=context.call or context.within)):
         yield
 
 
@@ -108,16 +110,16 @@ class calling(ContextDecorator):  # noqa: N801  (a context manager)
         self._name = name
 
     def __enter__(self) -> None:
-        call, bucket, depth, within = _HERE.context
-        if depth == 0:
+        context = _HERE.context
+        if context.depth == 0:
             _TURN[0] = next(_TURNS)
-        _HERE.context = Context(call or self._name, bucket, depth + 1, within)
+        _HERE.context = context._replace(call=context.call or self._name, depth=context.depth + 1)
 
     def __exit__(self, *_: object) -> None:
-        call, bucket, depth, within = _HERE.context
-        if depth == 1:
+        context = _HERE.context
+        if context.depth == 1:
             _TURN[0] = next(_TURNS)
-        _HERE.context = Context(call if depth > 1 else "", bucket, depth - 1, within)
+        _HERE.context = context._replace(call=context.call if context.depth > 1 else "", depth=context.depth - 1)
 
 
 def note(doing: Callable[[], str]) -> None:

@@ -5,6 +5,9 @@ more bytes than expected, gloo ends the process. Sends and receives meet by thei
 of the exchange on its hop and of the call that it belongs to, so ranks whose calls differ wait, and
 :mod:`zcomm.watch` finds them out. It costs no byte and no message.
 
+gloo writes what the sockets take before a send returns. So what a thread starts to go on computing, if it is large, is
+started by another thread, and a third waits for it.
+
     all_gather, all_to_all      W - 1 receives and sends, straight into place
     broadcast                   a binomial tree from the source
     gather, scatter             W - 1 receives or sends of the first rank
@@ -26,6 +29,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from zcomm.calls import here
 from zcomm.ledger import Call
 
 __all__ = ["FIRST", "Exchange", "Relay", "Tags", "broadcast", "exchange", "needed", "tag_of", "tags_of", "tree"]
@@ -60,11 +64,13 @@ Parts = Sequence[tuple[int, Tensor]]
 
 def exchange(group: dist.ProcessGroup, tag: int, receives: Parts, sends: Parts) -> Exchange:
     """Start receiving and sending contiguous tensors."""
-    if sum(part.nbytes for _, part in sends) < APART_NBYTES:
+    if not here().goes_on or sum(part.nbytes for _, part in sends) < APART_NBYTES:
         return Exchange(_start(group, tag, receives, sends), (receives, sends))
     started = _Started(partial(_start, group, tag, receives, sends))
+    pending = Exchange([started], (receives, sends))
     _STARTS.run(started.start)
-    return Exchange([started], (receives, sends))
+    pending.ends_within(0)  # from here on the other thread waits for it, so that who asks need not
+    return pending
 
 
 def _start(group: dist.ProcessGroup, tag: int, receives: Parts, sends: Parts) -> list[Any]:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zcomm.calls import entered, here
+from zcomm.calls import Context, entered, here
 from zcomm.errors import StateError
 from zcomm.pending import Pending, ends_within
 from zcomm.streams import SideStreams
@@ -57,7 +57,7 @@ class Work:
     def start(self) -> None:
         """Run up to the first exchange."""
         with self._lock:
-            self._advance()
+            self._advance(self._context._replace(goes_on=True))
 
     def finish(self) -> None:
         """Run to the end; on CUDA as far as the host is concerned."""
@@ -78,11 +78,11 @@ class Work:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(stream)
 
-    def _advance(self) -> None:
+    def _advance(self, context: Context | None = None) -> None:
         """Run up to the next exchange, or to the end."""
         assert self._steps is not None, "a finished collective was advanced"
         try:
-            with torch.no_grad(), entered(self._context):
+            with torch.no_grad(), entered(context or self._context):
                 self._pending = next(self._steps)
         except StopIteration:
             self._steps = self._pending = None

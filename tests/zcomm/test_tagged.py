@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from zcomm.tagged import APART_NBYTES, exchange
+from zcomm.calls import Context, entered, here
+from zcomm.tagged import APART_NBYTES, Exchange, exchange
+from zcomm.work import Steps, run
 
 SMALL, LARGE = torch.ones(4), torch.ones(APART_NBYTES)
 
@@ -39,24 +41,44 @@ class Ended:
         pass
 
 
-@pytest.mark.parametrize(("tensor", "is_apart"), [(SMALL, False), (LARGE, True)])
-def test_who_starts(tensor: torch.Tensor, is_apart: bool) -> None:  # noqa: FBT001
-    group: Any = Group()
-    pending = exchange(group, 4, [(1, tensor.clone())], [(1, tensor)])
+def _exchange(group: Any, tensor: torch.Tensor, *, goes_on: bool = True) -> Exchange:
+    with entered(Context(goes_on=goes_on)):
+        return exchange(group, 4, [(1, tensor.clone())], [(1, tensor)])
+
+
+@pytest.mark.parametrize(("tensor", "goes_on"), [(SMALL, True), (LARGE, True), (LARGE, False)])
+def test_who_starts(tensor: torch.Tensor, goes_on: bool) -> None:  # noqa: FBT001
+    group = Group()
+    pending = _exchange(group, tensor, goes_on=goes_on)
     pending.wait()
+    is_apart = tensor is LARGE and goes_on
     assert group.threads == ["zcomm-send" if is_apart else threading.current_thread().name] * 2
     assert pending.is_completed()
 
 
+def test_only_what_is_not_waited_for_at_once_goes_on() -> None:
+    seen = []
+
+    def steps() -> Steps:
+        seen.append(here().goes_on)
+        yield None
+        seen.append(here().goes_on)
+
+    for async_op in (True, False):
+        work = run(steps(), SMALL, async_op=async_op, queue=None)
+        if work is not None:
+            work.wait()
+    assert seen == [True, False, False, False]
+
+
 def test_what_fails_to_start_fails_in_wait_each_time_and_stops_nothing_else() -> None:
-    broken: Any = Group(RuntimeError("no such peer"))
-    pending = exchange(broken, 4, [], [(1, LARGE)])
+    pending = _exchange(Group(RuntimeError("no such peer")), LARGE)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no such peer"):
             pending.wait()
-    later: Any = Group()
-    exchange(later, 8, [], [(1, LARGE)]).wait()
-    assert later.threads == ["zcomm-send"]
+    later = Group()
+    _exchange(later, LARGE).wait()
+    assert later.threads == ["zcomm-send"] * 2
 
 
 def _check_both_ways(rank: int) -> None:
@@ -65,7 +87,8 @@ def _check_both_ways(rank: int) -> None:
     order = range(3) if rank == 0 else reversed(range(3))  # tags bring together what belongs together
     group = dist.group.WORLD
     assert group is not None
-    pending = {i: exchange(group, 4 * (i + 1), [(1 - rank, received[i])], [(1 - rank, sent[i])]) for i in order}
+    with entered(Context(goes_on=True)):
+        pending = {i: exchange(group, 4 * (i + 1), [(1 - rank, received[i])], [(1 - rank, sent[i])]) for i in order}
     until = time.monotonic() + 60
     while not all(one.is_completed() for one in pending.values()):
         assert time.monotonic() < until, "an exchange that was asked for has not ended"
