@@ -164,10 +164,8 @@ class Job:
         layers = list(self.model.children())
         layers[2].register_forward_pre_hook(lambda *_: pause("in the forward of a layer"))
         layers[1].register_full_backward_hook(lambda *_: pause("in the backward of a layer"))
-        layers[1].register_state_dict_pre_hook(lambda *_: pause("in a hook of state_dict"))  # type: ignore[no-untyped-call]
-        layers[1].register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-            lambda *_: pause("in a hook of load_state_dict")
-        )
+        layers[1].register_state_dict_pre_hook(lambda *_: pause("in a hook of state_dict"))
+        layers[1].register_load_state_dict_pre_hook(lambda *_: pause("in a hook of load_state_dict"))
         pause("before construction")
         self.optimizer = ZeroOptimizer(self.model, Late, lr=0.01, momentum=0.9, stage=case.stage, **case.options)
         self.rank = dist.get_rank()

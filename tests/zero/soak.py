@@ -170,6 +170,8 @@ def train(rank: int, mode: Mode, folder: Path, num_steps: int, every: int) -> li
             engine.zero_grad()
             saving.wait()
             looks.append(look(step, folder))
+            with (folder / f"looks-{rank}.jsonl").open("a") as file:  # for whoever has to stop it
+                file.write(json.dumps(looks[-1]) + "\n")
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, {name: value.tolist() for name, value in full_values(model).items()})
     engine.destroy()
@@ -206,5 +208,4 @@ def soak(rank: int, name: str, path: str, num_steps: int, every: int) -> None:
     dist.all_gather_object(of_ranks, settled)
     if rank == 0:
         (Path(path) / "row").write_text(Soak(round(time.monotonic() - begin), of_ranks).row)
-        (Path(path) / "looks.json").write_text(json.dumps(looks))
     assert not (grew := what_grew(settled, MOST_NBYTES_A_STEP if is_long else MOST_NBYTES / num_steps)), grew

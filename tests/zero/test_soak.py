@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
+from tests.zero.models import batch
 from tests.zero.soak import MODES, Look, look, slope, soak, what_grew
 
 SHORT, LONG = 36, int(os.environ.get("ZERO_SOAK_STEPS", "10000"))
@@ -90,6 +91,24 @@ def _check_leak(rank: int, name: str, path: str) -> None:
 @pytest.mark.parametrize("name", LEAKS)
 def test_a_leak_is_found(name: str, tmp_path: Path) -> None:
     run_ranks(1, _check_leak, name, str(tmp_path))
+
+
+def _check_leak_in_training(rank: int, path: str) -> None:
+    kept: list[bytes] = []
+
+    def keeping(*args: int) -> Any:
+        kept.append(bytes(512))
+        return batch(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.zero.soak.batch", keeping)  # called for each of two micro-batches
+        with pytest.raises(AssertionError, match=r"resident: \d{3,4} bytes a step"):
+            soak(rank, "stage 1", path, 3000, EVERY)
+
+
+@pytest.mark.long
+def test_a_kilobyte_a_step_is_found_in_training(tmp_path: Path) -> None:
+    run_ranks(2, _check_leak_in_training, str(tmp_path))
 
 
 def _looks(resident: Callable[[int], float]) -> list[Look]:
