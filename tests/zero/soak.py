@@ -55,13 +55,20 @@ def look(step: int, folder: Path) -> Look:
         step,
         int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(),
         len(os.listdir("/proc/self/fd")),  # noqa: PTH208
-        sum(not path.read_text().startswith("iou-") for path in Path("/proc/self/task").glob("*/comm")),
+        sum(map(_is_ours, Path("/proc/self/task").iterdir())),
         max(len(dist.distributed_c10d._world.pg_map), len(dist.distributed_c10d._world.pg_names)),
         sum(map(_num_groups, list(topology._BY_KEY.values()))) + len(backend._LEDGERS),
         sum(path.is_file() for path in folder.rglob("*")),
     )
     dist.barrier()
     return seen
+
+
+def _is_ours(thread: Path) -> bool:
+    try:
+        return not (thread / "comm").read_text().startswith("iou-")
+    except OSError:  # one of the kernel's, gone since
+        return False
 
 
 def _num_groups(of: topology.Topology) -> int:
