@@ -80,7 +80,7 @@ def slope(looks: Sequence[Look]) -> float:
     """Bytes of resident memory a step: the median over all pairs of looks (Theil and Sen).
 
     A leak is the same from look to look, and so in the median. What an allocator takes once, for good, is in those
-    pairs alone that have it between them: fewer than half, wherever it is.
+    pairs alone that have it between them: half of them, if it comes in the very middle, and else fewer.
     """
     pairs = itertools.combinations(looks, 2)
     return median((later.resident - sooner.resident) / (later.step - sooner.step) for sooner, later in pairs)
