@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
-from tests.zero.alone import Draw, draws, run_draw, run_slow
+from tests.zero.alone import Draw, draws, run_draw
+from tests.zero.slow import CASES, PLACES, Case, run_slow, sleeps
 
 SEED = date.today().toordinal()
 
@@ -24,6 +25,19 @@ def test_so_is_every_other(draw: Draw, tmp_path: Path) -> None:
     run_ranks(draw.world_size, run_draw, draw, str(tmp_path))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_slow_rank_is_waited_for(stage: int) -> None:
-    run_ranks(2, run_slow, stage, SEED, 30, 0.4)
+@pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=str)
+def test_a_slow_rank_is_waited_for(case: Case, tmp_path: Path) -> None:
+    _run_slow(case, 6, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_so_it_is_wherever_it_is_late(case: Case, tmp_path: Path) -> None:
+    _run_slow(case, len(PLACES), tmp_path)
+
+
+def _run_slow(case: Case, num_places: int, folder: Path) -> None:
+    """Sleeps of at least twice the bound."""
+    planned = sleeps(SEED, case.world_size, 30, num_places, 0.2, 0.4)
+    run_ranks(case.world_size, run_slow, case, planned, 30, 0.1, str(folder))
+    assert sum(len(file.read_text().splitlines()) for file in folder.glob("slept-*")) == num_places

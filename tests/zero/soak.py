@@ -1,0 +1,218 @@
+"""What a process has after thousands of steps: the looks at it, what must stay as it was, and the modes of a soak."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import resource
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import zero
+from tests.zero.models import VOCAB, batch, groups_of, loss_of
+from tests.zero.training import full_values
+from zcomm import backend, topology
+
+SETTLED_AT = 500
+"""From this step on everything must stay as it was: caches are full, and both tags of the checkpoints are there."""
+MOST_NBYTES_A_STEP = 200.0
+MOST_NBYTES = 4 * 2**20
+"""In all, of a short run, whose slope says nothing."""
+
+
+class Look(NamedTuple):
+    """What one process has after ``step`` steps."""
+
+    step: int
+    resident: int
+    """Bytes of memory."""
+    descriptors: int
+    threads: int
+    """Of the operating system; the kernel's own for io_uring, which come and go, aside."""
+    groups: int
+    """Process groups that torch.distributed knows."""
+    own_groups: int
+    """Those of zcomm's live topologies, and the others that it keeps an account of."""
+    files: int
+    """In the folder of the job, whose ranks all wait meanwhile."""
+
+
+def look(step: int, folder: Path) -> Look:
+    """At this process, between two barriers of all ranks."""
+    gc.collect()
+    dist.barrier()
+    seen = Look(
+        step,
+        int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(),
+        len(os.listdir("/proc/self/fd")),  # noqa: PTH208
+        sum(map(_is_ours, Path("/proc/self/task").iterdir())),
+        max(len(dist.distributed_c10d._world.pg_map), len(dist.distributed_c10d._world.pg_names)),
+        sum(map(_num_groups, list(topology._BY_KEY.values()))) + len(backend._LEDGERS),
+        sum(path.is_file() for path in folder.rglob("*")),
+    )
+    dist.barrier()
+    return seen
+
+
+def _is_ours(thread: Path) -> bool:
+    try:
+        return not (thread / "comm").read_text().startswith("iou-")
+    except OSError:  # one of the kernel's, gone since
+        return False
+
+
+def _num_groups(of: topology.Topology) -> int:
+    background = vars(of).get("background")
+    return len(of._groups) + (background is not None and background.group is not None)
+
+
+def slope(looks: Sequence[Look]) -> float:
+    """Bytes of resident memory a step: the median over all pairs of looks (Theil and Sen).
+
+    A leak is the same from look to look, and so in the median. What an allocator takes once, for good, is in those
+    pairs alone that have it between them: half of them, if it comes in the very middle, and else fewer.
+    """
+    pairs = itertools.combinations(looks, 2)
+    return median((later.resident - sooner.resident) / (later.step - sooner.step) for sooner, later in pairs)
+
+
+def what_grew(looks: Sequence[Look], most_nbytes_a_step: float = MOST_NBYTES_A_STEP) -> list[str]:
+    """What has not stayed as it was over ``looks``, in words; empty: nothing."""
+    found = []
+    for place, name in enumerate(Look._fields):
+        values = {seen[place] for seen in looks}
+        if name not in ("step", "resident") and len(values) > 1:
+            found.append(f"{name}: {sorted(values)}")
+    if (rate := slope(looks)) > most_nbytes_a_step:
+        found.append(f"resident: {rate:.0f} bytes a step")
+    return found
+
+
+class Small(nn.Module):
+    """Two layers, the second with a frozen bias, and one that no step uses; sizes that divide nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(VOCAB, 9)
+        self.second = nn.Linear(9, VOCAB)
+        self.second.bias.requires_grad_(False)
+        self.unused = nn.Linear(3, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        of_token = functional.one_hot(tokens, VOCAB).to(self.first.weight.dtype)
+        return self.second(self.first(of_token).tanh())
+
+
+class Mode(NamedTuple):
+    """One configuration."""
+
+    zero: dict[str, Any]
+    """Section ``zero_optimization`` of the JSON; FOLDER stands for the job's."""
+    zcomm: dict[str, Any]
+    num_ranks: int = 2
+    ranks_per_node: int = 2
+
+
+FOLDER = "FOLDER"
+PLUS = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+NVME = {"device": "nvme", "nvme_path": FOLDER}
+IN_FILES = {"stage": 3, "offload_optimizer": NVME, "offload_param": NVME | {"max_in_cpu": 0, "buffer_size": 600}}
+LEDGER = {"bit_ledger": FOLDER}
+MODES = {
+    "stage 1": Mode({"stage": 1}, LEDGER),
+    "stage 2": Mode({"stage": 2}, LEDGER),
+    "stage 3": Mode({"stage": 3}, LEDGER),
+    "ZeRO++": Mode(PLUS, LEDGER, ranks_per_node=1),
+    "hpZ": Mode(PLUS | {"zero_hpz_partition_size": 2}, LEDGER, num_ranks=4),
+    "delta-hpZ": Mode({"stage": 3}, LEDGER | {"mode": "delta_hpz"}, num_ranks=4),
+    "NVMe": Mode(IN_FILES, LEDGER),
+    "NVMe, delayed": Mode(IN_FILES, {"delayed_update": True}),
+    "host, overlapped": Mode({"stage": 3, "offload_optimizer": {"device": "cpu"}}, {"overlapped_update": True}),
+}
+"""Late updates exclude a ledger, overlapped ones states in files. No save of states in files is asynchronous."""
+
+
+def config_of(mode: Mode, folder: Path) -> dict[str, Any]:
+    """The JSON of ``mode`` in ``folder``: two micro-batches a step, and clipping."""
+
+    def placed(values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key: placed(value) if isinstance(value, dict) else str(folder / key) if value == FOLDER else value
+            for key, value in values.items()
+        }
+
+    return {
+        "bf16": {"enabled": True},
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "zero_optimization": placed(mode.zero),
+        "zcomm": placed(mode.zcomm) | {"ranks_per_node": mode.ranks_per_node},
+    }
+
+
+def train(rank: int, mode: Mode, folder: Path, num_steps: int, every: int) -> list[Look]:
+    """On one rank: what it has every so many steps, each time after a save that a backward ran beside."""
+    torch.manual_seed(0)
+    model, looks = Small(), []
+    (folder / "nvme_path").mkdir(exist_ok=True)
+    adam = zero.CPUAdam(groups_of(model), lr=1e-3)
+    engine = zero.initialize(model=model, optimizer=adam, config=config_of(mode, folder)).engine
+    for step in range(1, num_steps + 1):
+        for micro in range(2):
+            engine.backward(loss_of(engine, *batch(step % 50, micro, rank)))
+            engine.step()
+        if step % every == 0:
+            saving = engine.save_checkpoint(folder / "saved", f"last{step // every % 2}", async_op=True)
+            engine.backward(loss_of(engine, *batch(0, 0, rank)))  # while it is written
+            engine.zero_grad()
+            saving.wait()
+            looks.append(look(step, folder))
+            with (folder / f"looks-{rank}.jsonl").open("a") as file:  # for whoever has to stop it
+                file.write(json.dumps(looks[-1]) + "\n")
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, {name: value.tolist() for name, value in full_values(model).items()})
+    engine.destroy()
+    assert all(of_rank == values[0] for of_rank in values), "ranks' parameters differ"
+    assert engine.global_steps == num_steps
+    return looks
+
+
+class Soak(NamedTuple):
+    """What a mode's ranks tell at the end."""
+
+    seconds: int
+    looks: list[list[Look]]
+    """By rank."""
+
+    @property
+    def row(self) -> str:
+        """Of the table: seconds, resident at the first and the last look, the largest slope; the rest is constant."""
+        first, last = self.looks[0][0], self.looks[0][-1]
+        slopes = [slope(of_rank) for of_rank in self.looks]
+        mib = [f"{one.resident / 2**20:.2f}" for one in (first, last)]
+        seen = [one for of_rank in self.looks for one in of_rank]
+        counts = [", ".join(map(str, sorted({one[place] for one in seen}))) for place in range(2, len(Look._fields))]
+        return " | ".join([str(self.seconds), *mib, f"{min(slopes):.1f} to {max(slopes):.1f}", *counts])
+
+
+def soak(rank: int, name: str, path: str, num_steps: int, every: int) -> None:
+    """On one rank: train in mode ``name``, and raise AssertionError if anything grew."""
+    begin = time.monotonic()
+    looks = train(rank, MODES[name], Path(path), num_steps, every)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    is_long = num_steps > SETTLED_AT
+    settled = [seen for seen in looks if seen.step >= (SETTLED_AT if is_long else num_steps // 2)]
+    dist.all_gather_object(of_ranks, settled)
+    if rank == 0:
+        (Path(path) / "row").write_text(Soak(round(time.monotonic() - begin), of_ranks).row)
+    assert not (grew := what_grew(settled, MOST_NBYTES_A_STEP if is_long else MOST_NBYTES / num_steps)), grew
