@@ -13,8 +13,8 @@ STEPS, SAVE_EVERY = 6, 2
 TIMEOUT_S = 8
 """Of the process groups."""
 ANY = ".*"
-LOST_PEER = "CommunicationError|DivergedError"
-"""A peer is gone, or has stopped: the README's two classes for who waits for it."""
+LOST_PEER = "CommunicationError|DivergedError|CheckpointError: (CommunicationError|DivergedError)"
+"""A peer is gone, or has stopped: what the README names for who waits for it, the last of them in a save."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,15 @@ class Fault:
     must: str
     """Follow, beside this: nobody hangs; the next start goes on from the last complete checkpoint, to the same bits."""
     survivors: str = ""
-    """The class of the error of every other rank, as a pattern; empty: there is no error."""
+    """How the error of every other rank begins, its class and text, as a pattern; empty: there is no error."""
     victim: str | None = None
     """The same of the rank itself; None: it has none to tell."""
     text: str = ANY
     """In the text of every error."""
     is_same: bool = False
     """The class and text are the same on every rank."""
+    may_miss: bool = False
+    """There may be no error, and the right bits."""
     goes_on: bool = False
     """The training ends in the same run."""
     only: str = ""
@@ -65,12 +67,12 @@ FAULTS: dict[str, Fault] = {
     ),
     "bit in an NVMe file": Fault(
         "one bit of a file of states or parameters flipped", "IntegrityError on every rank, or the bit is never read",
-        "IntegrityError|", "IntegrityError|", "", only="NVMe",
+        "IntegrityError", "IntegrityError", only="NVMe", may_miss=True,
     ),
     "bit in a checkpoint": Fault(
         "one bit of any file of the newest checkpoint flipped",
         "the same CheckpointError on every rank at the next start; the checkpoint before loads",
-        "CheckpointError", "CheckpointError", "", is_same=True, modes=("forked",),
+        "CheckpointError", "CheckpointError", is_same=True, modes=("forked",),
     ),
     "NaN": Fault("a NaN in a gradient", "every rank skips the step; training goes on", goes_on=True),
     "infinity": Fault("an infinity in a gradient", "every rank skips the step; training goes on", goes_on=True),
