@@ -16,7 +16,7 @@ from tests.faults.definition import CONFIGS, FAULTS, LOST_PEER, draw_spec
 
 DAY = int(os.environ.get("ZERO_TEST_FAULT_DAY", datetime.now(timezone.utc).date().toordinal()))
 A_DAY = {"forked": 2, "torchrun": 1, "network": 1}
-"""Runs. So each kind of fault has its turn in 8 days on forks, in 14 under torchrun, in 2 with the network cut."""
+"""Runs. So each kind of fault has its turn in 9 days on forks, in 14 under torchrun, in 2 with the network cut."""
 
 REFERENCES = References()
 
