@@ -109,7 +109,7 @@ def judge(spec: dict[str, Any], folder: Path, reference: str, saved: int) -> dic
     fault = FAULTS[spec["fault"]]
     damaged = is_damaged(spec)
     errors = told(folder, 1, "load") if damaged else told(folder, 0, "error")
-    problems = [] if fault.goes_on and not errors else list(_wrong_errors(spec, errors, set(told(folder, 0, "end"))))
+    problems = [] if fault.goes_on and not errors else list(wrong_errors(spec, errors, set(told(folder, 0, "end"))))
     ends = next((found for attempt in (2, 1, 0) if (found := told(folder, attempt, "end"))), {})
     hashes = {one["hash"] for one in ends.values()}
     begins = {one["began"] for one in told(folder, 1, "began").values()}
@@ -135,7 +135,8 @@ def judge(spec: dict[str, Any], folder: Path, reference: str, saved: int) -> dic
     }  # fmt: skip
 
 
-def _wrong_errors(spec: dict[str, Any], errors: dict[int, Told], ended: set[int]) -> Iterator[str]:
+def wrong_errors(spec: dict[str, Any], errors: dict[int, Told], ended: set[int]) -> Iterator[str]:
+    """What is missing from ``errors``, or is none of those that must follow; ``ended``: ranks that trained to the end."""
     fault = FAULTS[spec["fault"]]
     for rank in range(ranks_of(spec)):
         wanted = fault.victim if rank == spec["victim"] else fault.survivors

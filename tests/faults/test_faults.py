@@ -13,6 +13,7 @@ import pytest
 from tests.conftest import SAID
 from tests.faults.__main__ import LOG, MARKED, OUTCOMES, PAGE, ROOT, References, read_log, run_one, tables
 from tests.faults.definition import CONFIGS, FAULTS, LOST_PEER, draw_spec
+from tests.faults.forked import wrong_errors
 
 DAY = int(os.environ.get("ZERO_TEST_FAULT_DAY", datetime.now(timezone.utc).date().toordinal()))
 A_DAY = {"forked": 2, "torchrun": 1, "network": 1}
@@ -73,6 +74,20 @@ def test_the_page_is_what_the_log_says() -> None:
         assert line["outcome"] in OUTCOMES
         assert {"fault", "config", "victim", "step", "at", "source", "took_s", "errors", "problems"} <= line.keys()
         assert (line["outcome"] == "ok") == (not line["problems"]), line
+
+
+def test_the_judge_takes_no_other_error() -> None:
+    """From a rank whose peer is gone."""
+    spec = {"fault": "SIGKILL", "config": "stage 1", "victim": 1}
+    taken = [("CommunicationError", "all_gather failed"), ("DivergedError", "the ranks make different calls"),
+             ("CheckpointError", "CommunicationError: broadcast failed")]  # fmt: skip
+    refused = [("RuntimeError", "Connection closed by peer"), ("DistBackendError", ""), ("StateError", "rank 1: gone"),
+               ("CheckpointError", "RuntimeError: closed"), ("CommunicationErrors", "")]  # fmt: skip
+    for error, text in taken + refused:
+        problems = list(wrong_errors(spec, {0: {"error": error, "text": text}}, set()))
+        assert bool(problems) == ((error, text) in refused), (error, text)
+    assert list(wrong_errors(spec, {}, set())) == ["rank 0 has no error"]
+    assert list(wrong_errors(spec, {}, {0})) == []
 
 
 def test_only_errors_that_the_readme_names_pass() -> None:
