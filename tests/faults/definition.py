@@ -58,7 +58,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "disk full, NVMe": Fault(
         "no room on the file system of the states", "an error on every rank before training, with the bytes needed",
-        "OSError|StateError", "OSError|StateError", "are needed and .* free|No space left", only="NVMe",
+        "OSError", "OSError", "are needed and .* free|No space left", only="NVMe",
         modes=("forked",),
     ),
     "bit in a message": Fault(

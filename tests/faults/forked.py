@@ -136,7 +136,7 @@ def judge(spec: dict[str, Any], folder: Path, reference: str, saved: int) -> dic
 
 
 def wrong_errors(spec: dict[str, Any], errors: dict[int, Told], ended: set[int]) -> Iterator[str]:
-    """What is missing from ``errors``, or is none of those that must follow; ``ended``: ranks that trained to the end."""
+    """What is missing from ``errors``, or is none of what must follow; ``ended``: ranks that trained to the end."""
     fault = FAULTS[spec["fault"]]
     for rank in range(ranks_of(spec)):
         wanted = fault.victim if rank == spec["victim"] else fault.survivors
