@@ -87,11 +87,11 @@ class Exchange:
             self._is_over = True
 
     def is_completed(self) -> bool:
-        """Whether it has ended. gloo does not tell of sends and receives: from the first question on a thread waits."""
+        """Whether it has ended, or failed. gloo does not tell of sends and receives: once asked, a thread waits."""
         if not self._is_over and self._waiter is None:
             self._waiter = threading.Thread(target=_wait, args=(self,), name="zcomm-wait", daemon=True)
             self._waiter.start()
-        return self._is_over
+        return self._is_over or self._error is not None
 
 
 def _wait(pending: Exchange) -> None:

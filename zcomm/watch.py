@@ -53,8 +53,7 @@ __all__ = ["Watch", "watch_of"]
 logger = logging.getLogger("zcomm")
 
 PERIOD_S = 0.5
-ANSWER_S = 3.0
-"""The store's time to answer once an exchange has failed."""
+ANSWER_S = 3.0  # the store's time to answer once an exchange has failed
 
 
 class Watchable(Protocol):
@@ -104,8 +103,7 @@ class Watch:
         self._last: str | None = None
         """What the last look saw, if the rank waited."""
         self._has_told = False
-        self._store_answers = True
-        """Until a request did not come back in time: none is made any more at the end."""
+        self._store_answers = True  # until a request did not come back in time
         self._stacks: dict[int, tuple[object, float]] = {}
         """Of threads that may be blocked, where they are, and since when."""
 
@@ -128,8 +126,7 @@ class Watch:
 
     def remove(self, topology: Watchable) -> None:
         """Let go of ``topology``, which is being closed, and tell the others. The last one ends the thread."""
-        text = calls.describe(threading.get_ident(), "has closed its Topology")
-        self._leave(topology, text)
+        self._leave(topology, calls.describe(threading.get_ident(), "has closed its Topology"))
         with self._lock:
             self._topologies = tuple(one for one in self._alive() if one() is not topology)
             if not self._topologies:
@@ -148,25 +145,22 @@ class Watch:
 
     def lost(self, name: str) -> str:
         """What is known of ranks that have left the topology whose group has that name; empty: nothing."""
-        if not (left := self._left(name)):
-            return ""
+        left = self._left(name)
         with suppress(Exception):
             context = calls.here()
             doing = context.call or context.within or "is in forward or backward"
             mine = calls.describe(threading.get_ident(), doing)
-            return f"{WAITS}{'; '.join([*left, f'rank {self._rank}: {mine}'])}"
+            return f"{WAITS}{'; '.join([*left, f'rank {self._rank}: {mine}'])}" if left else ""
         return ""
 
     def _left(self, name: str) -> list[str]:
-        """What ranks that have left said. A store that is cut off answers nobody, so a thread asks (tests.faults)."""
-        found: list[str] = []
+        """What ranks that have left said. Where the network is cut the store never answers, so a thread asks."""
+        keys, found = {rank: f"{self._prefix}/left/{name}/{rank}" for rank in range(self._world_size)}, list[str]()
 
         def ask() -> None:
-            for rank in range(self._world_size):
-                key = f"{self._prefix}/left/{name}/{rank}"
-                with suppress(Exception):
-                    if self._store.check([key]):
-                        found.append(f"rank {rank}: {self._store.get(key).decode()}")
+            with suppress(Exception):
+                there = [rank for rank, key in keys.items() if self._store.check([key])]
+                found.extend(f"rank {rank}: {self._store.get(keys[rank]).decode()}" for rank in there)
 
         if self._store_answers:
             asking = threading.Thread(target=ask, name="zcomm-left", daemon=True)
@@ -174,7 +168,7 @@ class Watch:
                 asking.start()
                 asking.join(ANSWER_S)
             self._store_answers = not asking.is_alive()
-        return list(found) if self._store_answers else []
+        return found if self._store_answers else []
 
     def _alive(self) -> tuple[weakref.ref[Watchable], ...]:
         return tuple(one for one in self._topologies if one() is not None)
@@ -353,8 +347,7 @@ def _name_of(hop: Hop) -> str:
 
 
 def _read(account: list[Any]) -> Account:
-    read = Account(*account)
-    return read._replace(recent=[Call(*call) for call in account[6]])
+    return Account(*account)._replace(recent=[Call(*call) for call in account[6]])
 
 
 def _compose(texts: Sequence[str]) -> str:
@@ -364,8 +357,7 @@ def _compose(texts: Sequence[str]) -> str:
 def _serve(reference: weakref.ref[Watch], end: threading.Event) -> None:
     period_s = 0.0
     while not end.wait(period_s):
-        watch = reference()
-        if watch is None:
+        if (watch := reference()) is None:
             return
         try:
             if not watch.look():

@@ -170,9 +170,10 @@ def main() -> int:
 
 
 def wanted(args: argparse.Namespace, lines: Sequence[Line]) -> list[tuple[str, int]]:
-    """Modes and seeds that ``lines`` lack."""
+    """Modes and seeds that ``lines`` lack, or that were not ok with another source of the library."""
     now = source()
-    done = {(line["mode"], line["seed"]) for line in lines if not args.again or line["source"] == now}
+    is_done = [line["source"] == now or (line["outcome"] == "ok" and not args.again) for line in lines]
+    done = {(line["mode"], line["seed"]) for line, holds in zip(lines, is_done, strict=True) if holds}
     numbers = {"network": args.network, "torchrun": args.torchrun, "forked": args.runs}
     return [one for mode, number in numbers.items() for seed in range(number) if (one := (mode, seed)) not in done]
 
