@@ -56,6 +56,7 @@ logger = logging.getLogger("zcomm")
 PERIOD_S = 0.5
 NUM_TRIED = 3
 """Looks that fail one after the other before a rank gives up."""
+ANSWER_S = 3.0  # the store's time to answer once an exchange has failed
 
 
 class Watchable(Protocol):
@@ -105,6 +106,7 @@ class Watch:
         self._last: str | None = None
         """What the last look saw, if the rank waited."""
         self._has_told = False
+        self._store_answers = True  # until a request did not come back in time
         self._stacks: dict[int, tuple[object, float]] = {}
         """Of threads that may be blocked, where they are, and since when."""
 
@@ -127,9 +129,7 @@ class Watch:
 
     def remove(self, topology: Watchable) -> None:
         """Let go of ``topology``, which is being closed, and tell the others. The last one ends the thread."""
-        text = calls.describe(threading.get_ident(), "has closed its Topology")
-        with suppress(Exception):  # the store has gone, and with it the job
-            self._store.set(f"{self._prefix}/left/{_name(topology)}/{self._rank}", text)
+        self._leave(topology, calls.describe(threading.get_ident(), "has closed its Topology"))
         with self._lock:
             self._topologies = tuple(one for one in self._alive() if one() is not topology)
             if not self._topologies:
@@ -139,19 +139,39 @@ class Watch:
         """Tell the others that this process ends."""
         for one in self._alive():
             if (topology := one()) is not None:
-                with suppress(Exception):
-                    self._store.set(f"{self._prefix}/left/{_name(topology)}/{self._rank}", "has ended")
+                self._leave(topology, "has ended")
+
+    def _leave(self, topology: Watchable, text: str) -> None:
+        if self._store_answers:
+            with suppress(Exception):  # the store has gone, and with it the job
+                self._store.set(f"{self._prefix}/left/{_name(topology)}/{self._rank}", text)
 
     def lost(self, name: str) -> str:
         """What is known of ranks that have left the topology whose group has that name; empty: nothing."""
-        keys = {rank: f"{self._prefix}/left/{name}/{rank}" for rank in range(self._world_size)}
+        left = self._left(name)
         with suppress(Exception):
-            left = [f"rank {r}: {self._store.get(k).decode()}" for r, k in keys.items() if self._store.check([k])]
             context = calls.here()
             doing = context.call or context.within or "is in forward or backward"
             mine = calls.describe(threading.get_ident(), doing)
             return f"{WAITS}{'; '.join([*left, f'rank {self._rank}: {mine}'])}" if left else ""
         return ""
+
+    def _left(self, name: str) -> list[str]:
+        """What ranks that have left said. Where the network is cut the store never answers, so a thread asks."""
+        keys, found = {rank: f"{self._prefix}/left/{name}/{rank}" for rank in range(self._world_size)}, list[str]()
+
+        def ask() -> None:
+            with suppress(Exception):
+                there = [rank for rank, key in keys.items() if self._store.check([key])]
+                found.extend(f"rank {rank}: {self._store.get(keys[rank]).decode()}" for rank in there)
+
+        if self._store_answers:
+            asking = threading.Thread(target=ask, name="zcomm-left", daemon=True)
+            with suppress(RuntimeError):  # no thread can be made: the interpreter ends
+                asking.start()
+                asking.join(ANSWER_S)
+            self._store_answers = not asking.is_alive()
+        return found if self._store_answers else []
 
     def _alive(self) -> tuple[weakref.ref[Watchable], ...]:
         return tuple(one for one in self._topologies if one() is not None)
@@ -330,8 +350,7 @@ def _name_of(hop: Hop) -> str:
 
 
 def _read(account: list[Any]) -> Account:
-    read = Account(*account)
-    return read._replace(recent=[Call(*call) for call in account[6]])
+    return Account(*account)._replace(recent=[Call(*call) for call in account[6]])
 
 
 def _compose(texts: Sequence[str]) -> str:
@@ -341,8 +360,7 @@ def _compose(texts: Sequence[str]) -> str:
 def _serve(reference: weakref.ref[Watch], end: threading.Event) -> None:
     period_s, num_failed = 0.0, 0
     while not end.wait(period_s):
-        watch = reference()
-        if watch is None:
+        if (watch := reference()) is None:
             return
         try:
             if not watch.look():

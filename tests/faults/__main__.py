@@ -1,57 +1,75 @@
-"""Many faults: ``python -m tests.faults --runs 450 --torchrun 50 --results FILE``. Goes on where FILE ends.
+"""Many faults: ``python -m tests.faults --runs 450 --torchrun 50 --network 6``. Goes on where the log ends.
 
-FILE has a line of JSON for each run; ``--table`` prints how they came out, by fault.
+The log has a line of JSON for each run: what was drawn, how it came out, every rank's error, seconds. The tables of
+bench/results/faults.md are made from it, at the end or with ``--table`` alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import lzma
+import re
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tests.faults.definition import CONFIGS, FAULTS, draw_spec
-from tests.faults.elastic import run_elastic, run_on_two_machines
+from tests.faults.elastic import ROOT, run_elastic, run_on_two_machines
 from tests.faults.forked import attempt_forked, run_forked, told
 from tests.ranks import forkserver
 
 RUN = {"forked": run_forked, "torchrun": run_elastic, "network": run_on_two_machines}
 OUTCOMES = ("ok", "unnamed", "hang", "wrong", "lost")
+PAGE = ROOT / "bench" / "results" / "faults.md"
+LOG = PAGE.with_suffix(".jsonl.xz")
+MARKED = re.compile(r"(?<=<!-- from the log -->\n).*(?=<!-- end -->)", re.DOTALL)
+
+Line = dict[str, Any]
 
 
-def reference(config: str, fault: str = "", step: int = -1) -> str:
-    """The digest of an undisturbed run, or of one that leaves out the update of a step."""
-    spec = {**draw_spec(0, "forked"), "config": config, "fault": fault, "step": step, "async": False}
+class References:
+    """Digests of runs that nothing disturbed, or that leave out the update of a step; each made once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], str] = {}
+        self._locks = {name: threading.Lock() for name in CONFIGS}
+
+    def of(self, spec: dict[str, Any]) -> str:
+        """What a run of ``spec`` must end with."""
+        if spec["fault"] == "huge value":
+            return "any"
+        left_out = spec["step"] if spec["fault"] in ("NaN", "infinity") else -1
+        key = (spec["config"], left_out)
+        with self._locks[spec["config"]]:
+            if key not in self._known:
+                self._known[key] = _reference(*key)
+            return self._known[key]
+
+
+def _reference(config: str, left_out: int) -> str:
+    kind = "skip" if left_out >= 0 else ""
+    spec = {**draw_spec(0, "forked"), "config": config, "fault": kind, "step": left_out, "async": False}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "files").mkdir()
         (folder / "spec.json").write_text(json.dumps(spec))
-        assert attempt_forked(folder, 0)
-        return str(told(folder, 0, "end")[0]["hash"])
+        assert attempt_forked(spec, folder, 0), f"an undisturbed run hangs: {config}"
+        ends, errors = told(folder, 0, "end"), told(folder, 0, "error")
+        assert not errors, f"an undisturbed run fails: {config}: {errors}"
+        return str(ends[0]["hash"])
 
 
-class References:
-    """Digests, each made once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, str, int], str] = {}
-
-    def of(self, spec: dict[str, Any]) -> str:
-        if spec["fault"] == "huge value":
-            return "any"
-        is_skipped = spec["fault"] in ("NaN", "infinity")
-        key = (spec["config"], "skip" if is_skipped else "", spec["step"] if is_skipped else -1)
-        if key not in self._known:
-            self._known[key] = reference(*key)
-        return self._known[key]
-
-
-def run_one(mode: str, seed: int, references: References) -> dict[str, Any]:
+def run_one(mode: str, seed: int, references: References) -> Line:
     """One run, in a folder of its own."""
     spec = draw_spec(seed, mode)
     with tempfile.TemporaryDirectory() as name:
@@ -59,67 +77,128 @@ def run_one(mode: str, seed: int, references: References) -> dict[str, Any]:
         line = RUN[mode](spec, folder, references.of(spec))
         if line["outcome"] == "hang":
             line["stacks"] = [path.read_text()[-4000:] for path in sorted(folder.glob("hang-*"))]
-    return line
+    line = {"errors": {}, "problems": [line["outcome"]], **line}
+    return {**line, "at": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%MZ}", "source": source()}
 
 
-def table(lines: list[dict[str, Any]]) -> str:
-    """By mode and fault: what must follow, and how often what came out."""
-    rows = ["| fault | what is done | what must follow | runs | " + " | ".join(OUTCOMES) + " | error after (s) |",
-            "|---|---|---|---|" + "---|" * (len(OUTCOMES) + 1)]  # fmt: skip
+@cache
+def source() -> str:
+    """A digest of the library's files."""
+    found = hashlib.sha256()
+    for path in sorted(p for top in ("zcomm", "zero", "cpp") for p in (ROOT / top).rglob("*")):
+        if path.suffix in (".py", ".cc", ".h"):
+            found.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def read_log(path: Path) -> list[Line]:
+    """Its runs, the last one of each seed."""
+    if not path.exists():
+        return []
+    with lzma.open(path, "rt") as file:
+        lines = [json.loads(line) for line in file]
+    return list({(line["mode"], line["seed"]): line for line in lines}.values())
+
+
+def write_log(path: Path, lines: Sequence[Line]) -> None:
+    """All of it, in the order of modes and seeds."""
+    with lzma.open(path, "wt", preset=9) as file:
+        for line in sorted(lines, key=lambda line: (line["mode"], line["seed"])):
+            file.write(json.dumps(line) + "\n")
+
+
+def tables(lines: Sequence[Line]) -> str:
+    """How the runs came out: by fault, by configuration, and which errors ranks told that suffered nothing."""
+    head = " | runs | " + " | ".join(OUTCOMES) + " |"
+    rows = ["| fault | what is done | what must follow" + head + " error after (s) |", "|---|---|---|" + "---|" * 7]
     for name, fault in FAULTS.items():
         for mode in fault.modes:
             mine = [line for line in lines if (line["fault"], line["mode"]) == (name, mode)]
-            counts = Counter(line["outcome"] for line in mine)
             late = [line["error_after_s"] for line in mine if line.get("error_after_s") is not None]
-            cells = [f"{name} ({mode})", fault.what, fault.must, len(mine), *(counts[o] for o in OUTCOMES)]
-            rows.append("| " + " | ".join(map(str, cells)) + f" | {f'<= {max(late):.1f}' if late else '-'} |")
+            said = f"<= {max(late):.1f}" if late else "-"
+            rows.append(f"| {name} ({mode}) | {fault.what} | {fault.must} | {_counted(mine)} | {said} |")
+    rows += [f"| all | | | {_counted(lines)} | |", "", "| configuration | ranks" + head, "|---|---|" + "---|" * 6]
+    for name, config in CONFIGS.items():
+        mine = [line for line in lines if line["config"] == name]
+        rows.append(f"| {name} | {config.ranks} | {_counted(mine)} |")
+    told_by = Counter(
+        (error, FAULTS[line["fault"]].is_felt_by_peers)
+        for line in lines
+        for rank, (error, _) in line.get("errors", {}).items()
+        if int(rank) != line["victim"]
+    )
+    rows += ["", "| error of a rank that suffered nothing | times, a peer is gone | times, else |", "|---|---|---|"]
+    for error in sorted({error for error, _ in told_by}):
+        rows.append(f"| {error} | {told_by[error, True]} | {told_by[error, False]} |")
+    return "\n".join([*rows, "", *_said(lines)])
+
+
+def _counted(lines: Sequence[Line]) -> str:
     counts = Counter(line["outcome"] for line in lines)
-    rows.append(f"| all | | | {len(lines)} | " + " | ".join(str(counts[o]) for o in OUTCOMES) + " | |")
-    return "\n".join(rows)
+    return " | ".join(map(str, [len(lines), *(counts[outcome] for outcome in OUTCOMES)]))
+
+
+def _said(lines: Sequence[Line]) -> Iterable[str]:
+    modes, sources = Counter(line["mode"] for line in lines), Counter(line["source"] for line in lines)
+    newest = {line["source"]: line["at"] for line in sorted(lines, key=lambda line: str(line["at"]))}
+    yield "Runs: " + ", ".join(f"{modes[mode]} {mode}" for mode in RUN) + "."
+    by_source = ", ".join(f"{sources[one]} of {one} (until {at})" for one, at in newest.items())
+    yield f"By digest of the library's source, oldest first: {by_source}."
+    late = sum(FAULTS[line["fault"]].is_felt_by_peers and not line["errors"] for line in lines)
+    yield f"In {late} of them nobody needed the lost rank any more: the others ended without an error."
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=450, help="on forks")
     parser.add_argument("--torchrun", type=int, default=50, help="under torchrun")
-    parser.add_argument("--network", type=int, default=4, help="under torchrun on two emulated machines")
-    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--network", type=int, default=6, help="under torchrun on two emulated machines")
+    parser.add_argument("--log", type=Path, default=LOG)
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after so long")
-    parser.add_argument("--table", action="store_true", help="only print the table")
+    parser.add_argument("--again", action="store_true", help="also what was run with another source of the library")
+    parser.add_argument("--table", action="store_true", help="run nothing")
     args = parser.parse_args()
-    lines = [json.loads(line) for line in args.results.read_text().splitlines()] if args.results.exists() else []
     if not args.table:
-        done = {(line["mode"], line["seed"]) for line in lines}
-        wanted = [("network", i) for i in range(args.network)] + [("torchrun", i) for i in range(args.torchrun)]
-        wanted += [("forked", i) for i in range(args.runs)]
-        _run_all([one for one in wanted if one not in done], args, lines)
-    sys.stdout.write(table(lines) + "\n")
-    return int(any(line["outcome"] not in ("ok", "skipped") for line in lines))
+        run_all(wanted(args, read_log(args.log)), args.log, args.at_once, args.seconds, References())
+    lines = read_log(args.log)
+    write_log(args.log, lines)
+    if args.log == LOG:
+        PAGE.write_text(MARKED.sub(lambda _: tables(lines) + "\n", PAGE.read_text()))
+    sys.stdout.write(tables(lines) + "\n")
+    return int(any(line["outcome"] != "ok" for line in lines))
 
 
-def _run_all(wanted: list[tuple[str, int]], args: argparse.Namespace, lines: list[dict[str, Any]]) -> None:
-    deadline, references = time.monotonic() + args.seconds, References()
-    for config in CONFIGS:
-        references.of({"config": config, "fault": "", "step": -1})
+def wanted(args: argparse.Namespace, lines: Sequence[Line]) -> list[tuple[str, int]]:
+    """Modes and seeds that ``lines`` lack, or that were not ok with another source of the library."""
+    now = source()
+    is_done = [line["source"] == now or (line["outcome"] == "ok" and not args.again) for line in lines]
+    done = {(line["mode"], line["seed"]) for line, holds in zip(lines, is_done, strict=True) if holds}
+    numbers = {"network": args.network, "torchrun": args.torchrun, "forked": args.runs}
+    return [one for mode, number in numbers.items() for seed in range(number) if (one := (mode, seed)) not in done]
+
+
+def run_all(runs: Sequence[tuple[str, int]], log: Path, at_once: int, seconds: float, references: References) -> None:
+    """Run them and add a line each to ``log``, a compressed stream of its own; those that are not ok are printed."""
+    deadline, lock = time.monotonic() + seconds, threading.Lock()
 
     def one(mode: str, seed: int) -> None:
         if time.monotonic() > deadline:
             return
         line = run_one(mode, seed, references)
-        lines.append(line)
-        with args.results.open("a") as file:
-            file.write(json.dumps(line) + "\n")
         if line["outcome"] != "ok":
             sys.stdout.write(json.dumps(line) + "\n")
             sys.stdout.flush()
+        if line["outcome"] in OUTCOMES:
+            with lock, lzma.open(log, "at") as file:
+                file.write(json.dumps(line) + "\n")
 
     forkserver()
-    for mode, seed in wanted:
+    for mode, seed in runs:
         if mode == "network":  # the namespaces have this process's number for a name
             one(mode, seed)
-    with ThreadPoolExecutor(args.at_once) as pool:
-        for future in [pool.submit(one, *each) for each in wanted if each[0] != "network"]:
+    with ThreadPoolExecutor(at_once) as pool:
+        for future in [pool.submit(one, *each) for each in runs if each[0] != "network"]:
             future.result()
 
 

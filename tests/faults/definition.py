@@ -7,14 +7,14 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CONFIGS", "FAULTS", "SAVE_EVERY", "STEPS", "TIMEOUT_S", "Fault", "draw_spec"]
+__all__ = ["CONFIGS", "FAULTS", "SAVE_EVERY", "STEPS", "TIMEOUT_S", "Config", "Fault", "draw_spec"]
 
 STEPS, SAVE_EVERY = 6, 2
 TIMEOUT_S = 8
 """Of the process groups."""
 ANY = ".*"
-LOST_PEER = r"CommunicationError|RuntimeError|DistBackendError|DistNetworkError|StateError|CheckpointError|LayoutError"
-"""A peer is gone: who waits for it gets the backend's error, or the one in which that was told."""
+LOST_PEER = "CommunicationError|DivergedError|CheckpointError: (CommunicationError|DivergedError)"
+"""A peer is gone, or has stopped: what the README names for who waits for it, the last of them in a save."""
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,25 @@ class Fault:
     must: str
     """Follow, beside this: nobody hangs; the next start goes on from the last complete checkpoint, to the same bits."""
     survivors: str = ""
-    """The class of the error of every other rank, as a pattern; empty: there is no error."""
+    """How the error of every other rank begins, its class and text, as a pattern; empty: there is no error."""
     victim: str | None = None
     """The same of the rank itself; None: it has none to tell."""
     text: str = ANY
     """In the text of every error."""
     is_same: bool = False
     """The class and text are the same on every rank."""
+    may_miss: bool = False
+    """There may be no error, and the right bits."""
     goes_on: bool = False
     """The training ends in the same run."""
     only: str = ""
     """The configurations it needs: a pattern."""
     modes: tuple[str, ...] = ("forked", "torchrun")
+
+    @property
+    def is_felt_by_peers(self) -> bool:
+        """Whether the others only see that a rank is gone."""
+        return self.survivors == LOST_PEER
 
 
 DIFFERS = "the same ConfigError on every rank, with what differs"
@@ -51,7 +58,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "disk full, NVMe": Fault(
         "no room on the file system of the states", "an error on every rank before training, with the bytes needed",
-        "OSError|StateError", "OSError|StateError", "are needed and .* free|No space left", only="NVMe",
+        "OSError", "OSError", "are needed and .* free|No space left", only="NVMe",
         modes=("forked",),
     ),
     "bit in a message": Fault(
@@ -60,12 +67,12 @@ FAULTS: dict[str, Fault] = {
     ),
     "bit in an NVMe file": Fault(
         "one bit of a file of states or parameters flipped", "IntegrityError on every rank, or the bit is never read",
-        "IntegrityError|", "IntegrityError|", "", only="NVMe",
+        "IntegrityError", "IntegrityError", only="NVMe", may_miss=True,
     ),
     "bit in a checkpoint": Fault(
         "one bit of any file of the newest checkpoint flipped",
         "the same CheckpointError on every rank at the next start; the checkpoint before loads",
-        "CheckpointError", "CheckpointError", "", is_same=True, modes=("forked",),
+        "CheckpointError", "CheckpointError", is_same=True, modes=("forked",),
     ),
     "NaN": Fault("a NaN in a gradient", "every rank skips the step; training goes on", goes_on=True),
     "infinity": Fault("an infinity in a gradient", "every rank skips the step; training goes on", goes_on=True),
@@ -80,34 +87,71 @@ FAULTS: dict[str, Fault] = {
                                    r"lr is .* on rank", is_same=True),
     "another library": Fault("another version of zcomm-zero", DIFFERS, "ConfigError", "ConfigError",
                              r"zcomm-zero is .* on rank", is_same=True),
-    "out of memory": Fault("an allocation fails", "its own error; an error on every survivor",
-                           LOST_PEER + "|MemoryError", ANY),
+    "out of memory": Fault("an allocation fails", "its own error; an error on every survivor", LOST_PEER, ANY),
     "interface down": Fault("the network interface of one machine goes down", "an error on every rank", LOST_PEER,
                             LOST_PEER, modes=("network",)),
     "rate zero": Fault("the network of one machine drops everything", "an error on every rank within the timeout",
                        LOST_PEER, LOST_PEER, modes=("network",)),
 }  # fmt: skip
 
+
+@dataclass(frozen=True)
+class Config:
+    """What a job trains with."""
+
+    options: dict[str, Any]
+    """Of ZeroOptimizer, without the folders."""
+    nodes: int = 1
+    ranks_per_node: int = 2
+    micro_batches: int = 1
+    """In a step."""
+    defers: bool = False
+    """Whether gradients of all but the last micro-batch wait on their rank, in ``no_sync()``."""
+
+    @property
+    def ranks(self) -> int:
+        """Of the job."""
+        return self.nodes * self.ranks_per_node
+
+
 SMALL = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000, "bf16": {"enabled": True}}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "stage 1": {"stage": 1, **SMALL},
-    "stage 2, NVMe": {"stage": 2, **SMALL, "offload_optimizer": {"device": "nvme"}, "sub_group_size": 1601},
-    "stage 3, ZeRO++": {"stage": 3, **SMALL, "zero_quantized_weights": True, "zero_quantized_gradients": True},
-    "stage 3, NVMe": {
-        "stage": 3, **SMALL, "offload_optimizer": {"device": "nvme"},
-        "offload_param": {"device": "nvme", "max_in_cpu": 0, "buffer_size": 600}, "sub_group_size": 1601,
-    },
-}  # fmt: skip
+QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+STATES = {"offload_optimizer": {"device": "nvme"}, "sub_group_size": 1601}
+PARAMETERS = {"offload_param": {"device": "nvme", "max_in_cpu": 0, "buffer_size": 600}}
+HOST = {"offload_optimizer": {"device": "cpu"}}
+CONFIGS: dict[str, Config] = {
+    "stage 1": Config({"stage": 1, **SMALL}),
+    "stage 1, accumulation": Config({"stage": 1, **SMALL}, micro_batches=3, defers=True),
+    "stage 2, NVMe": Config({"stage": 2, **SMALL, **STATES}),
+    "stage 2, delayed": Config({"stage": 2, **SMALL, **HOST, "delayed_update": True}),
+    "stage 3, ZeRO++": Config({"stage": 3, **SMALL, **QUANTIZED}),
+    "stage 3, NVMe": Config({"stage": 3, **SMALL, **STATES, **PARAMETERS}),
+    "stage 3, NVMe, delayed": Config({"stage": 3, **SMALL, **STATES, **PARAMETERS, "delayed_update": True}),
+    "stage 3, overlapped, 4 ranks": Config(
+        {"stage": 3, **SMALL, **HOST, "overlapped_update": True}, ranks_per_node=4, micro_batches=2, defers=True
+    ),
+    "delta, 2 x 2": Config({"stage": 2, **SMALL, "mode": "delta"}, nodes=2),
+    "ZeRO++, 2 x 2": Config({"stage": 3, **SMALL, **QUANTIZED}, nodes=2),
+    "hpZ, 2 x 2": Config({"stage": 3, **SMALL, **QUANTIZED, "zero_hpz_partition_size": 2}, nodes=2, micro_batches=2),
+    "hpZ, 2 x 2, NVMe": Config(
+        {"stage": 3, **SMALL, **QUANTIZED, "zero_hpz_partition_size": 2, **STATES, **PARAMETERS}, nodes=2
+    ),
+    "delta-hpZ, 2 x 2": Config({"stage": 3, **SMALL, "mode": "delta_hpz"}, nodes=2, micro_batches=2),
+    "delta-hpZ, 2 x 2, NVMe": Config({"stage": 3, **SMALL, "mode": "delta_hpz", **STATES}, nodes=2),
+}
+"""Nodes are stood in for by ranks of one machine; in the mode "network" they are two machines."""
 
 
 def draw_spec(seed: int, mode: str) -> dict[str, Any]:
-    """What run ``seed`` of a mode does: the faults in turn, everything else at random."""
+    """What run ``seed`` of a mode does: faults in turn, each with its configurations in turn, all else at random."""
     draw = random.Random(f"{mode} {seed}")
     kinds = [name for name, fault in FAULTS.items() if mode in fault.modes]
-    name = kinds[seed % len(kinds)]
-    fitting = [config for config in CONFIGS if re.search(FAULTS[name].only, config)]
+    lap, place = divmod(seed, len(kinds))
+    fitting = [name for name in CONFIGS if re.search(FAULTS[kinds[place]].only, name)]
+    name = fitting[(lap + place * len(fitting) // len(kinds)) % len(fitting)]
     return {
-        "seed": seed, "mode": mode, "fault": name, "config": draw.choice(fitting), "victim": draw.randrange(2),
-        "step": draw.randrange(STEPS), "delay_s": draw.random() * 0.12, "draw": draw.random(),
+        "seed": seed, "mode": mode, "fault": kinds[place], "config": name,
+        "victim": draw.randrange(CONFIGS[name].ranks), "step": draw.randrange(STEPS),
+        "micro": draw.randrange(CONFIGS[name].micro_batches), "delay_s": draw.random() * 0.12, "draw": draw.random(),
         "async": draw.random() < 0.5,
     }  # fmt: skip

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch.distributed.run
 
 from tests.faults.definition import TIMEOUT_S
-from tests.faults.forked import RANKS, SLACK_S, attempt_forked, judge, saved_at_first, told
+from tests.faults.forked import SLACK_S, attempt_forked, judge, ranks_of, saved_at_first, told
 from tests.ranks import forkserver
 from zcomm.bench.emulated_nodes import INTERFACE, Node, emulated_nodes, unavailable_reason
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 150
+LIMIT_S, MACHINES = 150, 2
 COLD_EVERY = 8
 """Of so many seeds one starts torchrun as a command, and ranks as commands; the others are forks: imports take long."""
 
@@ -35,7 +35,7 @@ def run_elastic(spec: dict[str, Any], folder: Path, reference: str) -> dict[str,
     if spec["seed"] % COLD_EVERY:
         job = ["--run-path", "--start-method=fork", str(ROOT / "tests" / "faults" / "job.py"), str(folder), "fork"]
     agent_of = _forked_agent if spec["seed"] % COLD_EVERY else _agent
-    options = ["--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=2", "--monitor-interval=1", *job]
+    options = ["--standalone", f"--nproc-per-node={ranks_of(spec)}", "--max-restarts=2", "--monitor-interval=1", *job]
     with agent_of(folder, options) as agent:
         is_over = agent.ends_within(LIMIT_S)
     found = judge(spec, folder, reference, saved_at_first(folder)) if is_over else {"outcome": "hang"}
@@ -105,26 +105,27 @@ def _serve_agent(folder: Path, options: list[str]) -> None:
 
 
 def run_on_two_machines(spec: dict[str, Any], folder: Path, reference: str) -> dict[str, Any]:
-    """One rank a machine; the network of the victim's is cut. The second attempt is on forks."""
+    """Half of the ranks on each machine; the network of the victim's is cut. The second attempt is on forks."""
     started, reason = time.monotonic(), unavailable_reason()
     if reason is not None:
         return {**spec, "outcome": "skipped", "problems": [reason]}
     (folder / "files").mkdir()
     (folder / "spec.json").write_text(json.dumps(spec))
-    with emulated_nodes(RANKS) as nodes, ExitStack() as stack:
+    of_machine = ranks_of(spec) // MACHINES
+    with emulated_nodes(MACHINES) as nodes, ExitStack() as stack:
         for index, node in enumerate(nodes):
             options = [
-                f"--nnodes={RANKS}", "--nproc-per-node=1", f"--node-rank={index}", f"--master-addr={nodes[0].name}",
-                "--master-port=29500", "--max-restarts=0", "--monitor-interval=0.2",
+                f"--nnodes={MACHINES}", f"--nproc-per-node={of_machine}", f"--node-rank={index}",
+                f"--master-addr={nodes[0].name}", "--master-port=29500", "--max-restarts=0", "--monitor-interval=0.2",
                 "-m", "tests.faults.job", str(folder),
             ]  # fmt: skip
             stack.enter_context(_agent(folder, options, node))
         is_cut = _wait((folder / "fault").exists, LIMIT_S)
-        _cut(nodes[spec["victim"]], spec["fault"])
+        _cut(nodes[spec["victim"] // of_machine], spec["fault"])
         (folder / "fault").write_text(str(time.time()))
         (folder / "cut").touch()
-        is_over = is_cut and _wait(lambda: len(told(folder, 0, "error")) == RANKS, TIMEOUT_S + SLACK_S)
-    is_over = is_over and attempt_forked(folder, 1)
+        is_over = is_cut and _wait(lambda: len(told(folder, 0, "error")) == ranks_of(spec), TIMEOUT_S + SLACK_S)
+    is_over = is_over and attempt_forked(spec, folder, 1)
     found = judge(spec, folder, reference, saved_at_first(folder)) if is_over else {"outcome": "hang"}
     return {**spec, **found, "took_s": round(time.monotonic() - started, 2)}
 

@@ -44,6 +44,7 @@ class Rank:
     def __init__(self, folder: Path, attempt: int) -> None:
         self.folder, self.attempt = folder, attempt
         self.spec: dict[str, Any] = json.loads((folder / "spec.json").read_text())
+        self.config = CONFIGS[self.spec["config"]]
         self.rank = dist.get_rank()
         self.kind: str = self.spec["fault"] if attempt == 0 else ""
         self.is_victim = bool(self.kind) and self.rank == self.spec["victim"]
@@ -66,7 +67,7 @@ class Rank:
             model.shared = torch.nn.Linear(24, 25, dtype=torch.bfloat16)
         if self.suffers("another dtype"):
             model = model.double()
-        options = dict(CONFIGS[self.spec["config"]])
+        options = {**self.config.options, "ranks_per_node": self.config.ranks_per_node}
         for name in ("offload_optimizer", "offload_param"):
             if name in options:
                 disk = "small" if self.kind == "disk full, NVMe" else "files"
@@ -91,10 +92,13 @@ class Rank:
         step = self.load(optimizer)
         self.tell("began", began=step)
         while step < STEPS:
-            with self.fault_at(step, model):
-                self.backward(model, optimizer, step)
+            with self.fault_at(step):
+                for micro in range(self.config.micro_batches):
+                    self.backward(model, optimizer, step, micro)
                 if self.kind != "skip" or step != self.spec["step"]:
                     optimizer.step()
+                else:
+                    optimizer.finish_update()  # as a step that is skipped does
             optimizer.zero_grad()
             step += 1
             if step % SAVE_EVERY == 0:
@@ -102,12 +106,16 @@ class Rank:
         self.tell("end", hash=digest(model, optimizer))
         optimizer.close()
 
-    def backward(self, model: torch.nn.Module, optimizer: zero.ZeroOptimizer, step: int) -> None:
-        tokens, targets = batch(step, 0, self.rank)
-        if step == self.spec["step"] and self.suffers("another batch shape"):
+    def backward(self, model: torch.nn.Module, optimizer: zero.ZeroOptimizer, step: int, micro: int) -> None:
+        tokens, targets = batch(step, micro, self.rank)
+        is_here = (step, micro) == (self.spec["step"], self.spec["micro"])
+        if is_here and self.suffers("another batch shape"):
             self.happened()
             tokens, targets = torch.cat([tokens] * 2, 1), torch.cat([targets] * 2, 1)
-        optimizer.scale(loss_of(model, tokens, targets)).backward()
+        defers = self.config.defers and micro < self.config.micro_batches - 1
+        spoiled = self._spoiled(model) if is_here and self.suffers(*SPOILED) else nullcontext()
+        with optimizer.no_sync() if defers else nullcontext(), spoiled:
+            optimizer.scale(loss_of(model, tokens, targets) / self.config.micro_batches).backward()
 
     def save(self, optimizer: zero.ZeroOptimizer, step: int) -> None:
         folder = self.folder / ("small" if self.kind == "disk full, checkpoint" and step > self.spec["step"] else "")
@@ -128,16 +136,14 @@ class Rank:
         path.with_suffix(".new").replace(path)
 
     @contextmanager
-    def fault_at(self, step: int, model: torch.nn.Module) -> Iterator[None]:
-        """The fault inside, if this is its step."""
+    def fault_at(self, step: int) -> Iterator[None]:
+        """The fault inside, if this is its step and it has no place of its own."""
         if step != self.spec["step"] or not self.is_victim:
             yield
             return
         fault: Any = nullcontext()
         if self.kind in SIGNALS:
             self._after(lambda: self._signal(SIGNALS[self.kind]))
-        elif self.kind in SPOILED:
-            fault = self._spoiled(model)
         elif self.kind == "bit in a message":
             fault = self._flipped_message()
         elif self.kind == "bit in an NVMe file":

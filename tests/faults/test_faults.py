@@ -1,43 +1,100 @@
-"""A few faults of each run of the suite, drawn anew; the table of results says what the definition says."""
+"""A few faults of each run of the suite, by the date; the page of results is what the log of the runs says."""
 
 from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
+import re
+from collections.abc import Callable
+from datetime import datetime, timezone
 
 import pytest
 
-from tests.faults.__main__ import References, run_one
-from tests.faults.definition import FAULTS, draw_spec
+from tests.conftest import SAID
+from tests.faults.__main__ import LOG, MARKED, OUTCOMES, PAGE, ROOT, References, read_log, run_one, tables
+from tests.faults.definition import CONFIGS, FAULTS, LOST_PEER, draw_spec
+from tests.faults.forked import wrong_errors
 
-ROOT = Path(__file__).parents[2]
-SEED = int(os.environ.get("ZERO_TEST_FAULT_SEED", int.from_bytes(os.urandom(2), "little")))
-KINDS = [name for name, fault in FAULTS.items() if "forked" in fault.modes and name != "SIGSTOP"]  # that one waits 10 s
+DAY = int(os.environ.get("ZERO_TEST_FAULT_DAY", datetime.now(timezone.utc).date().toordinal()))
+A_DAY = {"forked": 2, "torchrun": 1, "network": 1}
+"""Runs. So each kind of fault has its turn in 9 days on forks, in 14 under torchrun, in 2 with the network cut."""
 
 REFERENCES = References()
 
 
+def _check(mode: str, which: int, record_property: Callable[[str, object], None]) -> None:
+    seed = DAY * A_DAY[mode] + which
+    spec = draw_spec(seed, mode)
+    drawn = f"{mode}, run {seed} (ZERO_TEST_FAULT_DAY={DAY}): {spec['fault']}, {spec['config']}"
+    line = run_one(mode, seed, REFERENCES)
+    if line["outcome"] == "skipped":
+        pytest.skip(f"{drawn}: {line['problems'][0]}")
+    record_property(SAID, f"fault of the day, {drawn}: {line['outcome']}")
+    assert line["outcome"] == "ok", f"{drawn}: {json.dumps(line)}"
+
+
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_fault_is_an_error_and_the_next_start_goes_on(first: int) -> None:
-    """One fault of each half of the table, another in every run."""
-    kinds = KINDS[first::2]
-    seeds = [SEED * 100 + i for i in range(100)]
-    seed = next(seed for seed in seeds if draw_spec(seed, "forked")["fault"] == kinds[SEED % len(kinds)])
-    line = run_one("forked", seed, REFERENCES)
-    assert line["outcome"] == "ok", json.dumps(line)
+@pytest.mark.parametrize("which", range(A_DAY["forked"]))
+def test_a_fault_is_an_error_and_the_next_start_goes_on(
+    which: int, record_property: Callable[[str, object], None]
+) -> None:
+    _check("forked", which, record_property)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_a_fault_under_torchrun() -> None:
-    line = run_one("torchrun", SEED * 20, REFERENCES)
-    assert line["outcome"] == "ok", json.dumps(line)
+def test_a_fault_under_torchrun(record_property: Callable[[str, object], None]) -> None:
+    _check("torchrun", 0, record_property)
 
 
-def test_the_results_say_what_must_follow() -> None:
-    text = (ROOT / "bench" / "results" / "faults.md").read_text()
-    for name, fault in FAULTS.items():
-        for mode in fault.modes:
-            assert f"| {name} ({mode}) | {fault.what} | {fault.must} |" in text
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_a_network_that_is_cut(record_property: Callable[[str, object], None]) -> None:
+    _check("network", 0, record_property)
+
+
+@pytest.mark.parametrize("mode", A_DAY)
+def test_every_fault_has_every_configuration_in_turn(mode: str) -> None:
+    kinds = [name for name, fault in FAULTS.items() if mode in fault.modes]
+    begin = DAY * A_DAY[mode]
+    for first in (0, begin):
+        specs = [draw_spec(seed, mode) for seed in range(first, first + len(kinds) * len(CONFIGS))]
+        drawn = {(spec["fault"], spec["config"]) for spec in specs}
+        assert drawn == {(kind, name) for kind in kinds for name in CONFIGS if re.search(FAULTS[kind].only, name)}
+        assert {spec["fault"] for spec in specs[: len(kinds)]} == set(kinds)
+
+
+def test_the_page_is_what_the_log_says() -> None:
+    """Its tables; and each line of the log is a run of the definition with the outcome that its errors have."""
+    lines = read_log(LOG)
+    found = MARKED.search(PAGE.read_text())
+    assert found is not None
+    assert found[0] == tables(lines) + "\n"
+    for line in lines:
+        assert line["outcome"] in OUTCOMES
+        assert {"fault", "config", "victim", "step", "at", "source", "took_s", "errors", "problems"} <= line.keys()
+        assert (line["outcome"] == "ok") == (not line["problems"]), line
+
+
+def test_the_judge_takes_no_other_error() -> None:
+    """From a rank whose peer is gone."""
+    spec = {"fault": "SIGKILL", "config": "stage 1", "victim": 1}
+    taken = [("CommunicationError", "all_gather failed"), ("DivergedError", "the ranks make different calls"),
+             ("CheckpointError", "CommunicationError: broadcast failed")]  # fmt: skip
+    refused = [("RuntimeError", "Connection closed by peer"), ("DistBackendError", ""), ("StateError", "rank 1: gone"),
+               ("CheckpointError", "RuntimeError: closed"), ("CommunicationErrors", "")]  # fmt: skip
+    for error, text in taken + refused:
+        problems = list(wrong_errors(spec, {0: {"error": error, "text": text}}, set()))
+        assert bool(problems) == ((error, text) in refused), (error, text)
+    assert list(wrong_errors(spec, {}, set())) == ["rank 0 has no error"]
+    assert list(wrong_errors(spec, {}, {0})) == []
+
+
+def test_only_errors_that_the_readme_names_pass() -> None:
+    """The classes that the definition takes from ranks that suffered nothing."""
+    readme = (ROOT / "README.md").read_text()
+    (named,) = re.findall(r"^- \*\*Errors have names\*\*.*?(?=^- |\n\n)", readme, re.MULTILINE | re.DOTALL)
+    (lost,) = re.findall(r"^- \*\*A lost rank\*\*.*?(?=^- |\n\n)", readme, re.MULTILINE | re.DOTALL)
+    taken = {name for fault in FAULTS.values() for name in re.findall(r"\w+Error", fault.survivors)}
+    assert taken == set(re.findall(r"`(\w+Error)`", lost + named))
+    assert set(re.findall(r"\w+Error", LOST_PEER)) == set(re.findall(r"`(\w+Error)`", lost))

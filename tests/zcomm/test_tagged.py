@@ -101,3 +101,22 @@ def _check_both_ways(rank: int) -> None:
 
 def test_large_exchanges_of_another_order_on_each_rank_end_and_are_known_to() -> None:
     run_ranks(2, _check_both_ways)
+
+
+class _Lost:
+    """A receive from a rank that is gone."""
+
+    def wait(self) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_an_exchange_that_failed_has_ended() -> None:
+    """Else a rank that only asks, as one that has many reductions under way, goes on asking for its patience."""
+    pending = Exchange([_Lost()])
+    end = time.monotonic() + 30
+    while not pending.is_completed():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            pending.wait()

@@ -1,0 +1,53 @@
+"""What a Watch asks of the store, which may be cut off."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from zcomm import watch
+from zcomm.watch import Watch
+
+
+class _Store:
+    """Of two ranks, the second of which has left."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+        self.num_asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.num_asked += 1
+        self.answers.wait(60)
+        return keys[0].endswith("/1")
+
+    def get(self, key: str) -> bytes:
+        return f"has ended ({key})".encode()
+
+
+def _watch_over(store: Any) -> Watch:
+    made: Any = object.__new__(Watch)
+    made._store, made._store_answers, made._prefix, made._rank, made._world_size = store, True, "at", 0, 2
+    return made  # type: ignore[no-any-return]
+
+
+def test_a_store_that_does_not_answer_holds_up_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network is cut: the error of the exchange comes all the same, and the store is not asked again."""
+    monkeypatch.setattr(watch, "ANSWER_S", 0.2)
+    store = _Store()
+    over = _watch_over(store)
+    begin = time.monotonic()
+    assert [over.lost("group") for _ in range(3)] == ["", "", ""]
+    assert time.monotonic() - begin < 10
+    assert store.num_asked == 1
+    store.answers.set()
+
+
+def test_what_ranks_that_left_have_said_is_told() -> None:
+    store = _Store()
+    store.answers.set()
+    text = _watch_over(store).lost("group")
+    assert "rank 1: has ended (at/left/group/1); rank 0: " in text
