@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcomm import fingerprint, groups
+from zcomm.arguments import as_count
 from zcomm.backend import ALONE, Hop, backend_of, gather_ints, ledger_of, takes_host_tensors, timeout_of
 from zcomm.background import Background
 from zcomm.carrier import BackendName, BackendWish, KernelsName, agree_on_carrier, check_names, resolved
@@ -32,7 +33,7 @@ from zcomm.nccl_communicators import Communicators
 from zcomm.watch import Watch, watch_of
 from zcomm.work import WorkQueue
 
-__all__ = ["Numbering", "Topology", "hop_of_group"]
+__all__ = ["Numbering", "Topology", "check_process_group", "hop_of_group"]
 
 Numbering = Literal["rank", "local"]
 
@@ -87,10 +88,10 @@ class Topology:
         """What encodes and decodes for them."""
 
     def _place(self, ranks_per_node: int, group: dist.ProcessGroup | None) -> None:
+        check_process_group(group)
         self._parent = group
         self.world_size, self.rank = _size_and_rank(group)
-        if isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int) or ranks_per_node < 1:
-            raise TopologyError(f"ranks_per_node must be an integer of at least 1: ranks_per_node={ranks_per_node!r}")
+        ranks_per_node = as_count("ranks_per_node", ranks_per_node, at_least=1, error=TopologyError)
         if self.world_size % ranks_per_node:
             raise TopologyError(
                 "the world size must be a multiple of ranks_per_node: "
@@ -183,6 +184,7 @@ class Topology:
                 rank, nodes with different numbers of ranks.
             ConfigError: On every rank: ``LOCAL_WORLD_SIZE`` or ``GROUP_RANK`` of one is not what torchrun sets.
         """
+        check_process_group(group)
         _, rank = _size_and_rank(group)
         if not dist.is_initialized():
             return cls.single(backend=backend, kernels=kernels)
@@ -205,8 +207,10 @@ class Topology:
         """Nodes and ranks of a 2-D DeviceMesh [nodes, ranks per node] whose ranks ascend.
 
         Raises:
-            TopologyError: The mesh is not 2-D, or its ranks are not all ranks of torch.distributed in order.
+            TopologyError: The mesh is none, is not 2-D, or its ranks are not all ranks of torch.distributed in order.
         """
+        if not isinstance(mesh, DeviceMesh):
+            raise TopologyError(f"mesh must be a DeviceMesh [nodes, ranks per node]: got {type(mesh).__name__}")
         ranks = mesh.mesh
         if ranks.ndim != 2:
             raise TopologyError(f"the mesh must be 2-D [nodes, ranks per node]: shape={tuple(ranks.shape)}")
@@ -320,6 +324,18 @@ class Topology:
 
     def __repr__(self) -> str:
         return f"Topology(nodes={self.num_nodes}, ranks_per_node={self.ranks_per_node}, rank={self.rank})"
+
+
+def check_process_group(group: object, wanted: str = "a ProcessGroup, or None for all ranks") -> None:
+    """Raise TopologyError, with what is ``wanted``, unless ``group`` is a ProcessGroup or None."""
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return
+    got = type(group).__name__
+    if hasattr(group, "get_group"):
+        got += "; pass mesh.get_group(), or zcomm.Topology.from_mesh(mesh) for one of nodes and ranks"
+    elif group is dist.GroupMember.NON_GROUP_MEMBER:
+        got = "what new_group() returns on a rank that is not in the group"
+    raise TopologyError(f"group must be {wanted}: got {got}")
 
 
 def _size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
