@@ -95,12 +95,15 @@ def save_checkpoint(
         CheckpointError: Gradients of an unfinished step are held; something cannot be stored, named by its path;
             another asynchronous save has failed; the disk is full; or there are ranks of another model. The same on
             every rank.
+        DivergedError: On every rank: one took another step than the others, or has other settings, so that they hold
+            no one model.
 
     Stored: masters, optimizer states, parameter groups, buffers, loss scale, and the random generators of every rank
     (python, numpy, torch, GPU). Cost for each rank: its shard in bytes written; with ``async_op`` also in host memory.
     """
     ranks = saving_ranks(optimizer.topology, optimizer.inside.model_parallel)
     path = agreed(lambda: _checked_path(optimizer, save_dir, tag, ranks), ranks, "no checkpoint can be saved")
+    optimizer.inside.runtime.reducer.facts.check(optimizer.topology)
     folder, background = Path(share_text(str(path), 0, ranks)), ranks.background
     snapshot = take_snapshot(
         optimizer,
