@@ -7,9 +7,7 @@ argument's name and value. Tensors and groups: :func:`zcomm.route.check_argument
 from __future__ import annotations
 
 import math
-import operator
-from contextlib import suppress
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -32,11 +30,9 @@ def shown(value: object) -> str:
 
 
 def as_count(name: str, value: Any, *, at_least: int = 0, error: type[ZcommError] = LayoutError) -> int:
-    """``value``, an integer of at least ``at_least``; NumPy's are integers, True and tensors are none."""
-    if not isinstance(value, (bool, Tensor)):
-        with suppress(TypeError):
-            if (number := operator.index(value)) >= at_least:
-                return number
+    """``value``, an integer of at least ``at_least``; NumPy's are integers, True is none."""
+    if isinstance(value, Integral) and not isinstance(value, bool) and value >= at_least:
+        return int(value)
     raise error(f"{name} must be an integer of at least {at_least}: {name}={shown(value)}")
 
 

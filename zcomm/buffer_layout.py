@@ -52,7 +52,7 @@ def _spans(spans: Any) -> tuple[Span, ...]:
         LayoutError: One is neither; names its field.
     """
     found = []
-    is_some = isinstance(spans, Iterable) and not isinstance(spans, (str, bytes, Mapping, Tensor, Span))
+    is_some = isinstance(spans, Iterable) and not isinstance(spans, (str, bytes, Mapping, Tensor))
     for index, span in enumerate(spans if is_some else (spans,)):
         if not isinstance(span, (tuple, list)) or not 3 <= len(span) <= 4 or not _is_hashable(span[0]):
             raise LayoutError(
