@@ -26,6 +26,8 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -224,13 +226,18 @@ def verdict_of(case: Case) -> str:
     return ""
 
 
-def in_time(function: Callable[[Case], str], case: Case) -> str | None:
-    """What ``function`` says in a process of its own; None: nothing within the limit, or it died."""
+def asked(function: Callable[[Case], str], case: Case) -> tuple[BaseProcess, Connection]:
+    """A process of its own, that sends what ``function`` says."""
     context = mp.get_context("fork")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=lambda: there.send(function(case)))
     process.start()
     there.close()
+    return process, here
+
+
+def answer(process: BaseProcess, here: Connection) -> str | None:
+    """What it sends; None: nothing within the limit, or it died."""
     try:
         return typing.cast("str", here.recv()) if here.poll(LIMIT_S) else None
     except EOFError:
@@ -243,7 +250,7 @@ def in_time(function: Callable[[Case], str], case: Case) -> str | None:
 def tried(case: Case, *, on_ranks: bool) -> Row:
     """The verdict, and what it is worth."""
     late = f"no answer within {LIMIT_S} s"
-    off, refusal = in_time(off_of, case), in_time(verdict_of, case)
+    off, refusal = (answer(*each) for each in [asked(off_of, case), asked(verdict_of, case)])
     print(case.library, case.name, off, refusal, flush=True)
     if refusal is None:
         verdict = f"not tried: {late}"
