@@ -7,6 +7,7 @@ argument's name and value. Tensors and groups: :func:`zcomm.route.check_argument
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from numbers import Integral, Real
 from typing import Any
 
@@ -31,15 +32,17 @@ def shown(value: object) -> str:
 
 def as_count(name: str, value: Any, *, at_least: int = 0, error: type[ZcommError] = LayoutError) -> int:
     """``value``, an integer of at least ``at_least``; NumPy's are integers, True is none."""
-    if isinstance(value, Integral) and not isinstance(value, bool) and value >= at_least:
-        return int(value)
+    if isinstance(value, Integral) and not isinstance(value, bool) and (number := int(value)) >= at_least:
+        return number
     raise error(f"{name} must be an integer of at least {at_least}: {name}={shown(value)}")
 
 
 def as_positive(name: str, value: Any) -> float:
     """``value``, a finite number above 0."""
-    if isinstance(value, Real) and not isinstance(value, bool) and 0 < value < math.inf:
-        return float(value)
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):  # an integer above all floats
+            if 0 < (number := float(value)) < math.inf:
+                return number
     raise ConfigError(f"{name} must be a number above 0: {name}={shown(value)}")
 
 

@@ -199,6 +199,12 @@ def test_a_span_that_cannot_be_is_named_by_its_place(spans: Any, text: str) -> N
         zcomm.Residual(ONE, spans, 8)
 
 
+@pytest.mark.parametrize("scale", [10**400, -(10**400), np.float32("inf")], ids=["huge", "low", "infinity"])
+def test_a_scale_is_a_number_that_a_float_holds(scale: Any) -> None:
+    with pytest.raises(zcomm.ConfigError, match=r"scale must be a number above 0: scale=.{3,110}$"):
+        _added().reduce(torch.zeros(8), scale=scale)
+
+
 def _check_tensors_of_others(rank: int) -> None:
     replicated = distribute_tensor(torch.zeros(8), device_mesh((2,), ("data",)), [Replicate()])
     for call, arguments in TAKERS.values():
