@@ -1,7 +1,7 @@
 """What kind of thing an argument of a public call is, asked before anything is done with it.
 
 Each function returns what it was given, as the type that the caller goes on with, or raises one named error with the
-argument's name and value. Tensors and groups: :func:`zcomm.route.check_arguments`, which asks here for the rest.
+argument's name and value. Tensors: :func:`zcomm.route.check_arguments`, which asks here for the rest.
 """
 
 from __future__ import annotations
@@ -12,11 +12,21 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from zcomm.errors import ConfigError, LayoutError, ZcommError
+from zcomm.errors import ConfigError, LayoutError, TopologyError, ZcommError
 
-__all__ = ["as_count", "as_device", "as_floating_dtype", "as_positive", "check_choice", "check_flag", "shown"]
+__all__ = [
+    "as_count",
+    "as_device",
+    "as_floating_dtype",
+    "as_positive",
+    "check_choice",
+    "check_flag",
+    "check_process_group",
+    "shown",
+]
 
 MAX_SHOWN = 100
 """Characters of a value in an error."""
@@ -78,3 +88,15 @@ def as_floating_dtype(name: str, value: Any) -> torch.dtype:
     if isinstance(value, torch.dtype) and value.is_floating_point:
         return value
     raise LayoutError(f"{name} must be a floating-point torch.dtype: {name}={shown(value)}")
+
+
+def check_process_group(group: object, wanted: str = "a ProcessGroup, or None for all ranks") -> None:
+    """Raise TopologyError, with what is ``wanted``, unless ``group`` is a ProcessGroup or None."""
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return
+    got = type(group).__name__
+    if hasattr(group, "get_group"):
+        got += "; pass mesh.get_group(), or zcomm.Topology.from_mesh(mesh) for one of nodes and ranks"
+    elif group is dist.GroupMember.NON_GROUP_MEMBER:
+        got = "what new_group() returns on a rank that is not in the group"
+    raise TopologyError(f"group must be {wanted}: got {got}")

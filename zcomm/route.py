@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zcomm import env
-from zcomm.arguments import check_choice, check_flag
+from zcomm.arguments import check_choice, check_flag, check_process_group
 from zcomm.backend import Hop
 from zcomm.carrier import (
     BackendName,
@@ -27,7 +27,7 @@ from zcomm.errors import BackendUnavailableError, ConfigError, FormatError, Layo
 from zcomm.formats import Format, get_format
 from zcomm.message import MessageLayout, layout_of
 from zcomm.nccl_bytes import check_device, over_nccl
-from zcomm.topology import Numbering, Topology, check_process_group, hop_of_group
+from zcomm.topology import Numbering, Topology, hop_of_group
 from zcomm.work import WorkQueue
 
 __all__ = [

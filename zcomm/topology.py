@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcomm import fingerprint, groups
-from zcomm.arguments import as_count
+from zcomm.arguments import as_count, check_process_group
 from zcomm.backend import ALONE, Hop, backend_of, gather_ints, ledger_of, takes_host_tensors, timeout_of
 from zcomm.background import Background
 from zcomm.carrier import BackendName, BackendWish, KernelsName, agree_on_carrier, check_names, resolved
@@ -33,7 +33,7 @@ from zcomm.nccl_communicators import Communicators
 from zcomm.watch import Watch, watch_of
 from zcomm.work import WorkQueue
 
-__all__ = ["Numbering", "Topology", "check_process_group", "hop_of_group"]
+__all__ = ["Numbering", "Topology", "hop_of_group"]
 
 Numbering = Literal["rank", "local"]
 
@@ -324,18 +324,6 @@ class Topology:
 
     def __repr__(self) -> str:
         return f"Topology(nodes={self.num_nodes}, ranks_per_node={self.ranks_per_node}, rank={self.rank})"
-
-
-def check_process_group(group: object, wanted: str = "a ProcessGroup, or None for all ranks") -> None:
-    """Raise TopologyError, with what is ``wanted``, unless ``group`` is a ProcessGroup or None."""
-    if group is None or isinstance(group, dist.ProcessGroup):
-        return
-    got = type(group).__name__
-    if hasattr(group, "get_group"):
-        got += "; pass mesh.get_group(), or zcomm.Topology.from_mesh(mesh) for one of nodes and ranks"
-    elif group is dist.GroupMember.NON_GROUP_MEMBER:
-        got = "what new_group() returns on a rank that is not in the group"
-    raise TopologyError(f"group must be {wanted}: got {got}")
 
 
 def _size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
