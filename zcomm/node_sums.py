@@ -152,10 +152,9 @@ class NodeSums:
         """Set elements ``start`` to ``stop`` of the buffer to zero in the rows of this rank. No communication.
 
         Raises:
-            LayoutError: They are no integers from 0 on, in order.
+            LayoutError: They are no integers of at least 0.
         """
-        start = as_count("start", start)
-        stop = as_count("stop", stop, at_least=start)
+        start, stop = as_count("start", start), as_count("stop", stop)
         if self._rows is None or self.is_empty:
             return
         first = self._topology.local_rank * self._rows.numel()
