@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import random
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from zcomm import ConfigError
 from zero.lion import Lion
+from zero.lost_state import attributes, lost
 from zero.optimizer_copies import copy_of
 
 __all__ = ["check_elementwise"]
@@ -236,7 +237,7 @@ class _Trial:
             if is_whole:
                 leaves = [nn.Parameter(leaf) for leaf in leaves]
             optimizer = self._build(leaves, runs, has_flag=not is_whole)
-            before = _attributes(optimizer)
+            before = attributes(optimizer)
             for step in range(self._num_steps):
                 if step == STEPS:
                     _make_late(optimizer)
@@ -248,7 +249,7 @@ class _Trial:
                 for run in runs:
                     path[step, run.start : run.stop] = flat[run.start : run.stop]
             if not is_whole and not self._lost:
-                self._lost = list(_lost(optimizer, leaves, before))
+                self._lost = list(lost(optimizer, leaves, before))
         return path
 
     def _build(self, leaves: list[Tensor], runs: list[Run], *, has_flag: bool) -> Optimizer:
@@ -359,37 +360,6 @@ def _make_late(optimizer: Optimizer) -> None:
     for where, name, value in list(_numbers(optimizer)):
         if value in (STEPS, STEPS + 1):
             where[name] = where[name] + LATE
-
-
-def _attributes(optimizer: Optimizer) -> dict[str, str]:
-    """As texts, what an optimizer may keep beside its state and its groups."""
-    kinds = (Tensor, dict, list, tuple, deque)
-    return {
-        name: repr(value)
-        for name, value in vars(optimizer).items()
-        if name not in ("state", "param_groups") and (type(value) in (int, float) or isinstance(value, kinds))
-    }
-
-
-def _lost(optimizer: Optimizer, leaves: list[Tensor], before: dict[str, str]) -> Iterator[str]:
-    """What a checkpoint would not hold."""
-    for name, text in _attributes(optimizer).items():
-        if text != before.get(name):
-            yield f"keeps {name!r}, which steps change, outside of its state: a checkpoint would lose it"
-    numel_of = {leaf: leaf.numel() for leaf in leaves}
-    for leaf, state in optimizer.state.items():
-        if leaf not in numel_of:
-            yield f"keeps state for {leaf!r}, which is no parameter: a checkpoint would lose it"
-            continue
-        for name, value in state.items():
-            is_tensor = type(value) in (Tensor, nn.Parameter)
-            is_held = value.numel() == 1 or value.shape == leaf.shape if is_tensor else isinstance(value, (int, float))
-            if value is not None and not is_held:
-                kind = f"a {type(value).__name__}" + (f" of shape {tuple(value.shape)}" if is_tensor else "")
-                yield (
-                    f"keeps {name!r} of {leaf.numel()} elements as {kind}: a checkpoint holds numbers, and tensors "
-                    "with one value for each element"
-                )
 
 
 @contextmanager
