@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.ranks import run_ranks
 from tests.zero.training import full_values, zero_optimizer
 from zcomm import DivergedError, StateError
+from zero import patience
 from zero.utils import safe_get_full_grad
 
 WIDTH = 8
@@ -47,7 +49,10 @@ def _check(rank: int, stage: int, is_everybodys: bool) -> None:  # noqa: FBT001
     twice = [is_everybodys or each == len(x) - 1 for each in range(len(x))]
     for each, is_late in enumerate(twice):
         (plain(x[each], uses_twice=is_late).sum() / len(x)).backward()
-    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=stage, reduce_bucket_size=1):
+    with (
+        mock.patch.object(patience, "PATIENCE_S", 0.3),
+        zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=stage, reduce_bucket_size=1),
+    ):
         model(x[rank], uses_twice=twice[rank]).sum().backward()
         for (name, param), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
             got = safe_get_full_grad(param)
