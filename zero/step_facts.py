@@ -76,12 +76,15 @@ class StepFacts:
 
     def check(self, topology: Topology) -> None:
         """Raise DivergedError, on every rank, where the last step or the settings were not the same. Collective."""
-        self._key = (self._settings(), 0, True, b"", applied := self._applied)  # gradients are cleared in several ways
-        if topology.world_size > 1 and not control.are_equal(repr(self._key), topology):
-            error = self.refuse(topology)
-            self._applied = applied  # no less different when it is saved again
-            raise error
-        self._key = ()
+        if topology.world_size == 1:
+            return
+        applied = self._applied
+        self._key = (self._settings(), 0, True, b"", applied)  # without what is held: it may be cleared in several ways
+        try:
+            if not control.are_equal(repr(self._key), topology):
+                raise self.refuse(topology)
+        finally:
+            self._key, self._applied = (), applied  # no less different when it is saved again
 
     def forget_step(self) -> None:
         """What the last step did is undone by a load."""
