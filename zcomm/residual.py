@@ -164,7 +164,7 @@ class Residual:
         check_damping(beta, reset_interval)
         self.route = find_route("residual", group, "none", first="intra", backend="torch")
         self.layout = BufferLayout.of(spans, numel, self.route, numbering)
-        self.beta, self.reset_interval = float(beta), reset_interval
+        self.beta, self.reset_interval = float(beta), int(reset_interval)
         self.num_commits = 0
         self._loss_scale: float | Tensor = 1.0
         place = as_device("device", device)

@@ -68,7 +68,7 @@ class Runtime:
         self.saves_masters = False
         """Whether ``model.state_dict()``, called on every rank, gives the masters' values at every stage."""
         self.left_out: frozenset[nn.Parameter] = frozenset()
-        """What it leaves out."""
+        """Parameters that ``model.state_dict()`` leaves out."""
         self.delayed: DelayedUpdate | None = None
         """Updates that run during the next step."""
         self.states: OptimizerStates | None = None
@@ -341,7 +341,7 @@ class Runtime:
     def exact(self, bucket: Bucket) -> Iterator[list[Tensor]]:
         """The parameters of ``bucket`` as the masters have them, rounded once to their dtype. Collective.
 
-        The list is empty afterwards. Keep nothing of it: a buffer that is viewed goes not back to the pool.
+        The list is empty afterwards. Keep no view of its tensors: their buffer would not go back to the pool.
         """
         is_behind = bucket.is_trainable and self.is_behind
         if not (self.is_inexact or is_behind) or not bucket.dtype.is_floating_point:

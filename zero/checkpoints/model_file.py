@@ -39,7 +39,7 @@ def save_model_file(optimizer: ZeroOptimizer, path: Path, *, exclude_frozen_para
     Raises:
         CheckpointError: The file cannot be written, or two model-parallel ranks, which hold different parts of the
             model, are to write the same; the same on every rank.
-        DivergedError: As for :func:`zero.save_checkpoint`.
+        DivergedError: As for :func:`zero.save_checkpoint`, on the ranks of one part of the model.
 
     Memory of the first rank: one bucket, or for ``torch.save`` the whole model.
     """
