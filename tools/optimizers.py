@@ -1,12 +1,15 @@
-"""Which optimizers ZeroOptimizer accepts, and whether it is right: every one of torch, timm and pytorch_optimizer.
+"""Which optimizers ZeroOptimizer accepts, and whether it is right: every one of the libraries that are installed.
 
     python tools/optimizers.py [--ranks]     writes bench/results/optimizers.md and the table in docs/optimizer.md
 
 Each is built with its defaults over a small model, asked for the verdict of ``zero.elementwise``, and then trained
 twice in float64: whole, and with its parameters laid flat and cut for three ranks, each with an optimizer of its own
 over its pieces. That needs no code of zero. ``--ranks`` trains what was accepted with ZeroOptimizer itself, on two
-processes at stages 1 and 3. A library that is not installed is left out. ``pip install --no-deps timm pytorch_optimizer
-opt_einsum`` is enough: nothing else of them is imported.
+processes at stages 1 and 3. Each is tried in a process of its own, for a limited time. Results are written after every
+optimizer; ``--resume`` goes on with the rows that are there, of the same versions.
+
+A library that is not installed is left out. ``pip install --no-deps timm pytorch_optimizer opt_einsum torchao
+bitsandbytes`` is enough: nothing else of them is imported.
 """
 
 from __future__ import annotations
@@ -18,14 +21,18 @@ import inspect
 import re
 import sys
 import types
+import typing
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -40,8 +47,12 @@ from zero.optimizer_copies import check_is_new  # noqa: E402
 RESULTS, DOCUMENT = ROOT / "bench" / "results" / "optimizers.md", ROOT / "docs" / "optimizer.md"
 MARKED = re.compile(r"(?<=<!-- optimizers -->\n).*?(?=<!-- end of optimizers -->)", re.DOTALL)
 STEPS, RANKS, EQUAL = 24, 3, 1e-6
+LIMIT_S = 100
+"""For each of the two answers about an optimizer."""
+ACCEPTED, ALIKE = "accepted", "as one process"
 NEEDED: dict[str, dict[str, Any]] = {"Ranger21": {"num_iterations": 100}, "SGD": {"lr": 1e-2}}
 """What constructors have no default for; tried with these where ``cls(params)`` fails."""
+COLUMNS = ("library", "optimizer", "verdict", "off", "two processes")
 REASONS = {
     "draws random numbers": "random numbers, of which every rank has its own",
     "as a vector and as a matrix": "depends on shapes: factored states, orthogonalisation, means of rows, ...",
@@ -68,24 +79,25 @@ class Case(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What came of it."""
+    """What came of it, as it is printed."""
 
     library: str
     name: str
-    refusal: str
-    """Empty: accepted."""
-    off: float | str
+    verdict: str
+    off: str
     """How far sharded training ends from whole, of the whole way; or why it could not be had."""
-
-    @property
-    def reason(self) -> str:
-        """The class of the refusal."""
-        return next((text for key, text in REASONS.items() if key in self.refusal), "another reason")
+    on_ranks: str = ""
+    """What ZeroOptimizer itself made of it on two processes."""
 
     @property
     def is_equal(self) -> bool:
         """Whether shards make no difference."""
-        return isinstance(self.off, float) and self.off < EQUAL
+        return re.fullmatch(r"[0-9.e+-]+", self.off) is not None and float(self.off) < EQUAL
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it is accepted, and was not trained as by one process."""
+        return self.verdict == ACCEPTED and not (self.is_equal and self.on_ranks in ("", ALIKE))
 
 
 class Model(nn.Module):
@@ -186,30 +198,83 @@ def distance(got: Tensor, whole: Tensor) -> float | str:
     return "whole training moves nothing" if way == 0 else ((got - whole).norm() / way).item()
 
 
-def tried(case: Case) -> Row:
-    """The verdict, and the oracle's."""
+def off_of(case: Case) -> str:
+    """The oracle's answer."""
     try:
-        whole = train_whole(case)
-        off = distance(train_cut(case), whole)
+        off = distance(train_cut(case), train_whole(case))
     except Exception as error:
         off = f"{type(error).__name__}: {error}"
+    return f"{off:.1e}" if isinstance(off, float) else plain(off)
+
+
+def plain(text: str) -> str:
+    """As it fits into a table."""
+    return " ".join(text.split())[:80].replace("|", "/")
+
+
+def verdict_of(case: Case) -> str:
+    """Ours."""
     try:
         optimizer = case.build(over(new_model()))
     except Exception as error:
-        return Row(case.library, case.name, f"not built: {type(error).__name__}: {error}", off)
+        return f"not built: {type(error).__name__}: {error}"
     try:
         check_is_new(optimizer)
         check_elementwise(optimizer, {}, torch.device("cpu"))
     except Exception as error:
-        return Row(case.library, case.name, str(error), off)
-    return Row(case.library, case.name, "", off)
+        return str(error)
+    return ""
 
 
-def on_ranks(_: int, number: int, stage: int) -> None:
+def asked(function: Callable[[Case], str], case: Case) -> tuple[BaseProcess, Connection]:
+    """A process of its own, that sends what ``function`` says."""
+    context = mp.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: there.send(function(case)))
+    process.start()
+    there.close()
+    return process, here
+
+
+def answer(process: BaseProcess, here: Connection) -> str | None:
+    """What it sends; None: nothing within the limit, or it died."""
+    try:
+        return typing.cast("str", here.recv()) if here.poll(LIMIT_S) else None
+    except EOFError:
+        return None
+    finally:
+        process.kill()
+        process.join()
+
+
+def tried(case: Case, *, on_ranks: bool) -> Row:
+    """The verdict, and what it is worth."""
+    late = f"no answer within {LIMIT_S} s"
+    off, refusal = (answer(*each) for each in [asked(off_of, case), asked(verdict_of, case)])
+    print(case.library, case.name, off, refusal, flush=True)
+    if refusal is None:
+        verdict = f"not tried: {late}"
+    elif refusal:
+        reason = next((text for key, text in REASONS.items() if key in refusal), "another reason")
+        verdict = f"refused: {reason}"
+    else:
+        verdict = ACCEPTED
+    row = Row(case.library, case.name, verdict, late if off is None else off)
+    if verdict != ACCEPTED or not on_ranks:
+        return row
+    try:
+        for stage in (1, 3):
+            run_ranks(2, train_on_ranks, case.library, case.name, stage)
+    except AssertionError as error:
+        return row._replace(on_ranks=plain(str(error).splitlines()[-1]))
+    return row._replace(on_ranks=ALIKE)
+
+
+def train_on_ranks(_: int, library: str, name: str, stage: int) -> None:
     """ZeroOptimizer itself against the oracle, on one of the processes."""
     warnings.simplefilter("ignore")
     torch.compiler.set_stance("force_eager")
-    case = list(cases())[number]
+    case = next(case for case in cases() if (case.library, case.name) == (library, name))
     model = new_model()
     optimizer = ZeroOptimizer(model, case.build(over(model)), stage=stage)
     for step in range(STEPS):
@@ -221,8 +286,8 @@ def on_ranks(_: int, number: int, stage: int) -> None:
         got = vector(model)
         optimizer.close()
     off = distance(got, train_whole(case))
-    assert isinstance(off, float), f"{case.library} {case.name}: {off}"
-    assert off < EQUAL, f"{case.library} {case.name} at stage {stage} is {off:.3g} off"
+    assert isinstance(off, float), off
+    assert off < EQUAL, f"{off:.3g} off at stage {stage}"
 
 
 def built(cls: type[Optimizer]) -> Callable[[list[dict[str, Any]]], Optimizer]:
@@ -231,6 +296,11 @@ def built(cls: type[Optimizer]) -> Callable[[list[dict[str, Any]]], Optimizer]:
     if "Muon" in cls.__name__ or cls.__name__ == "AdaGO":  # theirs want to be told which are matrices
         return lambda groups: cls([{**g, "use_muon": g["weight_decay"] > 0} for g in groups], **needed)
     return lambda groups: cls(groups, **needed)
+
+
+def wrapping(cls: type[Optimizer]) -> Callable[[list[dict[str, Any]]], Optimizer]:
+    """Its constructor over SGD."""
+    return lambda groups: cls(torch.optim.SGD(groups, lr=1e-2, momentum=0.9))
 
 
 def of_torch() -> Iterator[Case]:
@@ -271,9 +341,27 @@ def of_pytorch_optimizer() -> Iterator[Case]:
         if first in (["params"], ["param_groups"]):
             yield Case("pytorch_optimizer", name, built(cls))
         else:
-            yield Case(
-                "pytorch_optimizer", name, lambda groups, cls=cls: cls(torch.optim.SGD(groups, lr=1e-2, momentum=0.9))
-            )
+            yield Case("pytorch_optimizer", name, wrapping(cls))
+
+
+def of_module(library: str) -> Iterator[Case]:
+    """The optimizers of ``library.optim``; if that cannot be imported, one case whose construction says why."""
+    if importlib.util.find_spec(library) is None:
+        return
+    try:
+        optim = importlib.import_module(f"{library}.optim")
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        yield Case(library, "optim", lambda _: raised(ImportError(text)))
+        return
+    for name, cls in sorted(vars(optim).items()):
+        if inspect.isclass(cls) and issubclass(cls, Optimizer) and cls is not Optimizer and not name.startswith("_"):
+            yield Case(library, name, built(cls))
+
+
+def raised(error: Exception) -> Optimizer:
+    """Nothing else."""
+    raise error
 
 
 def cases() -> Iterator[Case]:
@@ -281,12 +369,14 @@ def cases() -> Iterator[Case]:
     yield from of_torch()
     yield from of_timm()
     yield from of_pytorch_optimizer()
+    yield from of_module("torchao")
+    yield from of_module("bitsandbytes")
 
 
-def versions(rows: list[Row]) -> dict[str, str]:
-    """Of the libraries that rows are of."""
+def versions(libraries: Iterable[str]) -> dict[str, str]:
+    """Of libraries, with their names."""
     found = {}
-    for library in dict.fromkeys(row.library for row in rows):
+    for library in dict.fromkeys(libraries):
         try:
             found[library] = f"{library} {version(library).split('+')[0]}"
         except PackageNotFoundError:
@@ -296,39 +386,54 @@ def versions(rows: list[Row]) -> dict[str, str]:
 
 def summary(rows: list[Row]) -> str:
     """A row for each library and verdict."""
-    names = versions(rows)
+    names = versions(row.library for row in rows)
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for row in rows:
-        found[row.library, f"refused: {row.reason}" if row.refusal else "accepted"].append(f"`{row.name}`")
+        found[row.library, row.verdict].append(f"`{row.name}`")
     lines = ["| library | verdict | optimizers |", "|---|---|---|"]
     for library, verdict in sorted(found, key=lambda key: (list(names).index(key[0]), key[1])):
         lines.append(f"| {names[library]} | {verdict} | {', '.join(found[library, verdict])} |")
     return "\n".join(lines)
 
 
-def page(rows: list[Row], *, are_on_ranks: bool) -> str:
+def page(rows: list[Row]) -> str:
     """Every optimizer, and the counts."""
-    accepted = [row for row in rows if not row.refusal]
-    wrong = [row for row in accepted if not row.is_equal]
-    needless = [row for row in rows if row.refusal and row.is_equal]
+    accepted = [row for row in rows if row.verdict == ACCEPTED]
+    refused = [row for row in rows if row.verdict.startswith("refused")]
+    needless = ", ".join(f"{row.library} {row.name}" for row in refused if row.is_equal) or "none"
     text = (
-        f"By `tools/optimizers.py`, with {', '.join(versions(rows).values())}. `off`: after {STEPS} float64 steps, the "
-        f"distance of parameters that are flat and cut for {RANKS} ranks from those of one process, divided by the way "
-        "these have gone."
+        f"By `tools/optimizers.py`, with {', '.join(versions(row.library for row in rows).values())}. `off`: after "
+        f"{STEPS} float64 steps, the distance of parameters that are flat and cut for {RANKS} ranks from those of one "
+        "process, divided by the way these have gone. `two processes`: how ZeroOptimizer trains what is accepted, at "
+        "stages 1 and 3."
     )
-    if are_on_ranks:
-        text += " ZeroOptimizer on 2 processes, at stages 1 and 3, trained all accepted ones as one process does."
-    names = ", ".join(f"{row.library} {row.name}" for row in needless) or "none"
     counts = (
-        f"{len(rows)} optimizers: {len(accepted)} accepted, of which {len(wrong)} train otherwise on shards; "
-        f"{len(rows) - len(accepted)} refused, of which {len(needless)} train alike on shards: {names}."
+        f"{len(rows)} optimizers: {len(accepted)} accepted, of which {sum(row.is_wrong for row in rows)} train "
+        f"otherwise on shards; {len(refused)} refused, of which {sum(row.is_equal for row in refused)} train alike on "
+        f"shards: {needless}; {len(rows) - len(accepted) - len(refused)} not tried."
     )
-    lines = ["# Optimizers", "", text, "", counts, "", "| library | optimizer | verdict | off |", "|---|---|---|---|"]
-    for row in rows:
-        off = f"{row.off:.1e}" if isinstance(row.off, float) else " ".join(row.off.split())[:80].replace("|", "/")
-        verdict = f"refused: {row.reason}" if row.refusal else "accepted"
-        lines.append(f"| {row.library} | `{row.name}` | {verdict} | {off} |")
+    lines = ["# Optimizers", "", text, "", counts, "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for library, name, *others in rows:
+        lines.append(f"| {' | '.join((library, f'`{name}`', *others))} |")
     return "\n".join(lines) + "\n"
+
+
+def write(rows: list[Row]) -> None:
+    """The page, and the table in the documentation."""
+    RESULTS.write_text(page(rows))
+    text = f"{summary(rows)}\n"
+    DOCUMENT.write_text(MARKED.sub(lambda _: text, DOCUMENT.read_text()))
+
+
+def written(every: list[Case]) -> dict[tuple[str, str], Row]:
+    """The rows of the page, of libraries whose version is the one installed."""
+    text = RESULTS.read_text() if RESULTS.exists() else ""
+    found = re.search(r"with (.*?)\. `off`", text)
+    same = found.group(1).split(", ") if found else []
+    names = versions(case.library for case in every)
+    cells = [re.split(r" ?\| ?", line)[1:-1] for line in text.splitlines() if line.startswith("|")][2:]
+    rows = [Row(library, name.strip("`"), *others) for library, name, *others in cells]
+    return {(row.library, row.name): row for row in rows if names.get(row.library) in same}
 
 
 def main() -> int:
@@ -336,24 +441,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", action="store_true", help="also train with ZeroOptimizer, on two processes")
     parser.add_argument("--show", action="store_true", help="print texts, write nothing")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that are written, of the same versions")
+    parser.add_argument("--only", nargs="*", default=[], help="try these names; others keep their rows, if there are")
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.compiler.set_stance("force_eager")  # some compile their steps, which takes longer than all others take
-    every, rows = list(cases()), []
+    every = list(cases())
+    rows = written(every) if chosen.resume or chosen.only else {}
     for case in every:
-        rows.append(tried(case))
-        print(rows[-1].library, rows[-1].name, rows[-1].off, rows[-1].refusal or "accepted", flush=True)
-    if chosen.ranks:
-        for number, row in enumerate(rows):
-            for stage in (1, 3) if not row.refusal else ():
-                run_ranks(2, on_ranks, number, stage)
-        close_pools()
-    wrong = [row for row in rows if not row.refusal and not row.is_equal]
-    print(f"{len(wrong)} accepted and wrong: {wrong}")
-    if not chosen.show:
-        RESULTS.write_text(page(rows, are_on_ranks=chosen.ranks))
-        DOCUMENT.write_text(MARKED.sub(lambda _: f"{summary(rows)}\n", DOCUMENT.read_text()))
+        key = case.library, case.name
+        if case.name not in chosen.only and (chosen.only or key in rows):
+            continue
+        rows[key] = tried(case, on_ranks=chosen.ranks)
+        if not chosen.show:
+            write([rows[case[:2]] for case in every if case[:2] in rows])
+    close_pools()
+    wrong = [row for row in rows.values() if row.is_wrong]
+    print(f"{len(rows)} of {len(every)}; {len(wrong)} accepted and wrong: {wrong}")
     return int(bool(wrong))
 
 

@@ -10,11 +10,14 @@ that the ranks of its own local rank reduce, one a node; with one hop all W rows
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from zcomm.arguments import as_count, shown
 from zcomm.errors import LayoutError
 from zcomm.route import Route, check_numbering
 from zcomm.topology import Numbering
@@ -42,6 +45,35 @@ class Piece(NamedTuple):
     column: int
 
 
+def _spans(spans: Any) -> tuple[Span, ...]:
+    """``spans``, each of which is one, or a tuple of its fields.
+
+    Raises:
+        LayoutError: One is neither; names its field.
+    """
+    found = []
+    is_some = isinstance(spans, Iterable) and not isinstance(spans, (str, bytes, Mapping, Tensor))
+    for index, span in enumerate(spans if is_some else (spans,)):
+        if not isinstance(span, (tuple, list)) or not 3 <= len(span) <= 4 or not _is_hashable(span[0]):
+            raise LayoutError(
+                f"spans must be of zcomm.Span, or (key, first element, numel): spans[{index}]={shown(span)}"
+            )
+        key, *numbers = span
+        names = Span._fields[1 : len(span)]
+        found.append(
+            Span(key, *(as_count(f"spans[{index}].{name}", n) for name, n in zip(names, numbers, strict=True)))
+        )
+    return tuple(found)
+
+
+def _is_hashable(key: object) -> bool:
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class BufferLayout:
     """Where parameters lie in a flat buffer, and which rows of it each rank holds."""
@@ -57,12 +89,12 @@ class BufferLayout:
         """The layout over the ranks of ``route``; ``spans`` may be plain tuples.
 
         Raises:
-            LayoutError: A span is not inside the buffer, or two overlap there or in their parameter.
+            LayoutError: A span is none, or not inside the buffer, or two overlap there or in their parameter.
         """
         check_numbering(numbering)
         layout = cls(
-            spans=tuple(Span(*span) for span in spans),
-            numel=numel,
+            spans=_spans(spans),
+            numel=as_count("numel", numel, at_least=1),
             num_nodes=route.num_nodes,
             ranks_per_node=route.ranks_per_node,
             numbering=numbering,
@@ -71,10 +103,8 @@ class BufferLayout:
         return layout
 
     def _check(self) -> None:
-        if self.numel < 1:
-            raise LayoutError(f"numel must be at least 1: numel={self.numel}")
         for span in self.spans:
-            if span.numel < 0 or span.first < 0 or span.offset < 0 or span.first + span.numel > self.numel:
+            if span.first + span.numel > self.numel:
                 raise LayoutError(f"a span must lie in the buffer: {span}, numel={self.numel}")
         in_buffer = sorted((span for span in self.spans if span.numel), key=lambda span: span.first)
         for one, other in pairwise(in_buffer):

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Literal, get_args
 
 from zcomm import kernels, on_cuda, on_triton
+from zcomm.arguments import check_choice
 from zcomm.cuda_driver import driver_unavailable_reason
 from zcomm.errors import BackendUnavailableError, ConfigError
 from zcomm.meeting import meet
@@ -43,10 +44,8 @@ AUTO: BackendName = "torch"
 
 def check_names(backend: object, kernels: object) -> None:
     """Raise ConfigError unless there are such a backend and such kernels."""
-    if backend not in get_args(BackendWish):
-        raise ConfigError(f"backend must be 'auto', 'torch' or 'nccl': backend={backend!r}")
-    if kernels not in get_args(KernelsName):
-        raise ConfigError(f"kernels must be one of {', '.join(get_args(KernelsName))}: kernels={kernels!r}")
+    check_choice("backend", backend, get_args(BackendWish), ConfigError)
+    check_choice("kernels", kernels, get_args(KernelsName), ConfigError)
 
 
 def resolved(name: BackendWish) -> BackendName:
@@ -62,8 +61,7 @@ def chosen_backend(name: BackendName | None, owned: BackendName | None) -> Backe
     """
     if name is None:
         return owned or AUTO
-    if name not in get_args(BackendName):
-        raise ConfigError(f"backend must be 'torch' or 'nccl': backend={name!r}")
+    check_choice("backend", name, get_args(BackendName), ConfigError)
     return name
 
 

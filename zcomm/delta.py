@@ -24,12 +24,13 @@ from torch import Tensor
 
 from zcomm import kernels
 from zcomm.all_gather import gather_messages, gather_steps, own_message
+from zcomm.arguments import check_choice
 from zcomm.chunks import chunks_of, pipelined
 from zcomm.encoder import Encoder, check_random
 from zcomm.errors import LayoutError, StateError, TopologyError
 from zcomm.formats import FORMATS, Format, codec_for, get_format
 from zcomm.philox import RandomKey
-from zcomm.route import Group, Route, check_apart, check_flat, check_numbering, find_route, rows_of
+from zcomm.route import Group, Route, check_apart, check_arguments, check_flat, find_route, rows_of
 from zcomm.topology import Numbering, Topology
 from zcomm.work import Steps, Work, nothing, run
 
@@ -61,15 +62,14 @@ class DeltaGather:
         numbering: Numbering = "rank",
         over: Literal["world", "nodes"] = "world",
     ) -> None:
-        check_numbering(numbering)
+        (replica,) = check_arguments(group, numbering=numbering, replica=replica)
+        check_choice("over", over, ("world", "nodes"), TopologyError)
         self._format, self._numbering = get_format(format), numbering
         self._route = find_route("delta_gather", group, self._format, first="inter")
         self._route.check_device(replica.device)
         self._rank = self._route.node_rank * self._route.ranks_per_node + self._route.local_rank
         if over == "nodes":
             self._route = _between_nodes(self._route, group)
-        elif over != "world":
-            raise TopologyError(f"over must be 'world' or 'nodes': over={over!r}")
         self._rows = rows_of("replica", replica, self._route.world_size)
         codec_for(self._format, self._rows.dtype)
         self._work: Work | None = None
@@ -103,7 +103,7 @@ class DeltaGather:
 
         Cost for each rank: that of an all-gather of n elements of the replica's dtype.
         """
-        self._begin(shard)
+        shard = self._begin(shard, async_op=async_op)
         exact = replace(self._route, hops=tuple((hop, FORMATS["none"]) for hop, _ in self._route.hops))
         self.is_valid = True
         return self._run(self._refreshing(shard, Encoder(exact, shard.numel())), shard, async_op=async_op)
@@ -128,7 +128,7 @@ class DeltaGather:
         check_random(random, self._format)
         if not self.is_valid:
             raise StateError("ranks may hold different replicas: call refresh(shard) before update(shard)")
-        self._begin(shard)
+        shard = self._begin(shard, async_op=async_op)
         check_apart("shard", shard, "replica", self._rows)
         if self._route.world_size == 1:
             return self.refresh(shard, async_op=async_op)
@@ -139,7 +139,8 @@ class DeltaGather:
         """The replica was written, or ranks may hold different ones: the next call must be a refresh."""
         self.is_valid = False
 
-    def _begin(self, shard: Tensor) -> None:
+    def _begin(self, shard: Tensor, *, async_op: bool) -> Tensor:
+        (shard,) = check_arguments(None, async_op=async_op, shard=shard)
         check_flat("shard", shard)
         codec_for(self._format, shard.dtype)
         if shard.numel() != self._rows.shape[1] or shard.device != self._rows.device:
@@ -149,6 +150,7 @@ class DeltaGather:
             )
         if self._work is not None:
             self._work.wait()  # a delta is to what the last one has left
+        return shard
 
     def _run(self, steps: Steps, shard: Tensor, *, async_op: bool) -> Work | None:
         route = self._route

@@ -23,15 +23,16 @@ import torch
 from torch import Tensor
 
 from zcomm import backend, kernels
+from zcomm.arguments import as_count, as_device, as_positive
 from zcomm.backend import Hop, Sent
 from zcomm.chunks import chunks_of, pipelined
 from zcomm.encoder import Encoder, check_random
 from zcomm.errors import LayoutError
-from zcomm.formats import Format, codec_for, get_format
+from zcomm.formats import Format, codec_for
 from zcomm.message import MessageLayout
 from zcomm.pending import Pending
 from zcomm.residual import Residual
-from zcomm.route import Route, check_flat, find_route, hops_apart, rows_of
+from zcomm.route import Route, check_arguments, check_flat, check_topology, find_route, hops_apart, pair_of, rows_of
 from zcomm.topology import Topology
 from zcomm.work import Steps, Work, run
 
@@ -52,7 +53,8 @@ class NodeSums:
         residual: Of the buffer, numbered local: what hop 2 loses. Call its ``commit()`` or ``rollback()``.
 
     Raises:
-        FormatError: A format that rounds stochastically, or an unknown one.
+        TopologyError, LayoutError, ConfigError: An argument is of another kind.
+        FormatError: A format that rounds stochastically, or an unknown one; not a pair.
         BackendUnavailableError: The topology's backend does not serve the device.
     """
 
@@ -65,11 +67,13 @@ class NodeSums:
         device: torch.device | str = "cpu",
         residual: Residual | None = None,
     ) -> None:
+        check_topology(topology)
+        check_arguments(topology, residual=residual)
+        self._inside, self._between = pair_of(formats)
         check_random(None, formats)
-        self._topology, self.shard_numel = topology, shard_numel
-        self._inside, self._between = get_format(formats[0]), get_format(formats[1])
+        self._topology, self.shard_numel = topology, as_count("shard_numel", shard_numel)
         self._route = find_route(OPERATION, topology, formats, first="intra")
-        self._device, self.residual = torch.empty(0, device=device).device, residual
+        self._device, self.residual = as_device("device", device), residual
         self._route.check_device(self._device)
         self._rows: Tensor | None = None
         self.is_empty = True
@@ -99,6 +103,7 @@ class NodeSums:
 
         Cost for each rank: one message of num_nodes segments to every other rank of the node.
         """
+        (input,) = check_arguments(self._topology, async_op=async_op, input=input)
         rows = self._checked(input)
         if self._rows is None:
             self._rows = torch.empty(self._topology.num_nodes, self.shard_numel, device=self._device)
@@ -114,16 +119,20 @@ class NodeSums:
         Args:
             output: this rank's shard, floating point, [n] contiguous.
             input: As in :meth:`add`, the last; None: nothing is to be added.
-            scale: What the inputs were multiplied with: hop 2 and its residual are in units without it.
+            scale: What the inputs were multiplied with, above 0: hop 2 and its residual are in units without it.
             async_op: return a Work at once.
 
         Raises:
             LayoutError: The arguments do not fit, or there is nothing to reduce. Raised before any communication.
+            ConfigError: ``scale`` or ``async_op`` cannot be meant.
 
         Cost for each rank: that of a two-hop reduce-scatter, or without ``input`` of its hop 2 alone. Scratch: the
         messages, and num_nodes x n elements in float32.
         """
-        if input is None and self.is_empty:
+        scale, (output,) = as_positive("scale", scale), check_arguments(None, async_op=async_op, output=output)
+        if input is not None:
+            (input,) = check_arguments(None, input=input)
+        elif self.is_empty:
             raise LayoutError("there is nothing to reduce: nothing was added since the last reduction, and input=None")
         rows = None if input is None else self._checked(input)
         check_flat("output", output)
@@ -141,7 +150,12 @@ class NodeSums:
         return work if self.residual is None else self.residual.watch(work)
 
     def forget(self, start: int, stop: int) -> None:
-        """Set elements ``start`` to ``stop`` of the buffer to zero in the rows of this rank. No communication."""
+        """Set elements ``start`` to ``stop`` of the buffer to zero in the rows of this rank. No communication.
+
+        Raises:
+            LayoutError: They are no integers of at least 0.
+        """
+        start, stop = as_count("start", start), as_count("stop", stop)
         if self._rows is None or self.is_empty:
             return
         first = self._topology.local_rank * self._rows.numel()

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from zcomm import backend, kernels
+from zcomm.arguments import as_count, as_device, as_positive
 from zcomm.backend import Sent
 from zcomm.buffer_layout import BufferLayout, Span
 from zcomm.errors import ConfigError, LayoutError, StateError
@@ -117,11 +118,9 @@ def decode_state(state: Mapping[str, Any]) -> Tensor:
 
 def check_damping(beta: float, reset_interval: int, *, prefix: str = "") -> None:
     """Raise ConfigError for a ``beta`` or ``reset_interval`` of a :class:`Residual` that cannot be meant."""
-    if not 0 < beta <= 1:
-        raise ConfigError(f"{prefix}beta must be above 0 and at most 1: {prefix}beta={beta}")
-    if isinstance(reset_interval, bool) or not isinstance(reset_interval, int) or reset_interval < 0:
-        name = f"{prefix}reset_interval"
-        raise ConfigError(f"{name} must be an integer of at least 0: {name}={reset_interval!r}")
+    if as_positive(f"{prefix}beta", beta) > 1:
+        raise ConfigError(f"{prefix}beta must be at most 1: {prefix}beta={beta}")
+    as_count(f"{prefix}reset_interval", reset_interval, error=ConfigError)
 
 
 def _blocks_of(first: int, numel: int) -> slice:
@@ -165,10 +164,11 @@ class Residual:
         check_damping(beta, reset_interval)
         self.route = find_route("residual", group, "none", first="intra", backend="torch")
         self.layout = BufferLayout.of(spans, numel, self.route, numbering)
-        self.beta, self.reset_interval = float(beta), reset_interval
+        self.beta, self.reset_interval = float(beta), int(reset_interval)
         self.num_commits = 0
         self._loss_scale: float | Tensor = 1.0
-        self._current = _Blocks.zeros(self.layout.num_rows, self.layout.shard_numel, device)
+        place = as_device("device", device)
+        self._current = _Blocks.zeros(self.layout.num_rows, self.layout.shard_numel, place)
         self._next: _Blocks | None = None
         self._works: list[Work] = []
 

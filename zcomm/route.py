@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zcomm import env
+from zcomm.arguments import check_choice, check_flag, check_process_group
 from zcomm.backend import Hop
 from zcomm.carrier import (
     BackendName,
@@ -42,10 +43,12 @@ __all__ = [
     "check_own_row",
     "check_sendable",
     "check_shard",
+    "check_topology",
     "divisor_of",
     "find_route",
     "hop_inside",
     "hops_apart",
+    "pair_of",
     "rows_of",
 ]
 
@@ -120,7 +123,7 @@ def find_route(
     """
     check_group(group)
     carrier = chosen_backend(backend, group.backend if isinstance(group, Topology) else None)
-    pair = (get_format(format), get_format(format)) if isinstance(format, (str, Format)) else _pair(format)
+    pair = (get_format(format), get_format(format)) if isinstance(format, (str, Format)) else pair_of(format)
     if not isinstance(group, Topology):
         if not isinstance(format, (str, Format)):
             raise FormatError(f"a pair of formats needs a Topology as group: format={format!r}, group={group!r}")
@@ -171,7 +174,8 @@ def _carried(backend: BackendName, *hops: Hop) -> tuple[Hop, ...]:
     return over_nccl(*hops) if backend == "nccl" else hops
 
 
-def _pair(formats: Any) -> tuple[Format, Format]:
+def pair_of(formats: Any) -> tuple[Format, Format]:
+    """Two formats, in the order of the hops; FormatError unless ``formats`` are a pair."""
     if not isinstance(formats, tuple) or len(formats) != 2:
         raise FormatError(f"format must be one format, or a pair in the order of the hops: format={formats!r}")
     return get_format(formats[0]), get_format(formats[1])
@@ -205,9 +209,8 @@ def check_arguments(
     check_numbering(numbering)
     for wire in formats:
         if not isinstance(wire, (str, Format)):
-            _pair(wire)
-    if not isinstance(async_op, bool):
-        raise ConfigError(f"async_op must be True or False: async_op={async_op!r}")
+            pair_of(wire)
+    check_flag("async_op", async_op)
     if residual is not None and not hasattr(residual, "set_loss_scale"):
         raise ConfigError(f"residual must be a zcomm.Residual or None: residual={residual!r}")
     return found
@@ -215,14 +218,17 @@ def check_arguments(
 
 def check_group(group: object) -> None:
     """Raise TopologyError unless ``group`` can be communicated over."""
-    if group is None or isinstance(group, (Topology, dist.ProcessGroup)):
-        return
-    got = type(group).__name__
-    if hasattr(group, "get_group"):
-        got += "; pass mesh.get_group(), or zcomm.Topology.from_mesh(mesh) for one of nodes and ranks"
-    elif group is dist.GroupMember.NON_GROUP_MEMBER:
-        got = "what new_group() returns on a rank that is not in the group"
-    raise TopologyError(f"group must be a ProcessGroup, a zcomm.Topology, or None for all ranks: got {got}")
+    if not isinstance(group, Topology):
+        check_process_group(group, "a ProcessGroup, a zcomm.Topology, or None for all ranks")
+
+
+def check_topology(topology: object) -> None:
+    """Raise TopologyError unless ``topology`` is one."""
+    if not isinstance(topology, Topology):
+        raise TopologyError(
+            f"topology must be a zcomm.Topology: got {type(topology).__name__}; make one with "
+            "Topology(ranks_per_node=..., group=...) or Topology.from_env()"
+        )
 
 
 def check_sendable(name: str, tensor: object) -> Tensor:
@@ -350,5 +356,4 @@ def divisor_of(op: Any, world_size: int) -> int:
 
 def check_numbering(numbering: object) -> None:
     """``numbering`` is known."""
-    if not isinstance(numbering, str) or numbering not in ("rank", "local"):
-        raise TopologyError(f"numbering must be 'rank' or 'local': numbering={numbering!r}")
+    check_choice("numbering", numbering, ("rank", "local"), TopologyError)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from zcomm import backend
+from zcomm.arguments import as_count, as_device, as_floating_dtype, check_flag
 from zcomm.backend import Sent
 from zcomm.debug import compare_calls
 from zcomm.errors import LayoutError, StateError
 from zcomm.formats import get_format
 from zcomm.nccl_bytes import check_device
-from zcomm.route import check_flat, hop_inside
+from zcomm.route import check_flat, check_topology, hop_inside
 from zcomm.topology import Topology
 from zcomm.work import Steps, Work, run
 
@@ -37,6 +38,7 @@ class SecondaryPartition:
             gather. Without CUDA that is the same memory, and the same code.
 
     Raises:
+        TopologyError, LayoutError, ConfigError: An argument is of another kind.
         BackendUnavailableError: The topology's backend does not serve the device.
     """
 
@@ -49,11 +51,12 @@ class SecondaryPartition:
         device: torch.device | str = "cpu",
         is_on_host: bool = False,
     ) -> None:
-        if numel < 0:
-            raise LayoutError(f"numel must not be negative: numel={numel}")
+        check_topology(topology)
+        check_flag("is_on_host", is_on_host)
+        numel, dtype = as_count("numel", numel), as_floating_dtype("dtype", dtype)
         self._topology, self._hop, self.numel = topology, hop_inside(topology), numel
         shard_numel = -(-numel // topology.ranks_per_node)
-        self._device, self.is_on_host = torch.empty(0, device=device).device, is_on_host
+        self._device, self.is_on_host = as_device("device", device), is_on_host
         if self._hop.carrier is not None:
             check_device(OPERATION, self._device)
         place = "cpu" if is_on_host else self._device
@@ -84,6 +87,7 @@ class SecondaryPartition:
 
         Cost for each rank: sends its part to every other rank of the node, 0 bytes between nodes.
         """
+        check_flag("async_op", async_op)
         self._check("output", output)
         if not self.is_valid:
             raise StateError("the secondary partition is not valid: call fill(full) after the values changed")

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcomm import fingerprint, groups
+from zcomm.arguments import as_count, check_process_group
 from zcomm.backend import ALONE, Hop, backend_of, gather_ints, ledger_of, takes_host_tensors, timeout_of
 from zcomm.background import Background
 from zcomm.carrier import BackendName, BackendWish, KernelsName, agree_on_carrier, check_names, resolved
@@ -87,10 +88,10 @@ class Topology:
         """What encodes and decodes for them."""
 
     def _place(self, ranks_per_node: int, group: dist.ProcessGroup | None) -> None:
+        check_process_group(group)
         self._parent = group
         self.world_size, self.rank = _size_and_rank(group)
-        if isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int) or ranks_per_node < 1:
-            raise TopologyError(f"ranks_per_node must be an integer of at least 1: ranks_per_node={ranks_per_node!r}")
+        ranks_per_node = as_count("ranks_per_node", ranks_per_node, at_least=1, error=TopologyError)
         if self.world_size % ranks_per_node:
             raise TopologyError(
                 "the world size must be a multiple of ranks_per_node: "
@@ -183,6 +184,7 @@ class Topology:
                 rank, nodes with different numbers of ranks.
             ConfigError: On every rank: ``LOCAL_WORLD_SIZE`` or ``GROUP_RANK`` of one is not what torchrun sets.
         """
+        check_process_group(group)
         _, rank = _size_and_rank(group)
         if not dist.is_initialized():
             return cls.single(backend=backend, kernels=kernels)
@@ -205,8 +207,10 @@ class Topology:
         """Nodes and ranks of a 2-D DeviceMesh [nodes, ranks per node] whose ranks ascend.
 
         Raises:
-            TopologyError: The mesh is not 2-D, or its ranks are not all ranks of torch.distributed in order.
+            TopologyError: The mesh is none, is not 2-D, or its ranks are not all ranks of torch.distributed in order.
         """
+        if not isinstance(mesh, DeviceMesh):
+            raise TopologyError(f"mesh must be a DeviceMesh [nodes, ranks per node]: got {type(mesh).__name__}")
         ranks = mesh.mesh
         if ranks.ndim != 2:
             raise TopologyError(f"the mesh must be 2-D [nodes, ranks per node]: shape={tuple(ranks.shape)}")

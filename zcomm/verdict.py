@@ -7,7 +7,7 @@ With ZCOMM_CHECK=1, one of two hops ends once all ranks of all nodes have starte
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zcomm.ledger import NUM_KEPT, Call
 from zcomm.tagged import needed, tag_of
@@ -30,6 +30,11 @@ class Account(NamedTuple):
     recent: list[Call]
     """The last calls."""
     num_beside: int
+
+    @classmethod
+    def read(cls, told: list[Any]) -> Account:
+        """The one that was told as JSON."""
+        return cls(*told)._replace(recent=[Call(*call) for call in told[6]])
 
     def call(self, number: int) -> Call | None:
         """That of exchange ``number``, if it is known."""

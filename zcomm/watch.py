@@ -54,8 +54,7 @@ __all__ = ["Watch", "watch_of"]
 logger = logging.getLogger("zcomm")
 
 PERIOD_S = 0.5
-NUM_TRIED = 3
-"""Looks that fail one after the other before a rank gives up."""
+NUM_TRIED = 3  # looks that fail one after the other before a rank gives up
 ANSWER_S = 3.0  # the store's time to answer once an exchange has failed
 
 
@@ -284,7 +283,7 @@ class Watch:
 
     def _judge(self) -> None:
         told = [json.loads(self._store.get(self._key(rank))) for rank in range(self._world_size)]
-        world = [{key: _read(account) for key, account in of_rank.items()} for *_, of_rank in told]
+        world = [{key: Account.read(account) for key, account in of_rank.items()} for *_, of_rank in told]
         if will_end(world) or not any(account.waits for hops in world for account in hops.values()):
             return
         compose = self.compose if all(has_noted for has_noted, *_ in told) else _compose
@@ -349,10 +348,6 @@ def _name_of(hop: Hop) -> str:
     return "" if hop.group is None else str(hop.group.group_name)
 
 
-def _read(account: list[Any]) -> Account:
-    return Account(*account)._replace(recent=[Call(*call) for call in account[6]])
-
-
 def _compose(texts: Sequence[str]) -> str:
     return WAITS + "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
 
@@ -367,8 +362,7 @@ def _serve(reference: weakref.ref[Watch], end: threading.Event) -> None:
                 continue
             num_failed = 0
         except Exception as error:  # once or twice: the store is late; for good: it has gone, and with it the job
-            num_failed += 1
-            if num_failed == NUM_TRIED:
+            if (num_failed := num_failed + 1) == NUM_TRIED:
                 logger.debug("ranks that wait for one another are no longer found out: %s", error)
                 return
         period_s = min(1.2 * period_s, 4 * watch.period_s) if watch.has_told else watch.period_s

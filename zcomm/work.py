@@ -83,7 +83,9 @@ class Work:
         assert self._steps is not None, "a finished collective was advanced"
         try:
             with torch.no_grad(), entered(context or self._context):
-                self._pending = next(self._steps)
+                while (pending := next(self._steps)) is None:  # nothing was exchanged: nothing is to be waited for
+                    pass
+                self._pending = pending
         except StopIteration:
             self._steps = self._pending = None
         except BaseException as error:

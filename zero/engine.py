@@ -41,7 +41,7 @@ class Engine:
     """Made by :func:`zero.initialize`. What it has not, it takes from the model (``engine.parameters()``).
 
     With plain ``loss.backward()`` instead of ``engine.backward(loss)``, divide by the accumulation steps yourself, and
-    under fp16 call ``engine.scale(loss).backward()``.
+    under fp16 call ``engine.scale(loss / steps).backward()``: unlike DeepSpeed's, neither divides.
     """
 
     def __init__(

@@ -67,6 +67,8 @@ class Runtime:
         """What ``offload_states`` has moved to the host."""
         self.saves_masters = False
         """Whether ``model.state_dict()``, called on every rank, gives the masters' values at every stage."""
+        self.left_out: frozenset[nn.Parameter] = frozenset()
+        """Parameters that ``model.state_dict()`` leaves out."""
         self.delayed: DelayedUpdate | None = None
         """Updates that run during the next step."""
         self.states: OptimizerStates | None = None
@@ -312,6 +314,18 @@ class Runtime:
         with self.file_update.in_memory(bucket, writes=is_changed):
             yield
 
+    @contextmanager
+    def saving_weights(self, left_out: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Inside, ``model.state_dict()`` has what was last updated, without the parameters ``left_out``.
+
+        Every rank calls it.
+        """
+        self.saves_masters, self.left_out = self.is_behind, frozenset(left_out)
+        try:
+            yield
+        finally:
+            self.saves_masters, self.left_out = False, frozenset()
+
     @property
     def is_inexact(self) -> bool:
         """Whether forward reads what is not to be saved: quantized weights, replicas, or sums of quantized changes."""
@@ -325,11 +339,16 @@ class Runtime:
 
     @contextmanager
     def exact(self, bucket: Bucket) -> Iterator[list[Tensor]]:
-        """The parameters of ``bucket`` as the masters have them, rounded once to their dtype. Collective."""
+        """The parameters of ``bucket`` as the masters have them, rounded once to their dtype. Collective.
+
+        The list is empty afterwards. Keep no view of its tensors: their buffer would not go back to the pool.
+        """
         is_behind = bucket.is_trainable and self.is_behind
         if not (self.is_inexact or is_behind) or not bucket.dtype.is_floating_point:
             with self.gathered([bucket]):
-                yield [param.detach() for param in bucket.params]
+                values = [param.detach() for param in bucket.params]
+                yield values
+                values.clear()
             return
         with self.in_memory([bucket]):
             shard = bucket.master.detach().to(bucket.device, bucket.dtype)
@@ -338,7 +357,9 @@ class Runtime:
         self.pool.lend(works, full)
         self.pool.reclaim(works, full)
         try:
-            yield bucket.views(full)
+            values = bucket.views(full)
+            yield values
+            values.clear()
         finally:
             self.pool.give(full)
 

@@ -51,6 +51,7 @@ class Saving(NamedTuple):
     """On which it was called."""
     values: dict[nn.Parameter, Tensor]
     """What is saved: whole, or, on ranks that get nothing, on meta."""
+    left_out: frozenset[nn.Parameter]
 
 
 @dataclass(slots=True)
@@ -115,7 +116,7 @@ class StateDicts:
         """What torch's own code gets for using a released ``param`` while a state dict is saved or loaded, or None."""
         saving, loading = self._saving, self._loading
         if name == "detach" and saving is not None and self._running(nn.Module.state_dict):
-            return saving.values.get(param)
+            return param if param in saving.left_out else saving.values.get(param)
         if name == "copy_" and loading is not None and args[0] is param and _running(nn.Module.load_state_dict):
             if args[1] is not param:
                 loading.sources[param] = args[1]
@@ -146,9 +147,12 @@ class StateDicts:
         is_exact = not (runtime.is_inexact or runtime.saves_masters)
         if runtime.stage.shards_parameters and runtime.topology.world_size > 1:
             _check_helpers()
+        left_out = runtime.left_out
         if runtime.stage.shards_parameters or not (is_exact or keep_vars):
             with calling_over(runtime.topology, "model.state_dict()"):
-                self._saving = Saving(module, self._values_of(set(module.parameters())))
+                self._saving = Saving(module, self._values_of(set(module.parameters()) - left_out), left_out)
+        elif left_out:
+            self._saving = Saving(module, {}, left_out)
         elif runtime.is_behind:
             logger.warning(
                 "model.state_dict() lacks the last update, which is delayed: call optimizer.finish_update() on every "
@@ -171,36 +175,36 @@ class StateDicts:
             if params.isdisjoint(bucket.params):
                 continue
             with runtime.exact(bucket) as exact:
-                for param, value in zip(bucket.params, exact, strict=True):
+                for slot, param in enumerate(bucket.params):
                     if param in params:
                         if param not in values:
-                            values[param] = torch.empty_like(value, device=device)
+                            values[param] = torch.empty_like(exact[slot], device=device)
                         if is_here:
-                            values[param].copy_(value)
+                            values[param].copy_(exact[slot])
         return values
 
     def _replace(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:  # noqa: ARG002
-        """Put in the values where torch has put parameters of ``module`` itself."""
+        """Put in the values where torch has put parameters of ``module`` itself, or leave them out."""
         saving = self._saving
         if saving is None or module not in self._replaces:
             return
         for name, param in module._parameters.items():
-            entry = state_dict.get(prefix + name)
-            if param in saving.values and isinstance(entry, Tensor) and _is_view(entry, param):
-                state_dict[prefix + name] = saving.values[param]
+            key, entry = prefix + name, state_dict.get(prefix + name)
+            if param is not None and isinstance(entry, Tensor) and _is_view(entry, param):
+                _put(state_dict, key, param, saving)
 
     def _end_save(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:  # noqa: ARG002
         saving = self._saving
         if saving is None or module is not saving.module or len(self._running(nn.Module.state_dict)) > 1:
             return
         self._saving = None
-        whole = {(p.data_ptr(), p.shape): p for p in saving.values if not is_released(p) and p.numel()}
+        params = [*saving.values, *saving.left_out]
+        whole = {(p.data_ptr(), p.shape): p for p in params if not is_released(p) and p.numel()}
         for key, entry in list(state_dict.items()):
             if isinstance(entry, Tensor):  # perhaps put in by a module under a name of its own
                 param = whole.get((entry.data_ptr(), entry.shape)) if has_memory(entry) else entry
-                if param in saving.values:
-                    state_dict[key] = saving.values[param]  # type: ignore[index]
-            self._check_filled(key, state_dict[key])
+                _put(state_dict, key, param, saving)
+            self._check_filled(key, state_dict.get(key))
         if self._of.stage.shards_parameters and self._of.topology.rank != 0:
             saved = {id(value) for value in saving.values.values()}
             for key in [key for key, entry in state_dict.items() if key.startswith(prefix) or id(entry) in saved]:
@@ -325,6 +329,14 @@ def _check_helpers() -> None:
                 "at stage 3 rank 0 gets the whole state dict, and the others none: give get_model_state_dict "
                 "StateDictOptions(full_state_dict=True, cpu_offload=True), without ignore_frozen_params"
             )
+
+
+def _put(state_dict: dict[str, Any], key: str, param: Any, saving: Saving) -> None:
+    """Let the entry of ``param`` have its value, or let there be none."""
+    if param in saving.left_out:
+        del state_dict[key]
+    elif param in saving.values:
+        state_dict[key] = saving.values[param]
 
 
 def _is_view(entry: Tensor, param: nn.Parameter) -> bool:

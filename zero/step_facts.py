@@ -1,7 +1,8 @@
 """What must be the same on every rank whenever gradients are reduced: settings, boundaries, and what is accumulated on.
 
 Compared by a digest in the agreement that ends each backward, so it costs no message. What is done between a backward
-and ``step()`` on one rank alone, ``model.zero_grad()`` or another learning rate, is found at the next backward.
+and ``step()`` on one rank alone, ``model.zero_grad()`` or another learning rate, is found at the next backward, or
+when weights are saved before it: no checkpoint has half a step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zcomm import DivergedError, Topology
+from zcomm import DivergedError, Topology, control
 from zero.bucket_grads import BucketGrads
 from zero.same import told, what_differs
 
@@ -72,6 +73,22 @@ class StepFacts:
     def _settings(self) -> tuple[Any, ...]:
         pairs = zip(self._groups(), self._names, strict=True)
         return tuple(_plain(group.get(name)) for group, names in pairs for name in names)
+
+    def check(self, topology: Topology) -> None:
+        """Raise DivergedError, on every rank, where the last step or the settings were not the same. Collective."""
+        if topology.world_size == 1:
+            return
+        applied = self._applied
+        self._key = (self._settings(), 0, True, b"", applied)  # without what is held: it may be cleared in several ways
+        try:
+            if not control.are_equal(repr(self._key), topology):
+                raise self.refuse(topology)
+        finally:
+            self._key, self._applied = (), applied  # no less different when it is saved again
+
+    def forget_step(self) -> None:
+        """What the last step did is undone by a load."""
+        self._applied = b""
 
     def refuse(self, topology: Topology) -> DivergedError:
         """The error to raise where digests differ, on every rank; collective. It is told once."""

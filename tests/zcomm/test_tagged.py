@@ -61,7 +61,7 @@ def test_only_what_is_not_waited_for_at_once_goes_on() -> None:
 
     def steps() -> Steps:
         seen.append(here().goes_on)
-        yield None
+        yield Exchange([])
         seen.append(here().goes_on)
 
     for async_op in (True, False):

@@ -15,7 +15,7 @@ import torch
 import zcomm
 from tests.ranks import run_ranks
 from zcomm import StateError, Topology
-from zcomm.work import Steps, Work, WorkQueue, run
+from zcomm.work import Steps, Work, WorkQueue, nothing, run
 
 ANY = torch.empty(0)
 
@@ -239,6 +239,17 @@ def _check_dropped_gathers(rank: int) -> None:
 
 def test_a_gather_that_nobody_waits_for_does_not_meet_the_next() -> None:
     run_ranks(2, _check_dropped_gathers)
+
+
+def test_what_exchanges_nothing_is_completed_at_once() -> None:
+    work = run(nothing(), ANY, async_op=True, queue=None)
+    assert work is not None
+    assert work.is_completed()
+    assert work.completes_within(0)
+    sums = zcomm.NodeSums(zcomm.Topology.single(), 8, ("none", "none"))
+    added = sums.add(torch.ones(8), async_op=True)
+    assert added is not None
+    assert added.is_completed(), "as on every node of one rank"
 
 
 @pytest.mark.parametrize("num_exchanges", [1, 2], ids=["driven by the caller", "by the thread"])

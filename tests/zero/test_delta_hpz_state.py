@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -121,6 +123,36 @@ def _check_memory(rank: int) -> None:
             assert buffers["secondary partition"] == numel
             assert numel / 2 <= buffers["residuals"] <= numel / 2 * 1.01
             assert buffers["sums of the node"] == (2 * numel if num_micro > 1 else 0)
+
+
+def _check_grad_scaler(rank: int, num_micro: int) -> None:
+    """Scales are powers of two, so that they change no bit but where units are mixed up."""
+    ends = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)):
+        model = new_model()
+        with zero_optimizer(model, **MODE, ranks_per_node=1, gradient_accumulation_steps=num_micro) as optimizer:
+            for step in range(9):
+                overflows = step in (3, 6)
+                if overflows and scaler is None:
+                    continue
+                for micro in range(num_micro):
+                    loss = loss_of(model, *batch(step, micro, rank)) * (math.inf if overflows and rank else 1)
+                    (loss if scaler is None else scaler.scale(loss)).backward()
+                if scaler is None:
+                    optimizer.step()
+                else:
+                    scaler.step(optimizer)
+                    scaler.update()
+                optimizer.zero_grad()
+            ends.append(_everything(model, optimizer))
+        assert scaler is None or scaler.get_scale() == 2.0**11, "it has grown three times and fallen twice"
+    assert ends[0]["residuals"].any()
+    assert_same_bits(*ends)
+
+
+@pytest.mark.parametrize("num_micro", [1, 2])
+def test_under_torchs_grad_scaler_bits_are_those_without(num_micro: int) -> None:
+    run_ranks(2, _check_grad_scaler, num_micro)
 
 
 def _check_given_up(rank: int) -> None:

@@ -238,6 +238,21 @@ def test_a_coupling_is_found_in_whatever_group(name: str, is_first: bool) -> Non
         check_elementwise(_two_groups(cls, settings, is_first=is_first), {}, CPU)
 
 
+@pytest.mark.parametrize("cls", [ByOtherGroups, TrustRatio])
+def test_one_of_many_groups_is_tried_beside_others_in_little_memory(
+    cls: type[Changing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each group has settings of its own."""
+    sizes, randn = [], torch.randn
+    monkeypatch.setattr(torch, "randn", lambda numel, **options: sizes.append(numel) or randn(numel, **options))
+    for place in (3, 16, 39):
+        groups = [{"params": [nn.Parameter(torch.zeros(2))], "is_on": i == place, "own": i} for i in range(40)]
+        with pytest.raises(ConfigError, match=f"^{cls.__name__} .*in parameter group {place} is"):
+            check_elementwise(cls(groups), {}, CPU)
+    check_elementwise(cls([{**group, "is_on": False} for group in groups]), {}, CPU)
+    assert max(sizes) < 16 * 20_000
+
+
 @pytest.mark.parametrize("name", sorted(set(COUPLED) - {"other groups"}))
 def test_a_class_is_tried_as_an_instance_is(name: str) -> None:
     cls, settings, _ = COUPLED[name]

@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,39 @@ def _check_equals_plain(rank: int, stage: int, num_micro: int, plain_backward: b
 @pytest.mark.parametrize(("stage", "num_micro"), [(0, 1), (0, 3), (1, 3), (2, 1), (2, 3), (3, 1), (3, 3)])
 def test_engine_equals_single_process(stage: int, num_micro: int, plain_backward: bool) -> None:  # noqa: FBT001
     run_ranks(2, _check_equals_plain, stage, num_micro, plain_backward)
+
+
+BACKWARDS: dict[str, tuple[Callable[[Any, Tensor], object], float]] = {
+    "engine": (lambda engine, loss: engine.backward(loss), 1.0),
+    "engine, undivided": (lambda engine, loss: engine.backward(loss, scale_wrt_gas=False), 4.0),
+    "plain": (lambda _, loss: loss.backward(), 4.0),
+    "scaled": (lambda engine, loss: engine.scale(loss).backward(), 4.0),
+    "plain, divided": (lambda engine, loss: (loss / engine.gradient_accumulation_steps()).backward(), 1.0),
+}
+
+
+def _check_who_divides(rank: int, stage: int) -> None:
+    """Of a loss that is the sum of 8 weights each step of SGD takes the learning rate, times what nobody divides."""
+    for fp16 in (False, True):
+        for name, (backward, expected) in BACKWARDS.items():
+            if fp16 and name.startswith("plain"):
+                continue  # a named error: tests/zero/test_loss_scale.py
+            model = nn.Linear(8, 1, bias=False)
+            nn.init.zeros_(model.weight)
+            config = _config(stage, gradient_accumulation_steps=4, optimizer={"type": "SGD", "params": {"lr": 1.0}})
+            config["fp16"] = {"enabled": fp16, "initial_scale_power": 4}
+            engine, *_ = deepspeed.initialize(model=model, config=config)
+            for _ in range(4):
+                backward(engine, engine(torch.ones(1, 8, dtype=model.weight.dtype)).sum())
+                engine.step()
+            values = full_values(engine.module)["weight"].tolist()
+            engine.destroy()
+            assert values == [[-expected] * 8]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_only_the_engines_backward_divides_by_the_accumulation_steps(stage: int) -> None:
+    run_ranks(2, _check_who_divides, stage)
 
 
 def _check_from_json(rank: int, path: str) -> None:

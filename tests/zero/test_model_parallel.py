@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero
 from tests.ranks import device_mesh, run_ranks
 from tests.zero.training import full_values
-from zcomm import ConfigError
+from zcomm import ConfigError, DivergedError
 from zero import ZeroOptimizer
 
 WIDTH, INNER, STEPS = 12, 20, 4
@@ -227,6 +227,10 @@ def _check_checkpoint(rank: int, folder: Path, stage: int) -> None:
     _train(engine, data_rank, range(2, 4))
     expected = full_values(model)
     engine.save_checkpoint(folder, tag="b")
+    if (data_rank, part) == (1, 1):
+        engine.optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(DivergedError, match=r"group 0 lr is .* and 0\.5 on rank"):  # of one part alone
+        engine.save_checkpoint(folder, tag="bad")
     engine.destroy()
 
     model, engine = start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.ranks import run_ranks
 from tests.zero.models import new_model
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
 from zero import GatheredParameters, ZeroOptimizer
+from zero.checkpoints.model_file import save_model_file
 
 
 def _differs_from_masters(saved: dict[str, torch.Tensor], model: nn.Module, optimizer: ZeroOptimizer) -> list[str]:
@@ -82,6 +84,26 @@ def _check_one_bucket_at_a_time(rank: int) -> None:
 
 def test_loading_at_stage_3_holds_one_bucket_at_a_time() -> None:
     run_ranks(2, _check_one_bucket_at_a_time)
+
+
+def _check_saving_one_bucket_at_a_time(rank: int, folder: str) -> None:
+    torch.manual_seed(0)
+    one = 4 * (64 * 64 + 64)
+    for save in (
+        lambda model, _: model.state_dict(),
+        lambda _, optimizer: save_model_file(optimizer, Path(folder) / "a.bin"),
+        lambda _, optimizer: save_model_file(optimizer, Path(folder) / "a.safetensors"),
+    ):
+        for options in ({}, {"quantized_weights": True}):
+            model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            with zero_optimizer(model, sgd, stage=3, **options) as optimizer:  # type: ignore[arg-type]
+                save(model, optimizer)
+                assert optimizer.memory().buffers["pool"] < 1.2 * one
+
+
+def test_saving_at_stage_3_holds_one_bucket_at_a_time(tmp_path: Path) -> None:
+    run_ranks(2, _check_saving_one_bucket_at_a_time, str(tmp_path))
 
 
 def _check_gathered_before(rank: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.ranks import run_ranks
 from tests.zero.training import full_values, zero_optimizer
 from zcomm import StateError
 from zero import GatheredParameters
+from zero.checkpoints.model_file import save_model_file
 
 WIDTH = 6
 OPTIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
@@ -208,6 +210,38 @@ def _check_round_trip(rank: int, stage: int, which: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_state_dicts_are_those_of_a_plain_model(world_size: int, stage: int, which: str) -> None:
     run_ranks(world_size, _check_round_trip, stage, which)
+
+
+def _freeze_some(model: Any, shift: float = 0.0) -> Any:
+    """One within a layer that hooks rename; ``shift`` tells its values, and so its entries, from others."""
+    model.layers[0][0].bias.requires_grad_(False)
+    for param in model.parameters():
+        if not param.requires_grad:
+            param.data += shift
+    return model
+
+
+def _check_frozen_left_out(rank: int, stage: int, folder: str) -> None:
+    file = Path(folder) / "model.bin"
+    for kind in KINDS:
+        model, plain = (_freeze_some(_built(kind, torch.float32, 0)) for _ in range(2))
+        shifted = dict(_leaves(_freeze_some(_built(kind, torch.float32, 0), shift=1.0).state_dict()))
+        expected = {key: value for key, value in _leaves(plain.state_dict()) if torch.equal(value, shifted[key])}
+        assert len(shifted) - len(expected) == 2, "the frozen ones"
+        sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        with zero_optimizer(model, sgd, stage=stage) as optimizer:
+            save_model_file(optimizer, file, exclude_frozen_parameters=True)
+            torch.distributed.barrier()
+            found = dict(_leaves(torch.load(file)))
+            assert list(found) == list(expected), kind
+            assert all(torch.equal(found[key], value) for key, value in expected.items()), kind
+            torch.distributed.barrier()
+            _assert_same(model.state_dict(), plain.state_dict() if stage < 3 or rank == 0 else {})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_frozen_parameters_are_left_out_whatever_hooks_call_them(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, _check_frozen_left_out, stage, str(tmp_path))
 
 
 def _check_late_and_outer_hooks(rank: int, stage: int, which: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import nn
 from tests.ranks import run_ranks
 from tests.zero.training import full_values, zero_optimizer
 from zcomm import ConfigError, DivergedError, Topology
-from zero import ZeroOptimizer
+from zero import ZeroOptimizer, load_checkpoint, save_checkpoint
+from zero.checkpoints.model_file import save_model_file
 from zero.utils import safe_get_full_fp32_param
 
 STAGES = [0, 1, 2, 3]
@@ -130,6 +132,44 @@ def _check_cleared(rank: int, options: dict[str, Any]) -> None:
 def test_gradients_cleared_on_one_rank_are_named(layout: str) -> None:
     world_size, options = LAYOUTS[layout]
     run_ranks(world_size, _check_cleared, options)
+
+
+def _check_not_saved(rank: int, options: dict[str, Any], folder: str) -> None:
+    model = _net()
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01), **options) as optimizer:
+        _step(model, optimizer, rank)
+        save_checkpoint(optimizer, folder, "good")
+        saved = full_values(model)
+        _backward(model, rank)
+        if _last(rank):
+            model.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        for _ in range(2):  # again is no other
+            for save in (
+                lambda: save_checkpoint(optimizer, folder, "bad"),
+                lambda: save_model_file(optimizer, Path(folder) / "bad.safetensors"),
+            ):
+                with pytest.raises(
+                    DivergedError, match=r"the gradient of '0\.bias' in the last step is applied on rank"
+                ):
+                    save()
+        assert [path.name for path in Path(folder).iterdir() if path.is_dir()] == ["good"]
+        assert (Path(folder) / "latest").read_text().split()[-1] == "good"
+        load_checkpoint(optimizer, folder)
+        assert all(torch.equal(a, b) for a, b in zip(saved.values(), full_values(model).values(), strict=True))
+        for tag in ("first", "second"):
+            save_checkpoint(optimizer, folder, tag)
+            _step(model, optimizer, rank)
+        optimizer.param_groups[0]["lr"] = 0.1 if _last(rank) else 0.01
+        with pytest.raises(DivergedError, match=r"group 0 lr is 0\.01 on rank 0.* and 0\.1 on rank"):
+            save_checkpoint(optimizer, folder, "bad")
+
+
+@pytest.mark.parametrize("layout", ["stage 0", "stage 1", "stage 3", "three ranks"])
+def test_a_step_that_not_all_took_is_not_saved(layout: str, tmp_path: Path) -> None:
+    world_size, options = LAYOUTS[layout]
+    run_ranks(world_size, _check_not_saved, options, str(tmp_path))
 
 
 def _check_edited(rank: int) -> None:

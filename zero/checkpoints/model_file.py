@@ -39,11 +39,13 @@ def save_model_file(optimizer: ZeroOptimizer, path: Path, *, exclude_frozen_para
     Raises:
         CheckpointError: The file cannot be written, or two model-parallel ranks, which hold different parts of the
             model, are to write the same; the same on every rank.
+        DivergedError: As for :func:`zero.save_checkpoint`, on the ranks of one part of the model.
 
     Memory of the first rank: one bucket, or for ``torch.save`` the whole model.
     """
     runtime, error = optimizer.inside.runtime, None
     _check_own_path(path, optimizer.inside.model_parallel)
+    runtime.reducer.facts.check(runtime.topology)
     chosen = {
         s.name for b in runtime.buckets for s in b.layout.slots if b.is_trainable or not exclude_frozen_parameters
     }
@@ -79,6 +81,7 @@ def _write_safetensors(runtime: Runtime, path: Path, chosen: set[str]) -> None:
         if writer is not None and not failures:
             with _collecting(failures):
                 writer.write(name, value)
+        del value  # of a buffer that goes back to the pool
     if writer is not None:
         with _collecting(failures):
             if not failures:
@@ -118,32 +121,25 @@ def _values(runtime: Runtime, chosen: set[str]) -> Iterator[tuple[str, Tensor]]:
     waiting: dict[str, list[Tensor]] = {}
     for bucket in runtime.buckets:
         with runtime.exact(bucket) as values:
-            for slot, value in zip(bucket.layout.slots, values, strict=True):
+            for index, slot in enumerate(bucket.layout.slots):
                 if slot.name not in chosen:
                     continue
                 if slot.name not in tiles or len(slot.shape) > 1:
-                    yield tiles[slot.name][0] if slot.name in tiles else slot.name, value
+                    yield tiles[slot.name][0] if slot.name in tiles else slot.name, values[index]
                     continue
                 key, part, num_rows = tiles[slot.name]
-                waiting.setdefault(key, []).append(value.clone())
+                waiting.setdefault(key, []).append(values[index].clone())
                 if part.stop == num_rows:
                     yield key, torch.cat(waiting.pop(key))
     yield from named_buffers(runtime.model).items()
 
 
 def _write_pickle(runtime: Runtime, path: Path, chosen: set[str]) -> None:
-    names = {
-        name: param.zero_shard.name  # type: ignore[attr-defined]
-        for name, param in runtime.model.named_parameters(remove_duplicate=False)
-    }
-    runtime.saves_masters = runtime.is_behind
-    try:
-        whole = runtime.model.state_dict()
-    finally:
-        runtime.saves_masters = False
+    slots = [pair for b in runtime.buckets for pair in zip(b.params, b.layout.slots, strict=True)]
+    with runtime.saving_weights(param for param, slot in slots if slot.name not in chosen):
+        kept = dict(runtime.model.state_dict())
     if runtime.topology.rank != 0:
         return
-    kept = {name: value for name, value in whole.items() if name not in names or names[name] in chosen}
     try:
         make_folder(path.parent)
         with replacing(path, secrets.token_hex(4)) as file:

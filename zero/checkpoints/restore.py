@@ -70,6 +70,7 @@ def restore(
         inside.fail(error)
         raise
     inside.runtime.since_ns = time.time_ns()
+    inside.runtime.reducer.facts.forget_step()
     client_state: dict[str, Any] = decoded["client_state"]
     return client_state
 

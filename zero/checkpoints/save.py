@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zcomm import Topology
+from zcomm import DivergedError, Topology
 from zcomm.background import Background
-from zero.agreement import share_text
+from zero.agreement import raise_first, share_text
 from zero.checkpoints.agreed import agreed
 from zero.checkpoints.errors import CheckpointError
 from zero.checkpoints.folder import check_tag
@@ -95,12 +95,15 @@ def save_checkpoint(
         CheckpointError: Gradients of an unfinished step are held; something cannot be stored, named by its path;
             another asynchronous save has failed; the disk is full; or there are ranks of another model. The same on
             every rank.
+        DivergedError: On every rank: one took another step than the others, or has other settings, so that they hold
+            no one model.
 
     Stored: masters, optimizer states, parameter groups, buffers, loss scale, and the random generators of every rank
     (python, numpy, torch, GPU). Cost for each rank: its shard in bytes written; with ``async_op`` also in host memory.
     """
     ranks = saving_ranks(optimizer.topology, optimizer.inside.model_parallel)
     path = agreed(lambda: _checked_path(optimizer, save_dir, tag, ranks), ranks, "no checkpoint can be saved")
+    _check_same_step(optimizer, ranks)
     folder, background = Path(share_text(str(path), 0, ranks)), ranks.background
     snapshot = take_snapshot(
         optimizer,
@@ -128,6 +131,19 @@ def _checked_path(optimizer: ZeroOptimizer, save_dir: str | Path, tag: str, rank
     wait_for_saves(ranks)
     _check_between_steps(optimizer)
     return Path(save_dir).absolute() / check_tag(str(tag))
+
+
+def _check_same_step(optimizer: ZeroOptimizer, ranks: Topology) -> None:
+    """Raise DivergedError on all ``ranks`` where those of one part of the model took different steps."""
+    error = None
+    try:
+        optimizer.inside.runtime.reducer.facts.check(optimizer.topology)
+    except DivergedError as caught:
+        error = caught
+    if ranks is not optimizer.topology:
+        raise_first(error, DivergedError, ranks)
+    elif error is not None:
+        raise error
 
 
 def wait_for_saves(topology: Topology) -> None:
