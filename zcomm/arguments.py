@@ -69,17 +69,14 @@ def check_choice(name: str, value: object, choices: tuple[str, ...], error: type
 
 
 def as_device(name: str, value: Any) -> torch.device:
-    """``value``, a device with memory or its name; of several of a kind the one that it means now."""
+    """``value``, a device or its name; of several of a kind the one that it means now."""
     reason: Exception | None = None
     if isinstance(value, (str, torch.device)):
         try:
-            found = torch.empty(0, device=value).device
+            return torch.empty(0, device=value).device
         except (RuntimeError, AssertionError) as error:  # no such device, or torch is built without it
             reason = error
-        else:
-            if found.type != "meta":
-                return found
-    text = f"{name} must be a device with memory, such as 'cpu' or 'cuda': {name}={shown(value)}"
+    text = f"{name} must be a device, such as 'cpu' or 'cuda': {name}={shown(value)}"
     raise LayoutError(text if reason is None else f"{text}: {reason}") from reason
 
 
