@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
-from datetime import datetime, timezone
 
 import pytest
 
@@ -14,8 +12,8 @@ from tests.conftest import SAID
 from tests.faults.__main__ import LOG, MARKED, OUTCOMES, PAGE, ROOT, References, read_log, run_one, tables
 from tests.faults.definition import CONFIGS, FAULTS, LOST_PEER, draw_spec
 from tests.faults.forked import wrong_errors
+from tests.rotation import DAY
 
-DAY = int(os.environ.get("ZERO_TEST_FAULT_DAY", datetime.now(timezone.utc).date().toordinal()))
 A_DAY = {"forked": 2, "torchrun": 1, "network": 1}
 """Runs. So each kind of fault has its turn in 9 days on forks, in 14 under torchrun, in 2 with the network cut."""
 
@@ -25,7 +23,7 @@ REFERENCES = References()
 def _check(mode: str, which: int, record_property: Callable[[str, object], None]) -> None:
     seed = DAY * A_DAY[mode] + which
     spec = draw_spec(seed, mode)
-    drawn = f"{mode}, run {seed} (ZERO_TEST_FAULT_DAY={DAY}): {spec['fault']}, {spec['config']}"
+    drawn = f"{mode}, run {seed} (ZERO_TEST_DAY={DAY}): {spec['fault']}, {spec['config']}"
     line = run_one(mode, seed, REFERENCES)
     if line["outcome"] == "skipped":
         pytest.skip(f"{drawn}: {line['problems'][0]}")

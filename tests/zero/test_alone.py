@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import date
 from pathlib import Path
 
 import pytest
 
 from tests.ranks import run_ranks
+from tests.rotation import DAY, of_the_day
 from tests.zero.alone import Draw, draws, run_draw
 from tests.zero.slow import CASES, PLACES, Case, run_slow, sleeps
 
-SEED = date.today().toordinal()
+SEED = DAY
 
 
 @pytest.mark.parametrize("draw", list(draws(SEED, 8)), ids=lambda draw: f"seed {SEED}, {'-'.join(map(str, draw))}")
@@ -31,8 +31,14 @@ def test_a_slow_rank_is_waited_for(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", of_the_day(CASES, 2), ids=str)
 def test_so_it_is_wherever_it_is_late(case: Case, tmp_path: Path) -> None:
+    _run_slow(case, len(PLACES), tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_so_it_is_in_every_job(case: Case, tmp_path: Path) -> None:
     _run_slow(case, len(PLACES), tmp_path)
 
 

@@ -1,7 +1,7 @@
 """Soak: many steps of a small model in one process leave memory, descriptors, threads, groups and files as they were.
 
-Here 36 steps of some modes. ``python -m pytest tests/zero/test_soak.py -m long -s -k stage-1`` takes 10,000 of one, or
-as many as ZERO_SOAK_STEPS says, and prints its row of bench/results/soak.md.
+Here 36 steps of two modes a day. ``python -m pytest tests/zero/test_soak.py -m long -s -k stage-1`` takes 10,000 of
+one, or as many as ZERO_SOAK_STEPS says, and prints its row of bench/results/soak.md.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
+from tests.rotation import of_the_day
 from tests.zero.models import batch
 from tests.zero.soak import MODES, Look, look, slope, soak, what_grew
 
@@ -31,14 +32,8 @@ def _run(name: str, folder: Path, num_steps: int, every: int) -> None:
     run_ranks(MODES[name].num_ranks, soak, name, str(folder), num_steps, every)
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["ZeRO++", "delta-hpZ", *(pytest.param(name, marks=SLOW) for name in ("hpZ", "NVMe, delayed", "host, overlapped"))],
-    ids=ID.get,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", of_the_day(list(MODES), 2), ids=ID.get)
 def test_a_short_run_leaves_nothing_behind(tmp_path: Path, name: str) -> None:
     _run(name, tmp_path, SHORT, EVERY_SHORT)
 
