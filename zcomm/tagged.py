@@ -95,6 +95,7 @@ class _Started:
             self._works = start()
         except BaseException as error:  # handed to whoever waits
             self._error = error
+        del start  # and with it the tensors, before anybody knows
         self._is_started.set()
 
     def wait(self) -> None:
@@ -151,6 +152,7 @@ class Exchange:
             try:
                 while self._works:  # gloo's sends and receives can be waited for only once
                     self._works.pop(0).wait()
+                self._tensors = ()  # before anybody knows: whoever still holds this must not seem to use them
             except BaseException as error:
                 self._error = error
                 raise

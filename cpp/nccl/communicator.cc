@@ -71,28 +71,29 @@ Communicator::~Communicator() {
 }
 
 void Communicator::Run(const GatherCall& call, const Place& place) {
-  RunPlan("all_gather", MakePlan(call, parts_, place.is_valid), place);
+  RunPlan("all_gather", MakePlan(call, parts_, place.is_valid), place, Flow::kInward);
 }
 
 void Communicator::Run(const ReduceCall& call, const Place& place) {
-  RunPlan("reduce_scatter", MakePlan(call, parts_, place.is_valid), place);
+  RunPlan("reduce_scatter", MakePlan(call, parts_, place.is_valid), place, Flow::kOutward);
 }
 
 void Communicator::Run(const ExchangeCall& call, const Place& place) {
-  RunPlan("all_to_all", MakePlan(call, parts_, place.is_valid), place);
+  RunPlan("all_to_all", MakePlan(call, parts_, place.is_valid), place, Flow::kOutward);
 }
 
 void Communicator::Run(const BytesCall& call, const Place& place) {
-  RunPlan("an exchange of bytes", MakePlan(call, parts_), place);
+  RunPlan("an exchange of bytes", MakePlan(call, parts_), place, Flow::kOutward);
 }
 
-void Communicator::RunPlan(const char* name, const Plan& plan, const Place& place) {
+void Communicator::RunPlan(const char* name, const Plan& plan, const Place& place, Flow flow) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout_);
   const Queueing queueing(&queued_by_, deadline);
   const bool is_captured = device_->IsCapturing(place.stream);
   if (!is_captured) Look();  // asks for events, which would spoil the capture
   ThrowIfFailed();
+  if (under_way_.empty()) oldest_flow_ = flow;
   ZCOMM_CHECK(place.workspace == nullptr ? !is_captured || plan.slot_nbytes == 0
                                          : place.workspace_nbytes >= plan.workspace_nbytes(),
               name, " needs a workspace of ", plan.workspace_nbytes(), " bytes while its stream is captured, got ",
@@ -110,7 +111,7 @@ void Communicator::RunPlan(const char* name, const Plan& plan, const Place& plac
     if (is_captured) return;
     if (idle_events_.empty()) idle_events_.push_back(device_->CreateEvent());
     device_->Record(idle_events_.back(), place.stream);
-    under_way_.push_back({idle_events_.back(), deadline, name});
+    under_way_.push_back({idle_events_.back(), deadline, name, flow});
     idle_events_.pop_back();
   } catch (const std::exception& error) {
     Fail(is_stuck_ ? LateText(name) : std::string(name) + " failed: " + error.what());
@@ -156,7 +157,14 @@ void Communicator::Abort(const std::string& reason) {
 void Communicator::Fail(const std::string& reason) noexcept {
   if (!failure_.empty()) return;
   failure_ = reason;
-  for (const auto& hop : hops_) hop->Abort();
+  AbortHops();
+}
+
+// The oldest call's second hop first. Aborting a hop ends what waits in it, and the stages behind that go on with
+// whatever lies in their buffers: they must not send it over a hop that still works, to ranks that would take it.
+void Communicator::AbortHops() noexcept {
+  const bool is_outward = oldest_flow_ == Flow::kOutward;
+  for (std::size_t i = 0; i < hops_.size(); ++i) hops_[is_outward ? hops_.size() - 1 - i : i]->Abort();
 }
 
 void Communicator::ThrowIfFailed() const {
@@ -170,6 +178,7 @@ void Communicator::Look() {
     while (!under_way_.empty() && device_->IsDone(under_way_.front().end)) {
       idle_events_.push_back(under_way_.front().end);
       under_way_.pop_front();
+      if (!under_way_.empty()) oldest_flow_ = under_way_.front().flow;
     }
     for (const auto& hop : hops_) {
       const std::string error = hop->AsyncError();
@@ -202,7 +211,7 @@ void Communicator::Watch() {
 void Communicator::EndStuckCall() {
   const Clock::rep queued_by = queued_by_.load();
   if (queued_by == 0 || Clock::now().time_since_epoch().count() < queued_by || is_stuck_.exchange(true)) return;
-  for (const auto& hop : hops_) hop->Abort();
+  AbortHops();
 }
 
 std::string Communicator::LateText(const char* name) const {

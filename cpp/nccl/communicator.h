@@ -58,16 +58,20 @@ class Communicator {
 
  private:
   using Clock = std::chrono::steady_clock;
+  // Of two hops, which comes first: inside the node (outward) or between nodes (inward).
+  enum class Flow { kOutward, kInward };
   struct UnderWay {
     Event end;
     Clock::time_point deadline;
     const char* name;
+    Flow flow;
   };
 
-  void RunPlan(const char* name, const Plan& plan, const Place& place);
+  void RunPlan(const char* name, const Plan& plan, const Place& place, Flow flow);
   std::uint8_t* GrownWorkspace(std::size_t nbytes);
   void FreeWorkspace() noexcept;
   void Fail(const std::string& reason) noexcept;
+  void AbortHops() noexcept;
   void Look();
   void Watch();
   void EndStuckCall();
@@ -88,6 +92,7 @@ class Communicator {
   std::size_t workspace_nbytes_ = 0;
   std::vector<void*> registrations_;  // of the workspace, by hop
   std::deque<UnderWay> under_way_;
+  std::atomic<Flow> oldest_flow_{Flow::kOutward};  // of the first of them, or of the call that is being queued
   std::vector<Event> idle_events_;
   std::string failure_;
 

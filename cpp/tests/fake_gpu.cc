@@ -102,6 +102,11 @@ std::map<std::string, std::size_t> FakeWorld::TakeCounts(std::size_t rank) {
   return std::exchange(ranks_[rank].counts, {});
 }
 
+std::vector<std::vector<std::size_t>> FakeWorld::Aborted(std::size_t rank) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return ranks_[rank].aborted;
+}
+
 void FakeWorld::SetAsyncError(std::size_t rank, const std::string& text) {
   const std::lock_guard<std::mutex> lock(mutex_);
   ranks_[rank].async_error = text;
@@ -418,6 +423,7 @@ class FakeTransport final : public Transport {
     const std::lock_guard<std::mutex> lock(world_->mutex_);
     *is_aborted_ = true;
     world_->ranks_[ranks_[index_]].is_aborted = true;
+    world_->ranks_[ranks_[index_]].aborted.push_back(ranks_);
     world_->is_idle_ = false;
     world_->num_alive_ -= num_registrations_;
     num_registrations_ = 0;

@@ -45,6 +45,8 @@ class FakeWorld {
   std::size_t TakeNumWaits(std::size_t rank);
   // What a rank has asked of its GPU and of NCCL since it was last asked, by name: kernels, transfers, events, waits.
   std::map<std::string, std::size_t> TakeCounts(std::size_t rank);
+  // The links that a rank has aborted, in that order, each by its ranks.
+  std::vector<std::vector<std::size_t>> Aborted(std::size_t rank);
   // What AsyncError() says on `rank`.
   void SetAsyncError(std::size_t rank, const std::string& text);
 
@@ -99,6 +101,7 @@ class FakeWorld {
     std::size_t fail_at = SIZE_MAX;
     std::size_t hang_at = SIZE_MAX;
     bool is_aborted = false;
+    std::vector<std::vector<std::size_t>> aborted;
     std::size_t forget_at = SIZE_MAX;
     std::size_t num_transfers = 0;
     std::size_t shorten_at = SIZE_MAX;

@@ -272,6 +272,26 @@ void CheckTimeoutAndAbort() {
   ranks.Close(3);  // with nothing under way
 }
 
+// What waits in the first hop of a call goes on once that is aborted: nothing may be sent over the second any more.
+void CheckOrderOfAborts() {
+  const std::vector<std::size_t> inside = {0, 1}, between = {0, 2};
+  for (const auto& [collective, wanted] : {std::pair(Collective::kReduce, std::vector({between, inside})),
+                                           std::pair(Collective::kGather, std::vector({inside, between}))}) {
+    const Case c = TwoHops(collective, kInt8, kInt8);
+    FakeWorld late(4);
+    FakeRanks waiting(&late, c, /*timeout_s=*/0.05);
+    waiting.Call(0);
+    while (ErrorOf([&] { waiting.communicator(0)->Check(); }).empty()) {
+    }
+    EXPECT(late.Aborted(0) == wanted, "of a call that is late");
+    FakeWorld stuck(5);
+    FakeRanks hanging(&stuck, c, /*timeout_s=*/0.02);
+    stuck.HangAt(0, 5);
+    EXPECT(!ErrorOf([&] { hanging.Call(0); }).empty(), "a call that hangs");
+    EXPECT(stuck.Aborted(0).front() == wanted.front(), "of a call that does not get queued");
+  }
+}
+
 // A call of CUDA or NCCL does not return: every call of a collective in turn.
 void CheckStuckCalls() {
   const Case c = OneHop(Collective::kReduce, 2, kInt8, 300);
@@ -430,6 +450,7 @@ int main(int argc, char** argv) {
       {"CheckCapture", CheckCapture},
       {"CheckFailureOfConstruction", CheckFailureOfConstruction},
       {"CheckTimeoutAndAbort", CheckTimeoutAndAbort},
+      {"CheckOrderOfAborts", CheckOrderOfAborts},
       {"CheckStuckCalls", CheckStuckCalls},
       {"CheckEveryFailure", CheckEveryFailure},
       {"CheckEveryWaitIsNeeded", CheckEveryWaitIsNeeded},

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+import weakref
+from typing import Any, cast
 
 import pytest
 import torch
@@ -120,3 +121,15 @@ def test_an_exchange_that_failed_has_ended() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="closed by peer"):
             pending.wait()
+
+
+def test_who_holds_what_has_ended_does_not_use_its_tensors() -> None:
+    """Else a buffer looks used for a moment longer than it is, and another is allocated."""
+    for tensor in (SMALL, LARGE):
+        sent = tensor.clone()
+        used = weakref.ref(sent)
+        with entered(Context(goes_on=True)):
+            pending = exchange(cast(Any, Group()), 4, [], [(1, sent)])
+        del sent
+        assert pending.ends_within(30)
+        assert used() is None

@@ -142,7 +142,8 @@ def test_the_thread_ends_with_a_forgotten_queue_and_keeps_no_tensors() -> None:
     del tensor
     gc.collect()
     assert forgotten() is None
-    thread = next(t for t in threading.enumerate() if t.name == "zcomm")
+    thread = queue._thread
+    assert thread is not None
     del queue
     gc.collect()
     thread.join(5)
