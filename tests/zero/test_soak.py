@@ -6,6 +6,7 @@ one, or as many as ZERO_SOAK_STEPS says, and prints its row of bench/results/soa
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -61,12 +62,18 @@ def _start(kept: list[Any]) -> None:
     threading.Thread(target=kept[-1].wait, daemon=True).start()
 
 
+def _map(kept: list[Any]) -> None:
+    """New pages: in a rank that has lived for long, small objects find room among what others have freed."""
+    kept.append(mmap.mmap(-1, 1024 * EVERY))
+    kept[-1].write(bytes([1]) * len(kept[-1]))
+
+
 LEAKS = {
     "descriptors": Leak(lambda kept, folder: kept.append((folder / "one").open("w")), lambda file: file.close()),
     "threads": Leak(lambda kept, _: _start(kept), threading.Event.set),
     "groups": Leak(lambda kept, _: kept.append(dist.new_group([0])), dist.destroy_process_group),
     "files": Leak(lambda kept, folder: kept.append((folder / str(len(kept))).write_text("")), id),
-    "resident": Leak(lambda kept, _: kept.append([bytes(1024) for _ in range(EVERY)]), id),
+    "resident": Leak(lambda kept, _: _map(kept), mmap.mmap.close),
 }
 """Of memory, a kilobyte a step."""
 
