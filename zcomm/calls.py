@@ -49,7 +49,7 @@ class Context(NamedTuple):
     within: str = ""
     """A public call that errors name all the same, though other ranks may be in another."""
     goes_on: bool = False
-    """Whether the thread computes while the exchanges run."""
+    """Whether the caller computes while its exchange runs: the call was made with ``async_op=True``."""
 
 
 class _Here(threading.local):

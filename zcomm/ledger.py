@@ -82,7 +82,7 @@ class Ledger:
         self._waits: dict[int, int] = {}
         """By thread, the exchange that it waits for."""
         self._callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        """Threads that have started any. Not their numbers: a new thread may get that of one that has ended."""
+        """Threads that have started any. Not their idents: a new thread may get that of one that has ended."""
         self.keep: Callable[[Entry], None] | None = None
         """Is told of every entry, when it is made and when its state changes; one call at a time."""
         self.last_broken = 0

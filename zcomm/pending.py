@@ -21,7 +21,7 @@ class Pending(Protocol):
 
 
 def ends_within(pending: Pending, seconds: float) -> bool:
-    """Whether ``pending`` is known to have ended that soon: by its own ``ends_within()``, or by asking often."""
+    """Whether ``pending`` is known to have ended after at most ``seconds``. Polls what has no ``ends_within()``."""
     own = getattr(pending, "ends_within", None)
     if own is not None:
         return bool(own(seconds))

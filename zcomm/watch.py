@@ -54,7 +54,7 @@ __all__ = ["Watch", "watch_of"]
 logger = logging.getLogger("zcomm")
 
 PERIOD_S = 0.5
-NUM_TRIED = 3  # looks that fail one after the other before a rank gives up
+NUM_TRIED = 3  # failures in a row before a rank stops watching
 ANSWER_S = 3.0  # the store's time to answer once an exchange has failed
 
 

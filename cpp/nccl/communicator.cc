@@ -160,8 +160,8 @@ void Communicator::Fail(const std::string& reason) noexcept {
   AbortHops();
 }
 
-// The oldest call's second hop first. Aborting a hop ends what waits in it, and the stages behind that go on with
-// whatever lies in their buffers: they must not send it over a hop that still works, to ranks that would take it.
+// The second hop of the oldest call first. Once the first is aborted, what waited in it ends and the later stages run
+// on stale buffers: they must not send these over a hop that still works, to ranks that would accept them.
 void Communicator::AbortHops() noexcept {
   const bool is_outward = oldest_flow_ == Flow::kOutward;
   for (std::size_t i = 0; i < hops_.size(); ++i) hops_[is_outward ? hops_.size() - 1 - i : i]->Abort();

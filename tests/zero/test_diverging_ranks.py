@@ -185,8 +185,8 @@ def test_a_rank_whose_thread_computes_is_waited_for() -> None:
     run_ranks(4, _check_busy_thread)
 
 
-def _check_reused_number(rank: int) -> None:
-    """A thread gathers and ends; another, which makes no exchange, gets its number and computes for ever."""
+def _check_reused_ident(rank: int) -> None:
+    """A thread gathers and ends; another, which makes no exchange, gets its ident and computes for ever."""
     t, end = topology(2), threading.Event()
 
     def gathers() -> None:
@@ -208,7 +208,7 @@ def _check_reused_number(rank: int) -> None:
         gone.join()
         threads = [gone]
         while threads[-1].ident != gone.ident or len(threads) == 1:
-            assert len(threads) < 100, "no new thread gets the number of one that has ended"
+            assert len(threads) < 100, "no new thread gets the ident of one that has ended"
             threads.append(threading.Thread(target=computes, daemon=True))
             threads[-1].start()
         with _watched(2, 0.1):
@@ -217,5 +217,5 @@ def _check_reused_number(rank: int) -> None:
         end.set()
 
 
-def test_a_number_that_a_thread_leaves_behind_is_nobodys() -> None:
-    run_ranks(2, _check_reused_number)
+def test_an_ident_that_a_thread_leaves_behind_is_nobodys() -> None:
+    run_ranks(2, _check_reused_ident)
