@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -51,3 +52,23 @@ def test_what_ranks_that_left_have_said_is_told() -> None:
     store.answers.set()
     text = _watch_over(store).lost("group")
     assert "rank 1: has ended (at/left/group/1); rank 0: " in text
+
+
+class _Looks:
+    """A Watch whose looks fail where ``fails`` says so."""
+
+    period_s, has_told = 0.0, False
+
+    def __init__(self, fails: list[bool]) -> None:
+        self.left = fails
+
+    def look(self) -> bool:
+        if self.left.pop(0):
+            raise RuntimeError("the store does not answer")
+        return True
+
+
+def test_a_store_that_fails_once_or_twice_does_not_end_the_watch() -> None:
+    looks: Any = _Looks([True, True, False, True, True, True, False])
+    watch._serve(weakref.ref(looks), threading.Event())
+    assert looks.left == [False]
