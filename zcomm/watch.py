@@ -42,7 +42,8 @@ from zcomm import backend, calls, env
 from zcomm.backend import ALONE, Hop, Pending
 from zcomm.errors import DivergedError
 from zcomm.lagging import lagging
-from zcomm.ledger import Call
+from zcomm.ledger import Call, Ledger
+from zcomm.nccl_communicators import Communicators
 from zcomm.starts import prefix_of_start
 from zcomm.tagged import tag_of
 from zcomm.verdict import Account, Owed, owed_of, will_end
@@ -70,12 +71,18 @@ class Watchable(Protocol):
 
 
 class Watched(NamedTuple):
-    """A hop of one topology."""
+    """A hop of one topology, or what it has queued on a stream of a communicator over NCCL."""
 
-    hop: Hop
-    beside: Hop
-    """The other hop of a collective of two, if there is one."""
     kind: str
+    ledger: Ledger
+    global_ranks: Sequence[int]
+    sends: bool
+    """Whether exchanges of different calls never meet, or never end."""
+    hop: Hop = ALONE
+    """Alone: it is a communicator's, which ``abort`` ends."""
+    beside: Hop = ALONE
+    """The other hop of a collective of two, if there is one."""
+    abort: Callable[[str], None] | None = None
 
 
 class Watch:
@@ -113,7 +120,7 @@ class Watch:
     def add(self, topology: Watchable) -> None:
         """Watch ``topology``, too, until it is closed or gone."""
         for watched in _hops(topology):
-            watched.hop.ledger.lost = partial(self.lost, _name(topology))
+            watched.ledger.lost = partial(self.lost, _name(topology))
         with self._lock:
             if not self._topologies:
                 self._end = threading.Event()
@@ -155,7 +162,7 @@ class Watch:
 
     def look(self) -> bool:
         """Tell, judge and wake, if this rank has not moved since the last look. False: no topology is left."""
-        hops = {_name_of(w.hop): w for one in self._topologies if (t := one()) is not None for w in _hops(t)}
+        hops = {key: w for one in self._topologies if (t := one()) is not None for key, w in _watched(t)}
         told = self._account(hops)
         seen = None if told is None else json.dumps(told[1:])
         if seen is None or seen != self._last:
@@ -184,13 +191,13 @@ class Watch:
         drivers = {queue.thread_id for queue in queues}
         waiting = {thread for queue in queues for thread in list(queue.waits)}
         accounts, callers = {}, set[int]()
-        for key, (hop, _, kind) in hops.items():
-            num_started, waits, recent, num_beside = hop.ledger.account()
+        for key, (kind, ledger, of_job, sends, *_) in hops.items():
+            num_started, waits, recent, num_beside = ledger.account()
             waiting |= set(waits)
-            callers |= set(hop.ledger.callers)
-            ranks = [self._number[rank] for rank in dist.get_process_group_ranks(hop.group)]
-            broken, awaited = hop.ledger.last_broken, sorted(waits.values())
-            accounts[key] = Account(ranks, kind, hop.sends("cpu"), num_started, broken, awaited, recent, num_beside)
+            callers |= set(ledger.callers)
+            ranks = [self._number[rank] for rank in of_job]
+            broken, awaited = ledger.last_broken, sorted(waits.values())
+            accounts[key] = Account(ranks, kind, sends, num_started, broken, awaited, recent, num_beside)
         if any(queue.waits and queue.thread_id not in waiting for queue in queues):
             return None  # its thread computes, and will go on to the next exchange
         main = threading.main_thread().ident or 0
@@ -252,8 +259,7 @@ class Watch:
         return [bool(noted), f"{noted} ({text})" if noted else text, accounts]
 
     def _call_of(self, thread: int) -> str:
-        hops = [w.hop for one in self._topologies if (t := one()) is not None for w in _hops(t)]
-        for ledger in (hop.ledger for hop in hops):
+        for ledger in [w.ledger for one in self._topologies if (t := one()) is not None for _, w in _watched(t)]:
             number = ledger.account()[1].get(thread)
             if number is not None:
                 return ledger.call_name(number, "backward: " if calls.is_in_backward(thread) else "")
@@ -272,16 +278,16 @@ class Watch:
         known = {key: Owed(until, [(n, Call(*c)) for n, c in more], b) for key, (until, more, b) in owed.items()}
         for key, watched in hops.items():
             if key in known:
-                watched.hop.ledger.break_until(known[key].until, reason)
+                watched.ledger.break_until(known[key].until, reason)
         self._store.add(self._key("heard"), 1)
         while self._store.add(self._key("heard"), 0) < self._world_size:  # nobody may wake who would not raise
             time.sleep(0.02)
-        works = [work for key, watched in hops.items() if key in known for work in _take_part(watched, known[key])]
+        works = [w for key, watched in hops.items() if key in known for w in _complete(watched, known[key], reason)]
         for one in self._topologies:
             if (topology := one()) is not None:
                 topology.queue.cancel_all(DivergedError(reason))
         for watched in hops.values():
-            watched.hop.ledger.settled.set()
+            watched.ledger.settled.set()
         self.num_found, self._last, self._has_told = self.num_found + 1, None, False
         for work in works:
             work.wait()
@@ -291,20 +297,31 @@ WAITS = "the ranks make different calls, and would wait for one another for ever
 IDLE = "is idle"
 
 
-def _take_part(watched: Watched, owed: Owed) -> list[Pending]:
+def _complete(watched: Watched, owed: Owed, reason: str) -> list[Pending]:
     """Start what this rank owes over one hop, and bring its numbers to where the others' will be."""
-    hop, ledger, works = watched.hop, watched.hop.ledger, []
+    hop, ledger, works = watched.hop, watched.ledger, []
     num_started, _, recent, _ = ledger.account()
+    if watched.abort is not None and owed.calls:
+        watched.abort(reason)
     mine = {num_started - back: call for back, call in enumerate(reversed(recent))}
     for number, call in owed.calls:
         own = mine.get(number)
         is_mine = own is not None and (not hop.sends(call.device_type) or tag_of(number, own) == tag_of(number, call))
         while ledger.num_started < number:
             ledger.start(call)
-        if not is_mine:
+        if not is_mine and watched.abort is None:
             works.append(backend.take_part(number, call, hop.next_to(watched.beside) if call.beside else hop))
     ledger.num_beside = max(ledger.num_beside, owed.num_beside)
     return works
+
+
+def _watched(topology: Watchable) -> Iterator[tuple[str, Watched]]:
+    """All that ``topology`` exchanges over, by names that are the same on all ranks of each."""
+    for watched in _hops(topology):
+        yield _name_of(watched.hop), watched
+    communicators: Communicators | None = topology.world.communicators
+    for name, kind, queued, abort in () if communicators is None else communicators.streams(_name(topology)):
+        yield name, Watched(kind, queued.ledger, queued.ranks, True, abort=abort)
 
 
 def _hops(topology: Watchable) -> Iterator[Watched]:
@@ -314,7 +331,8 @@ def _hops(topology: Watchable) -> Iterator[Watched]:
     for kind, hop, beside in pairs:
         if hop.group is not None and id(hop.ledger) not in seen:
             seen.add(id(hop.ledger))
-            yield Watched(hop, beside, f"{_name(t)}.{kind}")
+            ranks = dist.get_process_group_ranks(hop.group)
+            yield Watched(f"{_name(t)}.{kind}", hop.ledger, ranks, hop.sends("cpu"), hop, beside)
 
 
 def _name(topology: Watchable) -> str:

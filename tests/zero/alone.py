@@ -2,6 +2,7 @@
 
 python -m tests.zero.alone --draws 200 --seed 1      every draw's outcome, a line each; exit code 1 unless all are named
 python -m tests.zero.alone --slow-steps 10000        one rank sleeps at random points: no error may come of it
+    --backend nccl      either in a job of NCCL alone, whose data goes over the emulated NCCL
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ from torch import nn
 
 import zcomm
 import zero
-from tests.ranks import close_pools, run_ranks
+from tests.nccl_job import nccl_alone
+from tests.ranks import close_pools, ranks_over, run_ranks
 from zcomm import DivergedError, env
 from zero import ZeroOptimizer, utils
 from zero.checkpoints import save_model_file
@@ -66,7 +68,7 @@ def _saves_in_a_thread(t: Training) -> None:
 
     thread = threading.Thread(target=save)
     thread.start()
-    while t.optimizer.topology.world.ledger.account()[1] == {} and thread.is_alive():
+    while t.optimizer.topology.on_host.ledger.account()[1] == {} and thread.is_alive():
         time.sleep(0.001)
 
 
@@ -188,10 +190,18 @@ def training(rank: int, stage: int, folder: str) -> Training:
     return Training(model, optimizer, Path(folder), rank)
 
 
-def run_draw(rank: int, draw: Draw, folder: str) -> None:
+@contextmanager
+def job_of(backend: str) -> Iterator[None]:
+    """On a rank: a job of NCCL alone, if ``backend`` is "nccl"."""
+    with nccl_alone() if backend == "nccl" else nullcontext():
+        yield
+
+
+def run_draw(rank: int, draw: Draw, folder: str, backend: str = "torch") -> None:
     """On one rank: raise AssertionError unless it gets the named error, in time."""
-    with diverged_after(AFTER_S):
+    with diverged_after(AFTER_S), job_of(backend):
         t = training(rank, draw.stage, folder)
+        assert t.optimizer.topology.backend == backend
         for _ in range(draw.num_steps):
             t.step()
         zero.save_checkpoint(t.optimizer, folder, "all")
@@ -234,9 +244,9 @@ def _differ(t: Training, draw: Draw) -> None:
     _gathered(t)
 
 
-def run_slow(rank: int, stage: int, seed: int, num_steps: int, longest_s: float) -> None:
+def run_slow(rank: int, stage: int, seed: int, num_steps: int, longest_s: float, backend: str = "torch") -> None:
     """On one rank: it sleeps at random points, and so do the others, one after the other."""
-    with tempfile.TemporaryDirectory() as folder, diverged_after(longest_s):
+    with tempfile.TemporaryDirectory() as folder, diverged_after(longest_s), job_of(backend):
         t = training(rank, stage, folder)
         draw, watch = random.Random(seed), t.optimizer.topology.watch
         found, usual = watch.num_found, watch.period_s
@@ -258,21 +268,29 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=0)
     parser.add_argument("--slow-steps", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    options, num_wrong = parser.parse_args(), 0
-    for index, draw in enumerate(draws(options.seed, options.draws)):
+    parser.add_argument("--start", type=int, default=0, help="number of the first draw")
+    parser.add_argument("--backend", choices=("torch", "nccl"), default="torch")
+    options = parser.parse_args()
+    with ranks_over(options.backend):
+        return _run_all(options)
+
+
+def _run_all(options: argparse.Namespace) -> int:
+    num_wrong = 0
+    for index, draw in list(enumerate(draws(options.seed, options.draws)))[options.start :]:
         start, told = time.monotonic(), "named"
         with tempfile.TemporaryDirectory() as folder:
             try:
-                run_ranks(draw.world_size, run_draw, draw, folder)
+                run_ranks(draw.world_size, run_draw, draw, folder, options.backend)
             except AssertionError as error:
                 told, num_wrong = f"WRONG: {error}", num_wrong + 1
         sys.stdout.write(f"{index} {draw} {time.monotonic() - start:.1f} s {told}\n")
         sys.stdout.flush()
     for stage in (1, 2, 3) if options.slow_steps else ():
-        run_ranks(2, run_slow, stage, options.seed, options.slow_steps // 3, 20.0)
+        run_ranks(2, run_slow, stage, options.seed, options.slow_steps // 3, 20.0, options.backend)
         sys.stdout.write(f"stage {stage}: {options.slow_steps // 3} steps with a slow rank, no error\n")
     close_pools()
-    sys.stdout.write(f"{options.draws} draws, {num_wrong} wrong\n")
+    sys.stdout.write(f"{max(options.draws - options.start, 0)} draws, {num_wrong} wrong\n")
     return int(num_wrong > 0)
 
 

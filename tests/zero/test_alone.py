@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import ranks_over, run_ranks
 from tests.zero.alone import Draw, draws, run_draw, run_slow
 
 SEED = date.today().toordinal()
@@ -22,6 +22,14 @@ def test_a_call_of_one_rank_alone_is_a_named_error_on_all(draw: Draw, tmp_path: 
 @pytest.mark.parametrize("draw", list(draws(1, 200)), ids=lambda draw: "-".join(map(str, draw)))
 def test_so_is_every_other(draw: Draw, tmp_path: Path) -> None:
     run_ranks(draw.world_size, run_draw, draw, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "draw", list(draws(SEED + 1, 4)), ids=lambda draw: f"seed {SEED + 1}, {'-'.join(map(str, draw))}"
+)
+def test_so_is_one_in_a_job_of_nccl(draw: Draw, tmp_path: Path) -> None:
+    with ranks_over("nccl"):
+        run_ranks(draw.world_size, run_draw, draw, str(tmp_path), "nccl")
 
 
 @pytest.mark.parametrize("stage", [1, 3])
