@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -27,7 +27,7 @@ from zcomm.backend import Hop
 from zcomm.carrier import nccl_unavailable_reason
 from zcomm.device_streams import DeviceStreams, Queued, device_streams, on_device
 from zcomm.errors import BackendUnavailableError, CommunicationError, StateError
-from zcomm.ledger import Ledger, call_here, failing
+from zcomm.ledger import Call, Ledger, call_here, failing
 from zcomm.nccl_library import nccl_library
 from zcomm.starts import prefix_of_start
 
@@ -46,6 +46,7 @@ PREFIX = "zcomm-nccl"
 ALONE = "alone"
 MADE = b"id:"
 MAKING = "the making of a communicator over NCCL"
+SKIPPED = Call("nothing", 0, "cpu")
 FIRST_LOOK_S, LAST_LOOK_S = 0.0005, 0.02
 
 Names = tuple[str, ...]
@@ -63,6 +64,17 @@ class Communicator(NamedTuple):
     """What it works on."""
 
 
+class Stream(NamedTuple):
+    """A stream of the communicators over one route."""
+
+    name: str
+    """The same on all its ranks."""
+    kind: str
+    queued: Queued
+    abort: Callable[[str], None]
+    """Ends what is under way over the route, with that reason; the next use makes another communicator."""
+
+
 class Communicators(dict[Key, Communicator]):
     """The communicators over the hops of a Topology of ``ranks``, or over one process group; ``clear()`` frees them."""
 
@@ -71,6 +83,8 @@ class Communicators(dict[Key, Communicator]):
         self._ranks = ranks
         self.queued: dict[Names, tuple[Queued, ...]] = {}
         """Over each route, whatever communicators there were: calls, and the exchanges of each hop."""
+        self._whole = ""
+        self._skipped: dict[str, int] = {}
 
     def queued_over(self, hops: Sequence[Hop]) -> tuple[Queued, ...]:
         """What was queued over the route of ``hops``."""
@@ -78,15 +92,20 @@ class Communicators(dict[Key, Communicator]):
         if names not in self.queued:
             of_hops = [() if hop.group is None else tuple(dist.get_process_group_ranks(hop.group)) for hop in hops]
             several = [ranks for ranks in of_hops if ranks]
-            whole = several[0] if len(several) == 1 else self._ranks or tuple(sorted({*sum(several, ())}))
+            whole = several[0] if len(several) == 1 else self._ranks
             self.queued[names] = tuple(Queued(_ledger_of(hops), r, bool(self._ranks)) for r in (whole, *of_hops))
+            for stream in self.streams(self._whole):
+                for _ in range(self._skipped.pop(stream.name, 0)):
+                    stream.queued.ledger.start(SKIPPED)
         return self.queued[names]
 
-    def streams(self, whole: str) -> Iterator[tuple[str, str, Queued, Callable[[str], None]]]:
-        """What was queued on each stream: a name that is the same on all its ranks, its kind, and what aborts it.
+    def skip(self, whole: str, numbers: Mapping[str, int]) -> None:
+        """What was queued up to ``numbers`` counts for nothing, by the name of streams that this rank has not used."""
+        self._whole = whole
+        self._skipped.update(numbers)
 
-        ``whole``: the name of all ranks' group.
-        """
+    def streams(self, whole: str) -> Iterator[Stream]:
+        """What the ranks have begun to queue; ``whole``: the name of all ranks' group."""
         for names, (calls, *of_hops) in list(self.queued.items()):
             groups = [name for name in names if name != ALONE]
             kind = f"{whole}.nccl of {len(groups)}"
@@ -94,10 +113,10 @@ class Communicators(dict[Key, Communicator]):
             named += [(f"{kind}.{name}.bytes", queued) for name, queued in zip(names, of_hops, strict=True)]
             for name, queued in named:
                 if queued.ranks:
-                    yield name, kind, queued, partial(self.abort, names)
+                    yield Stream(name, kind, queued, partial(self.abort, names))
 
     def abort(self, names: Names, reason: str) -> None:
-        """End what is under way over that route; the next use makes another communicator."""
+        """:attr:`Stream.abort` of that route."""
         for key in [key for key in self if key[1] == names]:
             self.pop(key).native.abort(reason)
 

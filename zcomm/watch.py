@@ -30,59 +30,27 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
 from zcomm import backend, calls, env
-from zcomm.backend import ALONE, Hop, Pending
 from zcomm.errors import DivergedError
 from zcomm.lagging import lagging
-from zcomm.ledger import Call, Ledger
-from zcomm.nccl_communicators import Communicators
+from zcomm.ledger import Call
 from zcomm.starts import prefix_of_start
-from zcomm.tagged import tag_of
 from zcomm.verdict import Account, Owed, owed_of, will_end
-from zcomm.work import WorkQueue
+from zcomm.watched import Watchable, Watched, complete, hops_of, name_of, skip, watched_of
 
 __all__ = ["Watch", "watch_of"]
 
 logger = logging.getLogger("zcomm")
 
 PERIOD_S = 0.5
-
-
-class Watchable(Protocol):
-    """A :class:`zcomm.Topology`."""
-
-    world: Hop
-    intra: Hop
-    inter: Hop
-    queue: WorkQueue
-    rank: int
-
-    @property
-    def global_ranks(self) -> tuple[int, ...]:
-        """The ranks of torch.distributed, in order."""
-
-
-class Watched(NamedTuple):
-    """A hop of one topology, or what it has queued on a stream of a communicator over NCCL."""
-
-    kind: str
-    ledger: Ledger
-    global_ranks: Sequence[int]
-    sends: bool
-    """Whether exchanges of different calls never meet, or never end."""
-    hop: Hop = ALONE
-    """Alone: it is a communicator's, which ``abort`` ends."""
-    beside: Hop = ALONE
-    """The other hop of a collective of two, if there is one."""
-    abort: Callable[[str], None] | None = None
 
 
 class Watch:
@@ -119,8 +87,8 @@ class Watch:
 
     def add(self, topology: Watchable) -> None:
         """Watch ``topology``, too, until it is closed or gone."""
-        for watched in _hops(topology):
-            watched.ledger.lost = partial(self.lost, _name(topology))
+        for watched in hops_of(topology):
+            watched.ledger.lost = partial(self.lost, name_of(topology))
         with self._lock:
             if not self._topologies:
                 self._end = threading.Event()
@@ -133,7 +101,7 @@ class Watch:
         """Let go of ``topology``, which is being closed, and tell the others. The last one ends the thread."""
         text = calls.describe(threading.get_ident(), "has closed its Topology")
         with suppress(Exception):  # the store has gone, and with it the job
-            self._store.set(f"{self._prefix}/left/{_name(topology)}/{self._rank}", text)
+            self._store.set(f"{self._prefix}/left/{name_of(topology)}/{self._rank}", text)
         with self._lock:
             self._topologies = tuple(one for one in self._alive() if one() is not topology)
             if not self._topologies:
@@ -144,7 +112,7 @@ class Watch:
         for one in self._alive():
             if (topology := one()) is not None:
                 with suppress(Exception):
-                    self._store.set(f"{self._prefix}/left/{_name(topology)}/{self._rank}", "has ended")
+                    self._store.set(f"{self._prefix}/left/{name_of(topology)}/{self._rank}", "has ended")
 
     def lost(self, name: str) -> str:
         """What is known of ranks that have left the topology whose group has that name; empty: nothing."""
@@ -162,7 +130,7 @@ class Watch:
 
     def look(self) -> bool:
         """Tell, judge and wake, if this rank has not moved since the last look. False: no topology is left."""
-        hops = {key: w for one in self._topologies if (t := one()) is not None for key, w in _watched(t)}
+        hops = {key: w for one in self._topologies if (t := one()) is not None for key, w in watched_of(t)}
         told = self._account(hops)
         seen = None if told is None else json.dumps(told[1:])
         if seen is None or seen != self._last:
@@ -259,7 +227,7 @@ class Watch:
         return [bool(noted), f"{noted} ({text})" if noted else text, accounts]
 
     def _call_of(self, thread: int) -> str:
-        for ledger in [w.ledger for one in self._topologies if (t := one()) is not None for _, w in _watched(t)]:
+        for ledger in [w.ledger for one in self._topologies if (t := one()) is not None for _, w in watched_of(t)]:
             number = ledger.account()[1].get(thread)
             if number is not None:
                 return ledger.call_name(number, "backward: " if calls.is_in_backward(thread) else "")
@@ -282,10 +250,11 @@ class Watch:
         self._store.add(self._key("heard"), 1)
         while self._store.add(self._key("heard"), 0) < self._world_size:  # nobody may wake who would not raise
             time.sleep(0.02)
-        works = [w for key, watched in hops.items() if key in known for w in _complete(watched, known[key], reason)]
+        works = [w for key, watched in hops.items() if key in known for w in complete(watched, known[key], reason)]
         for one in self._topologies:
             if (topology := one()) is not None:
                 topology.queue.cancel_all(DivergedError(reason))
+                skip(topology, {key: known[key].until for key in known.keys() - hops.keys()})
         for watched in hops.values():
             watched.ledger.settled.set()
         self.num_found, self._last, self._has_told = self.num_found + 1, None, False
@@ -295,53 +264,6 @@ class Watch:
 
 WAITS = "the ranks make different calls, and would wait for one another for ever: "
 IDLE = "is idle"
-
-
-def _complete(watched: Watched, owed: Owed, reason: str) -> list[Pending]:
-    """Start what this rank owes over one hop, and bring its numbers to where the others' will be."""
-    hop, ledger, works = watched.hop, watched.ledger, []
-    num_started, _, recent, _ = ledger.account()
-    if watched.abort is not None and owed.calls:
-        watched.abort(reason)
-    mine = {num_started - back: call for back, call in enumerate(reversed(recent))}
-    for number, call in owed.calls:
-        own = mine.get(number)
-        is_mine = own is not None and (not hop.sends(call.device_type) or tag_of(number, own) == tag_of(number, call))
-        while ledger.num_started < number:
-            ledger.start(call)
-        if not is_mine and watched.abort is None:
-            works.append(backend.take_part(number, call, hop.next_to(watched.beside) if call.beside else hop))
-    ledger.num_beside = max(ledger.num_beside, owed.num_beside)
-    return works
-
-
-def _watched(topology: Watchable) -> Iterator[tuple[str, Watched]]:
-    """All that ``topology`` exchanges over, by names that are the same on all ranks of each."""
-    for watched in _hops(topology):
-        yield _name_of(watched.hop), watched
-    communicators: Communicators | None = topology.world.communicators
-    for name, kind, queued, abort in () if communicators is None else communicators.streams(_name(topology)):
-        yield name, Watched(kind, queued.ledger, queued.ranks, True, abort=abort)
-
-
-def _hops(topology: Watchable) -> Iterator[Watched]:
-    t, seen = topology, set[int]()
-    of_host: Hop = vars(t).get("on_host", ALONE)
-    pairs = (("", t.world, ALONE), ("intra", t.intra, t.inter), ("inter", t.inter, t.intra), ("host", of_host, ALONE))
-    for kind, hop, beside in pairs:
-        if hop.group is not None and id(hop.ledger) not in seen:
-            seen.add(id(hop.ledger))
-            ranks = dist.get_process_group_ranks(hop.group)
-            yield Watched(f"{_name(t)}.{kind}", hop.ledger, ranks, hop.sends("cpu"), hop, beside)
-
-
-def _name(topology: Watchable) -> str:
-    return _name_of(topology.world)
-
-
-def _name_of(hop: Hop) -> str:
-    """The same on all its ranks."""
-    return "" if hop.group is None else str(hop.group.group_name)
 
 
 def _read(account: list[Any]) -> Account:
