@@ -85,6 +85,8 @@ class Communicators(dict[Key, Communicator]):
         """Over each route, whatever communicators there were: calls, and the exchanges of each hop."""
         self._whole = ""
         self._skipped: dict[str, int] = {}
+        self._aborted: list[Communicator] = []
+        """Freed with the others: whoever holds their work would free them at any time, which waits for all work."""
 
     def queued_over(self, hops: Sequence[Hop]) -> tuple[Queued, ...]:
         """What was queued over the route of ``hops``."""
@@ -118,7 +120,15 @@ class Communicators(dict[Key, Communicator]):
     def abort(self, names: Names, reason: str) -> None:
         """:attr:`Stream.abort` of that route."""
         for key in [key for key in self if key[1] == names]:
-            self.pop(key).native.abort(reason)
+            self._aborted.append(self.pop(key))
+            self._aborted[-1].native.abort(reason)
+
+    def clear(self) -> None:
+        """Finish what is under way, and free all of them."""
+        for made in (*self.values(), *self._aborted):
+            made.streams.close()
+        super().clear()
+        self._aborted.clear()
 
 
 def _ledger_of(hops: Sequence[Hop]) -> Ledger:

@@ -9,6 +9,7 @@ import gc
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,7 +89,7 @@ def _check_closing(topology: Topology) -> None:
     def make(hops: Sequence[Hop], device: torch.device) -> Over:
         native = _Counted()
         alive.add(native)
-        return Over(native, ())
+        return Over(native, SimpleNamespace(close=lambda: None))
 
     def communicate(hops: tuple[Hop, ...]) -> None:
         nccl_communicators.communicator_over(hops, torch.device("cpu"))
