@@ -46,6 +46,7 @@ PREFIX = "zcomm-nccl"
 ALONE = "alone"
 MADE = b"id:"
 MAKING = "the making of a communicator over NCCL"
+IN_ROUTE = " / "
 SKIPPED = Call("nothing", 0, "cpu")
 FIRST_LOOK_S, LAST_LOOK_S = 0.0005, 0.02
 
@@ -68,8 +69,7 @@ class Stream(NamedTuple):
     """A stream of the communicators over one route."""
 
     name: str
-    """The same on all its ranks."""
-    kind: str
+    """The same on all its ranks; up to :data:`IN_ROUTE` that of the route, the same on all of the route's."""
     queued: Queued
     abort: Callable[[str], None]
     """Ends what is under way over the route, with that reason; the next use makes another communicator."""
@@ -110,12 +110,10 @@ class Communicators(dict[Key, Communicator]):
         """What the ranks have begun to queue; ``whole``: the name of all ranks' group."""
         for names, (calls, *of_hops) in list(self.queued.items()):
             groups = [name for name in names if name != ALONE]
-            kind = f"{whole}.nccl of {len(groups)}"
-            named = [(f"{kind}.{whole if len(groups) > 1 else groups[0]}", calls)] if groups else []
-            named += [(f"{kind}.{name}.bytes", queued) for name, queued in zip(names, of_hops, strict=True)]
-            for name, queued in named:
+            route = f"nccl {len(groups)} {groups[0] if len(groups) == 1 else whole}"
+            for name, queued in zip(("calls", *names), (calls, *of_hops), strict=True):
                 if queued.ranks:
-                    yield Stream(name, kind, queued, partial(self.abort, names))
+                    yield Stream(f"{route}{IN_ROUTE}{name}", queued, partial(self.abort, names))
 
     def abort(self, names: Names, reason: str) -> None:
         """:attr:`Stream.abort` of that route."""

@@ -44,7 +44,7 @@ from zcomm.lagging import lagging
 from zcomm.ledger import Call
 from zcomm.starts import prefix_of_start
 from zcomm.verdict import Account, Owed, owed_of, will_end
-from zcomm.watched import Watchable, Watched, complete, hops_of, name_of, skip, watched_of
+from zcomm.watched import Watchable, Watched, abort_unequal, complete, hops_of, name_of, skip, watched_of
 
 __all__ = ["Watch", "watch_of"]
 
@@ -250,7 +250,8 @@ class Watch:
         self._store.add(self._key("heard"), 1)
         while self._store.add(self._key("heard"), 0) < self._world_size:  # nobody may wake who would not raise
             time.sleep(0.02)
-        works = [w for key, watched in hops.items() if key in known for w in complete(watched, known[key], reason)]
+        abort_unequal(hops, known, reason)
+        works = [work for key, watched in hops.items() if key in known for work in complete(watched, known[key])]
         for one in self._topologies:
             if (topology := one()) is not None:
                 topology.queue.cancel_all(DivergedError(reason))

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from zcomm import backend
 from zcomm.backend import ALONE, Hop, Pending
 from zcomm.ledger import Ledger
-from zcomm.nccl_communicators import Communicators
+from zcomm.nccl_communicators import IN_ROUTE, Communicators
 from zcomm.tagged import tag_of
 from zcomm.verdict import Owed
 from zcomm.work import WorkQueue
 
-__all__ = ["Watchable", "Watched", "complete", "hops_of", "name_of", "skip", "watched_of"]
+__all__ = ["Watchable", "Watched", "abort_unequal", "complete", "hops_of", "name_of", "skip", "watched_of"]
 
 
 class Watchable(Protocol):
@@ -47,12 +47,18 @@ class Watched(NamedTuple):
     abort: Callable[[str], None] | None = None
 
 
-def complete(watched: Watched, owed: Owed, reason: str) -> list[Pending]:
+def abort_unequal(watched: Mapping[str, Watched], owed: Mapping[str, Owed], reason: str) -> None:
+    """Abort the communicators of routes over which not all ranks have queued the same: on all ranks of each."""
+    routes = {name.partition(IN_ROUTE)[0] for name, of_hop in owed.items() if of_hop.calls}
+    for name, one in watched.items():
+        if one.abort is not None and name.partition(IN_ROUTE)[0] in routes:
+            one.abort(reason)
+
+
+def complete(watched: Watched, owed: Owed) -> list[Pending]:
     """Start what this rank owes over one hop, and bring its numbers to where the others' will be."""
     hop, ledger, works = watched.hop, watched.ledger, []
     num_started, _, recent, _ = ledger.account()
-    if watched.abort is not None and owed.calls:
-        watched.abort(reason)
     mine = {num_started - back: call for back, call in enumerate(reversed(recent))}
     for number, call in owed.calls:
         own = mine.get(number)
@@ -71,7 +77,7 @@ def watched_of(topology: Watchable) -> Iterator[tuple[str, Watched]]:
         yield _name_of(watched.hop), watched
     communicators: Communicators | None = topology.world.communicators
     for stream in () if communicators is None else communicators.streams(name_of(topology)):
-        yield stream.name, Watched(stream.kind, stream.queued.ledger, stream.queued.ranks, True, abort=stream.abort)
+        yield stream.name, Watched(stream.name, stream.queued.ledger, stream.queued.ranks, True, abort=stream.abort)
 
 
 def skip(topology: Watchable, numbers: Mapping[str, int]) -> None:
