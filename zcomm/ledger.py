@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -79,8 +80,8 @@ class Ledger:
         self._entries: deque[Entry] = deque(maxlen=NUM_KEPT)
         self._waits: dict[int, int] = {}
         """By thread, the exchange that it waits for."""
-        self.callers: set[int] = set()
-        """Threads that have started any."""
+        self._callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        """Threads that have started any. Not their numbers: a new thread may get that of one that has ended."""
         self.keep: Callable[[Entry], None] | None = None
         """Is told of every entry, when it is made and when its state changes; one call at a time."""
         self.last_broken = 0
@@ -95,7 +96,7 @@ class Ledger:
         """An exchange has been started, of messages in format ``wire``; returns its number."""
         with self._lock:
             self.num_started += 1
-            self.callers.add(threading.get_ident())
+            self._callers.add(threading.current_thread())
             entry = Entry(self.num_started, call, wire, here().bucket, time.time(), within=here().within)
             self._entries.append(entry)
             if self.keep is not None:
@@ -124,6 +125,11 @@ class Ledger:
         with self._lock:
             calls = [entry.call for entry in self._entries]
             return self.num_started, dict(self._waits), calls, self.num_beside
+
+    def callers(self) -> set[int]:
+        """The threads that have started any exchange and still run."""
+        with self._lock:
+            return {thread.ident for thread in self._callers if thread.is_alive() and thread.ident is not None}
 
     def _move(self, number: int, state: State) -> None:
         with self._lock:

@@ -51,6 +51,8 @@ __all__ = ["Watch", "watch_of"]
 logger = logging.getLogger("zcomm")
 
 PERIOD_S = 0.5
+NUM_TRIED = 3
+"""Looks that fail one after the other before a rank gives up."""
 
 
 class Watch:
@@ -162,7 +164,7 @@ class Watch:
         for key, (kind, ledger, of_job, sends, *_) in hops.items():
             num_started, waits, recent, num_beside = ledger.account()
             waiting |= set(waits)
-            callers |= set(ledger.callers)
+            callers |= ledger.callers()
             ranks = [self._number[rank] for rank in of_job]
             broken, awaited = ledger.last_broken, sorted(waits.values())
             accounts[key] = Account(ranks, kind, sends, num_started, broken, awaited, recent, num_beside)
@@ -277,7 +279,7 @@ def _compose(texts: Sequence[str]) -> str:
 
 
 def _serve(reference: weakref.ref[Watch], end: threading.Event) -> None:
-    period_s = 0.0
+    period_s, num_failed = 0.0, 0
     while not end.wait(period_s):
         watch = reference()
         if watch is None:
@@ -285,9 +287,12 @@ def _serve(reference: weakref.ref[Watch], end: threading.Event) -> None:
         try:
             if not watch.look():
                 continue
-        except Exception as error:  # the store has gone, and with it the job
-            logger.debug("ranks that wait for one another are no longer found out: %s", error)
-            return
+            num_failed = 0
+        except Exception as error:  # once or twice: the store is late; for good: it has gone, and with it the job
+            num_failed += 1
+            if num_failed == NUM_TRIED:
+                logger.debug("ranks that wait for one another are no longer found out: %s", error)
+                return
         period_s = min(1.2 * period_s, 4 * watch.period_s) if watch.has_told else watch.period_s
         del watch
 

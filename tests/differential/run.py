@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from tests.differential.model import External, new_model, optimizer_of, register_hooks
@@ -69,9 +69,21 @@ def largest_difference(got: Trained, expected: Trained, rank: int | None = None)
     return worst, of
 
 
+@contextmanager
+def _quick_and_quiet() -> Iterator[None]:
+    """No rank waits long for another that lacks a layer, and none says so; other tests run in the same processes."""
+    logger = logging.getLogger("zero")
+    before = patience.PATIENCE_S, logger.level
+    patience.PATIENCE_S = 1.0
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        patience.PATIENCE_S = before[0]
+        logger.setLevel(before[1])
+
+
 def _check(rank: int, program: Program, expected: Trained) -> None:
-    patience.PATIENCE_S = 1.0  # after which a rank does not wait for another that lacks a layer, until all agree
-    logging.getLogger("zero").setLevel(logging.ERROR)
     model = new_model(program)
     if program.declares_external:
         for layer in model.layers:
@@ -81,6 +93,7 @@ def _check(rank: int, program: Program, expected: Trained) -> None:
         register_hooks(model)
     per_node = program.world_size if program.is_on_one_node else 1
     with ExitStack() as stack:
+        stack.enter_context(_quick_and_quiet())
         wrapped = zero_optimizer(model, optimizer_of(program, model), ranks_per_node=per_node, **options(program))
         optimizer = stack.enter_context(wrapped)
         if program.has_late_hooks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,7 @@ import zcomm
 from tests.ranks import run_ranks, topology
 from tests.zero.test_order_check import WRONG, Layers
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
-from zcomm import DivergedError
+from zcomm import DivergedError, control
 from zcomm.watch import Watch
 from zcomm.work import Steps
 from zero import GatheredParameters, ZeroOptimizer
@@ -182,3 +183,39 @@ def _check_busy_thread(rank: int) -> None:
 
 def test_a_rank_whose_thread_computes_is_waited_for() -> None:
     run_ranks(4, _check_busy_thread)
+
+
+def _check_reused_number(rank: int) -> None:
+    """A thread gathers and ends; another, which makes no exchange, gets its number and computes for ever."""
+    t, end = topology(2), threading.Event()
+
+    def gathers() -> None:
+        zcomm.all_gather_single(torch.empty(2), torch.full((1,), float(rank)), t)
+
+    def computes() -> None:
+        while not end.is_set():
+            time.sleep(0.001)
+
+    def gathers_otherwise() -> None:
+        if rank == 0:
+            gathers()
+        else:
+            control.broadcast_(torch.ones(1), 0, t)
+
+    try:
+        gone = threading.Thread(target=gathers)
+        gone.start()
+        gone.join()
+        threads = [gone]
+        while threads[-1].ident != gone.ident or len(threads) == 1:
+            assert len(threads) < 100, "no new thread gets the number of one that has ended"
+            threads.append(threading.Thread(target=computes, daemon=True))
+            threads[-1].start()
+        with _watched(2, 0.1):
+            _raises_soon("the ranks make different calls", gathers_otherwise)
+    finally:
+        end.set()
+
+
+def test_a_number_that_a_thread_leaves_behind_is_nobodys() -> None:
+    run_ranks(2, _check_reused_number)

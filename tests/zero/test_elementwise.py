@@ -20,7 +20,9 @@ from tests.ranks import run_ranks
 from tests.zero.models import as_vector, groups_of, new_model, relative_error, train_plain
 from tests.zero.training import full_values, train, zero_optimizer
 from zcomm import ConfigError, StateError
+from zero import elementwise
 from zero.elementwise import check_elementwise
+from zero.lion import Lion
 
 CPU = torch.device("cpu")
 REFUSED_OF_TORCH = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
@@ -244,8 +246,9 @@ def test_a_class_is_tried_as_an_instance_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(OF_TORCH))
-def test_torchs_own(name: str) -> None:
-    """test_optimizer.py and tools/optimizers.py train those that are accepted."""
+def test_torchs_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried, also where they are known otherwise. test_optimizer.py and tools/optimizers.py train those accepted."""
+    monkeypatch.setattr(elementwise, "KNOWN", frozenset())
     model = nn.Linear(3, 2, bias=False)
     for optimizer, options in ((OF_TORCH[name](model.parameters(), lr=0.1), {}), (OF_TORCH[name], {"lr": 0.1})):
         if name in REFUSED_OF_TORCH:
@@ -253,6 +256,38 @@ def test_torchs_own(name: str) -> None:
                 check_elementwise(optimizer, options, CPU)
         else:
             check_elementwise(optimizer, options, CPU)
+
+
+def test_what_is_not_tried_is_one_of_those_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = {cls for name, cls in OF_TORCH.items() if name not in REFUSED_OF_TORCH}
+    assert tried | {Lion} >= elementwise.KNOWN
+    monkeypatch.setattr(elementwise, "KNOWN", frozenset())
+    check_elementwise(Lion, {"lr": 0.1}, CPU)
+
+
+def _by_norm(optimizer: Optimizer, *_: Any) -> None:
+    """Divides by the norm of all gradients."""
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if grads:
+        norm = torch.cat([grad.flatten() for grad in grads]).norm()
+        for grad in grads:
+            grad.div_(norm)
+
+
+class ByNorm(SGD):
+    """A subclass of what is known."""
+
+    def step(self, closure: Any = None) -> None:
+        _by_norm(self)
+        super().step(closure)
+
+
+def test_what_is_done_to_a_known_optimizer_is_tried() -> None:
+    hooked = SGD(nn.Linear(3, 2).parameters(), lr=0.1)
+    hooked.register_step_pre_hook(_by_norm)
+    for optimizer in (hooked, ByNorm(nn.Linear(3, 2).parameters(), lr=0.1), ByNorm):
+        with pytest.raises(ConfigError, match="is not elementwise"):
+            check_elementwise(optimizer, {"lr": 0.1}, CPU)
 
 
 def test_learning_rates_of_zero_hide_nothing() -> None:
