@@ -69,9 +69,6 @@ class DeviceStreams(Protocol):
     def is_captured(self) -> bool:
         """Whether the caller's stream is being captured into a graph."""
 
-    def close(self) -> None:
-        """Let go of the communicator: who still holds work does not keep it."""
-
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """A context in which ``device`` is the current one."""
@@ -135,9 +132,6 @@ class _CudaStreams:
     def is_captured(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def close(self) -> None:
-        pass
-
 
 class _HostEnd:
     """Work that the host waits for. It ends in any case: the communicator aborts what is late."""
@@ -177,8 +171,7 @@ class _HostStream:
 
     def __init__(self, native: Any, queued: Queued) -> None:
         self.queued = queued
-        self.native: Any | None = native
-        """The communicator; None: it is closed."""
+        self._native = native
         self._stream = kernels.native().HostStream()
         self.address: int = self._stream.address
         self._ends: deque[_HostEnd] = deque()
@@ -215,8 +208,7 @@ class _HostStream:
     def check(self, number: int) -> None:
         """Raise what has gone wrong with the communicator, seen by work of that number."""
         try:
-            if self.native is not None:
-                self.native.check()
+            self._native.check()
         except RuntimeError as error:
             self._fail(number, CommunicationError(f"over NCCL: {error}"))
 
@@ -243,7 +235,3 @@ class _HostStreams:
 
     def is_captured(self) -> bool:
         return False
-
-    def close(self) -> None:
-        for stream in (self._calls, *self._sides):
-            stream.native = None

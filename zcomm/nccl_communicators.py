@@ -86,7 +86,7 @@ class Communicators(dict[Key, Communicator]):
         self._whole = ""
         self._skipped: dict[str, int] = {}
         self._aborted: list[Communicator] = []
-        """Freed with the others: whoever holds their work would free them at any time, which waits for all work."""
+        """Freed with the others: that waits for all work of the process, of which there is some still."""
 
     def queued_over(self, hops: Sequence[Hop]) -> tuple[Queued, ...]:
         """What was queued over the route of ``hops``."""
@@ -124,7 +124,7 @@ class Communicators(dict[Key, Communicator]):
     def clear(self) -> None:
         """Finish what is under way, and free all of them."""
         for made in (*self.values(), *self._aborted):
-            made.streams.close()
+            made.native.close()
         super().clear()
         self._aborted.clear()
 

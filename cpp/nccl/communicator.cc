@@ -61,9 +61,7 @@ Communicator::~Communicator() {
   }
   closing_.notify_all();
   watch_.join();
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout_);
-  if (failure_.empty() && !DrainUntil(deadline)) Fail("the communicator was closed with calls that do not end");
+  Finish();
   FreeWorkspace();
   for (const UnderWay& call : under_way_) device_->DestroyEvent(call.end);
   for (const Event event : idle_events_) device_->DestroyEvent(event);
@@ -148,6 +146,13 @@ void Communicator::Check() {
   const std::lock_guard<std::mutex> lock(mutex_);
   Look();
   ThrowIfFailed();
+}
+
+std::string Communicator::Finish() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout_);
+  if (failure_.empty() && !DrainUntil(deadline)) Fail("the communicator was closed with calls that do not end");
+  return failure_;
 }
 
 void Communicator::Abort(const std::string& reason) {

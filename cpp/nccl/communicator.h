@@ -35,7 +35,7 @@ class Communicator {
   // `hops`: one over all ranks, or two, inside the node and between nodes.
   Communicator(std::shared_ptr<Device> device, std::shared_ptr<Kernels> kernels,
                std::vector<std::unique_ptr<Transport>> hops, std::chrono::duration<double> timeout);
-  // Waits for what is under way, at most until its time is up, and frees everything.
+  // As Finish(), and frees everything.
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -53,6 +53,9 @@ class Communicator {
 
   // Looks for errors and for calls that are late; a thread does this all the time. Throws what has gone wrong.
   void Check();
+  // Waits for what is under way, at most until its time is up, which aborts it. Returns what has gone wrong; empty:
+  // nothing.
+  std::string Finish();
   // Aborts what is under way, under a call that is being queued, too; every later call throws `reason`, or that.
   void Abort(const std::string& reason);
 
