@@ -5,24 +5,44 @@
 
 Invariants:
     D1  On the host, tensors of work that is queued stay alive until it is done: CUDA's allocator does that by itself.
+    D2  The host waits for the oldest work of a stream first, and :mod:`zcomm.watch` sees for which: it ends once all
+        ranks have queued theirs of that number.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from zcomm import kernels
-from zcomm.errors import CommunicationError
+from zcomm.errors import CommunicationError, DivergedError
+from zcomm.ledger import Call, Ledger
 from zcomm.nccl_library import is_emulated
 from zcomm.pending import Pending
 from zcomm.streams import SideStreams
 
-__all__ = ["DeviceStreams", "Lane", "device_streams", "on_device"]
+__all__ = ["DeviceStreams", "Lane", "Queued", "device_streams", "on_device"]
+
+VERDICT_S = 5.0
+"""How long a rank whose communicator has failed waits to be told that the ranks make different calls."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Queued:
+    """What was queued on one stream of a communicator: the same on all its ranks that make the same calls."""
+
+    ledger: Ledger
+    ranks: tuple[int, ...]
+    """Of torch.distributed, that an exchange of it needs."""
+    is_watched: bool
+    """Whether ranks that wait for one another in it are found out (:mod:`zcomm.watch`)."""
 
 
 class Lane(Protocol):
@@ -38,10 +58,12 @@ class Lane(Protocol):
 class DeviceStreams(Protocol):
     """Of one communicator."""
 
-    def calls(self, device: torch.device, tensors: Sequence[Tensor]) -> AbstractContextManager[Lane]:
-        """The stream that the caller computes on; for work on ``tensors``."""
+    def calls(self, device: torch.device, tensors: Sequence[Tensor], call: Call) -> AbstractContextManager[Lane]:
+        """The stream that the caller computes on; for ``call``, work on ``tensors``."""
 
-    def beside(self, hop: int, device: torch.device, tensors: Sequence[Tensor]) -> AbstractContextManager[Lane]:
+    def beside(
+        self, hop: int, device: torch.device, tensors: Sequence[Tensor], call: Call
+    ) -> AbstractContextManager[Lane]:
         """The stream of the exchanges of hop number ``hop``, after what the caller has computed."""
 
     def is_captured(self) -> bool:
@@ -53,9 +75,9 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def device_streams(native: Any, num_hops: int) -> DeviceStreams:
-    """Those of the communicator ``native``."""
-    return _HostStreams(native, num_hops) if is_emulated() else _CudaStreams(num_hops)
+def device_streams(native: Any, queued: Sequence[Queued]) -> DeviceStreams:
+    """Those of the communicator ``native``; ``queued``: of its calls, and of exchanges of each hop."""
+    return _HostStreams(native, queued) if is_emulated() else _CudaStreams(len(queued) - 1)
 
 
 class _CudaLane:
@@ -99,11 +121,11 @@ class _CudaStreams:
         self._sides = tuple(SideStreams() for _ in range(num_hops))
 
     @contextmanager
-    def calls(self, device: torch.device, _: Sequence[Tensor]) -> Iterator[Lane]:
+    def calls(self, device: torch.device, _: Sequence[Tensor], _call: Call) -> Iterator[Lane]:
         yield _CudaLane(torch.cuda.current_stream(device), is_callers=True)
 
     @contextmanager
-    def beside(self, hop: int, device: torch.device, tensors: Sequence[Tensor]) -> Iterator[Lane]:
+    def beside(self, hop: int, device: torch.device, tensors: Sequence[Tensor], _call: Call) -> Iterator[Lane]:
         with self._sides[hop].after_current(device, tensors) as stream:
             yield _CudaLane(stream, is_callers=False)
 
@@ -111,50 +133,105 @@ class _CudaStreams:
         return torch.cuda.is_current_stream_capturing()
 
 
-class _HostLane:
-    def __init__(self, stream: Any, streams: _HostStreams, tensors: Sequence[Tensor]) -> None:
-        self.address: int = stream.address
-        self._stream, self._streams, self._tensors = stream, streams, tensors
-
-    def ended(self) -> Pending:
-        end = _HostEnd(self._stream.record(), self._streams, self._tensors)
-        self._streams.under_way.add(end)
-        return end
-
-
 class _HostEnd:
     """Work that the host waits for. It ends in any case: the communicator aborts what is late."""
 
-    def __init__(self, event: Any, streams: _HostStreams, tensors: Sequence[Tensor]) -> None:
-        self._event, self._streams, self._tensors = event, streams, tuple(tensors)
+    def __init__(self, event: Any, stream: _HostStream, number: int, tensors: Sequence[Tensor]) -> None:
+        self._event, self._stream, self._number, self._tensors = event, stream, number, tuple(tensors)
 
     def wait(self) -> None:
-        self._event.wait()
-        self._streams.under_way.discard(self)
-        try:
-            self._streams.native.check()
-        except RuntimeError as error:
-            raise CommunicationError(f"over NCCL: {error}") from error
+        for end in self._stream.up_to(self):
+            end._wait_alone()
+
+    def _wait_alone(self) -> None:
+        with self.waiting():
+            self._event.wait()
+            self._stream.forget(self)
+            self._stream.check(self._number)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """This thread waits inside for this work."""
+        return self._stream.queued.ledger.waiting(self._number, self._stream.queued.ranks)
 
     def is_completed(self) -> bool:
         return bool(self._event.is_done())
 
 
+class _HostLane:
+    def __init__(self, stream: _HostStream, number: int, tensors: Sequence[Tensor]) -> None:
+        self.address = stream.address
+        self._stream, self._number, self._tensors = stream, number, tensors
+
+    def ended(self) -> Pending:
+        return self._stream.end_of(self._number, self._tensors)
+
+
+class _HostStream:
+    """One stream, and what is under way there."""
+
+    def __init__(self, native: Any, queued: Queued) -> None:
+        self.queued = queued
+        self._native = native
+        self._stream = kernels.native().HostStream()
+        self.address: int = self._stream.address
+        self._ends: deque[_HostEnd] = deque()
+
+    @contextmanager
+    def queueing(self, tensors: Sequence[Tensor], call: Call) -> Iterator[Lane]:
+        """``call`` is queued inside, which may wait for what is under way."""
+        while self._ends and self._ends[0].is_completed():
+            self._ends.popleft()
+        oldest = self._ends[0].waiting() if self._ends else nullcontext()
+        number = self.queued.ledger.start(call)
+        with oldest:
+            try:
+                yield _HostLane(self, number, tensors)
+            except CommunicationError as error:
+                self._fail(number, error)
+
+    def end_of(self, number: int, tensors: Sequence[Tensor]) -> Pending:
+        """What ends with work ``number``, which has just been queued."""
+        end = _HostEnd(self._stream.record(), self, number, tensors)
+        self._ends.append(end)
+        return end
+
+    def up_to(self, last: _HostEnd) -> list[_HostEnd]:
+        """What is under way that ends before ``last``, and that, in order."""
+        ends = list(self._ends)
+        return ends[: ends.index(last) + 1] if last in ends else [last]
+
+    def forget(self, end: _HostEnd) -> None:
+        """It is done."""
+        if end in self._ends:
+            self._ends.remove(end)
+
+    def check(self, number: int) -> None:
+        """Raise what has gone wrong with the communicator, seen by work of that number."""
+        try:
+            self._native.check()
+        except RuntimeError as error:
+            self._fail(number, CommunicationError(f"over NCCL: {error}"))
+
+    def _fail(self, number: int, error: CommunicationError) -> NoReturn:
+        """Raise ``error``; or, where ranks make different calls, or have left, DivergedError, which says so."""
+        ledger, end = self.queued.ledger, time.monotonic() + VERDICT_S * self.queued.is_watched
+        with ledger.waiting(number, self.queued.ranks):
+            while time.monotonic() < end and ledger.last_broken < number:
+                if reason := ledger.lost():
+                    raise DivergedError(reason) from error
+                time.sleep(0.1)
+            raise error
+
+
 class _HostStreams:
-    def __init__(self, native: Any, num_hops: int) -> None:
-        self.native = native
-        self.under_way: set[_HostEnd] = set()
-        self._calls, *self._sides = (kernels.native().HostStream() for _ in range(1 + num_hops))
+    def __init__(self, native: Any, queued: Sequence[Queued]) -> None:
+        self._calls, *self._sides = (_HostStream(native, each) for each in queued)
 
-    def calls(self, _: torch.device, tensors: Sequence[Tensor]) -> AbstractContextManager[Lane]:
-        return self._lane(self._calls, tensors)
+    def calls(self, _: torch.device, tensors: Sequence[Tensor], call: Call) -> AbstractContextManager[Lane]:
+        return self._calls.queueing(tensors, call)
 
-    def beside(self, hop: int, _: torch.device, tensors: Sequence[Tensor]) -> AbstractContextManager[Lane]:
-        return self._lane(self._sides[hop], tensors)
-
-    def _lane(self, stream: Any, tensors: Sequence[Tensor]) -> AbstractContextManager[Lane]:
-        self.under_way = {end for end in self.under_way if not end.is_completed()}
-        return nullcontext(_HostLane(stream, self, tensors))
+    def beside(self, hop: int, _: torch.device, tensors: Sequence[Tensor], call: Call) -> AbstractContextManager[Lane]:
+        return self._sides[hop].queueing(tensors, call)
 
     def is_captured(self) -> bool:
         return False

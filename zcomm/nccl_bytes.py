@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zcomm.backend import Hop
 from zcomm.errors import BackendUnavailableError, CommunicationError
+from zcomm.ledger import call_here
 from zcomm.nccl_communicators import communicator_over, inside_first
 from zcomm.nccl_library import is_emulated
 from zcomm.pending import Pending
@@ -59,7 +60,8 @@ class _NcclBytes:
     def _exchange(self, output: Tensor, source: Tensor, stride: int, nbytes: int, *, is_gather: bool) -> Pending:
         check_device("exchange", source.device)
         over = communicator_over(self._hops, source.device)
-        with over.streams.beside(self._index, source.device, (output, source)) as lane:
+        call = call_here("all_gather" if is_gather else "all_to_all", source.nbytes, source.device.type)
+        with over.streams.beside(self._index, source.device, (output, source), call) as lane:
             place = stride, nbytes, lane.address
             try:
                 over.native.exchange_bytes(self._index, is_gather, source.data_ptr(), output.data_ptr(), *place)

@@ -25,6 +25,7 @@ from zcomm.device_streams import on_device
 from zcomm.encoder import Encoder
 from zcomm.errors import CommunicationError, MessageError
 from zcomm.formats import Format, is_same_wire
+from zcomm.ledger import call_here
 from zcomm.message import MessageLayout, layout_of
 from zcomm.message_flags import flag_of
 from zcomm.native_calls import DTYPE_NUMBERS
@@ -172,7 +173,8 @@ def _queued(route: Route, tensors: tuple[Tensor, Tensor], call: Callable[[Any, A
         room = torch.empty(0, dtype=torch.uint8, device=device)
         if over.streams.is_captured():
             room = torch.empty(call(over.native, None), dtype=torch.uint8, device=device)  # of the graph's own memory
-        with over.streams.calls(device, (*tensors, flag)) as lane:
+        made = call_here(route.operation, tensors[0].nbytes, device.type)
+        with over.streams.calls(device, (*tensors, flag), made) as lane:
             try:
                 call(over.native, (lane.address, flag.data_ptr(), room.data_ptr(), room.numel()))
             except RuntimeError as error:

@@ -123,7 +123,7 @@ class Topology:
         self.queue = WorkQueue()
         self.turn = threading.RLock()
         """For threads whose calls over this must not mix."""
-        self._communicators = Communicators()
+        self._communicators = Communicators(self.global_ranks if self.world_size > 1 else ())
         self._free_communicators = weakref.finalize(self, self._communicators.clear)
         self.auto_table: object | None = None
         """What ``format="auto"`` means here, once :mod:`zcomm.auto` has agreed on it."""

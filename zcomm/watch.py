@@ -30,24 +30,21 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
 from zcomm import backend, calls, env
-from zcomm.backend import ALONE, Hop
 from zcomm.errors import DivergedError
 from zcomm.lagging import lagging
 from zcomm.ledger import Call
-from zcomm.pending import Pending
 from zcomm.starts import prefix_of_start
-from zcomm.tagged import tag_of
 from zcomm.verdict import Account, Owed, owed_of, will_end
-from zcomm.work import WorkQueue
+from zcomm.watched import Watchable, Watched, abort_unequal, complete, hops_of, name_of, skip, watched_of
 
 __all__ = ["Watch", "watch_of"]
 
@@ -56,29 +53,6 @@ logger = logging.getLogger("zcomm")
 PERIOD_S = 0.5
 NUM_TRIED = 3  # failures in a row before a rank stops watching
 ANSWER_S = 3.0  # the store's time to answer once an exchange has failed
-
-
-class Watchable(Protocol):
-    """A :class:`zcomm.Topology`."""
-
-    world: Hop
-    intra: Hop
-    inter: Hop
-    queue: WorkQueue
-    rank: int
-
-    @property
-    def global_ranks(self) -> tuple[int, ...]:
-        """The ranks of torch.distributed, in order."""
-
-
-class Watched(NamedTuple):
-    """A hop of one topology."""
-
-    hop: Hop
-    beside: Hop
-    """The other hop of a collective of two, if there is one."""
-    kind: str
 
 
 class Watch:
@@ -116,15 +90,16 @@ class Watch:
 
     def add(self, topology: Watchable) -> None:
         """Watch ``topology``, too, until it is closed or gone."""
-        for watched in _hops(topology):
-            watched.hop.ledger.lost = partial(self.lost, _name(topology))
+        for watched in hops_of(topology):
+            watched.ledger.lost = partial(self.lost, name_of(topology))
         with self._lock:
-            if not self._topologies:
+            is_first = not self._topologies
+            self._topologies = (*self._alive(), weakref.ref(topology))
+            if is_first:
                 self._end = threading.Event()
                 serve = threading.Thread(target=_serve, args=(weakref.ref(self), self._end), daemon=True)
                 serve.name = "zcomm-watch"
                 serve.start()
-            self._topologies = (*self._alive(), weakref.ref(topology))
 
     def remove(self, topology: Watchable) -> None:
         """Let go of ``topology``, which is being closed, and tell the others. The last one ends the thread."""
@@ -143,7 +118,7 @@ class Watch:
     def _leave(self, topology: Watchable, text: str) -> None:
         if self._store_answers:
             with suppress(Exception):  # the store has gone, and with it the job
-                self._store.set(f"{self._prefix}/left/{_name(topology)}/{self._rank}", text)
+                self._store.set(f"{self._prefix}/left/{name_of(topology)}/{self._rank}", text)
 
     def lost(self, name: str) -> str:
         """What is known of ranks that have left the topology whose group has that name; empty: nothing."""
@@ -177,7 +152,7 @@ class Watch:
 
     def look(self) -> bool:
         """Tell, judge and wake, if this rank has not moved since the last look. False: no topology is left."""
-        hops = {_name_of(w.hop): w for one in self._topologies if (t := one()) is not None for w in _hops(t)}
+        hops = {key: w for one in self._topologies if (t := one()) is not None for key, w in watched_of(t)}
         told = self._account(hops)
         seen = None if told is None else json.dumps(told[1:])
         if seen is None or seen != self._last:
@@ -206,13 +181,13 @@ class Watch:
         drivers = {queue.thread_id for queue in queues}
         waiting = {thread for queue in queues for thread in list(queue.waits)}
         accounts, callers = {}, set[int]()
-        for key, (hop, _, kind) in hops.items():
-            num_started, waits, recent, num_beside = hop.ledger.account()
+        for key, (kind, ledger, of_job, sends, *_) in hops.items():
+            num_started, waits, recent, num_beside = ledger.account()
             waiting |= set(waits)
-            callers |= hop.ledger.callers()
-            ranks = [self._number[rank] for rank in dist.get_process_group_ranks(hop.group)]
-            broken, awaited = hop.ledger.last_broken, sorted(waits.values())
-            accounts[key] = Account(ranks, kind, hop.sends("cpu"), num_started, broken, awaited, recent, num_beside)
+            callers |= ledger.callers()
+            ranks = [self._number[rank] for rank in of_job]
+            broken, awaited = ledger.last_broken, sorted(waits.values())
+            accounts[key] = Account(ranks, kind, sends, num_started, broken, awaited, recent, num_beside)
         if any(queue.waits and queue.thread_id not in waiting for queue in queues):
             return None  # its thread computes, and will go on to the next exchange
         main = threading.main_thread().ident or 0
@@ -274,8 +249,7 @@ class Watch:
         return [bool(noted), f"{noted} ({text})" if noted else text, accounts]
 
     def _call_of(self, thread: int) -> str:
-        hops = [w.hop for one in self._topologies if (t := one()) is not None for w in _hops(t)]
-        for ledger in (hop.ledger for hop in hops):
+        for ledger in [w.ledger for one in self._topologies if (t := one()) is not None for _, w in watched_of(t)]:
             number = ledger.account()[1].get(thread)
             if number is not None:
                 return ledger.call_name(number, "backward: " if calls.is_in_backward(thread) else "")
@@ -294,16 +268,18 @@ class Watch:
         known = {key: Owed(until, [(n, Call(*c)) for n, c in more], b) for key, (until, more, b) in owed.items()}
         for key, watched in hops.items():
             if key in known:
-                watched.hop.ledger.break_until(known[key].until, reason)
+                watched.ledger.break_until(known[key].until, reason)
         self._store.add(self._key("heard"), 1)
         while self._store.add(self._key("heard"), 0) < self._world_size:  # nobody may wake who would not raise
             time.sleep(0.02)
-        works = [work for key, watched in hops.items() if key in known for work in _take_part(watched, known[key])]
+        abort_unequal(hops, known, reason)
+        works = [work for key, watched in hops.items() if key in known for work in complete(watched, known[key])]
         for one in self._topologies:
             if (topology := one()) is not None:
                 topology.queue.cancel_all(DivergedError(reason))
+                skip(topology, {key: known[key].until for key in known.keys() - hops.keys()})
         for watched in hops.values():
-            watched.hop.ledger.settled.set()
+            watched.ledger.settled.set()
         self.num_found, self._last, self._has_told = self.num_found + 1, None, False
         for work in works:
             work.wait()
@@ -311,41 +287,6 @@ class Watch:
 
 WAITS = "the ranks make different calls, and would wait for one another for ever: "
 IDLE = "is idle"
-
-
-def _take_part(watched: Watched, owed: Owed) -> list[Pending]:
-    """Start what this rank owes over one hop, and bring its numbers to where the others' will be."""
-    hop, ledger, works = watched.hop, watched.hop.ledger, []
-    num_started, _, recent, _ = ledger.account()
-    mine = {num_started - back: call for back, call in enumerate(reversed(recent))}
-    for number, call in owed.calls:
-        own = mine.get(number)
-        is_mine = own is not None and (not hop.sends(call.device_type) or tag_of(number, own) == tag_of(number, call))
-        while ledger.num_started < number:
-            ledger.start(call)
-        if not is_mine:
-            works.append(backend.take_part(number, call, hop.next_to(watched.beside) if call.beside else hop))
-    ledger.num_beside = max(ledger.num_beside, owed.num_beside)
-    return works
-
-
-def _hops(topology: Watchable) -> Iterator[Watched]:
-    t, seen = topology, set[int]()
-    of_host: Hop = vars(t).get("on_host", ALONE)
-    pairs = (("", t.world, ALONE), ("intra", t.intra, t.inter), ("inter", t.inter, t.intra), ("host", of_host, ALONE))
-    for kind, hop, beside in pairs:
-        if hop.group is not None and id(hop.ledger) not in seen:
-            seen.add(id(hop.ledger))
-            yield Watched(hop, beside, f"{_name(t)}.{kind}")
-
-
-def _name(topology: Watchable) -> str:
-    return _name_of(topology.world)
-
-
-def _name_of(hop: Hop) -> str:
-    """The same on all its ranks."""
-    return "" if hop.group is None else str(hop.group.group_name)
 
 
 def _compose(texts: Sequence[str]) -> str:

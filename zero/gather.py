@@ -25,7 +25,7 @@ from zero.bucket import Bucket, BucketState, ShardInfo, bump_versions
 from zero.delayed import DelayedUpdate
 from zero.full_copy import FullCopy
 from zero.order_check import OrderCheck
-from zero.pool import BufferPool, num_uses
+from zero.pool import BufferPool, num_uses, storage_of
 from zero.schedule import END_OF_BACKWARD, Limits, Schedule, Start
 from zero.settings import Effective, ZeroSettings
 from zero.sources import GatherOptions, Primary, Replica, Secondary
@@ -247,7 +247,7 @@ class Gatherer:
         if isinstance(secondary, Secondary) and not secondary.is_valid:
             secondary.fill(bucket.full)
         bucket.expose()
-        self.by_storage[bucket.full.untyped_storage().data_ptr()] = bucket
+        self.by_storage[storage_of(bucket.full)] = bucket
 
     def _read_ahead(self, mode: Mode) -> None:
         if self._rests.reads_files:
@@ -284,7 +284,7 @@ class Gatherer:
     def _release(self, bucket: Bucket) -> None:
         if bucket.state is BucketState.FULL:
             full = bucket.release()
-            self.by_storage.pop(full.untyped_storage().data_ptr(), None)
+            self.by_storage.pop(storage_of(full), None)
             if num_uses(full) > 2:  # it is a part of the pool's
                 self._pool.set_aside(full, bucket)
             else:

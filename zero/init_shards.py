@@ -31,6 +31,7 @@ from zero.agreement import on_every_rank
 from zero.bucket import Bucket, BucketState, ShardInfo, is_managed
 from zero.layout import BucketLayout
 from zero.model_checks import check_memory
+from zero.pool import storage_of
 from zero.released import hide, placeholder
 from zero.tiers.file_rest import InFile
 from zero.tiers.init_files import InitFiles
@@ -237,10 +238,10 @@ class Construction:
 
     def _check_tied(self, buckets: Iterable[Bucket]) -> None:
         """Raise ConfigError if a parameter was given another's memory: the shards would be trained apart."""
-        held = {b.full.untyped_storage().data_ptr(): b for b in self._open if b.full is not None}
+        held = {storage_of(b.full): b for b in self._open if b.full is not None}
         for bucket in buckets:
             for slot in bucket.moved():
-                other = held.get(bucket.params[slot].untyped_storage().data_ptr())
+                other = held.get(storage_of(bucket.params[slot]))
                 if other is not None:
                     raise ConfigError(
                         f"parameter {bucket.layout.slots[slot].name!r} was given memory of {other.name!r} (by .data), "

@@ -19,13 +19,18 @@ from torch import Tensor
 from zcomm import DivergedError, StateError, Work
 from zero.poison import poison
 
-__all__ = ["Aside", "BufferPool", "num_uses"]
+__all__ = ["Aside", "BufferPool", "num_uses", "storage_of"]
 
 
 def num_uses(tensor: Tensor) -> int:
     """How many tensors share the memory of ``tensor``, itself included; those that autograd keeps count, too."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1  # this storage object is a user
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The same for all tensors that share memory, and no others, while any of them lives: without elements, too."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 @dataclass(slots=True, eq=False)
@@ -64,8 +69,8 @@ class BufferPool:
         else:
             with torch.inference_mode(mode=False):  # it will serve training too
                 buffer = torch.empty(numel, dtype=dtype, device=self._device)
-            self._owned[buffer.untyped_storage().data_ptr()] = buffer
-        at = buffer.untyped_storage().data_ptr()
+            self._owned[storage_of(buffer)] = buffer
+        at = storage_of(buffer)
         self._taken.add(at)
         self._out.add(at)
         return buffer[:numel]
@@ -74,8 +79,8 @@ class BufferPool:
         """Free the buffers that nobody took since the last call: those of one-off uses, such as loading a model."""
         for free in self._free.values():
             for buffer in free.copy():
-                at = buffer.untyped_storage().data_ptr()
-                if buffer.numel() and at not in self._taken:
+                at = storage_of(buffer)
+                if at not in self._taken:
                     free[:] = [other for other in free if other is not buffer]
                     del self._owned[at]
         self._taken.clear()
@@ -84,7 +89,7 @@ class BufferPool:
         """Free every buffer that is not handed out."""
         for free in self._free.values():
             for buffer in free:
-                del self._owned[buffer.untyped_storage().data_ptr()]
+                del self._owned[storage_of(buffer)]
             free.clear()
 
     def lend(self, works: Sequence[Work | None], *buffers: Tensor) -> None:
@@ -94,9 +99,7 @@ class BufferPool:
             StateError: One is not handed out, or already lent.
         """
         for buffer in buffers:
-            at = self._place_of(buffer, "lent to an exchange")
-            if buffer.numel():
-                self._lent[at] = works
+            self._lent[self._place_of(buffer, "lent to an exchange")] = works
 
     def reclaim(self, works: Sequence[Work | None], *buffers: Tensor) -> None:
         """Wait for ``works``; what was lent to them is the caller's again.
@@ -108,7 +111,7 @@ class BufferPool:
             StateError: One of ``buffers`` is not lent to ``works``.
         """
         for buffer in buffers:
-            if buffer.numel() and self._lent.get(buffer.untyped_storage().data_ptr()) is not works:
+            if self._lent.get(storage_of(buffer)) is not works:
                 raise StateError(f"a buffer can be reclaimed only from the exchange it is lent to: {_describe(buffer)}")
         diverged: DivergedError | None = None
         for work in works:
@@ -118,7 +121,7 @@ class BufferPool:
             except DivergedError as error:
                 diverged = error
         for buffer in buffers:
-            self._lent.pop(buffer.untyped_storage().data_ptr(), None)
+            self._lent.pop(storage_of(buffer), None)
         if diverged is not None:
             for buffer in buffers:
                 self.give(buffer)
@@ -156,13 +159,13 @@ class BufferPool:
         return self._aside
 
     def _place_of(self, buffer: Tensor, change: str) -> int:
-        """The address of a buffer that is the caller's; those without elements share one, and nobody reads them."""
-        at = buffer.untyped_storage().data_ptr()
+        """The storage of a buffer that is the caller's."""
+        at = storage_of(buffer)
         if at in self._lent:
             raise StateError(
                 f"a buffer cannot be {change} while an exchange uses it, which reclaim() ends: {_describe(buffer)}"
             )
-        if buffer.numel() and at not in self._out:
+        if at not in self._out:
             raise StateError(
                 f"a buffer can be {change} only between take() and give(), and this one is free, or another's: "
                 f"{_describe(buffer)}"

@@ -22,6 +22,7 @@ from torch import Tensor
 from zcomm import StateError
 from zero.bucket import Bucket
 from zero.gather import Gatherer, Mode
+from zero.pool import storage_of
 
 __all__ = ["SavedTensors", "SavingHooks"]
 
@@ -125,7 +126,7 @@ class SavedTensors:
         """The bucket whose full parameters ``tensor`` is a view of, if it is one."""
         if tensor.layout is not torch.strided or getattr(type(tensor), "is_released", False):
             return None
-        return self._gatherer.by_storage.get(tensor.untyped_storage().data_ptr())
+        return self._gatherer.by_storage.get(storage_of(tensor))
 
     def _recompute(self, outer: SavingHooks, tensor: Tensor) -> Any:
         """What torch's checkpoint keeps of its recomputation: of a frozen parameter itself, soon released."""

@@ -34,6 +34,7 @@ from zero.bucket import Bucket, num_writes
 from zero.collective import calling_over
 from zero.large_linears import rows_by_key
 from zero.model_checks import has_memory
+from zero.pool import storage_of
 from zero.released import is_released, not_picklable
 from zero.runtime import Runtime
 from zero.shard_state import TORCHS_HELPERS
@@ -224,7 +225,7 @@ class StateDicts:
         """Whether ``tensor`` is memory that others use once its bucket is released."""
         if not has_memory(tensor):
             return False
-        bucket = self._of.gatherer.by_storage.get(tensor.untyped_storage().data_ptr())
+        bucket = self._of.gatherer.by_storage.get(storage_of(tensor))
         return bucket is not None and not bucket.is_resident
 
     def _before_load(

@@ -34,7 +34,7 @@ def outdate_views(pool: BufferPool, buckets: Collection[Bucket]) -> None:
     for tensor in _tensors():
         with torch._C.DisableTorchFunctionSubclass():
             aside, offset = found.get(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
-        if aside is not None and tensor is not aside.buffer:
+        if aside is not None and tensor is not aside.buffer and tensor.numel():  # without elements it shows nothing
             assert isinstance(aside.of, Bucket), "buffers are set aside for buckets"
             outdate(tensor, aside.of.layout.slots[aside.of.layout.slot_at(offset)].name)
     for aside in found.values():

@@ -10,9 +10,13 @@
 #include <chrono>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "communicator.h"
 #include "cuda_device.h"
@@ -47,6 +51,46 @@ using RowsArgument = std::tuple<int, std::uintptr_t, std::size_t, std::size_t>;
 using PlaceArgument = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::size_t>;
 // unique id, number of ranks, this one's; no id: one rank
 using HopArgument = std::tuple<nb::bytes, std::size_t, std::size_t>;
+
+// A communicator until it is closed. Whoever holds it for longer (work, the traceback of an error) keeps only what had
+// gone wrong: freed by the last of them it would be in any thread at any time, and wait there for all that is queued.
+class ClosableCommunicator {
+ public:
+  explicit ClosableCommunicator(std::shared_ptr<Communicator> made) : made_(std::move(made)) {}
+
+  std::shared_ptr<Communicator> Get() const {
+    const auto [made, failure] = Now();
+    if (made == nullptr) throw std::runtime_error(failure.empty() ? "the communicator is closed" : failure);
+    return made;
+  }
+  void Check() const {
+    const auto [made, failure] = Now();
+    if (made != nullptr) return made->Check();
+    if (!failure.empty()) throw std::runtime_error(failure);
+  }
+  void Abort(const std::string& reason) const {
+    const auto [made, failure] = Now();
+    if (made != nullptr) made->Abort(reason);
+  }
+  void Close() {
+    const auto [made, before] = Now();
+    if (made == nullptr) return;
+    const std::string failure = made->Finish();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    failure_ = failure;
+    made_ = nullptr;
+  }
+
+ private:
+  std::pair<std::shared_ptr<Communicator>, std::string> Now() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return {made_, failure_};
+  }
+
+  mutable std::mutex mutex_;
+  std::shared_ptr<Communicator> made_;
+  std::string failure_;
+};
 
 std::uint8_t* Address(std::uintptr_t address) { return reinterpret_cast<std::uint8_t*>(address); }
 
@@ -105,8 +149,8 @@ std::pair<std::shared_ptr<zcomm::nccl::Device>, std::shared_ptr<zcomm::nccl::Ker
 #endif
 }
 
-void MakeCommunicator(Communicator* self, const Library& library, int device, const std::vector<HopArgument>& hops,
-                      double timeout_s) {
+void MakeCommunicator(ClosableCommunicator* self, const Library& library, int device,
+                      const std::vector<HopArgument>& hops, double timeout_s) {
   using Seconds = std::chrono::duration<double>;
   std::vector<std::tuple<zcomm::nccl::UniqueId, std::size_t, std::size_t>> parsed;
   for (const auto& [bytes, size, rank] : hops) {
@@ -127,7 +171,8 @@ void MakeCommunicator(Communicator* self, const Library& library, int device, co
                                                                         [gpu = place] { gpu->MakeCurrent(); }));
     }
   }
-  new (self) Communicator(std::move(place), std::move(operations), std::move(transports), Seconds(timeout_s));
+  new (self) ClosableCommunicator(std::make_shared<Communicator>(std::move(place), std::move(operations),
+                                                                 std::move(transports), Seconds(timeout_s)));
 }
 
 void DefineCommunicator(nb::module_& m) {
@@ -136,39 +181,40 @@ void DefineCommunicator(nb::module_& m) {
     const zcomm::nccl::UniqueId id = zcomm::nccl::MakeUniqueId(library);
     return nb::bytes(id.internal, sizeof(id.internal));
   });
-  nb::class_<Communicator>(m, "NcclCommunicator")
+  nb::class_<ClosableCommunicator>(m, "NcclCommunicator")
       .def("__init__", &MakeCommunicator, "library"_a, "device"_a, "hops"_a, "timeout_s"_a, nb::keep_alive<1, 2>())
       .def(
           "all_gather",
-          [](Communicator& self, const SizesArgument& sizes, const RowsArgument& input, const RowsArgument& output,
-             const std::optional<PlaceArgument>& place) {
-            return RunOrMeasure(&self, MakeGather(sizes, input, output), place);
+          [](ClosableCommunicator& self, const SizesArgument& sizes, const RowsArgument& input,
+             const RowsArgument& output, const std::optional<PlaceArgument>& place) {
+            return RunOrMeasure(self.Get().get(), MakeGather(sizes, input, output), place);
           },
           release, "sizes"_a, "input"_a, "output"_a, "place"_a.none())
       .def(
           "reduce_scatter",
-          [](Communicator& self, const SizesArgument& sizes, const RowsArgument& input, const RowsArgument& output,
-             float divisor, const std::optional<PlaceArgument>& place) {
-            return RunOrMeasure(&self, MakeReduce(sizes, input, output, divisor), place);
+          [](ClosableCommunicator& self, const SizesArgument& sizes, const RowsArgument& input,
+             const RowsArgument& output, float divisor, const std::optional<PlaceArgument>& place) {
+            return RunOrMeasure(self.Get().get(), MakeReduce(sizes, input, output, divisor), place);
           },
           release, "sizes"_a, "input"_a, "output"_a, "divisor"_a, "place"_a.none())
       .def(
           "all_to_all",
-          [](Communicator& self, const SizesArgument& sizes, const RowsArgument& input, const RowsArgument& output,
-             const std::optional<PlaceArgument>& place) {
-            return RunOrMeasure(&self, MakeExchange(sizes, input, output), place);
+          [](ClosableCommunicator& self, const SizesArgument& sizes, const RowsArgument& input,
+             const RowsArgument& output, const std::optional<PlaceArgument>& place) {
+            return RunOrMeasure(self.Get().get(), MakeExchange(sizes, input, output), place);
           },
           release, "sizes"_a, "input"_a, "output"_a, "place"_a.none())
       .def(
           "exchange_bytes",
-          [](Communicator& self, std::size_t hop, bool is_gather, std::uintptr_t input, std::uintptr_t output,
+          [](ClosableCommunicator& self, std::size_t hop, bool is_gather, std::uintptr_t input, std::uintptr_t output,
              std::size_t stride_nbytes, std::size_t nbytes, std::uintptr_t stream) {
             const zcomm::nccl::BytesCall call{hop, is_gather, Address(input), Address(output), stride_nbytes, nbytes};
-            self.Run(call, {Address(stream), nullptr, nullptr, 0});
+            self.Get()->Run(call, {Address(stream), nullptr, nullptr, 0});
           },
           release, "hop"_a, "is_gather"_a, "input"_a, "output"_a, "stride_nbytes"_a, "nbytes"_a, "stream"_a)
-      .def("check", &Communicator::Check, release)
-      .def("abort", &Communicator::Abort, release, "reason"_a);
+      .def("check", &ClosableCommunicator::Check, release)
+      .def("abort", &ClosableCommunicator::Abort, release, "reason"_a)
+      .def("close", &ClosableCommunicator::Close, release);
 }
 
 void DefineHostStream(nb::module_& m) {

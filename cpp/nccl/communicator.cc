@@ -61,9 +61,7 @@ Communicator::~Communicator() {
   }
   closing_.notify_all();
   watch_.join();
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout_);
-  if (failure_.empty() && !DrainUntil(deadline)) Fail("the communicator was closed with calls that do not end");
+  Finish();
   FreeWorkspace();
   for (const UnderWay& call : under_way_) device_->DestroyEvent(call.end);
   for (const Event event : idle_events_) device_->DestroyEvent(event);
@@ -114,7 +112,9 @@ void Communicator::RunPlan(const char* name, const Plan& plan, const Place& plac
     under_way_.push_back({idle_events_.back(), deadline, name, flow});
     idle_events_.pop_back();
   } catch (const std::exception& error) {
-    Fail(is_stuck_ ? LateText(name) : std::string(name) + " failed: " + error.what());
+    Fail(!is_stuck_              ? std::string(name) + " failed: " + error.what()
+         : stuck_reason_.empty() ? LateText(name)
+                                 : stuck_reason_);
     ThrowIfFailed();
   }
 }
@@ -149,9 +149,21 @@ void Communicator::Check() {
   ThrowIfFailed();
 }
 
-void Communicator::Abort(const std::string& reason) {
+std::string Communicator::Finish() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  Fail(reason);
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout_);
+  if (failure_.empty() && !DrainUntil(deadline)) Fail("the communicator was closed with calls that do not end");
+  return failure_;
+}
+
+void Communicator::Abort(const std::string& reason) {
+  const auto deadline = Clock::now() + kLookEvery;
+  do {
+    const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    if (lock.owns_lock()) return Fail(reason);
+    std::this_thread::sleep_for(kPollEvery);
+  } while (Clock::now() < deadline);
+  AbortUnderCall(reason);
 }
 
 void Communicator::Fail(const std::string& reason) noexcept {
@@ -205,12 +217,22 @@ void Communicator::Watch() {
   }
 }
 
-// Whoever queues a call holds the lock, and may be inside CUDA (its queue is full, for a peer has gone) or NCCL (which
-// connects at the first use). NCCL is then aborted under it: the flag that this sets ends the kernels and waits that
-// the call hangs on. NCCL promises that for communicators that do not block alone, but there is no other way out.
 void Communicator::EndStuckCall() {
   const Clock::rep queued_by = queued_by_.load();
-  if (queued_by == 0 || Clock::now().time_since_epoch().count() < queued_by || is_stuck_.exchange(true)) return;
+  if (queued_by != 0 && Clock::now().time_since_epoch().count() >= queued_by) AbortUnderCall("");
+}
+
+// Whoever queues a call holds the lock, and may be inside CUDA (its queue is full, for a peer has gone) or NCCL (which
+// connects at the first use), or wait for earlier calls. NCCL is then aborted under it: the flag that this sets ends
+// the kernels and waits that the call hangs on. NCCL promises that for communicators that do not block alone, but there
+// is no other way out.
+void Communicator::AbortUnderCall(const std::string& reason) {
+  {
+    const std::lock_guard<std::mutex> lock(stuck_mutex_);
+    if (is_stuck_) return;
+    stuck_reason_ = reason;
+    is_stuck_ = true;
+  }
   AbortHops();
 }
 
@@ -221,7 +243,7 @@ std::string Communicator::LateText(const char* name) const {
 // False: not all calls have ended in time, or something has failed.
 bool Communicator::DrainUntil(Clock::time_point deadline) {
   for (Look(); failure_.empty() && !under_way_.empty(); Look()) {
-    if (Clock::now() > deadline) return false;
+    if (is_stuck_ || Clock::now() > deadline) return false;
     std::this_thread::sleep_for(kPollEvery);
   }
   return failure_.empty();

@@ -35,7 +35,7 @@ class Communicator {
   // `hops`: one over all ranks, or two, inside the node and between nodes.
   Communicator(std::shared_ptr<Device> device, std::shared_ptr<Kernels> kernels,
                std::vector<std::unique_ptr<Transport>> hops, std::chrono::duration<double> timeout);
-  // Waits for what is under way, at most until its time is up, and frees everything.
+  // As Finish(), and frees everything.
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -53,7 +53,10 @@ class Communicator {
 
   // Looks for errors and for calls that are late; a thread does this all the time. Throws what has gone wrong.
   void Check();
-  // Aborts what is under way; every later call throws `reason`.
+  // Waits for what is under way, at most until its time is up, which aborts it. Returns what has gone wrong; empty:
+  // nothing.
+  std::string Finish();
+  // Aborts what is under way, under a call that is being queued, too; every later call throws `reason`, or that.
   void Abort(const std::string& reason);
 
  private:
@@ -75,6 +78,7 @@ class Communicator {
   void Look();
   void Watch();
   void EndStuckCall();
+  void AbortUnderCall(const std::string& reason);
   std::string LateText(const char* name) const;
   bool DrainUntil(Clock::time_point deadline);
   void ThrowIfFailed() const;
@@ -97,7 +101,9 @@ class Communicator {
   std::string failure_;
 
   std::atomic<Clock::rep> queued_by_{0};  // by when the call that is being queued has to be; 0: there is none
-  std::atomic<bool> is_stuck_{false};     // it was not: it has been aborted
+  std::atomic<bool> is_stuck_{false};     // it was not, or Abort() could not wait for it: it has been aborted
+  std::mutex stuck_mutex_;
+  std::string stuck_reason_;  // constant once is_stuck_; empty: it was late
 
   std::mutex closing_mutex_;
   bool is_closing_ = false;

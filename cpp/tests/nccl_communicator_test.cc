@@ -2,8 +2,10 @@
 // overlapped, and every failure an error on every rank.
 
 #include <algorithm>
+#include <chrono>
 #include <functional>
 #include <map>
+#include <thread>
 
 #include "communicator.h"
 #include "fake_ranks.h"
@@ -309,6 +311,23 @@ void CheckStuckCalls() {
   EXPECT(number > 15, "only %zu calls", number);
 }
 
+// Abort() of another thread does not wait for a call that does not return: it ends it.
+void CheckAbortUnderCall() {
+  const Case c = OneHop(Collective::kReduce, 2, kInt8, 300);
+  FakeWorld world(1);
+  FakeRanks ranks(&world, c, /*timeout_s=*/60);
+  world.TakeCounts(0);
+  world.HangAt(0, 3);
+  std::thread other([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    ranks.communicator(0)->Abort("the ranks make different calls");
+  });
+  const std::string error = ErrorOf([&] { ranks.Call(0); });
+  other.join();
+  EXPECT(Contains(error, "the ranks make different calls"), "%s", error.c_str());
+  EXPECT(Contains(ErrorOf([&] { ranks.Call(0); }), "the ranks make different calls"), "the next call");
+}
+
 // A graph is made once and runs twice, each time on what is there then.
 void CheckCapture() {
   for (const Case& c : {TwoHops(Collective::kReduce, kInt8, kNf4), TwoHops(Collective::kGather, kInt8, kInt8)}) {
@@ -451,6 +470,7 @@ int main(int argc, char** argv) {
       {"CheckFailureOfConstruction", CheckFailureOfConstruction},
       {"CheckTimeoutAndAbort", CheckTimeoutAndAbort},
       {"CheckOrderOfAborts", CheckOrderOfAborts},
+      {"CheckAbortUnderCall", CheckAbortUnderCall},
       {"CheckStuckCalls", CheckStuckCalls},
       {"CheckEveryFailure", CheckEveryFailure},
       {"CheckEveryWaitIsNeeded", CheckEveryWaitIsNeeded},

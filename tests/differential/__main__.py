@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--number", type=int, help="this program alone")
     parser.add_argument("--start", type=int, default=0, help="number of the first of several")
     parser.add_argument("--count", type=int, default=500, help="how many")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other after so long")
     parser.add_argument("--no-shrink", action="store_true", help="do not make smaller what fails")
     parser.add_argument("--show", action="store_true", help="print programs, run nothing")
     chosen = parser.parse_args()
@@ -37,6 +38,9 @@ def main() -> int:
     first, count = (chosen.start, chosen.count) if chosen.number is None else (chosen.number, 1)
     outcomes, tried, started = Counter[str](), Counter[str](), time.monotonic()
     for number in range(first, first + count):
+        if time.monotonic() - started > chosen.seconds:
+            count = number - first
+            break
         program = draw(chosen.seed, number)
         if chosen.show:
             print(program)

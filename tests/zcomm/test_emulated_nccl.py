@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import zcomm
@@ -19,7 +20,7 @@ from tests.ranks import ranks_over, run_ranks, topology
 from tests.zcomm.calls import WORLD_SIZE, assert_same_bits, collectives, kept, with_residual
 from tests.zcomm.test_checked import checking
 from zcomm import chunks, nccl_bytes, nccl_library, nccl_steps
-from zcomm.errors import BackendUnavailableError, CommunicationError, FormatError, MessageError
+from zcomm.errors import BackendUnavailableError, CommunicationError, DivergedError, FormatError, MessageError
 from zcomm.formats import FORMATS
 
 BLOCKS = (None, 32, 96, 2048)
@@ -126,12 +127,17 @@ def _check_other_format(rank: int) -> None:
 
 
 def _check_other_size(rank: int) -> None:
-    """Both lengths are named, and the communicator serves no more."""
+    """Both lengths are named, and the communicator serves no more; a topology's is found out by its watch."""
     numel = 500 if rank == 0 else 600
     own, other = ("2000", "2400") if rank == 0 else ("2400", "2000")
-    t = zcomm.Topology(ranks_per_node=2)
+    group: Any = dist.new_group([0, 1])
     for _ in range(2):
         with pytest.raises(CommunicationError, match=f"(sends {other} bytes where this rank expects {own})|has gone"):
+            zcomm.all_gather_single(torch.empty(2 * numel), torch.ones(numel), group, format="none")
+    dist.destroy_process_group(group)
+    t = zcomm.Topology(ranks_per_node=2)
+    for _ in range(2):
+        with pytest.raises(DivergedError, match=r"rank 0: all_gather of 2000 .*rank 1: all_gather of 2400 "):
             zcomm.all_gather_single(torch.empty(2 * numel), torch.ones(numel), t, format="none")
     t.close()
 

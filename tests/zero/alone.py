@@ -2,6 +2,7 @@
 
 python -m tests.zero.alone --draws 200 --seed 1      every draw's outcome, a line each; exit code 1 unless all are named
 python -m tests.zero.alone --draws 200 --seed 1 --first 40 --number 20      a part of them
+    --backend nccl      in a job of NCCL alone, whose data goes over the emulated NCCL
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ from torch import nn
 
 import zcomm
 import zero
-from tests.ranks import close_pools, run_ranks
+from tests.nccl_job import nccl_alone
+from tests.ranks import close_pools, ranks_over, run_ranks
 from zcomm import DivergedError, env
 from zero import ZeroOptimizer, utils
 from zero.checkpoints import save_model_file
@@ -66,7 +68,7 @@ def _saves_in_a_thread(t: Training) -> None:
 
     thread = threading.Thread(target=save)
     thread.start()
-    while t.optimizer.topology.world.ledger.account()[1] == {} and thread.is_alive():
+    while t.optimizer.topology.on_host.ledger.account()[1] == {} and thread.is_alive():
         time.sleep(0.001)
 
 
@@ -188,10 +190,18 @@ def training(rank: int, stage: int, folder: str) -> Training:
     return Training(model, optimizer, Path(folder), rank)
 
 
-def run_draw(rank: int, draw: Draw, folder: str) -> None:
+@contextmanager
+def job_of(backend: str) -> Iterator[None]:
+    """On a rank: a job of NCCL alone, if ``backend`` is "nccl"."""
+    with nccl_alone() if backend == "nccl" else nullcontext():
+        yield
+
+
+def run_draw(rank: int, draw: Draw, folder: str, backend: str = "torch") -> None:
     """On one rank: raise AssertionError unless it gets the named error, in time."""
-    with diverged_after(AFTER_S):
+    with diverged_after(AFTER_S), job_of(backend):
         t = training(rank, draw.stage, folder)
+        assert t.optimizer.topology.backend == backend
         for _ in range(draw.num_steps):
             t.step()
         zero.save_checkpoint(t.optimizer, folder, "all")
@@ -242,14 +252,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="of those to be made, from 0")
     parser.add_argument("--number", type=int, help="how many of them; default: all that follow")
-    options, num_wrong, longest_s = parser.parse_args(), 0, 0.0
+    parser.add_argument("--backend", choices=("torch", "nccl"), default="torch")
+    options = parser.parse_args()
+    with ranks_over(options.backend):
+        return _run_all(options)
+
+
+def _run_all(options: argparse.Namespace) -> int:
+    num_wrong, longest_s = 0, 0.0
     last = options.draws if options.number is None else options.first + options.number
     cases = list(enumerate(draws(options.seed, options.draws)))[options.first : last]
     for index, draw in cases:
         told = "named"
         with tempfile.TemporaryDirectory() as folder:
             try:
-                run_ranks(draw.world_size, run_draw, draw, folder)
+                run_ranks(draw.world_size, run_draw, draw, folder, options.backend)
             except AssertionError as error:
                 told, num_wrong = f"WRONG: {error}", num_wrong + 1
             seconds = max((float(file.read_text()) for file in Path(folder).glob("seconds-*")), default=0.0)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero
-from tests.ranks import close_pools, run_ranks
+from tests.ranks import close_pools, ranks_over, run_ranks
 from tests.zero.alone import diverged_after
 from zcomm.work import Steps
 from zero import ZeroOptimizer, utils
@@ -87,6 +87,7 @@ CASES = [
     *(Case(ranks, stage, "", {}) for ranks in (2, 4) for stage in (1, 2, 3)),
     Case(4, 3, ", hpZ on 2 x 2", PLUS | {"zero_hpz_partition_size": 2}),
     Case(2, 3, ", overlapped update", IN_A_THREAD),
+    Case(2, 3, ", over NCCL", {"backend": "nccl"}),
 ]
 
 
@@ -241,6 +242,12 @@ def _late_writes(pause: Pauses) -> Iterator[None]:
         FolderWriter.write_data = write  # type: ignore[method-assign]
 
 
+def run_case(case: Case, planned: list[Sleep], num_steps: int, bound_s: float, path: str) -> None:
+    """:func:`run_slow` on all ranks."""
+    with ranks_over(case.options.get("backend", "torch")):
+        run_ranks(case.world_size, run_slow, case, planned, num_steps, bound_s, path)
+
+
 def run_slow(rank: int, case: Case, planned: list[Sleep], num_steps: int, bound_s: float, path: str) -> None:
     """On one rank: raise unless every step ends well, every sleep has come, and nobody suspected anything."""
     folder, shortest_s = Path(path), min(sleep.seconds for sleep in planned)
@@ -272,7 +279,7 @@ def main() -> int:
         start, told = time.monotonic(), "no error"
         with tempfile.TemporaryDirectory() as path:
             try:
-                run_ranks(case.world_size, run_slow, case, planned, each, BOUND_S, path)
+                run_case(case, planned, each, BOUND_S, path)
             except AssertionError as error:
                 told, num_wrong = f"WRONG: {error}", num_wrong + 1
             lines = [line for file in sorted(Path(path).glob("slept-*")) for line in file.read_text().splitlines()]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import ranks_over, run_ranks
 from tests.rotation import DAY, of_the_day
 from tests.zero.alone import Draw, draws, run_draw
-from tests.zero.slow import CASES, PLACES, Case, run_slow, sleeps
+from tests.zero.slow import CASES, PLACES, Case, run_case, sleeps
 
 SEED = DAY
 
@@ -23,6 +23,14 @@ def test_a_call_of_one_rank_alone_is_a_named_error_on_all(draw: Draw, tmp_path: 
 @pytest.mark.parametrize("draw", list(draws(1, 200)), ids=lambda draw: "-".join(map(str, draw)))
 def test_so_is_every_other(draw: Draw, tmp_path: Path) -> None:
     run_ranks(draw.world_size, run_draw, draw, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "draw", list(draws(SEED + 1, 4)), ids=lambda draw: f"seed {SEED + 1}, {'-'.join(map(str, draw))}"
+)
+def test_so_is_one_in_a_job_of_nccl(draw: Draw, tmp_path: Path) -> None:
+    with ranks_over("nccl"):
+        run_ranks(draw.world_size, run_draw, draw, str(tmp_path), "nccl")
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=str)
@@ -45,5 +53,5 @@ def test_so_it_is_in_every_job(case: Case, tmp_path: Path) -> None:
 def _run_slow(case: Case, num_places: int, folder: Path) -> None:
     """Sleeps of at least twice the bound."""
     planned = sleeps(SEED, case.world_size, 30, num_places, 0.2, 0.4)
-    run_ranks(case.world_size, run_slow, case, planned, 30, 0.1, str(folder))
+    run_case(case, planned, 30, 0.1, str(folder))
     assert sum(len(file.read_text().splitlines()) for file in folder.glob("slept-*")) == num_places

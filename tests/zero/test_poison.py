@@ -25,7 +25,7 @@ from zero.bucket import Bucket
 from zero.bucket_grads import BucketGrads
 from zero.gather import Gatherer
 from zero.grads import Reducer
-from zero.pool import BufferPool
+from zero.pool import BufferPool, storage_of
 from zero.tiers import host_buffers, host_gradient
 from zero.tiers.host import HostMemory
 from zero.tiers.host_buffers import HostBuffers
@@ -157,11 +157,12 @@ def _works(*errors: Exception | None) -> list[Any]:
     return [_Exchange(error) for error in errors]
 
 
-def test_a_lent_buffer_stays_where_it_is() -> None:
+@pytest.mark.parametrize("numel", [100, 0])
+def test_a_lent_buffer_stays_where_it_is(numel: int) -> None:
     buffers, works = BufferPool(torch.device("cpu")), _works(None)
-    taken = buffers.take(100, torch.float32)
+    taken = buffers.take(numel, torch.float32)
     buffers.lend(works, taken)
-    with pytest.raises(StateError, match=r"given back while an exchange uses it.*100 elements of torch.float32"):
+    with pytest.raises(StateError, match=rf"given back while an exchange uses it.*{numel} elements of torch.float32"):
         buffers.give(taken)
     with pytest.raises(StateError, match="lent to an exchange while an exchange uses it"):
         buffers.lend(_works(None), taken)
@@ -176,7 +177,18 @@ def test_a_lent_buffer_stays_where_it_is() -> None:
             call(taken)
     with pytest.raises(StateError, match="reclaimed only from"):
         buffers.reclaim(works, taken)
-    assert buffers.take(100, torch.float32).data_ptr() == taken.data_ptr()
+    assert storage_of(buffers.take(numel, torch.float32)) == storage_of(taken)
+
+
+def test_buffers_without_elements_are_as_different_as_others() -> None:
+    buffers = BufferPool(torch.device("cpu"))
+    first, second = (buffers.take(0, torch.float64) for _ in range(2))
+    buffers.set_aside(first, "the first")
+    assert [each.of for each in buffers.viewed()] == ["the first"]
+    buffers.give(second)
+    assert storage_of(buffers.take(0, torch.float64)) == storage_of(second), "the first is viewed still"
+    del first
+    assert not buffers.viewed()
 
 
 def test_a_buffer_of_a_failed_exchange_is_not_handed_out_before_all_have_ended() -> None:

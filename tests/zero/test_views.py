@@ -133,6 +133,41 @@ def test_a_view_that_leaves_a_block_is_right_until_the_parameter_changes() -> No
     run_ranks(2, _check_views_of_a_block)
 
 
+class _KeepsNothing(nn.Module):
+    """Keeps views without elements, one of a parameter that has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing, self.layer = nn.Parameter(torch.empty(0, 3)), nn.Linear(WIDTH, WIDTH)
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.kept:
+            self.kept = [self.nothing.detach().t(), self.layer.weight.detach()[:0]]
+        return self.layer(x) + sum(view.sum() for view in self.kept) + self.nothing.sum()
+
+
+def _check_views_without_elements(rank: int, options: dict[str, Any]) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(*(_KeepsNothing() for _ in range(3)))
+
+    model, plain = _new(build), _new(build)
+    reference = _sgd(plain)
+    with zero_optimizer(model, _sgd(model), stage=3, **options) as optimizer:
+        for _ in range(3):
+            expected, got = (sum(_loss(each, _inputs(scale)) for scale in (1, 2)) for each in (plain, model))
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+            _step(expected, reference)
+            _step(got, optimizer)
+        _assert_same(model, plain)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap_comm": False}, {"offload_param": {"device": "cpu"}}], ids=str)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_view_without_elements_stays_right(world_size: int, options: dict[str, Any]) -> None:
+    run_ranks(world_size, _check_views_without_elements, options)
+
+
 PENALTIES: dict[str, Callable[[nn.Module], Tensor]] = {
     "view": lambda model: sum(p.view(-1).pow(2).sum() for p in model.parameters()),
     "leaf": lambda model: sum(p.pow(2).sum() for p in model.parameters()),
