@@ -11,6 +11,7 @@ Arguments, in elements where nothing else is said:
     residual_codes, _scales          what earlier messages lost, in rows of blocks: a row for each segment of a message
     seed ... rank, first             of the random numbers; see zcomm.philox
     is_valid_ptr                     int32 [1], cleared where a message has another hash
+    refused_ptr                      int32 [1], written by the sum that is quantized next: 0 if no message has; or None
     expected_ptr, num_expected       messages like those that are written, yet to come: their trailers are cleared, but
                                      for those from own_start to own_stop, which are being written
     TILE                             elements that a program handles, at least one block
@@ -73,14 +74,17 @@ def encode_and_store(
 
 @triton.jit(do_not_specialize=["layout_hash", *WORDS])
 def quantize_kernel(
-    x_ptr, held_ptr, out_ptr, message_stride, segment_stride, num_segments, segment_numel, pitch, segment_nbytes,
-    codes_offset, layout_hash, residual_codes_ptr, residual_scales_ptr, residual_codes_stride, residual_scales_stride,
-    beta, seed, tensor, step, hop, rank, first, expected_ptr, num_expected, own_start, own_stop,
+    x_ptr, held_ptr, refused_ptr, out_ptr, message_stride, segment_stride, num_segments, segment_numel, pitch,
+    segment_nbytes, codes_offset, layout_hash, residual_codes_ptr, residual_scales_ptr, residual_codes_stride,
+    residual_scales_stride, beta, seed, tensor, step, hop, rank, first, expected_ptr, num_expected, own_start, own_stop,
     KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr, ROTATED: tl.constexpr,
     QMAX: tl.constexpr, HEADER_NBYTES: tl.constexpr, RANDOM: tl.constexpr, RESIDUAL: tl.constexpr,
     DELTA: tl.constexpr, PAIRED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Messages of a block codec from the array x, or from x - held. With PAIRED of two elements of x at a time."""
+    """Messages of a block codec from the array x, or from x - held. With PAIRED of two elements of x at a time.
+
+    Where refused is not 0, as decode_sum_kernel left it with the sum x, they get hash 0: see requantize_kernel.
+    """
     ROWS: tl.constexpr = TILE // COLS if TILE > COLS else 1
     message, segment, tile, remaining = locate(num_segments, segment_numel, BLOCK, ROWS)
     shape = (segment_numel, segment_nbytes, codes_offset)
@@ -103,6 +107,8 @@ def quantize_kernel(
             beta, KIND, BITS, QMAX, BLOCK, ROTATED, RANDOM != "", RESIDUAL, ROWS, COLS,
         )  # fmt: skip
     if (tile == 0) & (segment == 0):
+        if refused_ptr is not None:
+            layout_hash = tl.where(tl.load(refused_ptr) == 0, layout_hash, 0)
         store_ends(message_ptr, pitch, num_segments, shape, layout_hash, HEADER_NBYTES, BLOCK)
     clear_trailers(expected_ptr, num_expected, own_start, own_stop, pitch)
 
@@ -120,6 +126,7 @@ def requantize_kernel(
 ):  # fmt: skip
     """The sum of messages, in their order; segment s of it becomes message s of a block codec, one segment each.
 
+    If one is refused, those that are written get hash 0: whoever receives them refuses them, too.
     A tile is a whole number of blocks of both codecs: they are equal, or powers of two.
     """
     ROWS: tl.constexpr = TILE // COLS if TILE > COLS else 1
@@ -144,9 +151,10 @@ def requantize_kernel(
         KIND, BITS, QMAX, BLOCK, ROTATED, RANDOM != "", RESIDUAL, ROWS, COLS,
     )  # fmt: skip
     if tile == 0:
+        # each program that writes a trailer looks for itself, for programs do not wait for each other
+        difference = check_hashes(in_ptr, num_messages, in_pitch, in_hash, is_valid_ptr, IN_KIND)
+        layout_hash = tl.where(difference == 0, layout_hash, 0)
         store_ends(message_ptr, pitch, 1, shape, layout_hash, HEADER_NBYTES, BLOCK)
-        if segment == 0:
-            check_hashes(in_ptr, num_messages, in_pitch, in_hash, is_valid_ptr, IN_KIND)
     clear_trailers(expected_ptr, num_expected, own_start, own_stop, pitch)
 
 
@@ -173,8 +181,8 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["layout_hash"])
 def decode_sum_kernel(
-    messages_ptr, out_ptr, is_valid_ptr, segment_stride, num_messages, divisor, num_segments, segment_numel,
-    pitch, segment_nbytes, codes_offset, layout_hash,
+    messages_ptr, out_ptr, is_valid_ptr, refused_ptr, segment_stride, num_messages, divisor, num_segments,
+    segment_numel, pitch, segment_nbytes, codes_offset, layout_hash,
     KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr, ROTATED: tl.constexpr,
     DIVIDED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -189,7 +197,9 @@ def decode_sum_kernel(
         total = divided(total, divisor)
     store_array(out_ptr, segment * segment_stride + tile * (BLOCK * ROWS), total, remaining, BLOCK, ROWS, COLS)
     if (tile == 0) & (segment == 0):
-        check_hashes(messages_ptr, num_messages, pitch, layout_hash, is_valid_ptr, KIND)
+        difference = check_hashes(messages_ptr, num_messages, pitch, layout_hash, is_valid_ptr, KIND)
+        if refused_ptr is not None:
+            tl.store(refused_ptr, difference)
 
 
 @triton.jit

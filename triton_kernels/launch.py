@@ -41,14 +41,27 @@ class Residual(NamedTuple):
     beta: float
 
 
+class Summed(NamedTuple):
+    """An array that :func:`decode_sum` writes and :func:`quantize` reads, and what it has to tell of the messages."""
+
+    values: Tensor
+    refused: Tensor
+    """int32 [1], 0 unless a message was of another layout: then what the sum becomes must be refused, too.
+
+    Unlike the flag of the device, it is of this sum alone.
+    """
+
+
 def quantize(
-    x: Tensor, layout: Layout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None = None,
-    *, held: Tensor | None = None, residual: Residual | None = None, expected: Tensor | None = None,
+    x: Tensor | Summed, layout: Layout, out: Tensor, message_stride: int, segment_stride: int,
+    draw: Draw | None = None, *, held: Tensor | None = None, residual: Residual | None = None,
+    expected: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write messages ``out`` from the array ``x``, or from RN(x - held), ``held`` being addressed as ``x`` is.
 
     ``residual`` needs a block codec, and a block that is a power of two.
     """
+    x, refused = x if isinstance(x, Summed) else (x, None)
     if layout.codec.dtype is not None:
         strides = (layout.num_segments * layout.segment_numel, layout.segment_numel)
         if residual is not None:
@@ -60,7 +73,7 @@ def quantize(
     words, random = random_of(draw, layout, strides)
     run(
         kernels.quantize_kernel,
-        (x, held, typed(out, layout), message_stride, segment_stride, *encoding.shape,
+        (x, held, refused, typed(out, layout), message_stride, segment_stride, *encoding.shape,
          *_residual_arguments(residual, layout), *words, *_expected_arguments(expected, out, layout)),
         _encoder(layout, random, residual)
         | {"DELTA": held is not None, "PAIRED": not random and _is_paired(x, layout, strides, held, residual)},
@@ -105,18 +118,20 @@ def decode(
 
 
 def decode_sum(
-    messages: Tensor, layout: Layout, out: Tensor, segment_stride: int, divisor: float, *, is_valid: Tensor
+    messages: Tensor, layout: Layout, out: Tensor | Summed, segment_stride: int, divisor: float, *, is_valid: Tensor
 ) -> None:
     """Write the sum of ``messages`` over ``divisor`` into ``out``: segment s at ``s * segment_stride``."""
+    out, refused = out if isinstance(out, Summed) else (out, None)
     encoding = encoding_of(layout)
     run(
         kernels.decode_sum_kernel,
-        (typed(messages, layout), out, is_valid, segment_stride, messages.shape[0], float(divisor), *encoding.shape),
+        (typed(messages, layout), out, is_valid, refused, segment_stride, messages.shape[0], float(divisor),
+         *encoding.shape),
         _decoder(layout) | {"DIVIDED": divisor != 1},
         num_units=layout.num_segments,
         numel=layout.segment_numel,
         block=encoding.block,
-    )
+    )  # fmt: skip
 
 
 def decode_sum_requantize(
@@ -125,7 +140,8 @@ def decode_sum_requantize(
 ) -> None:  # fmt: skip
     """Sum ``messages``; segment s of the sum becomes message s of ``out``, which has one segment a message.
 
-    One launch where the blocks are equal or powers of two; else two, with a float32 array between them.
+    One launch where the blocks are equal or powers of two; else two, with a float32 array between them. If a message is
+    refused, those of a block codec that are written get hash 0: whoever receives them refuses them, too.
     """
     if out_layout.codec.dtype is not None:
         if residual is not None:
@@ -133,7 +149,9 @@ def decode_sum_requantize(
         decode_sum(messages, layout, typed(out, out_layout), layout.segment_numel, 1, is_valid=is_valid)
         return
     if not _is_fused(layout, out_layout):
-        total = torch.empty(layout.num_segments * layout.segment_numel, dtype=torch.float32, device=out.device)
+        numel = layout.num_segments * layout.segment_numel
+        room = torch.empty(numel + 1, dtype=torch.float32, device=out.device)
+        total = Summed(room[:numel], room[numel:].view(torch.int32))
         decode_sum(messages, layout, total, layout.segment_numel, 1, is_valid=is_valid)
         quantize(total, out_layout, out, layout.segment_numel, 0, draw, residual=residual, expected=expected)
         return

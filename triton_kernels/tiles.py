@@ -260,9 +260,15 @@ def clear_trailers(expected_ptr, num_expected, own_start, own_stop, nbytes):
 
 @triton.jit
 def check_hashes(messages_ptr, num_messages, pitch, layout_hash, is_valid_ptr, KIND: tl.constexpr):
-    """Clear the flag at ``is_valid_ptr`` if a message of a block codec is not of the layout with this hash."""
+    """Clear the flag at ``is_valid_ptr`` if a message of a block codec is not of the layout with this hash.
+
+    Returns 0 if all of them are.
+    """
+    difference = tl.full((), 0, tl.int32)
     if KIND != "cast":
         for _ in tl.range(num_messages):
             found = tl.load((messages_ptr + (pitch - 8)).to(tl.pointer_type(tl.int32), bitcast=True))
-            tl.store(is_valid_ptr, 0, mask=found != layout_hash)
+            difference |= found ^ layout_hash
             messages_ptr += pitch
+        tl.store(is_valid_ptr, 0, mask=difference != 0)
+    return difference

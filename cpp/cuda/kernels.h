@@ -149,9 +149,9 @@ ZCOMM_DEVICE void EncodeAndStore(const Wire& wire, const Place& place, const Res
   StoreCoded<P, C>(wire, place, coded);
 }
 
-// The zeros after headers and codes, and the trailers.
+// The zeros after headers and codes, and the trailers, with `hash`.
 template <class P>
-ZCOMM_DEVICE void WriteEnds(const Wire& wire, std::uint32_t warp, std::uint32_t num_warps) {
+ZCOMM_DEVICE void WriteEnds(const Wire& wire, std::uint32_t hash, std::uint32_t warp, std::uint32_t num_warps) {
   if (!wire.has_ends) return;
   for (std::uint32_t i = warp; i < wire.count; i += num_warps) {
     std::uint8_t* message = wire.data + i * wire.pitch;
@@ -160,7 +160,7 @@ ZCOMM_DEVICE void WriteEnds(const Wire& wire, std::uint32_t warp, std::uint32_t 
     if (header < wire.codes_offset) P::template Store<std::uint8_t>(message + header, 0);
     if (code < wire.nbytes - 8) P::template Store<std::uint8_t>(message + code, 0);
     if (P::Lane() < 2) {
-      P::template Store<std::uint32_t>(message + wire.nbytes - 8 + 4 * P::Lane(), P::Lane() == 0 ? wire.hash : 0U);
+      P::template Store<std::uint32_t>(message + wire.nbytes - 8 + 4 * P::Lane(), P::Lane() == 0 ? hash : 0U);
     }
   }
 }
@@ -178,13 +178,21 @@ ZCOMM_DEVICE void ClearEnds(const Wire& wire, const Expected& expected, std::uin
   }
 }
 
+// Whether all messages carry their hash, as far as this call checks them. All lanes call.
+template <class P>
+ZCOMM_DEVICE bool HasValidEnds(const Wire& wire) {
+  if (!wire.has_ends) return true;
+  std::uint32_t difference = 0;
+  for (std::uint32_t i = static_cast<std::uint32_t>(P::Lane()); i < wire.count; i += 32) {
+    difference |= P::template Load<std::uint32_t>(wire.data + i * wire.pitch + wire.nbytes - 8) ^ wire.hash;
+  }
+  return P::MaxOfWarp(difference) == 0;
+}
+
 template <class P>
 ZCOMM_DEVICE void CheckEnds(const Wire& wire, std::uint32_t warp, std::int32_t* is_valid) {
-  if (!wire.has_ends || is_valid == nullptr || warp != 0) return;
-  for (std::uint32_t i = static_cast<std::uint32_t>(P::Lane()); i < wire.count; i += 32) {
-    const std::uint8_t* trailer = wire.data + i * wire.pitch + wire.nbytes - 8;
-    if (P::template Load<std::uint32_t>(trailer) != wire.hash) P::template Store<std::int32_t>(is_valid, 0);
-  }
+  if (is_valid == nullptr || warp != 0) return;
+  if (!HasValidEnds<P>(wire) && P::Lane() == 0) P::template Store<std::int32_t>(is_valid, 0);
 }
 
 // v = term 0, + term 1, + ...: messages place.message, place.message + 1, ... The next one's codes are on the way while
@@ -265,7 +273,7 @@ ZCOMM_DEVICE void QuantizeTiles(const QuantizeArguments& a, std::uint32_t warp, 
     const std::int64_t row = place.message * a.output.num_segments + place.segment;
     EncodeAndStore<P, C>(a.output, place, a.residual, row, tables, v);
   }
-  WriteEnds<P>(a.output, warp, num_warps);
+  WriteEnds<P>(a.output, a.output.hash, warp, num_warps);
   ClearEnds<P>(a.output, a.expected, warp, num_warps);
 }
 
@@ -329,7 +337,10 @@ ZCOMM_DEVICE void RequantizeTiles(const RequantizeArguments& a, std::uint32_t wa
     place.segment = 0;
     EncodeAndStore<P, C>(a.output, place, a.residual, segment, tables, v);
   }
-  WriteEnds<P>(a.output, warp, num_warps);
+  // Whoever gets what was made of refused messages must refuse it, too: only this rank's flag would tell. Every warp
+  // that writes a trailer looks for itself, for warps do not wait for each other.
+  const bool is_refused = warp < a.output.count && !HasValidEnds<P>(a.input);
+  WriteEnds<P>(a.output, is_refused ? 0U : a.output.hash, warp, num_warps);
   ClearEnds<P>(a.output, a.expected, warp, num_warps);
   CheckEnds<P>(a.input, warp, a.is_valid);
 }

@@ -48,7 +48,7 @@ class Device {
 
 // The operations of quantize.h, decode.h and reduce.h, queued on a stream; the same bits. `is_valid`, an int32 in
 // device memory or null, becomes 0 where a message carries another hash than it should. `expected` messages, of the
-// output's layout, lose their trailers.
+// output's layout, lose their trailers; so does the output of DecodeSumRequantize where it refuses a message.
 using cuda::Expected;
 class Kernels {
  public:

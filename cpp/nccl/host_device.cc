@@ -69,7 +69,7 @@ class HostKernels final : public Kernels {
       cuda::MakeCastArguments(layout, cuda::WholeOf(layout), input, output);
     }
     Of(stream)->Queue([=] {
-      ClearTrailers(layout, expected, output);
+      ClearExpected(layout, expected, output);
       zcomm::Quantize(layout, input, output, nullptr, 1);
     });
   }
@@ -92,14 +92,15 @@ class HostKernels final : public Kernels {
                                     expected);
     }
     QueueDecoding(is_valid, stream, [=] {
-      ClearTrailers(out_layout, expected, output);
+      ClearExpected(out_layout, expected, output);
+      ClearTrailers(out_layout, output);  // what it refuses to write must not be taken for an earlier call's
       zcomm::DecodeSumRequantize(layout, input, out_layout, output, nullptr, 1);
     });
   }
 
  private:
   // But for those of messages that are written: kernels have no order in which to do one before the other.
-  static void ClearTrailers(const MessageLayout& layout, const Expected& expected, const MutableMessages& output) {
+  static void ClearExpected(const MessageLayout& layout, const Expected& expected, const MutableMessages& output) {
     const std::uint8_t* end = output.data + output.count * output.stride_nbytes;
     for (std::size_t i = 0; i < expected.count; ++i) {
       std::uint8_t* message = expected.data + i * layout.nbytes;

@@ -60,6 +60,13 @@ void WriteTrailers(const MessageLayout& layout, const MutableMessages& messages)
   }
 }
 
+void ClearTrailers(const MessageLayout& layout, const MutableMessages& messages) {
+  if (!IsBlockCodec(layout.codec)) return;
+  for (std::size_t i = 0; i < messages.count; ++i) {
+    std::memset(messages.data + i * messages.stride_nbytes + layout.trailer_offset(), 0, kTrailerNbytes);
+  }
+}
+
 void CheckTrailers(const MessageLayout& layout, const ConstMessages& messages) {
   if (!IsBlockCodec(layout.codec)) return;
   for (std::size_t i = 0; i < messages.count; ++i) {

@@ -614,6 +614,46 @@ void CheckExpected() {
   EXPECT(Contains(error, "must begin at a multiple of 16 bytes: count=1"), "%s", error.c_str());
 }
 
+// What is made of messages of which one is refused carries no hash, with a flag to say so or without: the reference
+// refuses all of it. Every warp that writes a trailer must see to that.
+void CheckRefusedSums() {
+  Random random(10);
+  for (const Codec codec : kBlockServed) {
+    for (const std::size_t count : {1, 2, 33, 70}) {
+      const MessageLayout layout = MakeMessageLayout(codec, 16, 5, 40);
+      const MessageLayout out_layout = MakeMessageLayout(Codec::kInt8, 8, 1, 40);
+      const std::vector<float> x(count * layout.numel(), 1.0F);
+      Buffer messages(count * layout.nbytes, 0);
+      QuantizeRef(layout, {DType::kFloat32, x.data(), layout.numel(), layout.segment_numel},
+                  {messages.data(), layout.nbytes, count, kHash}, nullptr);
+      const ConstMessages input{messages.data(), layout.nbytes, count, kHash};
+      Buffer out(5 * out_layout.nbytes, 0);
+      DecodeSumRequantizeRef(layout, input, out_layout, {out.data(), out_layout.nbytes, 5, kOutHash}, nullptr);
+
+      const std::size_t wrong = random.Below(static_cast<std::uint32_t>(count));
+      const std::size_t bit = random.Below(32);
+      messages.data()[wrong * layout.nbytes + layout.trailer_offset() + bit / 8] ^=
+          static_cast<std::uint8_t>(1U << bit % 8);
+      std::int32_t is_valid = 1;
+      const bool has_flag = random.Below(2) == 0;
+      RunRequantize(MakeRequantizeArguments(layout, WholeOf(layout), input, out_layout,
+                                            {out.data(), out_layout.nbytes, 5, kOutHash}, nullptr,
+                                            has_flag ? &is_valid : nullptr),
+                    &random);
+      EXPECT(is_valid == (has_flag ? 0 : 1), "codec %d, %zu messages", static_cast<int>(codec), count);
+      for (std::size_t i = 0; i < 5; ++i) {
+        std::vector<float> values(40);
+        const std::string error = MessageOfThrow([&] {
+          DecodeRef(out_layout, {out.data() + i * out_layout.nbytes, out_layout.nbytes, 1, kOutHash},
+                    {DType::kFloat32, values.data(), 0, 0});
+        });
+        EXPECT(Contains(error, "but has 0"), "message %zu of %zu, %zu summed: %s", i, std::size_t{5}, count,
+               error.c_str());
+      }
+    }
+  }
+}
+
 void CheckDivisor() {
   Random random(7);
   for (int i = 0; i < 200000; ++i) {
@@ -730,6 +770,7 @@ void CheckBytesOfRanges() {
 
 int main() {
   zcomm::cuda::CheckExpected();
+  zcomm::cuda::CheckRefusedSums();
   zcomm::cuda::CheckDivisor();
   zcomm::cuda::CheckBytesOfRanges();
   zcomm::cuda::CheckAllWidths();

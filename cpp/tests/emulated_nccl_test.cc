@@ -1,8 +1,9 @@
 // The emulated NCCL between threads that stand for processes, under the transport of the real one: what arrives, in
-// which order, and what the others are told when something goes wrong.
+// which order, and what the others are told when something goes wrong. With the kernels of the host, whole calls, too.
 
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <memory>
 #include <numeric>
 #include <stdexcept>
@@ -10,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "communicator.h"
 #include "host_device.h"
 #include "host_stream.h"
 #include "nccl_library.h"
@@ -158,6 +160,77 @@ void TestEvents() {
   device->DestroyStream(second);
 }
 
+// A hop whose exchange number `at`, from 0, brings a message with a damaged trailer from its first rank.
+class DamagedHop final : public Transport {
+ public:
+  DamagedHop(std::unique_ptr<Transport> hop, std::size_t at) : hop_(std::move(hop)), at_(at) {}
+
+  std::size_t size() const override { return hop_->size(); }
+  std::size_t rank() const override { return hop_->rank(); }
+  void Gather(const void* send, void* receive, std::size_t stride_nbytes, std::size_t nbytes, Stream stream) override {
+    hop_->Gather(send, receive, stride_nbytes, nbytes, stream);
+  }
+  void Exchange(const Parts& send, const Parts& receive, std::size_t nbytes, std::size_t repeats,
+                Stream stream) override {
+    hop_->Exchange(send, receive, nbytes, repeats, stream);
+    if (number_++ != at_) return;
+    static_cast<WorkStream*>(stream)->Queue([=] { receive.data[nbytes - 8] ^= 1; });
+  }
+  std::string AsyncError() override { return hop_->AsyncError(); }
+  void Abort() noexcept override { hop_->Abort(); }
+  void* Register(void* data, std::size_t nbytes) override { return hop_->Register(data, nbytes); }
+  void Deregister(void* registration) noexcept override { hop_->Deregister(registration); }
+
+ private:
+  std::unique_ptr<Transport> hop_;
+  std::size_t at_;
+  std::size_t number_ = 0;
+};
+
+// Two reductions over 2 nodes x 2 ranks. In the second, exchange `at` of hop 1 brings rank 0 a damaged message: who
+// gets a sum that it is in, rank 0 and its peer of the other node, refuses; the others have the mean. What rank 0 sends
+// on has been a right message in the first call.
+void TestWhatIsMadeOfADamagedMessage(const Library& library, std::size_t at) {
+  constexpr std::size_t kNumel = 600;
+  constexpr std::size_t kChunk = 256;
+  constexpr std::size_t kChunks = 3;
+  const std::vector<Wire> wires = {{Codec::kInt8, 256, {11, 12}}, {Codec::kInt8, 128, {21, 22}}};
+  const std::vector<UniqueId> inside = {MakeUniqueId(library), MakeUniqueId(library)};
+  const std::vector<UniqueId> between = {MakeUniqueId(library), MakeUniqueId(library)};
+  std::vector<std::thread> ranks;
+  for (std::size_t rank = 0; rank < 4; ++rank) {
+    ranks.emplace_back([&, rank] {
+      const auto join = [&](const UniqueId& id, std::size_t index) {
+        return std::make_unique<NcclTransport>(&library, id, 2, index, std::chrono::seconds(60));
+      };
+      std::vector<std::unique_ptr<Transport>> hops;
+      hops.push_back(
+          std::make_unique<DamagedHop>(join(inside[rank / 2], rank % 2), rank == 0 ? kChunks + at : SIZE_MAX));
+      hops.push_back(join(between[rank % 2], rank / 2));
+      HostStream stream;
+      Communicator communicator(MakeHostDevice(), MakeHostKernels(), std::move(hops), std::chrono::seconds(60));
+      for (const float unit : {1.0F, 8.0F}) {
+        std::vector<float> input(4 * kNumel, unit * static_cast<float>(rank + 1));
+        std::vector<float> output(kNumel);
+        std::int32_t is_valid = 1;
+        const CallRows rows{DType::kFloat32, reinterpret_cast<std::uint8_t*>(input.data()), kNumel, 2 * kNumel};
+        communicator.Run(
+            ReduceCall{
+                {kNumel, kChunk, wires}, rows, DType::kFloat32, reinterpret_cast<std::uint8_t*>(output.data()), 4.0F},
+            {stream.handle(), &is_valid, nullptr, 0});
+        WaitFor(&stream);
+        const bool is_hit = unit != 1.0F && rank % 2 == 0;
+        EXPECT((is_valid == 0) == is_hit, "chunk %zu: rank %zu, flag %d", at, rank, is_valid);
+        for (std::size_t i = 0; i < kNumel && is_valid != 0; ++i) {
+          // the mean of 1 to 4; each of two roundings is by half of a scale, of 4 / 127 and of 7 / 127, at most
+          EXPECT(std::abs(output[i] - 2.5F * unit) < 0.1F * unit, "rank %zu: element %zu is %f", rank, i, output[i]);
+        }
+      }
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+}
+
 }  // namespace
 }  // namespace zcomm::nccl
 
@@ -169,5 +242,6 @@ int main() {
   TestExchanges(library);
   TestOrderOverStreams(library);
   TestErrors(library);
+  for (const std::size_t chunk : {0, 1, 2}) TestWhatIsMadeOfADamagedMessage(library, chunk);
   return 0;
 }

@@ -336,6 +336,7 @@ class FakeKernels final : public Kernels {
                            Stream stream) override {
     Launch("DecodeSumRequantize", stream, [=] {
       Clear(out_layout, expected, output);
+      ClearTrailers(out_layout, output);
       Checked(is_valid, [&] { zcomm::DecodeSumRequantize(layout, input, out_layout, output, nullptr, 1); });
     });
   }

@@ -58,6 +58,10 @@ void CheckTrailer() {
   bytes[layout.nbytes + layout.trailer_offset()] = 0x79;
   const std::string text = MessageOfThrow([&] { CheckTrailers(layout, {bytes.data(), layout.nbytes, 2, 0x12345678}); });
   EXPECT(Contains(text, "message 1 must carry layout hash 305419896, but has 305419897"), "%s", text.c_str());
+  ClearTrailers(layout, {bytes.data(), layout.nbytes, 1, 0x12345678});
+  EXPECT(
+      Contains(MessageOfThrow([&] { CheckTrailers(layout, {bytes.data(), layout.nbytes, 1, 0x12345678}); }), "has 0"),
+      "cleared");
   CheckTrailers(MakeMessageLayout(Codec::kFloat32, 0, 1, 3), {bytes.data(), layout.nbytes, 2, 1});
 }
 

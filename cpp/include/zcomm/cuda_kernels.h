@@ -92,7 +92,8 @@ void DecodeSum(const MessageLayout& layout, const Range& range, const ConstMessa
                float divisor, std::int32_t* is_valid, Stream stream);
 
 // Segment s of the sum becomes message s of `output`, whose layout has one segment of layout.segment_numel. `residual`
-// may be null: row s is that of message s.
+// may be null: row s is that of message s. Where a message carries another hash, those of `output` get a trailer of
+// zeros, with or without `is_valid`: whoever receives them refuses them, too.
 void DecodeSumRequantize(const MessageLayout& layout, const Range& range, const ConstMessages& input,
                          const MessageLayout& out_layout, const MutableMessages& output, const Residual* residual,
                          std::int32_t* is_valid, Stream stream, const Expected& expected = {});

@@ -85,6 +85,9 @@ void WriteTrailer(const MessageLayout& layout, std::uint32_t layout_hash, std::u
 // The same for every one of `messages`, with their hash.
 void WriteTrailers(const MessageLayout& layout, const MutableMessages& messages);
 
+// Makes messages of a block codec ones that are refused, until their trailers are written. Nothing for a cast codec.
+void ClearTrailers(const MessageLayout& layout, const MutableMessages& messages);
+
 // Throws std::invalid_argument, naming the message's index and both hashes, when a message of a block codec does not
 // carry `messages.layout_hash`. Nothing to check for a cast codec.
 void CheckTrailers(const MessageLayout& layout, const ConstMessages& messages);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from tests.zcomm.data import mixture, same_values
 from zcomm import kernels, quant
 from zcomm.encoder import Encoder
+from zcomm.errors import MessageError
 from zcomm.formats import FORMATS, get_format
 from zcomm.message import MessageLayout, layout_of
 from zcomm.philox import Draw, RandomKey
@@ -205,6 +207,39 @@ def test_a_message_of_another_layout_clears_the_flag() -> None:
             is_valid = torch.ones(1, dtype=torch.int32)
             getattr(launch, name)(received, layout, *arguments, is_valid=is_valid)
             assert is_valid.item() == expected, name
+
+
+@pytest.mark.parametrize(
+    ("received", "format", "has_residual"),
+    [("int8", "int4", False), ("int4:asym", "nf4", True), ("int8/48", "int4", False), ("nf4", "int8:hadamard", True)],
+)
+def test_what_is_made_of_a_refused_message_is_refused(received: str, format: str, *, has_residual: bool) -> None:
+    """By the reference, and though a right message was in the same place; in one launch, and in two.
+
+    What is made of right messages is not, though the flag is cleared since another call.
+    """
+    numel, num_segments, count = 1000, 3, 4
+    incoming = layout_of("test", get_format(received), torch.float32, num_segments, numel)
+    layout = layout_of("after", get_format(format), torch.float32, 1, numel)
+    messages = incoming.new(count, torch.device("cpu"))
+    quant.quantize(torch.ones(count * incoming.numel), incoming, messages, incoming.numel, numel)
+    for damaged in range(count + 1):
+        got, decoded = layout.new(num_segments, messages.device), []
+        is_valid = torch.tensor([int(damaged < count)], dtype=torch.int32)
+        quant.decode_sum_requantize(messages, incoming, got, layout)
+        wrong = messages.clone()
+        if damaged < count:
+            wrong[damaged, -8] ^= 1
+        codes = torch.zeros(num_segments, 4, 256, dtype=torch.int8)
+        residual = launch.Residual(codes, torch.zeros(num_segments, 4, dtype=torch.bfloat16), 1.0)
+        launch.decode_sum_requantize(
+            wrong, incoming, got, layout, is_valid=is_valid, residual=residual if has_residual else None
+        )
+        for message in got.split(1):
+            with suppress(MessageError):
+                decoded.append(_decoded(message, layout))
+        assert len(decoded) == (0 if damaged < count else num_segments)
+        assert is_valid.item() == 0
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "int8:asym"])
