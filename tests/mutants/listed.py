@@ -245,7 +245,7 @@ MUTANTS = [
     Mutant("device: trailers are not cleared", PLANS, "IsBlockCodec(sizes.wires[hop].codec) ? Expected{data, count} : Expected{}",
            "count > 1000000 ? Expected{data, count} : Expected{}", _checked("CheckShortMessages")),
     Mutant("device: what is stuck is not aborted", "cpp/nccl/communicator.cc",
-           "  if (queued_by == 0 || Clock::now()", "  if (queued_by != 1 || Clock::now()", _checked("CheckStuckCalls"), hangs=True),
+           "  if (queued_by != 0 && Clock::now()", "  if (queued_by == 1 && Clock::now()", _checked("CheckStuckCalls"), hangs=True),
     Mutant("streams: a missing record_stream", "zcomm/streams.py", "                    tensor.record_stream(stream)\n",
            "                    pass\n", STREAMS),
     Mutant("streams: a missing wait for the current one", "zcomm/streams.py",
