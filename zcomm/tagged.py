@@ -5,8 +5,9 @@ more bytes than expected, gloo ends the process. Sends and receives meet by thei
 of the exchange on its hop and of the call that it belongs to, so ranks whose calls differ wait, and
 :mod:`zcomm.watch` finds them out. It costs no byte and no message.
 
-A send of gloo's blocks its caller while it writes to the socket. So a large asynchronous exchange is started by one
-background thread of the process ("zcomm-send") and waited for by another ("zcomm-wait"), and the caller computes.
+A send of gloo's blocks its caller while it writes to the socket. So a large asynchronous exchange is started by a
+background thread of the process ("zcomm-send"), and the caller computes. Another ("zcomm-wait") waits for exchanges of
+which somebody asks whether they have ended.
 
     all_gather, all_to_all      W - 1 receives and sends, straight into place
     broadcast                   a binomial tree from the source
@@ -71,7 +72,6 @@ def exchange(group: dist.ProcessGroup, tag: int, receives: Parts, sends: Parts) 
     started = _Started(partial(_start, group, tag, receives, sends))
     pending = Exchange([started], (receives, sends))
     _STARTS.run(started.start)
-    pending.ends_within(0)  # the other thread waits from now on: a caller that asks later has no thread to wake
     return pending
 
 
