@@ -28,18 +28,20 @@ def _exact(*cases: str) -> tuple[str, ...]:
     return _of("zero/test_exactness", *(f"test_equals_single_process[{case}]" for case in cases))
 
 
-ONE_HOP = _of("zcomm/test_collectives", "test_reduce_scatter[2-2-rank]", "test_reduce_scatter[2-1-local]")
-TWO_HOPS = _of("zcomm/test_collectives", "test_reduce_scatter[4-2-rank]", "test_reduce_scatter[4-2-local]")
-ALL_REDUCE = _of("zcomm/test_collectives", "test_all_reduce_and_all_to_all[4-2]", "test_all_reduce_and_all_to_all[3-3]")
+ONE_HOP = _of("zcomm/test_collectives", "test_reduce_scatter[torch-2-2-rank]", "test_reduce_scatter[torch-2-1-local]")
+TWO_HOPS = _of("zcomm/test_collectives", "test_reduce_scatter[torch-4-2-rank]", "test_reduce_scatter[torch-4-2-local]")
+ALL_REDUCE = _of(
+    "zcomm/test_collectives", "test_all_reduce_and_all_to_all[torch-4-2]", "test_all_reduce_and_all_to_all[torch-3-3]"
+)
 SECONDARY = _of("zcomm/test_collectives", "test_secondary_partition")
 KERNELS = _of(
     "zcomm/test_kernels", "test_golden_vectors", "test_reference_equals_the_contract", "test_native_equals_reference"
 )
 RESIDUAL = _of(
     "zcomm/test_residual",
-    "test_residuals_are_what_the_contract_says[4-2-rank]",
+    "test_residuals_are_what_the_contract_says[torch-4-2-rank]",
     "test_commit_and_rollback",
-    "test_residuals_are_what_the_contract_says[2-1-local]",
+    "test_residuals_are_what_the_contract_says[torch-2-1-local]",
     "test_a_failed_exchange_is_rolled_back",
 )
 EXACT = _exact("plain 64 2-2-1", "plain 64 2-2-3")
@@ -91,9 +93,9 @@ MUTANTS = [
     Mutant("swapped rank order of rows", RS, "strides = route.strides(numbering, rows.stride(0))",
            "strides = route.strides(numbering, rows.stride(0))[::-1]", TWO_HOPS),
     Mutant("chunks after the first are dropped", RS, "return pipelined(of_chunks, num_exchanges=2)",
-           "return pipelined(of_chunks[:1], num_exchanges=2)", _of("zcomm/test_chunks", "test_results_do_not_depend_on_chunks[rank-float32]")),
+           "return pipelined(of_chunks[:1], num_exchanges=2)", _of("zcomm/test_chunks", "test_results_do_not_depend_on_chunks[torch-rank-float32]")),
     Mutant("random numbers of a chunk start anew", RS, "encoder.at(c.start)) for c in chunks",
-           "encoder.at(0)) for c in chunks", _of("zcomm/test_random", "test_a_restart_and_chunks_have_the_same_bits[rank]")),
+           "encoder.at(0)) for c in chunks", _of("zcomm/test_random", "test_a_restart_and_chunks_have_the_same_bits[torch-rank]")),
     Mutant("gradients are summed, not averaged", "zero/reduction.py", '                "avg",\n', '                "sum",\n', EXACT),
     Mutant("wrong shard numbering of gradients", "zero/reduction.py", 'numbering="local",\n                    async_op',
            'numbering="rank",\n                    async_op', _exact("plain 64 4-2-1")),

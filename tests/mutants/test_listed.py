@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.mutants.listed import MUTANTS, Mutant
@@ -12,3 +15,14 @@ from tests.mutants.run import ROOT
 def test_its_text_stands_in_its_file_once(mutant: Mutant) -> None:
     assert (ROOT / mutant.file).read_text().count(mutant.old) == 1
     assert mutant.new != mutant.old
+
+
+def test_its_tests_are_there() -> None:
+    named = {test for mutant in MUTANTS for test in mutant.tests if not test.startswith("cpp/")}
+    files = sorted({test.partition("::")[0] for test in named})
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    there = {line for line in done.stdout.splitlines() if "::" in line}
+    there |= {name.partition("[")[0] for name in there} | set(files)
+    assert not named - there
