@@ -268,7 +268,7 @@ def check_hashes(messages_ptr, num_messages, pitch, layout_hash, is_valid_ptr, K
     if KIND != "cast":
         for _ in tl.range(num_messages):
             found = tl.load((messages_ptr + (pitch - 8)).to(tl.pointer_type(tl.int32), bitcast=True))
+            tl.store(is_valid_ptr, 0, mask=found != layout_hash)
             difference |= found ^ layout_hash
             messages_ptr += pitch
-        tl.store(is_valid_ptr, 0, mask=difference != 0)
     return difference
