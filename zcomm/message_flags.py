@@ -5,8 +5,8 @@
     next look  has the event passed? if the copy is 0: MessageError
 
 On the host a look costs a copy and an event at most every ``LOOK_EVERY_S`` seconds, and a reading of the clock for each
-decode. What a wrong message was decoded to has then been used, so the step is lost. A sum that a wrong message is in is
-refused by the ranks of the next hop, too: see ``decode_sum_requantize`` of :mod:`zcomm.triton_kernels.launch`.
+decode. What a wrong message was decoded to has then been used, so the step is lost. What
+``decode_sum_requantize`` makes of it is refused by the ranks of the next hop, too.
 
 Invariants:
     G1  The flag is made and filled outside captures: in one it would be filled by the graph's replays alone.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zero.bucket import Bucket
-from zero.pool import BufferPool
+from zero.pool import BufferPool, storage_of
 from zero.released import outdate
 
 __all__ = ["outdate_views"]
@@ -28,12 +28,12 @@ def outdate_views(pool: BufferPool, buckets: Collection[Bucket]) -> None:
 
     Cost: a pass over all objects of the process if there are such views; else none.
     """
-    found = {each.buffer.untyped_storage()._cdata: each for each in pool.viewed() if each.of in buckets}
+    found = {storage_of(each.buffer): each for each in pool.viewed() if each.of in buckets}
     if not found:
         return
     for tensor in _tensors():
         with torch._C.DisableTorchFunctionSubclass():
-            aside, offset = found.get(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
+            aside, offset = found.get(storage_of(tensor)), int(tensor.storage_offset())
         if aside is not None and tensor is not aside.buffer and tensor.numel():  # without elements it shows nothing
             assert isinstance(aside.of, Bucket), "buffers are set aside for buckets"
             outdate(tensor, aside.of.layout.slots[aside.of.layout.slot_at(offset)].name)

@@ -1,4 +1,4 @@
-"""Every listed mistake can still be made: the text that it replaces stands in its file once."""
+"""Every listed mutant can still be made and run: its text stands in its file once, and its tests exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def test_its_text_stands_in_its_file_once(mutant: Mutant) -> None:
     assert mutant.new != mutant.old
 
 
-def test_its_tests_are_there() -> None:
+def test_the_tests_that_mutants_name_exist() -> None:
+    """By the ids that pytest gives them: one that got another parameter has another id."""
     named = {test for mutant in MUTANTS for test in mutant.tests if not test.startswith("cpp/")}
     files = sorted({test.partition("::")[0] for test in named})
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *files]

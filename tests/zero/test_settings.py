@@ -1,4 +1,4 @@
-"""Values that no setting of ZeroSettings takes."""
+"""Values that ZeroSettings refuses: the error names the setting and the value."""
 
 from __future__ import annotations
 
