@@ -58,8 +58,8 @@ def tag_of(number: int, call: Call) -> int:
 APART_NBYTES = 2**18
 """Sends of at least this many bytes are started by the background thread. gloo's send blocks: it writes to the socket
 before it returns, and waits for the connection's lock while bytes are read from the same peer. Measured beside 3 ms of
-matrix products on 2 cores: from here on 2 ranks took 0.2 to 0.8 ms less, below no clear difference; 4 ranks, two to a
-core, took 0.4 ms more between 0.4 and 0.8 MB, and above it varied."""
+matrix products on 2 cores: from here on 2 ranks took 0.1 to 0.4 ms less; 4 ranks, two to a core, took 0.3 to 0.6 ms less
+from 3 MB on, and as long below it."""
 
 Parts = Sequence[tuple[int, Tensor]]
 """What goes to a rank of the hop, or comes from it."""
