@@ -58,7 +58,7 @@ def tag_of(number: int, call: Call) -> int:
 APART_NBYTES = 2**18
 """Sends of at least this many bytes are started by the background thread. gloo's send blocks: it writes to the socket
 before it returns, and waits for the connection's lock while bytes are read from the same peer. Measured beside 3 ms of
-matrix products on 2 cores: from here on 2 ranks took 0.1 to 0.4 ms less; 4 ranks, two to a core, took 0.3 to 0.6 ms less
+matrix products on 2 cores: from here on 2 ranks took 0.1 to 0.4 ms less; 4 ranks, two to a core, 0.3 to 0.6 ms less
 from 3 MB on, and as long below it."""
 
 Parts = Sequence[tuple[int, Tensor]]
