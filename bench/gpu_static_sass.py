@@ -32,8 +32,9 @@ class Instruction(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Without modifiers."""
-        return self.opcode.split(".", 1)[0]
+        """Without modifiers; a call of a label in the same function, from where nothing returns, is a branch."""
+        name = self.opcode.split(".", 1)[0]
+        return "BRA" if name == "CALL" and LABEL.match(self.target + ":") else name
 
 
 class Access(NamedTuple):

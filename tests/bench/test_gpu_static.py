@@ -65,6 +65,15 @@ def test_the_fast_path_is_counted_and_nothing_else() -> None:
     assert code.fast_path(access, lambda _: 1, num_messages=4, message_nbytes=32) is None  # no loop loads as much
 
 
+def test_a_call_of_a_label_is_a_branch() -> None:
+    """As ptxas leaves a loop on sm_80."""
+    sass = _sass()
+    left = "@!P3 CALL.REL.NOINC `(.L_x_3) ;\n        /*0098*/                   BRA `(.L_x_2) ;"
+    code = sass.parse_code(CODE.replace("@P3 BRA `(.L_x_2) ;", left))["kernel"]
+    path = code.fast_path(sass.Access(16, 8), lambda _: 1, num_messages=4, message_nbytes=16)
+    assert path == (9 + 3 * 4, 9 + 3 * 4)
+
+
 def test_a_kernel_is_compiled_and_read() -> None:
     pytest.importorskip("triton", reason="Triton compiles it")
     static, kernels = __import__("gpu_static"), __import__("gpu_static_kernels")
