@@ -44,6 +44,7 @@ __all__ = [
     "device_of",
     "gather_ints",
     "group_named",
+    "ints_over",
     "ledger_of",
     "sum_",
     "take_part",
@@ -353,12 +354,17 @@ def gather_ints(value: int, group: dist.ProcessGroup | None) -> list[int]:
     if not takes_host_tensors(backend_of(group)):
         ranks = dist.get_process_group_ranks(whole)
         return [int(text) for text in meet(ranks, str(value), lane="numbers", timeout=timeout_of(group))]
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    return ints_over(value, Hop(whole, size, rank, 0, 0, backend_of(group), ledger_of(whole)))
+
+
+def ints_over(value: int, hop: Hop) -> list[int]:
+    """The same among the ranks of a hop of several, whose group takes tensors in host memory."""
     mine = torch.tensor([value], dtype=torch.int64, device="cpu")  # a constructor may run under torch.device("meta")
-    of_ranks = mine.new_empty(dist.get_world_size(group))
-    hop = Hop(whole, of_ranks.numel(), dist.get_rank(group), 0, 0, backend_of(group), ledger_of(whole))
+    of_ranks = mine.new_empty(hop.size)
     call = call_here("all_gather of one number", 8, "cpu")
     number = hop.ledger.start(call)
-    with hop.ledger.waiting(number, group), torch._C.DisableTorchFunction():
+    with hop.ledger.waiting(number, hop.group), torch._C.DisableTorchFunction():
         _gather_unchecked(of_ranks, mine, hop, tags_of(number, call).own).wait()
     return [int(v) for v in of_ranks.tolist()]
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zcomm import fingerprint, groups
 from zcomm.arguments import as_count, check_process_group
-from zcomm.backend import ALONE, Hop, backend_of, gather_ints, ledger_of, takes_host_tensors, timeout_of
+from zcomm.backend import ALONE, Hop, backend_of, gather_ints, ints_over, ledger_of, takes_host_tensors, timeout_of
 from zcomm.background import Background
 from zcomm.carrier import BackendName, BackendWish, KernelsName, agree_on_carrier, check_names, resolved
 from zcomm.errors import ConfigError, StateError, TopologyError
@@ -238,6 +238,7 @@ class Topology:
         own. Collective."""
         if self.world_size == 1:
             return Topology.single(backend=self.backend, kernels=self.kernels)
+        self._meet()
         clone = object.__new__(Topology)  # its ranks have been compared
         clone.backend, clone.kernels = self.backend, self.kernels
         clone._place(self.ranks_per_node, self._parent)
@@ -252,7 +253,10 @@ class Topology:
     @cached_property
     def background(self) -> Background:
         """A thread with a gloo group of these ranks, made at the first use, which is collective; closed with this."""
-        return Background(self._new_gloo_group() if self.world_size > 1 else None)
+        if self.world_size == 1:
+            return Background(None)
+        self._meet()
+        return Background(self._new_gloo_group())
 
     @cached_property
     def on_host(self) -> Hop:
@@ -268,6 +272,13 @@ class Topology:
         hop.ledger.lost = self.world.ledger.lost
         attach(hop.ledger, self.global_ranks)
         return hop
+
+    def _meet(self) -> None:
+        """Return once every rank is here, in the same public call; else DivergedError, as for every exchange.
+
+        torch.distributed makes a group in its store: a rank that is there alone waits until the timeout, unseen.
+        """
+        ints_over(0, self.on_host)
 
     def _new_gloo_group(self) -> dist.ProcessGroup:
         if self._is_local:

@@ -19,6 +19,12 @@ def test_a_call_of_one_rank_alone_is_a_named_error_on_all(draw: Draw, tmp_path: 
     run_ranks(draw.world_size, run_draw, draw, str(tmp_path))
 
 
+@pytest.mark.parametrize("draw", [Draw(2, 1, "save_checkpoint", 1, 1), Draw(2, 3, "load_checkpoint", 0, 1)], ids=str)
+def test_so_is_the_first_that_saves_or_loads(draw: Draw, tmp_path: Path) -> None:
+    """It would make a process group, for which torch.distributed waits until its timeout."""
+    run_ranks(2, run_draw, draw, str(tmp_path))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("draw", list(draws(1, 200)), ids=lambda draw: "-".join(map(str, draw)))
 def test_so_is_every_other(draw: Draw, tmp_path: Path) -> None:

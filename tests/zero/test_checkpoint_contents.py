@@ -22,7 +22,8 @@ from zero import CheckpointError
 from zero.checkpoints.planners import Part
 
 SAFETENSORS = {
-    "BOOL", "U8", "I8", "U16", "I16", "F16", "BF16", "U32", "I32", "F32", "C64", "U64", "I64", "F64",
+    "BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "U16", "I16", "F16", "BF16", "U32", "I32", "F32", "C64", "U64", "I64",
+    "F64",
 }  # fmt: skip
 
 
@@ -38,6 +39,10 @@ def _buffers(seed: int) -> dict[str, Tensor]:
         "columns": draw(3, 1, dtype=torch.float64).expand(3, 4),
         "transposed": draw(2, 3, dtype=torch.float32).t(),
         "scalar": torch.tensor(seed),
+        "not_a_number": torch.tensor([float("nan"), float("inf"), seed]),
+        "not_a_number_expanded": torch.tensor([float("nan")]).expand(4),
+        "float8": draw(5, dtype=torch.float32).to(torch.float8_e4m3fn),
+        "float8_wide": draw(1, dtype=torch.float32).to(torch.float8_e5m2).expand(3),
     }
 
 
@@ -69,7 +74,11 @@ CLIENT: dict[str, Any] = {
 
 def _is_equal(got: Any, expected: Any) -> bool:
     if isinstance(expected, Tensor):
-        return got.dtype == expected.dtype and got.shape == expected.shape and torch.equal(got, expected)
+        if got.is_floating_point():
+            is_same = np.array_equal(got.double().numpy(), expected.double().numpy(), equal_nan=True)
+        else:
+            is_same = torch.equal(got, expected)
+        return got.dtype == expected.dtype and got.shape == expected.shape and is_same
     if isinstance(expected, np.ndarray):
         return (
             got.dtype == expected.dtype.newbyteorder("=")
@@ -130,6 +139,10 @@ def _check_refused(rank: int, folder: Path) -> None:
 
         _refuses(rank, save, "buffer 'sums' is a Tensor of torch.float32, torch.sparse_coo", "persistent=False")
         del model.sums
+        for dtype in (torch.float8_e4m3fnuz, torch.float8_e8m0fnu):
+            model.register_buffer("rare", torch.ones(3).to(dtype))
+            _refuses(rank, save, f"buffer 'rare' is a Tensor of {dtype}", "persistent=False")
+            del model.rare
         masked = np.ma.masked_array([1.0, 2.0], mask=[True, False])
         for value in (torch.ones(3).to_sparse(), torch.ones(3, device="meta"), np.longdouble(1), masked):
             _refuses(rank, lambda value=value: save(client_state={"v": value}), "client_state['v'] is a")

@@ -93,11 +93,17 @@ def _decoded(inside: Inside, request: Request, stateful: Mapping[str, Any], want
 def _check_expanded(inside: Inside, request: Request) -> None:
     """Elements of a buffer that are one in memory must be equal."""
     for name, buffer, values in _buffers_to_read(inside, request):
-        if not torch.equal(distinct(values, buffer).expand_as(values), values):
+        apart = distinct(values, buffer)
+        if apart.shape != values.shape and not _are_same(apart.expand_as(values), values):
             raise CheckpointError(
                 f"buffer {name!r} is expanded: its elements share memory and cannot have the different values that "
                 f"{request.index.folder} holds; register a copy of it (.clone())"
             )
+
+
+def _are_same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit: a NaN is itself, and every dtype can be compared."""
+    return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
 
 
 def _buffers_to_read(inside: Inside, request: Request) -> Iterator[tuple[str, Tensor, Tensor]]:

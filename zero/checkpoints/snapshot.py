@@ -82,11 +82,12 @@ def take_snapshot(
     parts += published_parts(inside)
 
     def take_rest() -> tuple[dict[str, Any], list[float]]:
+        digests = digests_of_buffers(inside.runtime)
         parts.extend(state_parts(inside) + node_parts(inside))
         content, more = _content(optimizer, inside, dict(stateful), dict(client_state))
         parts.extend(more + _of_this_rank(inside.runtime))
         content["excludes_frozen"] = exclude_frozen_parameters
-        return content, digests_of_buffers(inside.runtime)
+        return content, digests
 
     content, digests = agreed(take_rest, ranks, "the state of the training cannot be taken")
     parts += buffer_parts(inside.runtime, digests)
