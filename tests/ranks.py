@@ -9,6 +9,7 @@ A rank that fails, dies or is late costs its pool, which is killed and built ane
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import os
 import tempfile
@@ -153,6 +154,7 @@ def device_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 
 def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connection) -> None:
     gc.freeze()  # what was there before the fork: collections neither visit it nor copy its pages
+    faulthandler.enable()  # a rank that crashes says where each of its threads was
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     timeout = timedelta(seconds=TIMEOUT_S)
