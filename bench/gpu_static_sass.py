@@ -32,7 +32,7 @@ class Instruction(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Without modifiers; a call of a label in the same function, from where nothing returns, is a branch."""
+        """Without modifiers. ptxas leaves some loops by CALL to a label of the same function: that is a branch."""
         name = self.opcode.split(".", 1)[0]
         return "BRA" if name == "CALL" and LABEL.match(self.target + ":") else name
 

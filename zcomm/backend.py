@@ -359,7 +359,7 @@ def gather_ints(value: int, group: dist.ProcessGroup | None) -> list[int]:
 
 
 def ints_over(value: int, hop: Hop) -> list[int]:
-    """The same among the ranks of a hop of several, whose group takes tensors in host memory."""
+    """Every rank's ``value``, in rank order. A barrier. ``hop`` has several ranks and takes tensors in host memory."""
     mine = torch.tensor([value], dtype=torch.int64, device="cpu")  # a constructor may run under torch.device("meta")
     of_ranks = mine.new_empty(hop.size)
     call = call_here("all_gather of one number", 8, "cpu")

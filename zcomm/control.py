@@ -41,14 +41,14 @@ TEXT_NBYTES = 512
 def agree_max(values: Tensor, topology: Topology) -> Tensor:
     """The elementwise maximum of int64 ``values`` over all ranks, on the CPU, the same on every rank."""
     mine = values.to("cpu", torch.int64).contiguous()
-    _keep_order(topology)
+    topology.keep_order()
     return _gather(mine, topology.on_host).amax(0).view(mine.shape)
 
 
 def any_(flag: Tensor, topology: Topology) -> Tensor:
     """Whether the bool scalar ``flag`` is true on any rank, on its device. On CUDA the host waits for nothing."""
     mine = flag.to(torch.uint8).view(1)
-    _keep_order(topology)
+    topology.keep_order()
     return _gather(mine, _hop_for(mine, topology)).amax().bool()
 
 
@@ -60,14 +60,14 @@ def gather_float64(values: Tensor, topology: Topology) -> Tensor:
 def gather_beside(values: Tensor, topology: Topology) -> Tensor:
     """Every rank's ``values`` [n] as [world_size, n], in rank order, on their device. CUDA: no host waits."""
     mine = values.contiguous()
-    _keep_order(topology)
+    topology.keep_order()
     return _gather(mine, _hop_for(mine, topology))
 
 
 def are_equal(text: str, ranks: Topology | dist.ProcessGroup | None) -> bool:
     """Whether every rank has the same ``text``, by 64-bit digests: 8 bytes to every other rank. None: all ranks."""
     if isinstance(ranks, Topology):
-        _keep_order(ranks)
+        ranks.keep_order()
     hop = ranks.on_host if isinstance(ranks, Topology) else hop_of_group(ranks)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     if _meets(hop):
@@ -79,7 +79,7 @@ def are_equal(text: str, ranks: Topology | dist.ProcessGroup | None) -> bool:
 def gather_texts(text: str, ranks: Topology | dist.ProcessGroup | None) -> list[str]:
     """The first 512 bytes of every rank's ``text``, in rank order. None: all ranks of torch.distributed."""
     if isinstance(ranks, Topology):
-        _keep_order(ranks)
+        ranks.keep_order()
     hop = ranks.on_host if isinstance(ranks, Topology) else hop_of_group(ranks)
     if _meets(hop):
         return [told.encode()[:TEXT_NBYTES].decode(errors="replace") for told in _met(text, hop)]
@@ -161,7 +161,7 @@ def broadcast_(tensor: Tensor, src: int, topology: Topology) -> None:
     """
     if not 0 <= src < topology.world_size:
         raise TopologyError(f"src must be a rank: src={src}, world_size={topology.world_size}")
-    _keep_order(topology)
+    topology.keep_order()
     values = tensor.detach().contiguous()
     _compare("broadcast", values, topology.world)
     backend.broadcast_(values, src, _hop_for(values, topology))
@@ -171,10 +171,3 @@ def broadcast_(tensor: Tensor, src: int, topology: Topology) -> None:
 
 def _hop_for(tensor: Tensor, topology: Topology) -> Hop:
     return topology.on_host if tensor.device.type == "cpu" else topology.world
-
-
-def _keep_order(topology: Topology) -> None:
-    """Let what is queued finish first if it runs over the same group: exchanges of a group start in program order."""
-    topology.queue.check_open()
-    if not topology.has_two_hops or topology.uses_world:
-        topology.queue.drain()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zcomm.errors import ConfigError
 
-__all__ = ["VARIABLES", "Variable", "is_set", "kernels", "value"]
+__all__ = ["VARIABLES", "Variable", "is_set", "kernels", "of_torchrun", "value"]
 
 
 class Variable(NamedTuple):
@@ -68,3 +68,19 @@ def kernels(chosen: str) -> tuple[str, str]:
     """The kernels that a choice means, ``"auto"`` being ``ZCOMM_KERNELS``; and what said so, for messages."""
     setting = value("ZCOMM_KERNELS") if chosen == "auto" else chosen
     return setting, f"ZCOMM_KERNELS={setting}" if chosen == "auto" else f"kernels={chosen!r}"
+
+
+def of_torchrun(variable: str, default: int, *, at_least: int = 0) -> int:
+    """What torchrun has set ``variable`` to, an integer of at least ``at_least``; ``default`` if it has not.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    text = os.environ.get(variable, "")
+    if not text:
+        return default
+    if not text.isdecimal() or int(text) < at_least:
+        raise ConfigError(
+            f"{variable} must be an integer of at least {at_least}, as torchrun sets it: {variable}={text}"
+        )
+    return int(text)

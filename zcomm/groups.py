@@ -10,7 +10,7 @@ from zcomm.backend import Hop, backend_of, gather_ints, timeout_of
 from zcomm.errors import StateError
 from zcomm.ledger import failing
 
-__all__ = ["close_hop", "destroy_group", "level_group_names", "new_group", "wait_until_made"]
+__all__ = ["close_hop", "destroy_group", "is_member", "level_group_names", "new_group", "wait_until_made"]
 
 
 def new_group(
@@ -69,6 +69,14 @@ def level_group_names(group: dist.ProcessGroup | None) -> None:
     while len(names) < wanted:
         _take_group_name()
     _counts_used[:] = [wanted + 3]  # nobody makes more before leveling again; none of the names comes again
+
+
+def is_member(group: dist.ProcessGroup | None, global_rank: int) -> bool:
+    """Whether that rank of the job is in ``group``; None: all are."""
+    try:
+        return group is None or dist.get_group_rank(group, global_rank) >= 0
+    except ValueError:  # a rank outside of the group
+        return False
 
 
 def _take_group_name() -> None:

@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zcomm import fingerprint, groups
+from zcomm import env, fingerprint, groups
 from zcomm.arguments import as_count, check_process_group
 from zcomm.backend import ALONE, Hop, backend_of, gather_ints, ints_over, ledger_of, takes_host_tensors, timeout_of
 from zcomm.background import Background
@@ -190,8 +190,8 @@ class Topology:
             return cls.single(backend=backend, kernels=kernels)
         wrong: ConfigError | None = None
         try:
-            per_node = _integer("LOCAL_WORLD_SIZE", dist.get_world_size(), at_least=1)
-            node = _integer("GROUP_RANK", _global_rank(group, rank) // per_node)
+            per_node = env.of_torchrun("LOCAL_WORLD_SIZE", dist.get_world_size(), at_least=1)
+            node = env.of_torchrun("GROUP_RANK", _global_rank(group, rank) // per_node)
         except ConfigError as error:
             wrong, node = error, -1
         nodes = gather_ints(node, group)
@@ -273,11 +273,26 @@ class Topology:
         attach(hop.ledger, self.global_ranks)
         return hop
 
-    def _meet(self) -> None:
-        """Return once every rank is here, in the same public call; else DivergedError, as for every exchange.
+    def keep_order(self) -> None:
+        """Let what is queued finish first if it runs over the same group: exchanges of a group start in program order.
 
-        torch.distributed makes a group in its store: a rank that is there alone waits until the timeout, unseen.
+        Raises:
+            StateError: This is closed.
         """
+        self.queue.check_open()
+        if not self.has_two_hops or self.uses_world:
+            self.queue.drain()
+
+    def _meet(self) -> None:
+        """Return once every rank is here, in the same public call.
+
+        Comes before groups that are made late. torch.distributed makes them in its store, where the watch sees nobody:
+        a rank that is there alone would wait until the timeout.
+
+        Raises:
+            DivergedError: The ranks are in different calls; on every rank.
+        """
+        self.keep_order()
         ints_over(0, self.on_host)
 
     def _new_gloo_group(self) -> dist.ProcessGroup:
@@ -339,7 +354,7 @@ class Topology:
 
 def _size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
     if not dist.is_initialized():
-        if _integer("WORLD_SIZE", 1) > 1:
+        if env.of_torchrun("WORLD_SIZE", 1) > 1:
             raise TopologyError(
                 f"torch.distributed is not initialised: WORLD_SIZE={os.environ['WORLD_SIZE']}; call "
                 "torch.distributed.init_process_group() first, or use Topology.single()"
@@ -372,29 +387,10 @@ def hop_of_group(group: dist.ProcessGroup | None) -> Hop:
     size, rank = _size_and_rank(group)
     if size == 1:
         return ALONE
-    per_node = _integer("LOCAL_WORLD_SIZE", dist.get_world_size(), at_least=1)
+    per_node = env.of_torchrun("LOCAL_WORLD_SIZE", dist.get_world_size(), at_least=1)
     node = dist.get_rank() // per_node
     of_node = range(node * per_node, min((node + 1) * per_node, dist.get_world_size()))
-    intra = sum(_is_member(group, rank) for rank in of_node) - 1
+    intra = sum(groups.is_member(group, rank) for rank in of_node) - 1
     whole = group if group is not None else dist.group.WORLD
     assert whole is not None, "torch.distributed is initialised"
     return Hop(whole, size, rank, intra, size - 1 - intra, backend_of(group), ledger_of(whole))
-
-
-def _is_member(group: dist.ProcessGroup | None, global_rank: int) -> bool:
-    try:
-        return group is None or dist.get_group_rank(group, global_rank) >= 0
-    except ValueError:  # a rank outside of the group
-        return False
-
-
-def _integer(variable: str, default: int, *, at_least: int = 0) -> int:
-    """What torchrun has set ``variable`` to."""
-    text = os.environ.get(variable, "")
-    if not text:
-        return default
-    if not text.isdecimal() or int(text) < at_least:
-        raise ConfigError(
-            f"{variable} must be an integer of at least {at_least}, as torchrun sets it: {variable}={text}"
-        )
-    return int(text)

@@ -228,6 +228,25 @@ def test_control_keeps_the_order_of_calls() -> None:
     run_ranks(2, _check_control_in_order)
 
 
+def _check_groups_in_order(rank: int) -> None:
+    """The ranks meet before they make a group: over one that a collective in the thread may be using."""
+    t = Topology(ranks_per_node=2)
+    for i, make in enumerate((lambda: t.background, lambda: t.clone().close())):
+        x = torch.full((1000,), float(rank + i))
+        work = zcomm.all_reduce(x, group=t, async_op=True)
+        if rank == 0:
+            time.sleep(0.05)
+        make()
+        assert work is not None
+        work.wait()
+        assert torch.equal(x, torch.full((1000,), 2.0 * i + 1))
+    t.close()
+
+
+def test_groups_are_made_in_the_order_of_calls() -> None:
+    run_ranks(2, _check_groups_in_order)
+
+
 def _check_dropped_gathers(rank: int) -> None:
     numel = 2**17  # large enough for sends and receives of our own
     for value in range(3):

@@ -200,11 +200,10 @@ def job_of(backend: str) -> Iterator[None]:
 def run_draw(rank: int, draw: Draw, folder: str, backend: str = "torch") -> None:
     """On one rank: raise AssertionError unless it gets the named error, in time."""
     with diverged_after(AFTER_S), job_of(backend):
-        saver = training(rank, draw.stage, folder)
-        zero.save_checkpoint(saver.optimizer, folder, "all")
-        t = saver
-        if draw.num_steps % 2:  # then the call drawn may be its optimizer's first that saves or loads: it makes a group
-            saver.optimizer.close()
+        t = training(rank, draw.stage, folder)
+        zero.save_checkpoint(t.optimizer, folder, "all")
+        if draw.num_steps % 2:  # another optimizer: its first save or load makes a process group
+            t.optimizer.close()
             t = training(rank, draw.stage, folder)
         assert t.optimizer.topology.backend == backend
         for _ in range(draw.num_steps):

@@ -102,7 +102,7 @@ def _check_expanded(inside: Inside, request: Request) -> None:
 
 
 def _are_same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit: a NaN is itself, and every dtype can be compared."""
+    """Bit for bit: a NaN equals itself, and dtypes without a comparison (float8) can be compared."""
     return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
 
 
