@@ -124,6 +124,7 @@ def _answer(pipe: Connection, process: Any) -> str | None:
     try:
         text = pipe.recv()
     except (EOFError, OSError):
+        process.join(1)  # the pipe closes a little before the exit code is known
         return f" died with exit code {process.exitcode}"
     return None if text is None else f"\n{text}"
 

@@ -7,16 +7,16 @@ A collective that a queue's thread drives goes on in the context of the thread t
 
 from __future__ import annotations
 
-import itertools
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ContextDecorator, contextmanager
+from itertools import count, takewhile
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 import torch
+
+from zcomm.stacks import Place, stack, stacks_of
 
 __all__ = [
     "Context",
@@ -58,7 +58,7 @@ class _Here(threading.local):
 
 _HERE = _Here()
 UNKNOWN = "an unknown line"
-_TURNS = itertools.count(1)
+_TURNS = count(1)
 _TURN = [0]
 """Changes whenever an outermost call begins or ends: what was noted before is old."""
 _NOTES: dict[int, tuple[int, Callable[[], str]]] = {}
@@ -133,62 +133,49 @@ def noted(thread: int) -> str:
     return doing() if turn == _TURN[0] else ""
 
 
-def line_of(frame: FrameType | None) -> str:
-    """``file:line`` of the innermost frame from ``frame`` on that is neither ours, nor torch's, nor Python's own."""
-    while frame is not None:
-        name = frame.f_code.co_filename
+def line_of(stack: Iterable[Place]) -> str:
+    """``file:line`` of the first of ``stack``, innermost first, that is neither ours, nor torch's, nor Python's own."""
+    for place in stack:
+        name = place.file
         if not name.startswith((*OWN, TORCH, "<")) and (not name.startswith(PYTHON) or "site-packages" in name):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{name}:{place.line}"
     return ""
-
-
-def frames_of(threads: Iterable[int]) -> dict[int, FrameType]:
-    """Where ``threads``, not this one among them, are now; what runs no Python is left out."""
-    frames = sys._current_frames()
-    found = {thread: frames[thread] for thread in threads if thread in frames and thread != threading.get_ident()}
-    frames.clear()  # this frame is in it: it would keep itself, and what other threads hold, until the next collection
-    return found
 
 
 def describe(thread: int, doing: str) -> str:
     """What ``thread`` does, and its line: for a thread of autograd that of the main thread, which called backward."""
     if thread == threading.get_ident():
-        return f"{doing} at {line_of(sys._getframe(1)) or UNKNOWN}"
-    main = threading.main_thread().ident or 0
-    frames = frames_of((thread, main))
-    return f"{doing} at {line_of(frames.get(thread)) or line_of(frames.get(main)) or UNKNOWN}"
+        return f"{doing} at {line_of(stack(1)) or UNKNOWN}"
+    return f"{doing} at {line_of(_users_stack(thread)) or UNKNOWN}"
 
 
 def is_in_backward(thread: int) -> bool:
     """Whether ``thread``, or the main thread for one of autograd's, runs a backward."""
+    return any(place.function == "_engine_run_backward" for place in _users_stack(thread))
+
+
+def _users_stack(thread: int) -> list[Place]:
+    """That of ``thread``, or of the main thread if none of the user's lines is in it."""
     main = threading.main_thread().ident or 0
-    frames = frames_of((thread, main))
-    frame = frames.get(thread)
-    if not line_of(frame):
-        frame = frames.get(main)
-    while frame is not None:
-        if frame.f_code.co_name == "_engine_run_backward":
-            return True
-        frame = frame.f_back
-    return False
+    stacks = stacks_of((thread, main))
+    own = stacks.get(thread, [])
+    return own if line_of(own) else stacks.get(main, [])
 
 
-def is_blocked_in(frame: FrameType) -> str:
-    """What of torch.distributed, or of ours outside of every Topology, ``frame`` waits in, if it does; empty: nothing.
+def is_blocked_in(stack: Sequence[Place]) -> str:
+    """What of torch.distributed, or of ours outside of every Topology, ``stack`` waits in, if it does; empty: nothing.
 
     Only the innermost Python frame is looked at: one whose C++ waits there is in no other.
     """
-    name = frame.f_code.co_filename
+    name = stack[0].file
     if not name.startswith(DISTRIBUTED) and not name.startswith(tuple(OWN[0] + part for part in _WAITING)):
         return ""
-    found, at = "", frame
-    while at is not None and at.f_code.co_filename.startswith((TORCH, *OWN)):
-        if at.f_code.co_filename.startswith(DISTRIBUTED) and at.f_code.co_name != "wrapper":
-            found = at.f_code.co_name
-        at = at.f_back  # type: ignore[assignment]
+    found = ""
+    for place in takewhile(lambda one: one.file.startswith((TORCH, *OWN)), stack):
+        if place.file.startswith(DISTRIBUTED) and place.function != "wrapper":
+            found = place.function
     what = f"torch.distributed.{found}" if found else "a meeting of ranks"
-    return f"waits in {what} at {line_of(frame) or UNKNOWN}"
+    return f"waits in {what} at {line_of(stack) or UNKNOWN}"
 
 
 _WAITING = ("tagged.py", "backend.py", "meeting.py", "starts.py")

@@ -33,7 +33,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -42,6 +41,7 @@ from zcomm import backend, calls, env
 from zcomm.errors import DivergedError
 from zcomm.lagging import lagging
 from zcomm.ledger import Call
+from zcomm.stacks import Place, stacks_of
 from zcomm.starts import prefix_of_start
 from zcomm.verdict import Account, Owed, owed_of, will_end
 from zcomm.watched import Watchable, Watched, abort_unequal, complete, hops_of, name_of, skip, watched_of
@@ -80,7 +80,7 @@ class Watch:
         """What the last look saw, if the rank waited."""
         self._has_told = False
         self._store_answers = True  # until a request did not come back in time
-        self._stacks: dict[int, tuple[object, float]] = {}
+        self._stacks: dict[int, tuple[list[Place] | None, float]] = {}
         """Of threads that may be blocked, where they are, and since when."""
 
     @property
@@ -201,37 +201,32 @@ class Watch:
 
     def _blocked(self, threads: set[int], waiting: set[int]) -> str | None:
         """What the main thread does if it waits elsewhere; None while one of ``threads`` may get on."""
-        frames, main, found = calls.frames_of(threads), threading.main_thread(), ""
+        stacks, main, found = stacks_of(threads), threading.main_thread(), ""
         for thread in threads:
-            frame = frames.get(thread)
+            stack = stacks.get(thread)
             if thread == main.ident and not main.is_alive():
                 found = "has left: its program has ended"
-            elif frame is not None:  # a thread of C++ without any is idle
-                where = self._where(frame, waiting)
-                if not where or (where != IDLE and not self._stands(thread, frame)):
+            elif stack is not None:  # a thread of C++ without any is idle
+                where = self._where(stack, waiting)
+                if not where or (where != IDLE and not self._stands(thread, stack)):
                     return None
                 found = where if thread == main.ident else found
         return found if waiting or found not in ("", IDLE) else None
 
-    def _where(self, frame: FrameType, waiting: set[int]) -> str:
-        """In what ``frame`` may be blocked for good; empty: it computes."""
-        name = frame.f_code.co_filename
-        if name.endswith("concurrent/futures/thread.py") and frame.f_code.co_name == "_worker":
+    def _where(self, stack: list[Place], waiting: set[int]) -> str:
+        """In what the thread of ``stack`` may be blocked for good; empty: it computes."""
+        name, function = stack[0].file, stack[0].function
+        if name.endswith("concurrent/futures/thread.py") and function == "_worker":
             return IDLE if waiting else ""
-        if frame.f_code.co_name == "_engine_run_backward":  # autograd's own thread may be the one that waits
+        if function == "_engine_run_backward":  # autograd's own thread may be the one that waits
             ours = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
             return IDLE if waiting - ours else ""
         if waiting and name in (threading.__file__, sys.modules["queue"].__file__):
             return "waits for another thread"
-        return calls.is_blocked_in(frame) if self._is_whole else ""
+        return calls.is_blocked_in(stack) if self._is_whole else ""
 
-    def _stands(self, thread: int, frame: FrameType) -> bool:
+    def _stands(self, thread: int, stack: list[Place]) -> bool:
         """Whether ``thread`` has not moved for ZCOMM_DIVERGED_AFTER_S."""
-        at: FrameType | None = frame
-        stack = []
-        while at is not None:
-            stack.append((id(at), at.f_lasti))
-            at = at.f_back
         before, since = self._stacks.get(thread, (None, 0.0))
         if before != stack:
             since = time.monotonic()

@@ -14,6 +14,7 @@ from types import FrameType
 
 from torch import nn
 
+from zcomm.stacks import stacks_of
 from zero.saved_tensors import SavingHooks
 
 __all__ = ["RunningForward", "calling_frame"]
@@ -47,7 +48,9 @@ class RunningForward:
 
     def is_running(self) -> bool:
         """Whether its thread has not left it. Cost: a look at each frame between it and the present one."""
-        frame = sys._getframe() if self.is_here else sys._current_frames().get(self.thread)
+        if not self.is_here:
+            return any(place.frame == id(self.frame) for place in stacks_of((self.thread,)).get(self.thread, []))
+        frame: FrameType | None = sys._getframe()
         while frame is not None and frame is not self.frame:
             frame = frame.f_back
         return frame is not None

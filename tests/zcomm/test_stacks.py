@@ -1,0 +1,132 @@
+"""Stacks of other threads are read while these go on, and while Python collects garbage in the midst of it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import Counter
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+from zcomm.stacks import stack, stacks_of
+
+NUM_TIMES = 20
+DEPTH = 40
+
+
+def _calling(num_arguments: int) -> Callable[..., int]:
+    """A function whose frame's size is its own: it calls the next one, ``depth`` deep, and computes a little."""
+    names = ", ".join(f"a{index}" for index in range(num_arguments))
+    body = "    kept = [depth]\n    return below(step, depth, bottom) + kept[0]\n"
+    text = f"def deeper(step, depth, bottom, {names}):\n{body}"
+    scope: dict[str, Any] = {"below": _below}
+    exec(text, scope)
+    return scope["deeper"]  # type: ignore[no-any-return]
+
+
+def _below(step: int, depth: int, bottom: Callable[[], object]) -> int:
+    if depth == 0:
+        bottom()
+        return 0
+    index = step * depth % len(_FUNCTIONS)
+    return _FUNCTIONS[index](step, depth - 1, bottom, *range(index + 1)) + 1
+
+
+_FUNCTIONS = [_calling(num_arguments) for num_arguments in range(1, 13)]
+
+
+def _read_while_collecting(_rank: int) -> None:
+    """Another thread stands deep in calls; a collection, where one comes, lets it go on and be as deep in others."""
+    reader, is_deep, may_go_on = threading.get_ident(), SimpleQueue[int](), SimpleQueue[int]()
+
+    is_reading, is_over = threading.Event(), threading.Event()
+
+    def stand() -> None:
+        is_deep.put(1)
+        may_go_on.get()
+
+    def work() -> None:
+        step = 0
+        while not is_over.is_set():
+            step += 1
+            _below(step, DEPTH, stand)
+
+    def let_it_go_on(phase: str, _info: object) -> None:
+        if phase == "start" and threading.get_ident() == reader and is_reading.is_set():
+            is_reading.clear()
+            may_go_on.put(1)
+            is_deep.get(timeout=30)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    is_deep.get(timeout=30)
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(let_it_go_on)
+    try:
+        for time in range(NUM_TIMES):
+            gc.collect()
+            gc.set_threshold(10 + time)  # in a frame's allocation, in another one
+            is_reading.set()
+            places = stacks_of((worker.ident or 0,))[worker.ident or 0]
+            is_reading.clear()
+            functions = Counter(place.function for place in places)
+            assert all(place.line > 0 for place in places)
+            assert set(functions) <= {"deeper", "_below", "stand", "work", *STARTING}, functions
+            assert functions["deeper"] >= DEPTH - 1, functions
+    finally:
+        gc.callbacks.remove(let_it_go_on)
+        gc.set_threshold(*thresholds)
+        is_over.set()
+        may_go_on.put(1)
+        worker.join()
+
+
+STARTING = ("run", "_bootstrap_inner", "_bootstrap")
+
+
+def test_stacks_are_read_while_garbage_is_collected() -> None:
+    run_ranks(1, _read_while_collecting)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_collecting_is_left_as_it_was(*, is_on: bool) -> None:
+    was = gc.isenabled()
+    (gc.enable if is_on else gc.disable)()
+    try:
+        stacks_of((threading.main_thread().ident or 0,))
+        assert gc.isenabled() == is_on
+    finally:
+        (gc.enable if was else gc.disable)()
+
+
+def test_a_stack_is_innermost_first() -> None:
+    def inner(depth: int) -> list[str]:
+        return [place.function for place in stack(depth)]
+
+    assert inner(0)[:2] == ["inner", "test_a_stack_is_innermost_first"]
+    assert inner(1)[0] == "test_a_stack_is_innermost_first"
+
+
+def test_of_threads_only_others_are_read() -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def wait_here() -> None:
+        begun.set()
+        end.wait()
+
+    worker = threading.Thread(target=wait_here)
+    worker.start()
+    begun.wait()
+    try:
+        here, there, nowhere = threading.get_ident(), worker.ident or 0, -1
+        found = stacks_of((here, there, nowhere))
+        assert list(found) == [there]
+        assert "wait_here" in [place.function for place in found[there]]
+        assert found[there][-1].function == "_bootstrap"
+    finally:
+        end.set()
+        worker.join()
