@@ -13,6 +13,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace zcomm {
@@ -37,7 +38,7 @@ class Job {
         error = std::current_exception();
       }
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (error && !error_) error_ = error;
+      if (error && !error_) error_ = std::move(error);  // the caller alone frees it: it reads it without this lock
       if (--unfinished_ == 0) done_.notify_all();
     }
   }
@@ -45,7 +46,7 @@ class Job {
   void Wait() {
     std::unique_lock<std::mutex> lock(mutex_);
     done_.wait(lock, [this] { return unfinished_ == 0; });
-    if (error_) std::rethrow_exception(error_);
+    if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
   }
 
  private:
