@@ -203,21 +203,17 @@ def _gather_unchecked(output: Tensor, message: Tensor, hop: Hop, tag: int) -> Pe
             return cast(Pending, _all_gather(_bytes(output), _bytes(message), group=hop.group, async_op=True))
         rows = [_bytes(row) for row in output]
         return cast(Pending, dist.all_gather(rows, _bytes(message), group=hop.group, async_op=True))
-    parts, source = output.view(hop.size, -1).unbind(0), message.view(-1)
-    pending = _swap(parts, [source] * hop.size, hop, tag)
-    mine = parts[hop.rank]
-    if mine.data_ptr() != source.data_ptr():
-        _bytes(mine).copy_(_bytes(source))
-    return pending
+    return _swap(output.view(hop.size, -1).unbind(0), [message.view(-1)] * hop.size, hop, tag)
 
 
 def _swap(received: Sequence[Tensor], sent: Sequence[Tensor], hop: Hop, tag: int) -> Exchange:
-    """``sent[i]`` goes to rank i of the hop; ``received[i]`` comes from it. This rank's own stay as they are."""
+    """``sent[i]`` goes to rank i of the hop; ``received[i]`` comes from it. This rank's own is copied, if apart."""
     assert hop.group is not None, "a rank alone exchanges nothing"
     before = [(hop.rank - step) % hop.size for step in range(1, hop.size)]
     after = [(hop.rank + step) % hop.size for step in range(1, hop.size)]
     receives = [(peer, _bytes(received[peer])) for peer in before]
-    return exchange(hop.group, tag, receives, [(peer, _bytes(sent[peer])) for peer in after])
+    own = _bytes(received[hop.rank]), _bytes(sent[hop.rank])
+    return exchange(hop.group, tag, receives, [(peer, _bytes(sent[peer])) for peer in after], own)
 
 
 def together(exchanges: Sequence[Pending | None]) -> Pending | None:
@@ -242,7 +238,6 @@ def _exchange(output: Tensor, messages: Tensor, hop: Hop, tags: Tags, words: Wor
     elif hop.sends(messages.device.type):
         sent, received = (_bytes(tensor).view(hop.size, -1).unbind(0) for tensor in (messages, output))
         pending = _swap(received, sent, hop, tags.own)
-        received[hop.rank].copy_(sent[hop.rank])
     else:
         work = dist.all_to_all_single(_bytes(output), _bytes(messages), group=hop.group, async_op=True)
         pending = cast(Pending, work)

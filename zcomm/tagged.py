@@ -65,19 +65,27 @@ Parts = Sequence[tuple[int, Tensor]]
 """What goes to a rank of the hop, or comes from it."""
 
 
-def exchange(group: dist.ProcessGroup, tag: int, receives: Parts, sends: Parts) -> Exchange:
-    """Start receiving and sending contiguous tensors."""
+def exchange(
+    group: dist.ProcessGroup, tag: int, receives: Parts, sends: Parts, own: tuple[Tensor, Tensor] | None = None
+) -> Exchange:
+    """Start receiving and sending contiguous tensors. Of ``own``, the first becomes the second's copy, if apart."""
+    start = partial(_start, group, tag, receives, sends, own)
     if not here().goes_on or sum(part.nbytes for _, part in sends) < APART_NBYTES:
-        return Exchange(_start(group, tag, receives, sends), (receives, sends))
-    started = _Started(partial(_start, group, tag, receives, sends))
+        return Exchange(start(), (receives, sends))
+    started = _Started(start)
     pending = Exchange([started], (receives, sends))
     _STARTS.run(started.start)
     return pending
 
 
-def _start(group: dist.ProcessGroup, tag: int, receives: Parts, sends: Parts) -> list[Any]:
+def _start(
+    group: dist.ProcessGroup, tag: int, receives: Parts, sends: Parts, own: tuple[Tensor, Tensor] | None
+) -> list[Any]:
     works = [group.recv([part], peer, tag) for peer, part in receives]
-    return works + [group.send([part], peer, tag) for peer, part in sends]
+    works += [group.send([part], peer, tag) for peer, part in sends]
+    if own is not None and own[0].data_ptr() != own[1].data_ptr():
+        own[0].copy_(own[1])  # while the others' parts are on their way
+    return works
 
 
 class _Started:
