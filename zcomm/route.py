@@ -164,9 +164,9 @@ def hops_apart(topology: Topology) -> tuple[Hop, Hop]:
 
 
 def hop_inside(topology: Topology) -> Hop:
-    """The ranks of this node, alone."""
+    """The ranks of this node, for exchanges of its own. With ZCOMM_CHECK=1 all nodes hear of damage in any."""
     if topology.has_two_hops:
-        return _carried(topology.backend, topology.intra, topology.inter)[0]
+        return hops_apart(topology)[0]
     return _carried(topology.backend, topology.intra)[0]
 
 

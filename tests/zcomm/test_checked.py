@@ -106,6 +106,7 @@ def _check(rank: int, world_size: int) -> None:
         _check_order(rank, world_size)
         if world_size == 4:
             _check_node_sums(rank)
+            _check_gathers_of_a_node(rank)
 
 
 def _check_node_sums(rank: int) -> None:
@@ -126,6 +127,23 @@ def _check_node_sums(rank: int) -> None:
         assert len(set(texts)) == 1, texts
         assert f"what rank {VICTIM} got from rank {sender}" in texts[0]
         sums.clear()
+
+
+def _check_gathers_of_a_node(rank: int) -> None:
+    """The other node, whose messages are whole, has the same error: it would wait for a node that has raised."""
+    two_hops, out, texts = topology(2), torch.empty(4 * NUMEL), [""] * 4
+    secondary = zcomm.SecondaryPartition(two_hops, 4 * NUMEL, torch.float32)
+    secondary.fill(torch.arange(4.0 * NUMEL))
+    replica = zcomm.NodeReplica(two_hops, NUMEL, torch.float32)
+    for call in (lambda: secondary.gather(out), lambda: replica.gather(out, 0, NUMEL)):
+        with flipped_bit(1 if rank == VICTIM else 0), pytest.raises(DamagedError) as error:
+            call()
+        dist.all_gather_object(texts, str(error.value))
+        assert len(set(texts)) == 1, texts
+        assert f"what rank {VICTIM} got from rank 0" in texts[0]
+        call()
+    secondary.gather(out)
+    assert torch.equal(out, torch.arange(4.0 * NUMEL))
 
 
 def _check_order(rank: int, world_size: int) -> None:
