@@ -87,7 +87,8 @@ FAULTS: dict[str, Fault] = {
                                    r"lr is .* on rank", is_same=True),
     "another library": Fault("another version of zcomm-zero", DIFFERS, "ConfigError", "ConfigError",
                              r"zcomm-zero is .* on rank", is_same=True),
-    "out of memory": Fault("an allocation fails", "its own error; an error on every survivor", LOST_PEER, ANY),
+    "out of memory": Fault("an allocation fails", "its own error; an error on every survivor",
+                           rf"{LOST_PEER}|StateError: rank \d+: MemoryError", ANY),  # the second where ranks agree
     "interface down": Fault("the network interface of one machine goes down", "an error on every rank", LOST_PEER,
                             LOST_PEER, modes=("network",)),
     "rate zero": Fault("the network of one machine drops everything", "an error on every rank within the timeout",

@@ -228,8 +228,11 @@ def run(mutants: Sequence[Mutant], seconds: float = float("inf")) -> dict[str, O
                 break
             started = time.monotonic()
             said = outcome_of(mutant, copy, passed)
-            outcomes[key_of(mutant)] = {**said, "name": mutant.name, "file": mutant.file, "change": _change(mutant)}
-            OUTCOMES.write_text(json.dumps(outcomes, indent=1, sort_keys=True) + "\n")
+            found = {**said, "name": mutant.name, "file": mutant.file, "change": _change(mutant)}
+            outcomes = load() | {key_of(mutant): found}  # others may run theirs meanwhile
+            written = OUTCOMES.with_name(f"{OUTCOMES.name}.{os.getpid()}")
+            written.write_text(json.dumps(outcomes, indent=1, sort_keys=True) + "\n")
+            written.replace(OUTCOMES)
             took = time.monotonic() - started
             print(f"{said['outcome']:9} {mutant.file} {mutant.name}: {_change(mutant)}", flush=True)
             print(f"          {said['by']} ({took:.0f} s)", flush=True)
@@ -265,6 +268,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=today, help="default: today, in UTC")
     parser.add_argument("--number", type=int, default=A_DAY, help="how many")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other after so long")
+    parser.add_argument("--parts", type=int, default=1, help="divide them over so many commands, run at once")
+    parser.add_argument("--part", type=int, default=0, help="which of these this command is")
     parser.add_argument("--show", action="store_true", help="print what is drawn, run nothing")
     parser.add_argument("--table", action="store_true", help="count all outcomes, list the survivors")
     chosen = parser.parse_args()
@@ -274,7 +279,7 @@ def main() -> int:
             print(f"{key_of(mutant)} {mutant.file} {mutant.name}: {_change(mutant)}")
             print(f"         {' '.join(nearest(mutant.file)[:NUM_NEAREST])}")
         return 0
-    outcomes = load() if chosen.table else run(mutants, chosen.seconds)
+    outcomes = load() if chosen.table else run(mutants[chosen.part :: chosen.parts], chosen.seconds)
     if chosen.table:
         print(dict(Counter(said["outcome"] for said in outcomes.values())))
         for key, said in sorted(outcomes.items()):
