@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -27,6 +28,7 @@ from zcomm.bench.checking import check
 from zcomm.bench.data import Tiles
 from zcomm.bench.harness import Column, Report, Timing, interleave
 from zcomm.bench.interface import sent_nbytes
+from zcomm.bench.options import sizes_of
 from zcomm.bench.workloads import Workload, wire_of
 
 
@@ -37,6 +39,19 @@ def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         status = exit_.code
     assert status == 2
     return " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        ({"stepbytes": None, "stepfactor": 2}, [1000, 2000]),
+        ({"stepbytes": None, "stepfactor": 3}, [1000, 3000]),
+        ({"stepbytes": 900, "stepfactor": 2}, [1000, 1900, 2800]),
+        ({"stepbytes": None, "stepfactor": 1}, [1000]),
+    ],
+)
+def test_sizes(step: dict[str, Any], expected: list[int]) -> None:
+    assert sizes_of(argparse.Namespace(minbytes=1000, maxbytes=3000, **step)) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Exchanges by tagged sends: what a thread starts, what it says when that fails, and when it has ended."""
+"""Exchanges by tagged sends, or through copies: what a thread starts, what it says, and when they have ended."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
+from zcomm import all_gather_single, backend, reduce_scatter_single
 from zcomm.calls import Context, entered, here
 from zcomm.tagged import APART_NBYTES, Exchange, exchange
 from zcomm.work import Steps, run
@@ -133,3 +134,23 @@ def test_who_holds_what_has_ended_does_not_use_its_tensors() -> None:
         del sent
         assert pending.ends_within(30)
         assert used() is None
+
+
+def _check_through_copies(rank: int) -> None:
+    """As with tensors that the group's library does not take: what comes is copied back once it is there."""
+    usual, shard = backend.device_of, torch.full((1000,), rank + 1.0)
+    full, half = torch.zeros(2000), torch.zeros(500)
+    backend.device_of = lambda *_: torch.device("cpu", 0)  # another device than "cpu"
+    try:
+        time.sleep(0.2 * rank)  # the first rank has begun long before
+        all_gather_single(full, shard)
+        time.sleep(0.2 * rank)
+        reduce_scatter_single(half, shard, "sum")
+    finally:
+        backend.device_of = usual
+    assert torch.equal(full, torch.tensor([1.0, 2.0]).repeat_interleave(1000))
+    assert bool((half == 3).all())
+
+
+def test_what_goes_through_copies_is_there_when_the_call_returns() -> None:
+    run_ranks(2, _check_through_copies)

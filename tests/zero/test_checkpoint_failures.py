@@ -112,7 +112,13 @@ def _check_other_models(rank: int, folder: Path, stage: int) -> None:
                 assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
     refuses(new_model(has_unused=True), None, "'unused.weight' is missing", "load_module_strict=False")
-    refuses(new_model(torch.float64), None, "'wte.weight' is torch.float32 there and torch.float64 here", "converts")
+    refuses(
+        new_model(torch.float64),
+        None,
+        "'wte.weight' is torch.float32 there and torch.float64 here",
+        "converts",
+        " more)",
+    )
     wide = new_model()
     wide.shared = nn.Linear(24, 25)
     refuses(wide, None, "'shared.weight' has shape [24, 24] there and [25, 24] here")
