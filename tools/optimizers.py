@@ -2,11 +2,12 @@
 
     python tools/optimizers.py [--ranks]     writes bench/results/optimizers.md and the table in docs/optimizer.md
 
-Each is built with its defaults over a small model, asked for the verdict of ``zero.elementwise``, and then trained
-twice in float64: whole, and with its parameters laid flat and cut for three ranks, each with an optimizer of its own
-over its pieces. That needs no code of zero. ``--ranks`` trains what was accepted with ZeroOptimizer itself, on two
-processes at stages 1 and 3. Each is tried in a process of its own, for a limited time. Results are written after every
-optimizer; ``--resume`` goes on with the rows that are there, of the same versions.
+Each is built with its defaults over a small model, asked for the verdict of ``zero.elementwise`` and
+``zero.state_forms``, and then trained twice in float64: whole, and with its parameters laid flat and cut for three
+ranks, each with an optimizer of its own over its pieces. That needs no code of zero. ``--ranks`` trains what was
+accepted with ZeroOptimizer itself, on two processes at stages 1 and 3. Each is tried in a process of its own, for a
+limited time. Results are written after every optimizer; ``--resume`` goes on with the rows that are there, of the same
+versions.
 
 A library that is not installed is left out. ``pip install --no-deps timm pytorch_optimizer opt_einsum torchao
 bitsandbytes`` is enough: nothing else of them is imported.
@@ -43,6 +44,7 @@ from tests.ranks import close_pools, run_ranks  # noqa: E402  (tests is no insta
 from zero import GatheredParameters, ZeroOptimizer  # noqa: E402
 from zero.elementwise import check_elementwise  # noqa: E402
 from zero.optimizer_copies import check_is_new  # noqa: E402
+from zero.state_forms import check_states  # noqa: E402
 
 RESULTS, DOCUMENT = ROOT / "bench" / "results" / "optimizers.md", ROOT / "docs" / "optimizer.md"
 MARKED = re.compile(r"(?<=<!-- optimizers -->\n).*?(?=<!-- end of optimizers -->)", re.DOTALL)
@@ -63,6 +65,7 @@ REASONS = {
     "steps another optimizer": "wraps another optimizer, whose state a checkpoint would lose",
     "a checkpoint would lose it": "keeps what steps change outside of its state, and a checkpoint would lose it",
     "a checkpoint holds numbers": "keeps states that a checkpoint cannot hold",
+    "can neither be divided": "keeps states, of large parameters, that cannot be divided over ranks or saved",
     "has state": "has state from a constructor that needs more than parameter groups",
     "so it cannot be tried": "moved nothing in the trial",
     "without a closure": "needs what a step on shards does not have: a closure, second derivatives, matrices, ...",
@@ -221,6 +224,7 @@ def verdict_of(case: Case) -> str:
     try:
         check_is_new(optimizer)
         check_elementwise(optimizer, {}, torch.device("cpu"))
+        check_states(optimizer, torch.device("cpu"))
     except Exception as error:
         return str(error)
     return ""

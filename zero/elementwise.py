@@ -139,7 +139,11 @@ def _problem(
     """Why shards of these groups cannot be updated, or an empty text."""
     for dtype in TOLERANCES:  # some have no kernels for float64
         try:
-            trial = _Trial(optimizer, options, device, dtype, groups)
+            small = _Trial(optimizer, options, device, dtype, groups, 0)
+            small.run()
+            if coupling := small.coupling():  # or the next trial may last: some keep a matrix over a tensor's elements
+                return coupling
+            trial = _Trial(optimizer, options, device, dtype, groups, _side(optimizer, options))
             trial.run()
         except Exception as error:
             failure = error
@@ -161,9 +165,11 @@ class _Trial:
         device: torch.device,
         dtype: torch.dtype,
         groups: list[dict[str, Any]],
+        side: int,
     ) -> None:
         self._optimizer, self._options, self._dtype, self._groups = optimizer, options, dtype, groups
-        self._tensors = list(_tensors(max(len(self._groups), 1), _side(optimizer, options)))
+        self._shapes = (*SHAPES, (side, side)) if side else SHAPES
+        self._tensors = list(_tensors(max(len(self._groups), 1), self._shapes))
         numel, generator = self._tensors[-1].stop, torch.Generator().manual_seed(0)
         self._values = torch.randn(numel, generator=generator, dtype=torch.float64).to(device, dtype)
         noise = torch.randn(numel + (STEPS + LATE_STEPS) * SHIFT, generator=generator, dtype=torch.float64)
@@ -191,10 +197,12 @@ class _Trial:
                     f"moved no parameter of group {self._number(index)} in {self._num_steps} trial steps, so it cannot "
                     "be tried"
                 )
+        return self.coupling() or (self._lost[0] if self._lost else "")
+
+    def coupling(self) -> str:
+        """What an update depends on beside its element, or an empty text."""
         found = self._difference(self._sharded)
-        if found:
-            return f"is not elementwise: {self._reason()}. On shards {found}"
-        return self._lost[0] if self._lost else ""
+        return f"is not elementwise: {self._reason()}. On shards {found}" if found else ""
 
     def _reason(self) -> str:
         """The first of the ways to cut that makes a difference."""
@@ -204,7 +212,7 @@ class _Trial:
             "it updates the same elements as a vector and as a matrix differently": ([[r.flat for r in whole[0]]], 0),
             "an update depends on other elements of the tensor": ([[p for r in whole[0] for p in _halves(r)]], 0),
             "an update depends on other tensors of the group": (
-                [self._tensors[i :: len(SHAPES) + 1] for i in range(len(SHAPES) + 1)], 0,
+                [self._tensors[i :: len(self._shapes)] for i in range(len(self._shapes))], 0,
             ),
             "an update depends on other parameter groups": (
                 [[run for run in self._tensors if run.group == group] for group in range(last + 1)], 0,
@@ -302,11 +310,11 @@ class _Trial:
         return next(i for i, group in enumerate(self._optimizer.param_groups) if group is self._groups[index])
 
 
-def _tensors(num_groups: int, side: int) -> Iterator[Run]:
+def _tensors(num_groups: int, shapes: tuple[tuple[int, ...], ...]) -> Iterator[Run]:
     """One after the other, the same shapes in every group."""
     start = 0
     for group in range(num_groups):
-        for shape in (*SHAPES, (side, side)):
+        for shape in shapes:
             stop = start + torch.Size(shape).numel()
             yield Run(group, start, stop, shape)
             start = stop

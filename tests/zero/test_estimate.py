@@ -80,6 +80,23 @@ def test_estimate_is_what_is_allocated(world_size: int) -> None:
     run_ranks(world_size, _check_allocated, world_size)
 
 
+def _check_persistent(rank: int) -> None:
+    """What is gathered for a while is in the pool, and no persistent parameter."""
+    model = Layered()
+    small = sum(p.numel() * p.element_size() for p in model.parameters() if p.numel() <= WIDTH)
+    with zero_optimizer(model, stage=3, stage3_param_persistence_threshold=WIDTH + 1) as optimizer:
+        before = optimizer.memory().buffers
+        with zero.GatheredParameters(model.parameters()):
+            inside = optimizer.memory().buffers
+    assert small <= before["persistent parameters"] < 2 * small + 1024, (small, before)
+    assert inside["persistent parameters"] == before["persistent parameters"], (inside, before)
+    assert inside["pool"] > 0
+
+
+def test_what_is_gathered_for_a_while_is_no_persistent_parameter() -> None:
+    run_ranks(2, _check_persistent)
+
+
 PAPER = Counts(numel=7_500_000_000, largest_unit=50_000_000)
 
 
