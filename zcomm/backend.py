@@ -207,7 +207,7 @@ def _gather_unchecked(output: Tensor, message: Tensor, hop: Hop, tag: int) -> Pe
 
 
 def _swap(received: Sequence[Tensor], sent: Sequence[Tensor], hop: Hop, tag: int) -> Exchange:
-    """``sent[i]`` goes to rank i of the hop; ``received[i]`` comes from it. This rank's own is copied, if apart."""
+    """``sent[i]`` goes to rank i of the hop; ``received[i]`` comes from it. This rank's own part is copied."""
     assert hop.group is not None, "a rank alone exchanges nothing"
     before = [(hop.rank - step) % hop.size for step in range(1, hop.size)]
     after = [(hop.rank + step) % hop.size for step in range(1, hop.size)]

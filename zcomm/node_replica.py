@@ -105,7 +105,7 @@ class NodeReplica:
     def gather(self, output: Tensor, start: int, stop: int, *, async_op: bool = False) -> Work | None:
         """Fill columns ``[start, stop)`` of the buffer seen as [ranks_per_node, part_numel]. Collective in the node.
 
-        With ZCOMM_CHECK=1 collective over all ranks: what is damaged in one node is an error in all.
+        With ZCOMM_CHECK=1 collective over all ranks: a message damaged in one node raises on all of them.
 
         Args:
             output: The whole buffer, [world_size * n] contiguous, of the replica's dtype.

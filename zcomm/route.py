@@ -164,7 +164,7 @@ def hops_apart(topology: Topology) -> tuple[Hop, Hop]:
 
 
 def hop_inside(topology: Topology) -> Hop:
-    """The ranks of this node, for exchanges of its own. With ZCOMM_CHECK=1 all nodes hear of damage in any."""
+    """The ranks of this node, for exchanges among them. With ZCOMM_CHECK=1 damage to one is reported to all nodes."""
     if topology.has_two_hops:
         return hops_apart(topology)[0]
     return _carried(topology.backend, topology.intra)[0]

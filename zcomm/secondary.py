@@ -81,7 +81,7 @@ class SecondaryPartition:
     def gather(self, output: Tensor, *, async_op: bool = False) -> Work | None:
         """Rebuild the full buffer in ``output`` [numel] from the ranks of the node. Collective inside the node.
 
-        With ZCOMM_CHECK=1 collective over all ranks: what is damaged in one node is an error in all.
+        With ZCOMM_CHECK=1 collective over all ranks: a message damaged in one node raises on all of them.
 
         Raises:
             StateError: Nothing was filled in since the last :meth:`invalidate`.

@@ -1,12 +1,17 @@
-"""Stacks of other threads, as plain values: no frame of a thread that goes on is kept.
+"""Stacks of other threads, as plain values: no frame object of a running thread is kept.
 
-CPython 3.11 makes a frame object when it is asked for one, and a garbage collection in the midst of that lets its
-thread go on: the object then stands for memory that other frames use. So nothing is collected while stacks are read.
+CPython 3.11 creates frame objects lazily. A garbage collection during that may release the GIL, so that the observed
+thread runs on, and the new object refers to memory that other frames reuse: a crash. So the collector is off while
+stacks are read.
+
+Invariant: one thread at a time switches the collector off and on again. Otherwise the first to end would switch it on
+while another still reads, and a child forked meanwhile would never collect anything.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -17,6 +22,8 @@ from typing import NamedTuple
 __all__ = ["Place", "stack", "stacks_of"]
 
 COLLECTS_WITHIN_FRAMES = sys.version_info[:2] == (3, 11)
+_READING = threading.RLock()  # a signal handler may read stacks, too
+os.register_at_fork(before=_READING.acquire, after_in_parent=_READING.release, after_in_child=_READING.release)
 
 
 class Place(NamedTuple):
@@ -54,11 +61,14 @@ def _places(frame: FrameType | None) -> Iterator[Place]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    if not (COLLECTS_WITHIN_FRAMES and gc.isenabled()):
+    if not COLLECTS_WITHIN_FRAMES:
         yield
         return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+    with _READING:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()

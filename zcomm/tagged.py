@@ -68,7 +68,7 @@ Parts = Sequence[tuple[int, Tensor]]
 def exchange(
     group: dist.ProcessGroup, tag: int, receives: Parts, sends: Parts, own: tuple[Tensor, Tensor] | None = None
 ) -> Exchange:
-    """Start receiving and sending contiguous tensors. Of ``own``, the first becomes the second's copy, if apart."""
+    """Start receiving and sending contiguous tensors; copy this rank's ``own`` part (to, from) unless they are one."""
     start = partial(_start, group, tag, receives, sends, own)
     if not here().goes_on or sum(part.nbytes for _, part in sends) < APART_NBYTES:
         return Exchange(start(), (receives, sends))
@@ -84,7 +84,7 @@ def _start(
     works = [group.recv([part], peer, tag) for peer, part in receives]
     works += [group.send([part], peer, tag) for peer, part in sends]
     if own is not None and own[0].data_ptr() != own[1].data_ptr():
-        own[0].copy_(own[1])  # while the others' parts are on their way
+        own[0].copy_(own[1])  # while the other parts are in flight
     return works
 
 

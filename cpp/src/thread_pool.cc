@@ -38,7 +38,7 @@ class Job {
         error = std::current_exception();
       }
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (error && !error_) error_ = std::move(error);  // the caller alone frees it: it reads it without this lock
+      if (error && !error_) error_ = std::move(error);  // only the caller frees it: it reads it unlocked
       if (--unfinished_ == 0) done_.notify_all();
     }
   }

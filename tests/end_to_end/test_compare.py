@@ -41,7 +41,7 @@ def test_systems_take_turns_and_a_second_run_takes_the_rest(tmp_path: Path) -> N
 def test_peers_that_accumulate_send_gradients_once_a_step(tmp_path: Path) -> None:
     """Each learns the same as FSDP2, by what it sends no more than once for one batch; HSDP less between nodes.
 
-    Bytes are those of the loopback interface, over which other jobs may send: one of three runs has to have few.
+    Bytes are counted on the loopback interface, which other jobs use as well: one of three runs must be undisturbed.
     """
     assert any(_sends_once(_accumulating(tmp_path / str(attempt))) for attempt in range(3))
 

@@ -130,7 +130,7 @@ def _check_node_sums(rank: int) -> None:
 
 
 def _check_gathers_of_a_node(rank: int) -> None:
-    """The other node, whose messages are whole, has the same error: it would wait for a node that has raised."""
+    """The other node raises the same error, though its own messages are intact: else it would wait for a dead one."""
     two_hops, out, texts = topology(2), torch.empty(4 * NUMEL), [""] * 4
     secondary = zcomm.SecondaryPartition(two_hops, 4 * NUMEL, torch.float32)
     secondary.fill(torch.arange(4.0 * NUMEL))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_ranks
-from zcomm.stacks import stack, stacks_of
+from zcomm.stacks import _no_collection, stack, stacks_of
 
 NUM_TIMES = 20
 DEPTH = 40
@@ -101,6 +103,45 @@ def test_collecting_is_left_as_it_was(*, is_on: bool) -> None:
         assert gc.isenabled() == is_on
     finally:
         (gc.enable if was else gc.disable)()
+
+
+def _held(inside: threading.Event, end: threading.Event) -> None:
+    with _no_collection():
+        inside.set()
+        end.wait(10)
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of Python collect nothing there")
+def test_readers_take_turns_so_that_none_switches_collecting_on_for_another() -> None:
+    first, second = [(threading.Event(), threading.Event()) for _ in range(2)]
+    threads = [threading.Thread(target=_held, args=events) for events in (first, second)]
+    threads[0].start()
+    assert first[0].wait(10)
+    threads[1].start()
+    assert not second[0].wait(0.2)
+    first[1].set()
+    assert second[0].wait(10)
+    assert not gc.isenabled()
+    second[1].set()
+    for thread in threads:
+        thread.join()
+    assert gc.isenabled()
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of Python collect nothing there")
+def test_a_child_that_is_forked_meanwhile_collects_and_reads() -> None:
+    inside, end = threading.Event(), threading.Event()
+    reader = threading.Thread(target=_held, args=(inside, end))
+    reader.start()
+    assert inside.wait(10)
+    threading.Timer(0.2, end.set).start()
+    if (child := os.fork()) == 0:
+        found = gc.isenabled()
+        with _no_collection():
+            found = found and not gc.isenabled()
+        os._exit(0 if found else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    reader.join()
 
 
 def test_a_stack_is_innermost_first() -> None:

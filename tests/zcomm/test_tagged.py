@@ -137,7 +137,7 @@ def test_who_holds_what_has_ended_does_not_use_its_tensors() -> None:
 
 
 def _check_through_copies(rank: int) -> None:
-    """As with tensors that the group's library does not take: what comes is copied back once it is there."""
+    """As for tensors on a device that the backend does not support: the result is copied back once it has arrived."""
     usual, shard = backend.device_of, torch.full((1000,), rank + 1.0)
     full, half = torch.zeros(2000), torch.zeros(500)
     backend.device_of = lambda *_: torch.device("cpu", 0)  # another device than "cpu"
