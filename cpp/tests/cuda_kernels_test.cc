@@ -748,6 +748,14 @@ void CheckTrailersAndArguments() {
   EXPECT(Contains(decode(MakeMessageLayout(Codec::kInt8, 30, 1, 1024), {0, 1024}), "block=30"), "block");
   EXPECT(Contains(decode(MakeMessageLayout(Codec::kInt8Asym, 64, 1, 1024), {0, 1024}), "codec=8"), "codec");
   EXPECT(!Serves(MakeMessageLayout(Codec::kInt8, 64, 1, 64, true)), "rotated");
+  const auto requantize = [&](const MessageLayout& out_layout, std::size_t count) {
+    return MessageOfThrow([&] {
+      MakeRequantizeArguments(layout, WholeOf(layout), input, out_layout,
+                              {messages.data(), layout.nbytes, count, kOutHash}, nullptr, nullptr);
+    });
+  };
+  EXPECT(Contains(requantize(layout, 2), "out messages=2"), "a message for each segment");
+  EXPECT(Contains(requantize(MakeMessageLayout(Codec::kInt8, 64, 2, 1024), 1), "out num_segments=2"), "segments");
   const Residual odd{reinterpret_cast<std::int8_t*>(out) + 4, reinterpret_cast<std::uint16_t*>(out), 256, 1, 1.0F};
   EXPECT(Contains(MessageOfThrow([&] {
                     MakeQuantizeArguments(layout, WholeOf(layout), {DType::kFloat32, out, 0, 1024}, nullptr, &odd,

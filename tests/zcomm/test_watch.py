@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from zcomm import watch
+from zcomm.backend import Hop
+from zcomm.ledger import Call
+from zcomm.verdict import Owed
 from zcomm.watch import Watch
+from zcomm.watched import Watched, complete
 
 
 class _Store:
@@ -72,3 +76,17 @@ def test_a_store_that_fails_once_or_twice_does_not_end_the_watch() -> None:
     looks: Any = _Looks([True, True, False, True, True, True, False])
     watch._serve(weakref.ref(looks), threading.Event())
     assert looks.left == [False]
+
+
+def test_a_rank_takes_part_only_in_what_it_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = list[tuple[int, Call]]()
+    monkeypatch.setattr("zcomm.backend.take_part", lambda *asked: taken.append(asked[:2]))
+    hop = Hop(None, 2, 0, 1, 0, "gloo")
+    first, second, third = calls = [Call("all_gather", nbytes, "cpu") for nbytes in (16, 32, 48)]
+    for call in calls:
+        hop.ledger.start(call)
+    other = Call("all_to_all", 48, "cpu")  # what the other rank has started as its third
+    owed = Owed(5, [(1, first), (2, second), (3, other), (3, third), (4, other), (5, first)], 2)
+    complete(Watched("hop", hop.ledger, (0, 1), True, hop), owed)
+    assert taken == [(3, other), (4, other), (5, first)]
+    assert (hop.ledger.num_started, hop.ledger.num_beside) == (5, 2)

@@ -386,6 +386,16 @@ def test_times_are_logged(caplog: Any) -> None:
     assert all(f"{NUM_LAYERS} x recomputation" in r.message for r in caplog.records)
 
 
+def test_the_device_is_waited_for_around_each_call_only_if_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = list[None]()
+    monkeypatch.setattr("zero.activations.call.synchronize", lambda: counted.append(None))
+    for is_set, number in ((False, 0), (True, 4 * NUM_LAYERS)):  # before and after, in forward and in recomputation
+        zero.checkpointing.configure(synchronize=is_set)
+        counted.clear()
+        _train(zero.checkpoint, steps=1)
+        assert len(counted) == number
+
+
 def test_options_of_torch_and_mistakes() -> None:
     weight = torch.randn(40, 40, requires_grad=True)
     torch.manual_seed(3)

@@ -17,7 +17,7 @@ import zero as deepspeed
 from tests.ranks import run_ranks
 from tests.zero.models import TinyGPT, new_model
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
-from zcomm import ConfigError, LayoutError, StateError
+from zcomm import ConfigError, LayoutError, StateError, TopologyError
 from zero import GatheredParameters, Init
 
 
@@ -260,6 +260,18 @@ def _check_failures(rank: int) -> None:
 
 def test_a_constructor_that_fails_on_one_rank() -> None:
     run_ranks(2, _check_failures)
+
+
+def _check_other_ranks(rank: int) -> None:
+    alone = [torch.distributed.new_group([each]) for each in range(2)][rank]
+    with Init(data_parallel_group=alone):
+        model = nn.Linear(3, 3)
+    with pytest.raises(TopologyError, match=r"parameter 'weight' is divided over .*\d.*, not .*0, 1"):
+        deepspeed.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+
+
+def test_a_model_that_was_divided_over_other_ranks_is_refused() -> None:
+    run_ranks(2, _check_other_ranks)
 
 
 class WithTable(nn.Module):

@@ -175,6 +175,8 @@ def test_a_step_by_hand() -> None:
     )  # 2 agreements, and 3 times, in pieces of less than 5 * 10^8
     assert row.times.step == pytest.approx(row.times.computation + row.times.transfers)
     assert row.tokens_per_s == pytest.approx(2000 / row.times.step)
+    assert row.times.transfers > 1.1 * row.times.computation  # which is therefore what could be hidden at most
+    assert row.times.overlap == pytest.approx(row.times.computation / row.times.step)
 
 
 def test_the_largest_model_fits_and_a_larger_one_does_not() -> None:
@@ -223,3 +225,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 def test_what_cannot_be_planned(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *arguments]) == 1
     assert text in capsys.readouterr().err
+
+
+def test_a_precision_that_is_not_planned() -> None:
+    with pytest.raises(ConfigError, match="precision='fp32'"):
+        Job(precision="fp32")
