@@ -174,6 +174,30 @@ def test_a_restart_from_the_state_has_the_same_bits(moments: str) -> None:
             assert value.dtype == after.state[q][name].dtype
 
 
+def test_steps_that_were_counted_in_a_plain_number_go_on_as_torchs() -> None:
+    """torch's optimizers before 1.12 saved the number of steps so: it is no tensor, and has no shape."""
+
+    def run(optimizer: Optimizer, p: Tensor, steps: range) -> None:
+        for step in steps:
+            (p.grad,) = _grads(step, [(300,)])
+            optimizer.step()
+
+    torch.manual_seed(0)
+    theirs = torch.nn.Parameter(torch.randn(300))
+    make_mine, make_theirs = SAME["adamw"]
+    through = make_theirs([theirs])
+    run(through, theirs, range(5))
+    mine = torch.nn.Parameter(theirs.detach().clone())
+    resumed = make_mine([mine])
+    state = copy.deepcopy(through.state_dict()["state"])
+    state[0]["step"] = 5
+    resumed.load_state_dict({"state": state, "param_groups": resumed.state_dict()["param_groups"]})
+    run(through, theirs, range(5, 10))
+    run(resumed, mine, range(5, 10))
+    assert (mine - theirs).norm() <= 1e-6 * theirs.norm()
+    assert resumed.state[mine]["step"] == 10
+
+
 def test_threads_do_not_change_the_bits() -> None:
     results = []
     before = torch.get_num_threads()
