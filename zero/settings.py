@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from zcomm import AdaptivePrecision, ConfigError, Topology, TopologyError, get_format
-from zcomm.adaptive import Ladder, gradient_ladder, weight_ladder
+from zcomm import ConfigError, Topology, TopologyError, get_format
 from zcomm.auto import AUTO
 from zcomm.carrier import BackendName, BackendWish, KernelsName, check_names
 from zcomm.residual import check_damping
@@ -65,8 +64,6 @@ class ZeroSettings:
     step's, in (0, 1]: below 1 old losses fade (LoCo's damping)."""
     residual_reset_interval: int = 0
     """After so many steps what gradients have lost between nodes is forgotten (LoCo's reset); 0: never."""
-    adaptive: AdaptivePrecision | None = None
-    """How the formats of weights and gradients follow the training; None: they stay. Stages 1, 2, 3."""
     gradient_dtype: torch.dtype | None = None
     """dtype gradients accumulate in; default float32 (float64 for float64 parameters)."""
     reduce_bucket_size: int = 500_000_000
@@ -193,19 +190,12 @@ class Effective:
     """What encodes and decodes them; "auto": what ``ZCOMM_KERNELS`` says."""
     limits: Limits
     """What stage 3 gathers ahead, holds and keeps."""
-    ladders: tuple[Ladder | None, Ladder | None] = (None, None)
-    """What formats of gradients and of weights are chosen from, as training goes on; None: they stay."""
     details: tuple[str, ...] = ()
     """Where parameters, states and inputs of checkpointed functions rest, if that is not on the device."""
     adjusted: tuple[str, ...] = ()
     """What was asked for and is done differently."""
     inactive: tuple[str, ...] = ()
     """What was asked for and has no effect, with the reason."""
-
-    @property
-    def is_adaptive(self) -> bool:
-        """Whether formats follow the training."""
-        return self.ladders != (None, None)
 
     @property
     def sums_in_node(self) -> bool:
@@ -254,7 +244,6 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
         inactive.append("residual_beta, residual_reset_interval (residuals come with mode='delta_hpz')")
     _check_link(settings, weights)
     has_secondary = _secondary(settings, topology, stage, inactive)
-    ladders = _ladders(settings, stage, weights, gradients, inactive)
     align = ALIGN
     for name in (weights, *(gradients or ())):
         block = get_format(name).block
@@ -273,8 +262,6 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
         backend=topology.backend,
         kernels=topology.kernels,
         limits=limits,
-        ladders=ladders,
-        details=_described(ladders),
         adjusted=tuple(adjusted),
         inactive=tuple(inactive),
     )
@@ -315,31 +302,6 @@ def _limits(settings: ZeroSettings, topology: Topology, stage: Stage) -> tuple[L
         reuse_numel=settings.stage3_max_reuse_distance,
     )
     return limits, adjusted
-
-
-def _ladders(
-    settings: ZeroSettings, stage: Stage, weights: str, gradients: tuple[str, str] | None, inactive: list[str]
-) -> tuple[Ladder | None, Ladder | None]:
-    """What the formats of gradients and of weights are chosen from."""
-    if settings.adaptive is None:
-        return None, None
-    if not stage.shards_states:
-        inactive.append("adaptive precision (stage 0 has no sharded exchange; use stage 1, 2 or 3)")
-        return None, None
-    has_budget = settings.adaptive.max_relative_error is not None
-    ladders = gradient_ladder(gradients, has_budget=has_budget), weight_ladder(weights)
-    if ladders == (None, None):
-        inactive.append("adaptive precision (nothing is quantized: ask for a format, or for max_relative_error)")
-    return ladders
-
-
-def _described(ladders: tuple[Ladder | None, Ladder | None]) -> tuple[str, ...]:
-    named = [
-        f"{kind} {' | '.join(','.join(hops) for hops in ladder.levels)}"
-        for kind, ladder in zip(("gradients", "weights"), ladders, strict=True)
-        if ladder is not None
-    ]
-    return (f"adaptive precision: {', '.join(named)}",) if named else ()
 
 
 def _gradient_formats(settings: ZeroSettings) -> tuple[str, str] | None:

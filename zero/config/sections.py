@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from zero.config.adaptive import Adaptive
 from zero.config.keys import key, section
 from zero.config.monitors import NAMES, CommsLogger
 from zero.config.options import OPTIMIZER_OPTIONS, SCHEDULER_OPTIONS
@@ -267,7 +266,6 @@ class Zcomm:
         "`zero bisect`",
         setting="bit_ledger",
     )
-    adaptive: Adaptive = section(Adaptive, "wire formats that follow the training")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
