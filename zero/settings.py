@@ -94,8 +94,6 @@ class ZeroSettings:
     """Log every change of the order in which layers are used, not the first only."""
     ignore_unused_parameters: bool = True
     """Parameters that no rank had a gradient for are left as they are; False: ``step()`` raises and names them."""
-    bit_ledger: str | None = None
-    """A folder: every rank writes hashes of its gradients and masters there, for ``zero bisect``."""
     tiers: Tiers = ON_DEVICE
     """Where states and parameters rest: the sections ``offload_optimizer``, ``offload_param`` and ``aio``."""
 
@@ -115,11 +113,6 @@ class ZeroSettings:
                     f"{name}='auto' is not combined with mode={self.mode!r}: name a format, or leave it out"
                 )
 
-    def _check_ledger(self) -> None:
-        if self.bit_ledger is not None and self.tiers.states.delays_update:
-            name = "overlapped_update" if self.tiers.states.overlaps_update else "delayed_update"
-            raise ConfigError(f"bit_ledger is not combined with {name}: masters change while they are read")
-
     def __post_init__(self) -> None:
         """Refuse what can never be meant."""
         get_stage(self.stage)
@@ -138,7 +131,6 @@ class ZeroSettings:
             raise ConfigError(
                 f"tile_linears_above must be at least 1 element: tile_linears_above={self.tile_linears_above!r}"
             )
-        self._check_ledger()
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name.startswith("stage3_") and (
