@@ -330,7 +330,6 @@ Factors = tuple[float, float, float, float, float, float, float, float, float, f
 
 def optimizer_step(
     rule: int,
-    nesterov: bool,
     factors: Factors,
     numel: int,
     param_ptr: int,
@@ -343,7 +342,7 @@ def optimizer_step(
     draw: Draw | None,
     num_threads: int,
 ) -> None:
-    """Move a flat shard by one step of rule 0 Adam, 1 AdamW, 2 Adagrad, 3 Lion, 4 SGD; 5 has Adam's memory traffic.
+    """Move a flat shard by one step of rule 0 Adam, 1 AdamW, 2 Adagrad, 3 Lion; 4 has Adam's memory traffic.
 
     ``factors``: grad_factor, weight_decay, keep, rate, beta1, mix1, beta2, mix2, eps, inverse_root. ``grad``, ``out``:
     address and dtype id. Address 0: the rule has no such array.
@@ -351,7 +350,6 @@ def optimizer_step(
 
 def optimizer_step_ref(
     rule: int,
-    nesterov: bool,
     factors: Factors,
     numel: int,
     param_ptr: int,

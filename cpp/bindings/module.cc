@@ -181,13 +181,12 @@ using FactorsArgument = std::tuple<float, float, float, float, float, float, flo
 using ArrayArgument = std::tuple<std::uintptr_t, int>;
 
 template <bool kRef>
-void OptimizerStep(int rule, bool nesterov, const FactorsArgument& factors, std::int64_t numel,
-                   std::uintptr_t param_ptr, const ArrayArgument& grad, std::uintptr_t moment1_ptr,
-                   std::uintptr_t moment2_ptr, int moment_format, std::uintptr_t largest_ptr, const ArrayArgument& out,
-                   const DrawArgument& draw_argument, std::int64_t num_threads) {
+void OptimizerStep(int rule, const FactorsArgument& factors, std::int64_t numel, std::uintptr_t param_ptr,
+                   const ArrayArgument& grad, std::uintptr_t moment1_ptr, std::uintptr_t moment2_ptr, int moment_format,
+                   std::uintptr_t largest_ptr, const ArrayArgument& out, const DrawArgument& draw_argument,
+                   std::int64_t num_threads) {
   const auto& [grad_factor, weight_decay, keep, rate, beta1, mix1, beta2, mix2, eps, inverse_root] = factors;
   const zcomm::StepOptions options{static_cast<zcomm::Rule>(rule),
-                                   nesterov,
                                    grad_factor,
                                    weight_decay,
                                    keep,
@@ -233,9 +232,9 @@ void DefineOperations(nb::module_& m) {
         "is_rotated"_a, "num_messages"_a, "num_segments"_a, "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a,
         "layout_hash"_a, "out_codec"_a, "out_block"_a, "out_is_rotated"_a, "out_ptr"_a, "out_stride_bytes"_a,
         "out_layout_hash"_a, "draw"_a.none(), "num_threads"_a);
-  m.def(("optimizer_step" + suffix).c_str(), &OptimizerStep<kRef>, release, "rule"_a, "nesterov"_a, "factors"_a,
-        "numel"_a, "param_ptr"_a, "grad"_a, "moment1_ptr"_a, "moment2_ptr"_a, "moment_format"_a, "largest_ptr"_a,
-        "out"_a, "draw"_a.none(), "num_threads"_a);
+  m.def(("optimizer_step" + suffix).c_str(), &OptimizerStep<kRef>, release, "rule"_a, "factors"_a, "numel"_a,
+        "param_ptr"_a, "grad"_a, "moment1_ptr"_a, "moment2_ptr"_a, "moment_format"_a, "largest_ptr"_a, "out"_a,
+        "draw"_a.none(), "num_threads"_a);
 }
 
 // What is made of the operations above: the oracle is the same made of their own.
