@@ -93,7 +93,7 @@ def check_process_group(group: object, wanted: str = "a ProcessGroup, or None fo
         return
     got = type(group).__name__
     if hasattr(group, "get_group"):
-        got += "; pass mesh.get_group(), or zcomm.Topology.from_mesh(mesh) for one of nodes and ranks"
+        got += "; pass mesh.get_group(), or zcomm.Topology(ranks_per_node=mesh.shape[1]) for one of nodes and ranks"
     elif group is dist.GroupMember.NON_GROUP_MEMBER:
         got = "what new_group() returns on a rank that is not in the group"
     raise TopologyError(f"group must be {wanted}: got {got}")

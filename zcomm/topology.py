@@ -18,7 +18,6 @@ from typing import Literal
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from zcomm import env, fingerprint, groups
 from zcomm.arguments import as_count, check_process_group
@@ -199,24 +198,6 @@ class Topology:
                 f"LOCAL_WORLD_SIZE and GROUP_RANK must be integers, as torchrun sets them: wrong on ranks {ranks}"
             ) from wrong
         return cls(ranks_per_node=_equal_runs(nodes), group=group, backend=backend, kernels=kernels)
-
-    @classmethod
-    def from_mesh(cls, mesh: DeviceMesh, *, backend: BackendWish = "auto", kernels: KernelsName = "auto") -> Topology:
-        """Nodes and ranks of a 2-D DeviceMesh [nodes, ranks per node] whose ranks ascend.
-
-        Raises:
-            TopologyError: The mesh is none, is not 2-D, or its ranks are not all ranks of torch.distributed in order.
-        """
-        if not isinstance(mesh, DeviceMesh):
-            raise TopologyError(f"mesh must be a DeviceMesh [nodes, ranks per node]: got {type(mesh).__name__}")
-        ranks = mesh.mesh
-        if ranks.ndim != 2:
-            raise TopologyError(f"the mesh must be 2-D [nodes, ranks per node]: shape={tuple(ranks.shape)}")
-        if ranks.flatten().tolist() != list(range(dist.get_world_size())):
-            raise TopologyError(
-                f"the mesh must hold all ranks in ascending order: {ranks.tolist()}, world_size={dist.get_world_size()}"
-            )
-        return cls(ranks_per_node=ranks.shape[1], backend=backend, kernels=kernels)
 
     @classmethod
     def single(cls, *, backend: BackendWish = "auto", kernels: KernelsName = "auto") -> Topology:

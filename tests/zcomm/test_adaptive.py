@@ -252,7 +252,6 @@ def test_squares_add_up_to_the_errors_that_are_measured_whole() -> None:
         ({"max_relative_error": math.nan}, "max_relative_error must be a number"),
         ({"bf16_steps": -1}, "bf16_steps must be at least 0"),
         ({"quiet_steps": 1.5}, "quiet_steps must be an integer"),
-        ({"gradient_jump": 1.0}, "gradient_jump must be greater than 1"),
         ({"outlier": "drop"}, "outlier must be one of skip, clip, keep: outlier='drop'"),
     ],
 )

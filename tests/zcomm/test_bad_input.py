@@ -12,7 +12,7 @@ import torch
 
 import zcomm
 from tests.forks import run_on_forks
-from tests.ranks import device_mesh, run_ranks
+from tests.ranks import run_ranks
 from zcomm import FormatError, LayoutError, MessageError, Topology, TopologyError, functional
 
 ONE = Topology.single()
@@ -120,12 +120,6 @@ def _check_bad_topologies(rank: int) -> None:
         t.close()
     finally:
         del os.environ["GROUP_RANK"]
-    mesh = device_mesh((2, 2), ("node", "local"))
-    t = Topology.from_mesh(mesh)
-    assert (t.num_nodes, t.ranks_per_node) == (2, 2)
-    t.close()
-    with pytest.raises(TopologyError, match="2-D"):
-        Topology.from_mesh(device_mesh((4,), ("rank",)))
 
 
 def test_topologies() -> None:

@@ -55,7 +55,6 @@ RIGHT: dict[str, set[str]] = {
     "topology": {"topology"},
     "group": {"topology", "none"},
     "process group": {"none"},
-    "mesh": set(),
     "format": {"format", "stochastic"},
     "formats": {"formats"},
     "numbering": {"numbering"},
@@ -144,7 +143,6 @@ TAKERS: dict[str, Taker] = {
         {"group": ("process group", None), "backend": ("backend", "auto"), "kernels": ("kernels", "auto")},
     ),
     "Topology.single": (Topology.single, {"backend": ("backend", "auto"), "kernels": ("kernels", "auto")}),
-    "Topology.from_mesh": (Topology.from_mesh, {"mesh": ("mesh", None)}),
     "Residual": (
         zcomm.Residual,
         {
@@ -171,8 +169,7 @@ TAKERS: dict[str, Taker] = {
 def test_an_argument_of_a_wrong_kind_is_named(taker: str) -> None:
     call, arguments = TAKERS[taker]
     right = {name: value for name, (_, value) in arguments.items()}
-    if taker != "Topology.from_mesh":
-        call(**right)
+    call(**right)
     for name, (kind, _) in arguments.items():
         for wrong, value in WRONG.items():
             what, error = f"{taker}({name}={wrong})", _error_of(lambda v=value, n=name: call(**{**right, n: v}))

@@ -262,8 +262,8 @@ def _odd_steps(rank: int) -> None:
         with optimizer_of(new_net(), stage=stage, **options) as optimizer:
             assert any(reason in text for text in optimizer.effective.inactive)
             assert optimizer.state_dict()["adaptive"] is None
-    with pytest.raises(ConfigError, match="gradient_jump must be greater than 1"):
-        ZeroOptimizer(new_net(), torch.optim.AdamW, adaptive={"gradient_jump": 0.5}, topology=topology(1))
+    with pytest.raises(ConfigError, match="max_relative_error must be greater than 0"):
+        ZeroOptimizer(new_net(), torch.optim.AdamW, adaptive={"max_relative_error": 0.0}, topology=topology(1))
 
 
 def _fails() -> bool:

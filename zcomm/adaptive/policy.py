@@ -24,6 +24,10 @@ from zcomm.adaptive.signals import Measured, Running, Signals
 __all__ = ["Policy", "Tracked", "Verdict"]
 
 NORM = "gradient norm"
+GRADIENT_JUMP, RESIDUAL_JUMP, ERROR_JUMP = 8.0, 4.0, 2.0
+"""A norm of so many times its running mean, or one that is not finite, is a jump; an error, of its tensors alone."""
+LOSS_JUMP = 8.0
+"""A loss above its running mean by so many of its mean deviations, or one that is not finite, is a jump."""
 TINY = 1e-30
 GAIN_OF_ROTATION = 0.9
 """A rotation is taken where it leaves at most so much of the error."""
@@ -150,11 +154,10 @@ class Policy:
         return Verdict(action, mean_norm, bool(jumps), tuple(warnings), notes)
 
     def _jumps(self, signals: Signals) -> Iterator[_Jump]:
-        chosen = self.settings
         watched = (
-            (NORM, signals.grad_norm, chosen.gradient_jump),
-            ("loss", signals.loss, chosen.loss_jump),
-            ("norm of the residuals", signals.residual_norm, chosen.residual_jump),
+            (NORM, signals.grad_norm, GRADIENT_JUMP),
+            ("loss", signals.loss, LOSS_JUMP),
+            ("norm of the residuals", signals.residual_norm, RESIDUAL_JUMP),
         )
         for name, value, times in watched:
             if value is None:
@@ -208,7 +211,7 @@ class Policy:
             group.last = errors
             self._keep_budget(group, ladder, errors)
             value = ladder.error(ladder.last, errors.errors)
-            jumps = group.error.exceeds(value, self.settings.error_jump)
+            jumps = group.error.exceeds(value, ERROR_JUMP)
             group.error.add(value, jumps=jumps)
             if jumps:
                 group.limit, group.num_quiet = max(self._gradient_level(group, ladder) - 1, 0), 0

@@ -39,17 +39,6 @@ class AdaptivePrecision:
         100, "steps without a jump before exchanges come back from the parameters' dtype to 8 bits, and as many again "
         "to fewer", minimum=1,
     )  # fmt: skip
-    gradient_jump: float = _setting(
-        8.0, "a global gradient norm of so many times its running mean is a jump, as one that is not finite is", above=1
-    )
-    loss_jump: float = _setting(
-        8.0, "a loss above its running mean by so many of its mean deviations is a jump, as one that is not finite is",
-        above=1,
-    )  # fmt: skip
-    error_jump: float = _setting(
-        2.0, "a measured error of so many times its running mean is a jump, of its tensors alone", above=1
-    )
-    residual_jump: float = _setting(4.0, "a norm of the residuals of so many times its running mean is a jump", above=1)
     outlier: str = _setting(
         "skip",
         "what a step does whose gradient norm jumps: skip leaves parameters and moments as they are, clip scales its "

@@ -37,10 +37,6 @@ class Adaptive:
     int8_steps: int = _defined("int8_steps", active_if="adaptive")
     sample_interval: int = _defined("sample_interval", active_if="adaptive")
     quiet_steps: int = _defined("quiet_steps", active_if="adaptive")
-    gradient_jump: float = _defined("gradient_jump", active_if="adaptive")
-    loss_jump: float = _defined("loss_jump", active_if="adaptive")
-    error_jump: float = _defined("error_jump", active_if="adaptive")
-    residual_jump: float = _defined("residual_jump", active_if="adaptive")
     outlier: str = _defined("outlier", choices=OUTLIERS, active_if="adaptive")
 
     @property
