@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from zero.schedule import Limits
 from zero.stages import Stage, get_stage
 from zero.tiers.settings import ON_DEVICE, Tier, Tiers
 
-__all__ = ["DEFAULT_STAGE", "Effective", "ZeroSettings", "resolve", "split_options"]
+__all__ = ["DEFAULT_STAGE", "Effective", "ZeroSettings", "resolve"]
 
 DEFAULT_STAGE = 1
 """Without a configuration."""
@@ -147,13 +146,6 @@ class ZeroSettings:
         allowed = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
         if self.gradient_dtype not in allowed:
             raise ConfigError(f"gradient_dtype must be a floating dtype: gradient_dtype={self.gradient_dtype!r}")
-
-
-def split_options(options: Mapping[str, Any]) -> tuple[ZeroSettings, dict[str, Any]]:
-    """Divide keyword arguments into our settings and the optimizer's own."""
-    names = {field.name for field in fields(ZeroSettings)}
-    ours = {key: value for key, value in options.items() if key in names}
-    return ZeroSettings(**ours), {key: value for key, value in options.items() if key not in names}
 
 
 def nearest_setting(name: str, others: Iterable[str] = ()) -> str:

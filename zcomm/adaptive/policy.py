@@ -68,8 +68,6 @@ class Verdict(NamedTuple):
     """``"take"``, ``"skip"`` or ``"clip"`` the step."""
     max_norm: float
     """What to clip to."""
-    backs_off: bool
-    """Whether something has jumped."""
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
     """What has come back."""
@@ -151,7 +149,7 @@ class Policy:
                 warnings.append(self._told(texts, action, mean_norm))
         warnings += self._take_errors(signals.measured)
         self.step += 1
-        return Verdict(action, mean_norm, bool(jumps), tuple(warnings), notes)
+        return Verdict(action, mean_norm, tuple(warnings), notes)
 
     def _jumps(self, signals: Signals) -> Iterator[_Jump]:
         watched = (
