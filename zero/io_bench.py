@@ -17,8 +17,7 @@ from zero.tiers.host_buffers import aligned_bytes
 
 __all__ = ["Rates", "measure", "run"]
 
-Pattern = tuple[int, int]
-PATTERNS: tuple[Pattern, ...] = (
+PATTERNS = (
     (128 * 1024, 16),
     (1024 * 1024, 1),
     (1024 * 1024, 4),
@@ -42,20 +41,20 @@ class Rates:
     """Read plus written, at the same time."""
 
 
-def measure(folder: Path, *, nbytes: int, seconds: float, patterns: tuple[Pattern, ...] = PATTERNS) -> list[Rates]:
-    """Read and write a file in ``folder`` with each of ``patterns``, and remove it.
+def measure(folder: Path, *, nbytes: int, seconds: float) -> list[Rates]:
+    """Read and write a file in ``folder`` with each of :data:`PATTERNS`, and remove it.
 
     Raises:
         OSError: The folder does not exist, cannot be written, or lacks the space.
         ConfigError: ``nbytes`` is less than what the largest pattern has in flight.
     """
-    least = max(size * count for size, count in patterns) * 2
+    least = max(size * count for size, count in PATTERNS) * 2
     if nbytes < least:
         raise ConfigError(f"--size-mib must be at least {least >> 20}: {nbytes >> 20}")
     path = folder / f"zero-io-bench-{os.getpid()}"
     rows = []
     try:
-        for request_nbytes, num_requests in patterns:
+        for request_nbytes, num_requests in PATTERNS:
             rows.append(_measure_pattern(path, nbytes, seconds, request_nbytes, num_requests))
             path.unlink()
     finally:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from zero.schedule import Limits
 from zero.stages import Stage, get_stage
 from zero.tiers.settings import ON_DEVICE, Tier, Tiers
 
-__all__ = ["DEFAULT_STAGE", "Effective", "ZeroSettings", "resolve", "split_options"]
+__all__ = ["DEFAULT_STAGE", "Effective", "ZeroSettings", "resolve"]
 
 DEFAULT_STAGE = 1
 """Without a configuration."""
@@ -91,8 +90,6 @@ class ZeroSettings:
     """Log every change of the order in which layers are used, not the first only."""
     ignore_unused_parameters: bool = True
     """Parameters that no rank had a gradient for are left as they are; False: ``step()`` raises and names them."""
-    bit_ledger: str | None = None
-    """A folder: every rank writes hashes of its gradients and masters there, for ``zero bisect``."""
     tiers: Tiers = ON_DEVICE
     """Where states and parameters rest: the sections ``offload_optimizer``, ``offload_param`` and ``aio``."""
 
@@ -112,11 +109,6 @@ class ZeroSettings:
                     f"{name}='auto' is not combined with mode={self.mode!r}: name a format, or leave it out"
                 )
 
-    def _check_ledger(self) -> None:
-        if self.bit_ledger is not None and self.tiers.states.delays_update:
-            name = "overlapped_update" if self.tiers.states.overlaps_update else "delayed_update"
-            raise ConfigError(f"bit_ledger is not combined with {name}: masters change while they are read")
-
     def __post_init__(self) -> None:
         """Refuse what can never be meant."""
         get_stage(self.stage)
@@ -135,7 +127,6 @@ class ZeroSettings:
             raise ConfigError(
                 f"tile_linears_above must be at least 1 element: tile_linears_above={self.tile_linears_above!r}"
             )
-        self._check_ledger()
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name.startswith("stage3_") and (
@@ -152,13 +143,6 @@ class ZeroSettings:
         allowed = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
         if self.gradient_dtype not in allowed:
             raise ConfigError(f"gradient_dtype must be a floating dtype: gradient_dtype={self.gradient_dtype!r}")
-
-
-def split_options(options: Mapping[str, Any]) -> tuple[ZeroSettings, dict[str, Any]]:
-    """Divide keyword arguments into our settings and the optimizer's own."""
-    names = {field.name for field in fields(ZeroSettings)}
-    ours = {key: value for key, value in options.items() if key in names}
-    return ZeroSettings(**ours), {key: value for key, value in options.items() if key not in names}
 
 
 def nearest_setting(name: str, others: Iterable[str] = ()) -> str:

@@ -260,12 +260,6 @@ class Zcomm:
         false="4 bytes, without rounding to these formats",
         active_if="offload_optimizer",
     )
-    bit_ledger: str | None = key(
-        None,
-        "folder where every rank writes 64-bit hashes of each parameter's gradient and master at each update, for "
-        "`zero bisect`",
-        setting="bit_ledger",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
