@@ -1,4 +1,4 @@
-"""Direct file I/O from Python: what is written is read, errors are OSErrors, and bench/aio_settings.py leaves nothing."""
+"""Direct file I/O from Python: what is written is read, errors are OSErrors, and the benchmark leaves no file."""
 
 from __future__ import annotations
 
