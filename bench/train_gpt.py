@@ -72,9 +72,6 @@ def parse_arguments() -> argparse.Namespace:
     zero.add_argument(
         "--overlapped-update", action="store_true", help="so, and updated during the next forward, layer by layer"
     )
-    zero.add_argument(
-        "--compressed-link", action="store_true", help="so, and gradients go there as int8, changes come back as int4"
-    )
     zero.add_argument("--delay-start", type=int, default=40, help="updates that are not delayed, at the start")
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument("--num-ranks", type=int, help="without torchrun (default: one per GPU, else 4)")
@@ -177,7 +174,6 @@ def _name_of(optimizer: ZeroOptimizer, dtype: torch.dtype) -> str:
     states = optimizer.inside.runtime.settings.tiers.states
     if states.tier is not Tier.DEVICE:
         name += " offload" + (OVERLAPS[states.overlaps_update] if states.delays_update else "")
-        name += " compressed link" if optimizer.inside.runtime.tracked else ""
     inner = optimizer.inside.inner
     if isinstance(inner, CPUAdam) and inner.moment_format.value != "float32":
         name += f" {inner.moment_format.value} moments"
@@ -202,14 +198,11 @@ def build_runs(arguments: argparse.Namespace, topology: Topology, device: torch.
 
 def _offload(arguments: argparse.Namespace) -> dict[str, Any]:
     moments = {} if arguments.moment_format is None else {"moment_format": arguments.moment_format}
-    link = {"compressed_link": True} if arguments.compressed_link else {}
     late = {"overlapped_update": True} if arguments.overlapped_update else {}
-    if not (arguments.offload_optimizer or arguments.delayed_update or moments or link or late):
+    if not (arguments.offload_optimizer or arguments.delayed_update or moments or late):
         return {}
     delay = {"delayed_update": arguments.delayed_update, "delay_start": arguments.delay_start}
-    return (
-        {"offload_optimizer": {"device": "cpu"}} | moments | link | late | (delay if arguments.delayed_update else {})
-    )
+    return {"offload_optimizer": {"device": "cpu"}} | moments | late | (delay if arguments.delayed_update else {})
 
 
 def my_rows(tensors: tuple[Tensor, Tensor], run: Run) -> tuple[Tensor, Tensor]:

@@ -175,7 +175,6 @@ def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: i
     moments = NUM_MOMENTS.get((config.optimizer.type or "adam").lower(), 2)
     width, chosen = 8 if own_nbytes == 8 else 4, config.zcomm.moment_format
     gradient_nbytes = width if accumulates is None else to_dtype(accumulates).itemsize
-    is_encoded = config.zcomm.compressed_link and param_nbytes == 2 and zero.offload_optimizer.device != "none"
     return Setup(
         stage=zero.stage,
         num_nodes=nodes,
@@ -184,7 +183,7 @@ def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: i
         gradient_nbytes=gradient_nbytes,
         state_nbytes=width + moments * (width if chosen is None else MomentFormat.of(chosen).nbytes),
         shared_nbytes=width if param_nbytes == width else 0,
-        sent_nbytes=gradient_nbytes if _sends_wide(config) or is_encoded else min(param_nbytes, gradient_nbytes),
+        sent_nbytes=gradient_nbytes if _sends_wide(config) else min(param_nbytes, gradient_nbytes),
         travel_nbytes=min(param_nbytes, gradient_nbytes) if _sends_as_parameters(config) else gradient_nbytes,
         sums_gradients=(config.gradient_accumulation_steps or 1) > 1,
         merged_numel=min(2**20, zero.reduce_bucket_size, zero.allgather_bucket_size),
@@ -201,7 +200,6 @@ def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: i
         delays_update=(config.zcomm.delayed_update or config.zcomm.overlapped_update)
         and zero.offload_optimizer.device != "none"
         and zero.stage >= 1,
-        compresses_link=is_encoded and zero.stage >= 1,
         pins_memory=zero.offload_optimizer.pin_memory and zero.offload_param.pin_memory,
     )
 

@@ -96,7 +96,6 @@ def _check(settings: ZeroSettings) -> None:
         )
     refused = {
         "delayed_update or overlapped_update (receivers would be behind)": tiers.states.delays_update,
-        "compressed_link (what nodes hold follows the parameters, not the masters)": tiers.states.compresses_link,
     }
     if mode == "delta_hpz":
         if settings.stage != 3:

@@ -34,12 +34,11 @@ from zero.publish import Publisher
 from zero.settings import ZeroSettings
 from zero.settle import make_whole, settle
 from zero.sources import GatherOptions, gather_options, start_gather
-from zero.tiers.assign import assign_states, describe_states, unused_link
+from zero.tiers.assign import assign_states, describe_states
 from zero.tiers.file_update import FileUpdate, moments_of
 from zero.tiers.gradient_files import GradientFiles
 from zero.tiers.parameter_rests import ParameterRests, ShardPlan
 from zero.tiers.settings import Tier
-from zero.tiers.tracked_rest import Tracked
 from zero.user_edits import Edits
 
 __all__ = ["Runtime"]
@@ -226,8 +225,7 @@ class Runtime:
             ConfigError: An optimizer whose states cannot rest in files.
         """
         self.effective = self.effective.and_more(
-            details=describe_states(self.buckets, self.settings.tiers.states, inner),
-            inactive=unused_link(self.buckets, self.settings.tiers.states),
+            details=describe_states(self.buckets, self.settings.tiers.states, inner)
         )
         self.reducer.facts.watch(lambda: inner.param_groups)
         files, tier = self.state_files, self.settings.tiers.states
@@ -328,14 +326,8 @@ class Runtime:
 
     @property
     def is_inexact(self) -> bool:
-        """Whether forward reads what is not to be saved: quantized weights, replicas, or sums of quantized changes."""
-        effective = self.effective
-        return effective.weight_format != "none" or effective.change_format is not None or bool(self.tracked)
-
-    @property
-    def tracked(self) -> dict[Bucket, Tracked]:
-        """The shards to which steps send changes over a compressed link, with their copies on the host."""
-        return {bucket: bucket.rest for bucket in self.buckets if isinstance(bucket.rest, Tracked)}
+        """Whether forward reads what is not to be saved: quantized weights, or replicas."""
+        return self.effective.weight_format != "none" or self.effective.change_format is not None
 
     @contextmanager
     def exact(self, bucket: Bucket) -> Iterator[list[Tensor]]:

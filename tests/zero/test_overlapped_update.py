@@ -106,7 +106,6 @@ CASES = {
     "param": HOST | {"offload_param": {"device": "cpu"}, "stage3_max_live_parameters": 3000},
     "prefetch": HOST | {"stage3_prefetch_bucket_size": 10_000, "stage3_max_reuse_distance": 10_000},
     "residents": HOST | {"stage3_param_persistence_threshold": 100, "fp16": {"enabled": True}},
-    "link": HOST | {"bf16": {"enabled": True}, "compressed_link": True},
     "recomputed": HOST,
     "torch": HOST | {"zero_force_ds_cpu_optimizer": False},
 }

@@ -1,8 +1,7 @@
 """What a rank holds of the model and its optimizer, as flat parts with global names.
 
     weight/PARAM           every parameter: the float32 master of a trainable one, a frozen one as it is
-    published/PARAM        trainable parameters as forward reads them, where a delayed update has not reached them yet,
-                           or where they follow their masters by changes over a compressed link
+    published/PARAM        trainable parameters as forward reads them, where a delayed update has not reached them yet
     replica/PARAM, ...     see zero.checkpoints.node_parts
     state/NAME/PARAM       optimizer states with one value for each element (moments; those in int8 as float32)
     tensor|int|float/NAME/PARAM     optimizer states with one value for a parameter (step)
@@ -94,8 +93,7 @@ def held_pieces(inside: Inside) -> Iterator[tuple[Held, MasterPiece]]:
 def published_parts(inside: Inside) -> list[Part]:
     """Parameters that are not their masters rounded. Collective if they rest in files."""
     delayed, parts = inside.runtime.delayed, []
-    published = {bucket: rest.held for bucket, rest in inside.runtime.tracked.items()}
-    published |= {} if delayed is None else delayed.published()
+    published = {} if delayed is None else delayed.published()
     for held, _ in held_pieces(inside):
         if held.bucket in published:
             shard = published[held.bucket]

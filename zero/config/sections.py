@@ -254,13 +254,6 @@ class Zcomm:
         false="step() waits for its update",
         active_if="offload_optimizer",
     )
-    compressed_link: bool = key(
-        False,
-        "gradients of offloaded states go to the host as int8, and what a step changes in 16-bit parameters comes back "
-        "as int4: 1.52 bytes a parameter",
-        false="4 bytes, without rounding to these formats",
-        active_if="offload_optimizer",
-    )
     bit_ledger: str | None = key(
         None,
         "folder where every rank writes 64-bit hashes of each parameter's gradient and master at each update, for "

@@ -43,7 +43,6 @@ def tiers_of(config: Config, *, stage: int) -> Tiers:
             delays_update=config.zcomm.delayed_update or overlaps,
             delay_start=0 if overlaps else config.zcomm.delay_start,
             overlaps_update=overlaps,
-            compresses_link=config.zcomm.compressed_link and states_are_offloaded,
         ),
         parameters=ParameterTier(
             tier=Tier(param.device) if params_are_offloaded else Tier.DEVICE,

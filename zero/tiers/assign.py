@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch.optim import Optimizer
 
 from zcomm import Topology
@@ -16,10 +15,8 @@ from zero.tiers.host import HostMemory
 from zero.tiers.settings import StateTier, Tier
 from zero.tiers.state_files import StateFiles
 
-__all__ = ["assign_states", "describe_states", "unused_link"]
+__all__ = ["assign_states", "describe_states"]
 
-NARROW = (torch.bfloat16, torch.float16)
-"""Parameters that a compressed link is for."""
 DESCRIBED = {
     MomentFormat.BFLOAT16: "bfloat16, rounded stochastically",
     MomentFormat.INT8: "int8 with a scale for each 256 elements, rounded stochastically",
@@ -37,10 +34,10 @@ def assign_states(buckets: list[Bucket], settings: ZeroSettings, topology: Topol
         return None
     trainable = [bucket for bucket in buckets if bucket.is_trainable]
     wanted = tiers.states.ratio * sum(bucket.layout.numel for bucket in trainable)
-    hosts, offloaded = [HostMemory(buckets[0].device, pins=tiers.pins_memory, compresses=c) for c in (False, True)], 0
+    host, offloaded = HostMemory(buckets[0].device, pins=tiers.pins_memory), 0
     for bucket in reversed(trainable):
         if offloaded + bucket.layout.numel / 2 <= wanted:
-            bucket.host = hosts[tiers.states.compresses_link and bucket.dtype in NARROW]
+            bucket.host = host
             offloaded += bucket.layout.numel
     chosen = [bucket for bucket in trainable if bucket.host is not None]
     return StateFiles(chosen, tiers, topology) if chosen and tiers.states.tier is Tier.NVME else None
@@ -63,13 +60,4 @@ def describe_states(buckets: list[Bucket], tier: StateTier, inner: Optimizer) ->
     part = "" if share == 1 else f"{share:.0%} of the "
     late = f", during the next step after the first {tier.delay_start}" if tier.delays_update else ""
     late = ", during the next forward, where each layer waits for its own" if tier.overlaps_update else late
-    link = "gradients go there as int8, changes of parameters come back as int4"
-    of_link = (link,) if any(bucket.is_compressed for bucket in trainable) else ()
-    return (f"{part}masters and moments rest in {place}, updated on the host by {update}{late}", *formats, *of_link)
-
-
-def unused_link(buckets: list[Bucket], tier: StateTier) -> tuple[str, ...]:
-    """What was asked for without effect, for ``optimizer.effective``. The same on every rank."""
-    if not tier.compresses_link or any(bucket.is_compressed for bucket in buckets):
-        return ()
-    return ("compressed_link (no parameters in 16 bit have offloaded states)",)
+    return (f"{part}masters and moments rest in {place}, updated on the host by {update}{late}", *formats)

@@ -7,7 +7,6 @@
     InPlace   the shard is where exchanges take it from            device
     OnHost    host memory, copied to the device for each gather    cpu
     (zero.tiers.file_rest) InFile                                  nvme
-    (zero.tiers.tracked_rest) Tracked    as InPlace, and a copy on the host: steps send changes
 
 The update of a step may write a shard in pieces, in any order.
 """
@@ -74,10 +73,6 @@ class ShardRest(ABC):
     @abstractmethod
     def written(self, start: int, stop: int) -> None:
         """The values of a range that :meth:`target` gave are there: they go on to where the shard rests."""
-
-    def exactly(self) -> AbstractContextManager[object]:
-        """Inside, what is written arrives as it is: it is not a step's."""
-        return nullcontext()
 
     @abstractmethod
     def flush(self) -> None:
