@@ -27,7 +27,7 @@ from train_report import MetricsFile, Result, plot, print_report
 import zcomm
 from zcomm import Topology
 from zcomm.bench.ranks_setup import choose_topology, process_group, relaunch_under_torchrun
-from zero import CPUAdam, GatheredParameters, ZeroOptimizer
+from zero import GatheredParameters, ZeroOptimizer
 from zero.tiers.settings import Tier
 
 HELD_OUT_WINDOWS = 64
@@ -65,9 +65,6 @@ def parse_arguments() -> argparse.Namespace:
         help="a copy in every node, brought up to date once a step in 4 bits; instead of qwZ, qgZ and hpZ",
     )
     zero.add_argument("--offload-optimizer", action="store_true", help="masters and moments rest in host memory")
-    zero.add_argument(
-        "--moment-format", choices=("float32", "bfloat16", "int8"), help="so, updated by zero.CPUAdam with such moments"
-    )
     zero.add_argument("--delayed-update", action="store_true", help="so, and updated during the next step")
     zero.add_argument(
         "--overlapped-update", action="store_true", help="so, and updated during the next forward, layer by layer"
@@ -100,10 +97,9 @@ class Run:
         precision = {"fp16": {"enabled": True}} if dtype == torch.float16 else {}
         self.topology, self.device = topology, device
         numel = sum(p.numel() for p in self.model.parameters())
-        kind, own = (CPUAdam, {}) if "moment_format" in switches else (torch.optim.AdamW, {"fused": True})
         self.optimizer = ZeroOptimizer(
-            self.model, kind, topology=topology, stage=stage, lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1,
-            **own, **precision, **switches,
+            self.model, torch.optim.AdamW, topology=topology, stage=stage, lr=arguments.lr, betas=(0.9, 0.95),
+            weight_decay=0.1, fused=True, **precision, **switches,
         )  # fmt: skip
         self.scheduler = LambdaLR(self.optimizer, lambda step: warmup_cosine(step, arguments.train_iters))
         self.result = Result(_name_of(self.optimizer, dtype), numel, dtype, stage)
@@ -174,9 +170,6 @@ def _name_of(optimizer: ZeroOptimizer, dtype: torch.dtype) -> str:
     states = optimizer.inside.runtime.settings.tiers.states
     if states.tier is not Tier.DEVICE:
         name += " offload" + (OVERLAPS[states.overlaps_update] if states.delays_update else "")
-    inner = optimizer.inside.inner
-    if isinstance(inner, CPUAdam) and inner.moment_format.value != "float32":
-        name += f" {inner.moment_format.value} moments"
     return name if dtype == torch.bfloat16 else f"{name} {str(dtype).removeprefix('torch.')}"
 
 
@@ -197,12 +190,11 @@ def build_runs(arguments: argparse.Namespace, topology: Topology, device: torch.
 
 
 def _offload(arguments: argparse.Namespace) -> dict[str, Any]:
-    moments = {} if arguments.moment_format is None else {"moment_format": arguments.moment_format}
     late = {"overlapped_update": True} if arguments.overlapped_update else {}
-    if not (arguments.offload_optimizer or arguments.delayed_update or moments or late):
+    if not (arguments.offload_optimizer or arguments.delayed_update or late):
         return {}
     delay = {"delayed_update": arguments.delayed_update, "delay_start": arguments.delay_start}
-    return {"offload_optimizer": {"device": "cpu"}} | moments | late | (delay if arguments.delayed_update else {})
+    return {"offload_optimizer": {"device": "cpu"}} | late | (delay if arguments.delayed_update else {})
 
 
 def my_rows(tensors: tuple[Tensor, Tensor], run: Run) -> tuple[Tensor, Tensor]:

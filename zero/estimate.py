@@ -14,7 +14,6 @@ from zero.config.read import Configuration, Source, parse, read_source
 from zero.config.sections import Config
 from zero.formulas import RECOMPUTATION, Activations, Counts, Files, Setup, Tier, Usage, usage_of
 from zero.layout import BucketLayout
-from zero.moments import MomentFormat
 from zero.tiers.parameter_rests import LEAST_AHEAD_NBYTES
 from zero.tiers.state_files import LARGEST_NUMEL
 from zero.units import find_units
@@ -173,7 +172,7 @@ def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: i
     param_nbytes = 2 if config.fp16.enabled or config.bf16.enabled else own_nbytes
     accumulates = config.data_types.grad_accum_dtype
     moments = NUM_MOMENTS.get((config.optimizer.type or "adam").lower(), 2)
-    width, chosen = 8 if own_nbytes == 8 else 4, config.zcomm.moment_format
+    width = 8 if own_nbytes == 8 else 4
     gradient_nbytes = width if accumulates is None else to_dtype(accumulates).itemsize
     return Setup(
         stage=zero.stage,
@@ -181,7 +180,7 @@ def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: i
         ranks_per_node=ranks,
         param_nbytes=param_nbytes,
         gradient_nbytes=gradient_nbytes,
-        state_nbytes=width + moments * (width if chosen is None else MomentFormat.of(chosen).nbytes),
+        state_nbytes=width * (1 + moments),
         shared_nbytes=width if param_nbytes == width else 0,
         sent_nbytes=gradient_nbytes if _sends_wide(config) else min(param_nbytes, gradient_nbytes),
         travel_nbytes=min(param_nbytes, gradient_nbytes) if _sends_as_parameters(config) else gradient_nbytes,

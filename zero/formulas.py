@@ -124,7 +124,7 @@ class Setup:
     gradient_nbytes: int = 4
     """An element at rest."""
     state_nbytes: float = 12
-    """An element: 4 of a master, and of each moment 4, in bfloat16 2, or in int8 1 + 4/256."""
+    """An element: 4 of a master, and 4 of each moment."""
     shared_nbytes: int = 0
     """Of them, those of a master that forward reads itself, where it is not offloaded."""
     sent_nbytes: int = 4

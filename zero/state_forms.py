@@ -35,8 +35,8 @@ def check_states(optimizer: Optimizer, device: torch.device) -> None:
                 raise ConfigError(
                     f"{type(optimizer).__name__} keeps {name!r} of a parameter of {NUMEL} elements as a "
                     f"{type(value).__name__}{of}, which can neither be divided over ranks nor saved: states are "
-                    "numbers, and plain tensors with one value for each element. For moments in 8 bit use "
-                    "zero.CPUAdam with offload_optimizer and zcomm.moment_format 'int8'"
+                    "numbers, and plain tensors with one value for each element. For narrower moments use zero.CPUAdam "
+                    "with offload_optimizer and fp32_optimizer_states=False"
                 )
 
 

@@ -183,7 +183,7 @@ using ArrayArgument = std::tuple<std::uintptr_t, int>;
 template <bool kRef>
 void OptimizerStep(int rule, bool nesterov, const FactorsArgument& factors, std::int64_t numel,
                    std::uintptr_t param_ptr, const ArrayArgument& grad, std::uintptr_t moment1_ptr,
-                   std::uintptr_t moment2_ptr, int moment_format, std::uintptr_t largest_ptr, const ArrayArgument& out,
+                   std::uintptr_t moment2_ptr, int moment_dtype, std::uintptr_t largest_ptr, const ArrayArgument& out,
                    const DrawArgument& draw_argument, std::int64_t num_threads) {
   const auto& [grad_factor, weight_decay, keep, rate, beta1, mix1, beta2, mix2, eps, inverse_root] = factors;
   const zcomm::StepOptions options{static_cast<zcomm::Rule>(rule),
@@ -204,7 +204,7 @@ void OptimizerStep(int rule, bool nesterov, const FactorsArgument& factors, std:
                            MakeDType(std::get<1>(grad)),
                            reinterpret_cast<void*>(moment1_ptr),
                            reinterpret_cast<void*>(moment2_ptr),
-                           static_cast<zcomm::MomentFormat>(moment_format),
+                           MakeDType(moment_dtype),
                            reinterpret_cast<float*>(largest_ptr),
                            reinterpret_cast<void*>(std::get<0>(out)),
                            MakeDType(std::get<1>(out))};
@@ -234,7 +234,7 @@ void DefineOperations(nb::module_& m) {
         "layout_hash"_a, "out_codec"_a, "out_block"_a, "out_is_rotated"_a, "out_ptr"_a, "out_stride_bytes"_a,
         "out_layout_hash"_a, "draw"_a.none(), "num_threads"_a);
   m.def(("optimizer_step" + suffix).c_str(), &OptimizerStep<kRef>, release, "rule"_a, "nesterov"_a, "factors"_a,
-        "numel"_a, "param_ptr"_a, "grad"_a, "moment1_ptr"_a, "moment2_ptr"_a, "moment_format"_a, "largest_ptr"_a,
+        "numel"_a, "param_ptr"_a, "grad"_a, "moment1_ptr"_a, "moment2_ptr"_a, "moment_dtype"_a, "largest_ptr"_a,
         "out"_a, "draw"_a.none(), "num_threads"_a);
 }
 

@@ -228,12 +228,6 @@ class Zcomm:
         false="half the disk; after a step that failed the optimizer asks for the last checkpoint",
         active_if="offload_optimizer nvme",
     )
-    moment_format: str | None = key(
-        None,
-        "what moments of zero's own optimizers rest in: float32, or rounded stochastically bfloat16 or int8 (absent: "
-        "as the optimizer was built, else float32)",
-        choices=("float32", "bfloat16", "int8"),
-    )
     delayed_update: bool = key(
         False,
         "the update of a step runs on the host during the next step's forward and backward, which read the parameters "

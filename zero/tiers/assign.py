@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch.optim import Optimizer
 
 from zcomm import Topology
 from zero.bucket import Bucket
 from zero.cpu_optimizer import CPUOptimizer
 from zero.host_adam import describe_update
-from zero.moments import MomentFormat
 from zero.settings import ZeroSettings
 from zero.stages import get_stage
 from zero.tiers.host import HostMemory
@@ -16,11 +16,6 @@ from zero.tiers.settings import StateTier, Tier
 from zero.tiers.state_files import StateFiles
 
 __all__ = ["assign_states", "describe_states"]
-
-DESCRIBED = {
-    MomentFormat.BFLOAT16: "bfloat16, rounded stochastically",
-    MomentFormat.INT8: "int8 with a scale for each 256 elements, rounded stochastically",
-}
 
 
 def assign_states(buckets: list[Bucket], settings: ZeroSettings, topology: Topology) -> StateFiles | None:
@@ -50,8 +45,8 @@ def describe_states(buckets: list[Bucket], tier: StateTier, inner: Optimizer) ->
     """
     trainable = [bucket for bucket in buckets if bucket.is_trainable]
     offloaded = sum(bucket.layout.numel for bucket in trainable if bucket.host is not None)
-    chosen = inner.moment_format if isinstance(inner, CPUOptimizer) else MomentFormat.FLOAT32
-    formats = (f"moments rest in {DESCRIBED[chosen]}",) if chosen in DESCRIBED else ()
+    is_narrow = isinstance(inner, CPUOptimizer) and inner.moment_dtype == torch.bfloat16
+    formats = ("moments rest in bfloat16, rounded stochastically",) if is_narrow else ()
     if not offloaded:
         return formats
     share = offloaded / sum(bucket.layout.numel for bucket in trainable)
