@@ -1,7 +1,6 @@
-"""A training step with states on the device, in host memory, there delayed or overlapped, and in files.
+"""A training step with states on the device, in host memory, there delayed, and in files.
 
     python bench/offload_step.py                             1 rank, computing on one thread: the update has a core
-    python bench/offload_step.py --stage 3 --seq-length 96   with the update that overlaps the next forward, too
     python bench/offload_step.py --num-ranks 2               2 ranks; with 2 cores, computation and update share them
     python bench/offload_step.py --folder /mnt/fast          where the files go
 
@@ -149,11 +148,8 @@ def build_cases(arguments: argparse.Namespace, topology: Topology, folder: Path)
         "no offload": {},
         "cpu": host,
         "cpu delayed": host | {"delayed_update": True, "delay_start": 0},
-        "cpu overlapped": host | {"overlapped_update": True},
         "nvme": {"offload_optimizer": files},
     }
-    if arguments.stage < 3:
-        del of_case["cpu overlapped"]
     if arguments.no_files:
         del of_case["nvme"]
     cases = []

@@ -32,7 +32,6 @@ from zero.tiers.settings import Tier
 
 HELD_OUT_WINDOWS = 64
 PROMPT_NBYTES = 48
-OVERLAPS = (" delayed", " overlapped")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -66,9 +65,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     zero.add_argument("--offload-optimizer", action="store_true", help="masters and moments rest in host memory")
     zero.add_argument("--delayed-update", action="store_true", help="so, and updated during the next step")
-    zero.add_argument(
-        "--overlapped-update", action="store_true", help="so, and updated during the next forward, layer by layer"
-    )
     zero.add_argument("--delay-start", type=int, default=40, help="updates that are not delayed, at the start")
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument("--num-ranks", type=int, help="without torchrun (default: one per GPU, else 4)")
@@ -169,7 +165,7 @@ def _name_of(optimizer: ZeroOptimizer, dtype: torch.dtype) -> str:
     name = name if any(switches.values()) else f"plain {name}"
     states = optimizer.inside.runtime.settings.tiers.states
     if states.tier is not Tier.DEVICE:
-        name += " offload" + (OVERLAPS[states.overlaps_update] if states.delays_update else "")
+        name += " offload" + (" delayed" if states.delays_update else "")
     return name if dtype == torch.bfloat16 else f"{name} {str(dtype).removeprefix('torch.')}"
 
 
@@ -190,11 +186,10 @@ def build_runs(arguments: argparse.Namespace, topology: Topology, device: torch.
 
 
 def _offload(arguments: argparse.Namespace) -> dict[str, Any]:
-    late = {"overlapped_update": True} if arguments.overlapped_update else {}
-    if not (arguments.offload_optimizer or arguments.delayed_update or late):
+    if not (arguments.offload_optimizer or arguments.delayed_update):
         return {}
     delay = {"delayed_update": arguments.delayed_update, "delay_start": arguments.delay_start}
-    return {"offload_optimizer": {"device": "cpu"}} | late | (delay if arguments.delayed_update else {})
+    return {"offload_optimizer": {"device": "cpu"}} | (delay if arguments.delayed_update else {})
 
 
 def my_rows(tensors: tuple[Tensor, Tensor], run: Run) -> tuple[Tensor, Tensor]:

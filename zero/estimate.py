@@ -195,10 +195,7 @@ def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: i
         encodes_frozen=zero.zero_quantized_nontrainable_weights,
         files=_files(config, counts, param_nbytes, nodes * ranks),
         offloaded_share=zero.offload_optimizer.ratio,
-        overlaps_update=config.zcomm.overlapped_update,
-        delays_update=(config.zcomm.delayed_update or config.zcomm.overlapped_update)
-        and zero.offload_optimizer.device != "none"
-        and zero.stage >= 1,
+        delays_update=config.zcomm.delayed_update and zero.offload_optimizer.device != "none" and zero.stage >= 1,
         pins_memory=zero.offload_optimizer.pin_memory and zero.offload_param.pin_memory,
     )
 

@@ -12,7 +12,6 @@ those on their way to other ranks, b_s of states.
                           if micro-batches are summed
       of states on NVMe   b_g T / N, at stage 1 too                           nvme            zero.tiers.gradient_files
     delayed update        gradients once more, in memory; 2 b_p T / N         host            zero.delayed
-    overlapped update     the same, with b_p T / N                            host            zero.delayed
     states                b_s T; from stage 1: b_s T / N                      optimizer tier  ZeRO, section 3.1
       on NVMe             twice as much, if steps may fail                    nvme            zero.tiers.state_files
     buckets               from stage 2: gradients on their way, 3 b_t B;      device          zero.grads
@@ -150,8 +149,6 @@ class Setup:
     """Of the states, where they are offloaded."""
     delays_update: bool = False
     """Offloaded states are updated during the next step."""
-    overlaps_update: bool = False
-    """So, and every layer of the next forward waits for its own."""
     pins_memory: bool = True
     """Host memory of what is offloaded is page-locked."""
 
@@ -228,7 +225,7 @@ def _gradients(counts: Counts, setup: Setup) -> list[Usage]:
 
 def _delayed(gradient_nbytes: float, numel: float, setup: Setup) -> list[Usage]:
     """What an update reads while the next gradients come, and what it writes before that is published."""
-    nbytes = gradient_nbytes + (1 if setup.overlaps_update else 2) * setup.param_nbytes * numel
+    nbytes = gradient_nbytes + 2 * setup.param_nbytes * numel
     return [Usage("delayed update", "host", nbytes, setup.pins_memory)]
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -231,9 +230,7 @@ class Runtime:
         files, tier = self.state_files, self.settings.tiers.states
         late = [bucket for bucket in self.buckets if bucket.host is not None]
         if tier.delays_update and late:
-            build = partial(DelayedUpdate, late, self.topology, is_overlapped=tier.overlaps_update)
-            self.delayed = on_every_rank(build, self.topology)
-            self.gatherer.late = self.delayed if tier.overlaps_update else None
+            self.delayed = on_every_rank(lambda: DelayedUpdate(late, self.topology), self.topology)
         if files is not None:
             dtype = next(iter(files.groups_of)).master.dtype
             files.reserve_moments(on_every_rank(lambda: moments_of(inner, dtype), self.topology))
@@ -249,7 +246,7 @@ class Runtime:
         if self.delayed is None or not self.delayed.is_behind:
             return
         self.delayed.finish()
-        buckets = self.delayed.write_shards() if publishes or self.delayed.is_overlapped else []
+        buckets = self.delayed.write_shards() if publishes else []
         if not buckets:
             return
         self.publish(buckets, are_written=True)

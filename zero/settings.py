@@ -117,8 +117,7 @@ class ZeroSettings:
 
     def _check_ledger(self) -> None:
         if self.bit_ledger is not None and self.tiers.states.delays_update:
-            name = "overlapped_update" if self.tiers.states.overlaps_update else "delayed_update"
-            raise ConfigError(f"bit_ledger is not combined with {name}: masters change while they are read")
+            raise ConfigError("bit_ledger is not combined with delayed_update: masters change while they are read")
 
     def __post_init__(self) -> None:
         """Refuse what can never be meant."""

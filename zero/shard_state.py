@@ -110,7 +110,7 @@ def restore_parameters(runtime: Runtime, saved: Mapping[str, Any]) -> None:
         return
     late.num_updates = content["num_updates"]
     published = {bucket: content["published"][bucket.index] for bucket in late.buckets if content["published"]}
-    if published and not late.is_overlapped:
+    if published:
         runtime.publish(late.restore(published), are_written=True)
 
 

@@ -137,9 +137,8 @@ MODES = {
     "delta-hpZ": Mode({"stage": 3}, LEDGER | {"mode": "delta_hpz"}, num_ranks=4),
     "NVMe": Mode(IN_FILES, LEDGER),
     "NVMe, delayed": Mode(IN_FILES, {"delayed_update": True}),
-    "host, overlapped": Mode({"stage": 3, "offload_optimizer": {"device": "cpu"}}, {"overlapped_update": True}),
 }
-"""Late updates exclude a ledger, overlapped ones states in files. No save of states in files is asynchronous."""
+"""Late updates exclude a ledger. No save of states in files is asynchronous."""
 
 
 def config_of(mode: Mode, folder: Path) -> dict[str, Any]:

@@ -168,10 +168,6 @@ FEW = {"device": "nvme", "max_in_cpu": 264_000}  # two layers' shards
 BF16 = {"bf16": {"enabled": True}}
 DELAYED = {"zcomm": {"delayed_update": True, "delay_start": 0}}
 TIER_CASES: list[tuple[dict[str, Any], bool]] = [
-    (
-        BF16 | {"zero_optimization": {"stage": 3, "offload_optimizer": CPU}, "zcomm": {"overlapped_update": True}},
-        False,
-    ),
     *((BF16 | DELAYED | {"zero_optimization": {"stage": 2, "offload_optimizer": tier}}, False) for tier in (CPU, NVME)),
     *((BF16 | {"zero_optimization": {"stage": stage, "offload_optimizer": CPU}}, False) for stage in (1, 2, 3)),
     ({"zero_optimization": {"stage": 2, "offload_optimizer": CPU}, "gradient_accumulation_steps": 2}, False),

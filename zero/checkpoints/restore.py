@@ -149,7 +149,7 @@ def _restore_published(inside: Inside, request: Request) -> None:
         return
     late.num_updates = content["num_updates"]
     is_saved = any(key.startswith("published/") for key in request.index.tensors)
-    if late.is_overlapped or not (is_saved and content.get("is_behind", True)):
+    if not (is_saved and content.get("is_behind", True)):
         return
 
     def read() -> dict[Bucket, Tensor]:

@@ -241,13 +241,6 @@ class Zcomm:
         minimum=0,
         active_if="delayed update",
     )
-    overlapped_update: bool = key(
-        False,
-        "the update of a step runs on the host during the next forward, where each layer waits for its own: the same "
-        "numbers as without (stage 3, states in host memory)",
-        false="step() waits for its update",
-        active_if="offload_optimizer",
-    )
     bit_ledger: str | None = key(
         None,
         "folder where every rank writes 64-bit hashes of each parameter's gradient and master at each update, for "

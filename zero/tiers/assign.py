@@ -54,5 +54,4 @@ def describe_states(buckets: list[Bucket], tier: StateTier, inner: Optimizer) ->
     update = describe_update(inner)
     part = "" if share == 1 else f"{share:.0%} of the "
     late = f", during the next step after the first {tier.delay_start}" if tier.delays_update else ""
-    late = ", during the next forward, where each layer waits for its own" if tier.overlaps_update else late
     return (f"{part}masters and moments rest in {place}, updated on the host by {update}{late}", *formats)
