@@ -6,7 +6,6 @@ schedulers change the learning rates, and a backward the gradients, of the origi
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 
 from zero.cpu_optimizer import CPUOptimizer
 from zero.masters import MasterPiece
+from zero.optimizer_copies import over_groups
 from zero.steps import step_pieces
 from zero.tiers.file_update import FileUpdate
 from zero.tiers.host_gradient import HostGradient
@@ -48,8 +48,8 @@ class LateStep:
     ) -> None:
         self._inner, self._factor, self._gradients, self._fail = inner, factor, gradients, fail
         self._leaves = [
-            [(param, _leaf(param)) for param in group["params"]] for group in inner.param_groups
-        ]  # parameters without a gradient keep their places
+            [(param, param.detach()) for param in group["params"]] for group in inner.param_groups
+        ]  # the same memory, and gradients of their own; parameters without a gradient keep their places
         leaf_of = {id(param): leaf for pairs in self._leaves for param, leaf in pairs}
         self._pieces = [replace(piece, master=leaf_of[id(piece.master)]) for piece in pieces]
         for piece, copied in zip(pieces, self._pieces, strict=True):
@@ -60,15 +60,8 @@ class LateStep:
         self._files = None if files is None else FileUpdate(files, None, self._copy, self._pieces)
 
     def _copied(self) -> Optimizer:
-        inner = self._inner
-        copied: Optimizer = object.__new__(type(inner))
-        copied.__dict__.update(inner.__dict__)
-        copied.__dict__.pop("step", None)  # a scheduler's wrapper of it steps the original
-        copied.param_groups = [
-            {**settings, "params": [leaf for _, leaf in pairs]}
-            for settings, pairs in zip(self._settings, self._leaves, strict=True)
-        ]
-        copied.state = defaultdict(dict)
+        inner, each = self._inner, zip(self._settings, self._leaves, strict=True)
+        copied = over_groups(inner, [{**settings, "params": [leaf for _, leaf in pairs]} for settings, pairs in each])
         for pairs in self._leaves:
             for param, leaf in pairs:
                 if param in inner.state:
@@ -114,11 +107,6 @@ class LateStep:
         """It will not run again: let go of the gradients."""
         for gradient in self._gradients:
             gradient.clear()
-
-
-def _leaf(param: Tensor) -> Tensor:
-    """The same memory, and a gradient of its own."""
-    return param.detach()
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

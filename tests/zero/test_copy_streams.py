@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.recorded_streams import DEVICE, OnDevice, Recorded
 from zero.activations.copies import Copies
-from zero.tiers.device_copies import DeviceCopies
+from zero.tiers.copy_stream import CopyStream
 from zero.tiers.host import HostMemory
 
 
@@ -41,18 +41,18 @@ def _source() -> Any:
 
 def test_gradients_go_to_the_host_beside_the_computation(recorded: Recorded) -> None:
     memory = HostMemory(DEVICE, pins=False)
-    arrival = memory.fetch(_source(), _target(recorded), "gradients")
+    arrival = memory.fetch_gradient(_source(), _target(recorded))
     assert recorded.log == ["side1 after main", "copy on side1", "event on side1", "tensor until side1"]
     assert recorded.current.name == "main"
     recorded.log.clear()
     arrival.wait()
     assert recorded.log == ["host after event"], "the host needs the values"
-    memory.fetch(_source(), _target(recorded), "gradients")
+    memory.fetch_gradient(_source(), _target(recorded))
     assert recorded.num_streams == 1, "made once"
 
 
 def test_parameters_come_to_the_device_beside_the_computation(recorded: Recorded) -> None:
-    copies = DeviceCopies(DEVICE)
+    copies = CopyStream(DEVICE)
     with copies.on_stream():
         _target(recorded).copy_(torch.ones(4), non_blocking=True)
     assert copies.event() is not None

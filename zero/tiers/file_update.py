@@ -20,12 +20,13 @@ from zero.bucket import Bucket
 from zero.cpu_optimizer import CPUOptimizer
 from zero.masters import MasterPiece
 from zero.optimizer_copies import copy_of
+from zero.steps import numbers_of_groups, only
 from zero.tiers.at_rest import at_rest
 from zero.tiers.gradient_files import GradientFiles, GradientInMemory
 from zero.tiers.pipeline import Pipeline
 from zero.tiers.state_files import InMemory, StateFiles, SubGroup
 
-__all__ = ["FileUpdate", "moments_of", "only"]
+__all__ = ["FileUpdate", "moments_of"]
 
 
 class Part(NamedTuple):
@@ -74,7 +75,7 @@ class FileUpdate:
             if piece.bucket in self._pieces:
                 self._pieces[piece.bucket].append(piece)
         self._number_of: dict[int, int] = {}
-        self._group_of = {id(p): index for index, group in enumerate(inner.param_groups) for p in group["params"]}
+        self._group_of = numbers_of_groups(inner)
         self._done: list[SubGroup] = []
         self._states: dict[int, dict[str, Any]] = {}
 
@@ -254,19 +255,6 @@ class FileUpdate:
             else:
                 kept[name] = value
         self._states[id(part.piece.master)] = kept
-
-
-@contextmanager
-def only(inner: Optimizer, leaves: Mapping[int, list[Tensor]]) -> Iterator[None]:
-    """Let the groups of ``inner`` have only these parameters, by the number of the group."""
-    before = [group["params"] for group in inner.param_groups]
-    for index, group in enumerate(inner.param_groups):
-        group["params"] = leaves.get(index, [])
-    try:
-        yield
-    finally:
-        for group, params in zip(inner.param_groups, before, strict=True):
-            group["params"] = params
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:

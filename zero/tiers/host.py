@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zero.tiers.copy_stream import CopyStream
 from zero.tiers.moved import record
 
 __all__ = ["Arrival", "HostMemory"]
@@ -37,9 +38,8 @@ class HostMemory:
     """
 
     def __init__(self, device: torch.device, *, pins: bool) -> None:
-        self._device = device
         self._pins = pins and device.type == "cuda"
-        self._stream: torch.cuda.Stream | None = None
+        self._copies = CopyStream(device)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor, its contents undefined."""
@@ -48,23 +48,10 @@ class HostMemory:
 
     def fetch_gradient(self, mean: Tensor, target: Tensor) -> Arrival:
         """Copy ``mean``, of the device, into ``target`` of any floating dtype; ``mean`` may be overwritten at once."""
-        return self.fetch(mean.to(target.dtype, copy=mean.is_cuda), target, GRADIENTS)
-
-    def fetch(self, source: Tensor, target: Tensor, kind: str) -> Arrival:
-        """Copy ``source``, of the device and of the target's dtype, into ``target``; counted as ``kind``.
-
-        ``source`` must not be written again by others than torch's allocator.
-        """
-        record(kind, "to_host", source.numel() * source.element_size())
-        if source.device.type != "cuda":
-            target.copy_(source)
-            return Arrival()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-        source.record_stream(self._stream)
+        values = mean.to(target.dtype, copy=mean.is_cuda)
+        record(GRADIENTS, "to_host", values.numel() * values.element_size())
+        with self._copies.on_stream():
+            target.copy_(values, non_blocking=values.is_cuda)
+        event = self._copies.event()
+        self._copies.uses(values)
         return Arrival(event)

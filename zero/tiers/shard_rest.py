@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from zero.tiers.device_copies import DeviceCopies
+from zero.tiers.copy_stream import CopyStream
 from zero.tiers.moved import record
 
 __all__ = ["KIND", "Elsewhere", "InPlace", "OnHost", "ShardRest"]
@@ -215,7 +215,7 @@ class OnHost(InPlace):
     tier = "cpu"
     link = "to_host"
 
-    def __init__(self, shard: Tensor, copies: DeviceCopies, *, updates_on_host: bool = True) -> None:
+    def __init__(self, shard: Tensor, copies: CopyStream, *, updates_on_host: bool = True) -> None:
         super().__init__(shard, updates_on_host=updates_on_host)
         self.device, self._copies = copies.device, copies
 
