@@ -1,7 +1,6 @@
-"""A training step with states on the device, in host memory, there delayed, overlapped or compressed, and in files.
+"""A training step with states on the device, in host memory, there delayed, and in files.
 
     python bench/offload_step.py                             1 rank, computing on one thread: the update has a core
-    python bench/offload_step.py --stage 3 --seq-length 96   with the update that overlaps the next forward, too
     python bench/offload_step.py --num-ranks 2               2 ranks; with 2 cores, computation and update share them
     python bench/offload_step.py --folder /mnt/fast          where the files go
 
@@ -15,7 +14,7 @@ first of which is not timed, and ends with no update under way. Times are median
               files, reading and writing together, without an update
 
 ``down`` and ``up`` are bytes to and from the host for each parameter of a rank and step. ``#wrong`` counts losses that
-are not those of "no offload": bit for bit, and with the delay or the compressed link within ``TOLERANCE``.
+are not those of "no offload": bit for bit, and with the delay within ``TOLERANCE``.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ from zero.tiers.moved import moved
 from zero.tiers.settings import Files
 
 TOLERANCE = 2e-2  # relative
-INEXACT = ("cpu delayed", "cpu compressed")
 TRANSFER_NBYTES, IN_FLIGHT = 4 * 2**20, 6
 COLUMNS = [
     Column("case", "case".rjust(14)),
@@ -150,12 +148,8 @@ def build_cases(arguments: argparse.Namespace, topology: Topology, folder: Path)
         "no offload": {},
         "cpu": host,
         "cpu delayed": host | {"delayed_update": True, "delay_start": 0},
-        "cpu overlapped": host | {"overlapped_update": True},
-        "cpu compressed": host | {"compressed_link": True},
         "nvme": {"offload_optimizer": files},
     }
-    if arguments.stage < 3:
-        del of_case["cpu overlapped"]
     if arguments.no_files:
         del of_case["nvme"]
     cases = []
@@ -211,7 +205,7 @@ def report(arguments: argparse.Namespace, cases: list[Case], files: PlainFiles |
     compute_s = statistics.median(of["cpu"].compute_s)
     update_s = statistics.median(of["cpu"].update_s)
     for case in cases:
-        limit = TOLERANCE * abs(of["no offload"].loss) if case.name in INEXACT else 0.0
+        limit = TOLERANCE * abs(of["no offload"].loss) if case.name == "cpu delayed" else 0.0
         values = {
             "case": case.name,
             "step_ms": 1e3 * case.step_s,

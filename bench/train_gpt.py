@@ -27,12 +27,11 @@ from train_report import MetricsFile, Result, plot, print_report
 import zcomm
 from zcomm import Topology
 from zcomm.bench.ranks_setup import choose_topology, process_group, relaunch_under_torchrun
-from zero import CPUAdam, GatheredParameters, ZeroOptimizer
+from zero import GatheredParameters, ZeroOptimizer
 from zero.tiers.settings import Tier
 
 HELD_OUT_WINDOWS = 64
 PROMPT_NBYTES = 48
-OVERLAPS = (" delayed", " overlapped")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -65,16 +64,7 @@ def parse_arguments() -> argparse.Namespace:
         help="a copy in every node, brought up to date once a step in 4 bits; instead of qwZ, qgZ and hpZ",
     )
     zero.add_argument("--offload-optimizer", action="store_true", help="masters and moments rest in host memory")
-    zero.add_argument(
-        "--moment-format", choices=("float32", "bfloat16", "int8"), help="so, updated by zero.CPUAdam with such moments"
-    )
     zero.add_argument("--delayed-update", action="store_true", help="so, and updated during the next step")
-    zero.add_argument(
-        "--overlapped-update", action="store_true", help="so, and updated during the next forward, layer by layer"
-    )
-    zero.add_argument(
-        "--compressed-link", action="store_true", help="so, and gradients go there as int8, changes come back as int4"
-    )
     zero.add_argument("--delay-start", type=int, default=40, help="updates that are not delayed, at the start")
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument("--num-ranks", type=int, help="without torchrun (default: one per GPU, else 4)")
@@ -103,10 +93,9 @@ class Run:
         precision = {"fp16": {"enabled": True}} if dtype == torch.float16 else {}
         self.topology, self.device = topology, device
         numel = sum(p.numel() for p in self.model.parameters())
-        kind, own = (CPUAdam, {}) if "moment_format" in switches else (torch.optim.AdamW, {"fused": True})
         self.optimizer = ZeroOptimizer(
-            self.model, kind, topology=topology, stage=stage, lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1,
-            **own, **precision, **switches,
+            self.model, torch.optim.AdamW, topology=topology, stage=stage, lr=arguments.lr, betas=(0.9, 0.95),
+            weight_decay=0.1, fused=True, **precision, **switches,
         )  # fmt: skip
         self.scheduler = LambdaLR(self.optimizer, lambda step: warmup_cosine(step, arguments.train_iters))
         self.result = Result(_name_of(self.optimizer, dtype), numel, dtype, stage)
@@ -176,11 +165,7 @@ def _name_of(optimizer: ZeroOptimizer, dtype: torch.dtype) -> str:
     name = name if any(switches.values()) else f"plain {name}"
     states = optimizer.inside.runtime.settings.tiers.states
     if states.tier is not Tier.DEVICE:
-        name += " offload" + (OVERLAPS[states.overlaps_update] if states.delays_update else "")
-        name += " compressed link" if optimizer.inside.runtime.tracked else ""
-    inner = optimizer.inside.inner
-    if isinstance(inner, CPUAdam) and inner.moment_format.value != "float32":
-        name += f" {inner.moment_format.value} moments"
+        name += " offload" + (" delayed" if states.delays_update else "")
     return name if dtype == torch.bfloat16 else f"{name} {str(dtype).removeprefix('torch.')}"
 
 
@@ -201,15 +186,10 @@ def build_runs(arguments: argparse.Namespace, topology: Topology, device: torch.
 
 
 def _offload(arguments: argparse.Namespace) -> dict[str, Any]:
-    moments = {} if arguments.moment_format is None else {"moment_format": arguments.moment_format}
-    link = {"compressed_link": True} if arguments.compressed_link else {}
-    late = {"overlapped_update": True} if arguments.overlapped_update else {}
-    if not (arguments.offload_optimizer or arguments.delayed_update or moments or link or late):
+    if not (arguments.offload_optimizer or arguments.delayed_update):
         return {}
     delay = {"delayed_update": arguments.delayed_update, "delay_start": arguments.delay_start}
-    return (
-        {"offload_optimizer": {"device": "cpu"}} | moments | link | late | (delay if arguments.delayed_update else {})
-    )
+    return {"offload_optimizer": {"device": "cpu"}} | (delay if arguments.delayed_update else {})
 
 
 def my_rows(tensors: tuple[Tensor, Tensor], run: Run) -> tuple[Tensor, Tensor]:

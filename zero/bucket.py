@@ -31,7 +31,6 @@ from zero.stages import Stage
 from zero.tiers.host import HostMemory
 from zero.tiers.parameter_rests import ParameterRests
 from zero.tiers.shard_rest import InPlace, ShardRest
-from zero.tiers.tracked_rest import Tracked
 
 __all__ = ["Bucket", "BucketState", "ShardInfo", "bump_versions", "is_managed", "num_writes"]
 
@@ -136,11 +135,6 @@ class Bucket:
         self.is_resident = is_resident
 
     @property
-    def is_compressed(self) -> bool:
-        """Whether gradients and parameters cross between the device and the host encoded."""
-        return self.host is not None and self.host.compresses
-
-    @property
     def is_needed(self) -> bool:
         """Whether anybody needs the full parameters now."""
         return self.forward_depth > 0 or self.is_held_by_backward or self.is_pinned
@@ -196,9 +190,6 @@ class Bucket:
             self.state = BucketState.GATHERING
             self.full = full
             self.expose()
-        if self.is_compressed:
-            assert self.host is not None, "a compressed link without a host"
-            self.rest = Tracked(self.shard, self.host)
         self.gaps = self.layout.gaps_of(row) if stage.shards_states else list(self.layout.gaps)
         initial = own if stage.shards_states else full
         dtype = master_dtype(self.dtype) if self.is_trainable else self.dtype

@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 from zcomm import ConfigError, StateError
 from zcomm.philox import Draw
 from zero.flat_step import DTYPE_NUMBERS, Arrays, Factors, Rule, step_
-from zero.moments import Blocks, Elements, MomentFormat, MomentLayout
 from zero.released import is_released
 from zero.tiers.at_rest import is_at_rest
 
-__all__ = ["CPUOptimizer", "check_betas", "check_range", "layout_of", "set_moment_format"]
+__all__ = ["CPUOptimizer", "check_betas", "check_range"]
 
 
 class CPUOptimizer(Optimizer, ABC):
@@ -28,45 +27,24 @@ class CPUOptimizer(Optimizer, ABC):
     It may be built over parameters on a GPU, for :class:`zero.ZeroOptimizer`, which steps masters in host memory.
 
     16-bit parameters have a float32 master in their state (``"master"``), which is what is trained; the parameter is
-    its rounding. Moments are float32, bfloat16 or int8, the narrow ones rounded stochastically: by numbers that depend
-    on the parameter's position in ``param_groups``, the step and the element, so that a restarted run has the same
-    bits. int8 moments are in the state as records of blocks of 256 elements, flat, in uint8.
+    its rounding. Moments are float32, or bfloat16, rounded stochastically: by numbers that depend on the parameter's
+    position in ``param_groups``, the step and the element, so that a restarted run has the same bits.
 
     Cost: one pass over parameter, gradient and state; AdamW moves 28 bytes a float32 parameter.
     """
 
     moments: ClassVar[tuple[str, ...]] = ()
     """State names of the rule's moments, in its order."""
-    squares: ClassVar[tuple[str, ...]] = ()
-    """Those of them that are means or sums of squares."""
     stands_for: str = ""
     """The optimizer that was given in its place."""
 
     def __init__(
-        self, params: Iterable[Any], defaults: dict[str, Any], *, moments: MomentFormat, maximize: bool
+        self, params: Iterable[Any], defaults: dict[str, Any], *, fp32_optimizer_states: bool, maximize: bool
     ) -> None:
         check_range("lr", defaults["lr"], 0.0, math.inf)
         check_range("weight_decay", defaults["weight_decay"], 0.0, math.inf)
-        self.moment_format = moments
+        self.moment_dtype = torch.float32 if fp32_optimizer_states else torch.bfloat16
         super().__init__(params, {**defaults, "maximize": maximize})
-
-    def set_moment_format(self, name: str) -> None:
-        """Let moments rest in ``"float32"``, ``"bfloat16"`` or ``"int8"``; before the first step.
-
-        Raises:
-            ConfigError: There is no such format.
-            StateError: There are moments already.
-        """
-        chosen = MomentFormat.of(name)
-        if self.state and chosen is not self.moment_format:
-            raise StateError(
-                f"moments are in {self.moment_format.value} already: choose {name!r} before the first step"
-            )
-        self.moment_format = chosen
-
-    def layout_of(self, moment: str) -> MomentLayout:
-        """How a moment rests."""
-        return self.moment_format.layout(is_square=moment in self.squares)
 
     @abstractmethod
     def rule_of(self, group: dict[str, Any], step: int) -> tuple[Rule, Factors]:
@@ -139,8 +117,7 @@ class CPUOptimizer(Optimizer, ABC):
             grad_factor: Multiplies the gradient in the same pass: inverse loss scale times clipping coefficient.
             out: Written with the new parameter, in its own type, in the same pass.
             place: The parameter is a part of another, number such and such in ``param_groups``, from this element on.
-                Only the rounding of narrow moments depends on it; of int8 ones a multiple of 256. Default: its own
-                number, and 0.
+                Only the rounding of moments in bfloat16 depends on it. Default: its own number, and 0.
         """
         state = self.state[param]
         if not state:
@@ -154,7 +131,7 @@ class CPUOptimizer(Optimizer, ABC):
             out = param
         arrays = Arrays(master, grad.contiguous(), moments[0], moments[1], state.get("max_exp_avg_sq"), out)
         draw = None
-        if self.moment_format is not MomentFormat.FLOAT32:
+        if self.moment_dtype == torch.bfloat16:
             number, first = (self._position(param), 0) if place is None else place
             draw = Draw(0, tensor=2 * number, step=step, first=first)
         step_(rule, factors, arrays, draw)
@@ -172,12 +149,7 @@ class CPUOptimizer(Optimizer, ABC):
         state.update(started)
 
     def _new_moments(self, param: Tensor) -> dict[str, Tensor]:
-        found = {}
-        for name in self.moments:
-            layout = self.layout_of(name)
-            shape = layout.numel(param.numel()) if isinstance(layout, Blocks) else param.shape
-            found[name] = torch.zeros(shape, dtype=layout.dtype, device=param.device)
-        return found
+        return {name: torch.zeros(param.shape, dtype=self.moment_dtype, device=param.device) for name in self.moments}
 
     def _position(self, param: Tensor) -> int:
         order = (p for group in self.param_groups for p in group["params"])
@@ -191,31 +163,14 @@ class CPUOptimizer(Optimizer, ABC):
         for index, param in enumerate(order):
             for name, value in saved.get(index, {}).items():
                 if isinstance(value, Tensor) and name in self.moments:
-                    self.state[param][name] = self._taken_over(name, value.detach().cpu(), param)
+                    if value.numel() != param.numel():
+                        raise StateError(
+                            f"{name!r} of parameter {index} has {value.numel()} elements, and the parameter "
+                            f"{param.numel()}: it is another's, or in int8, which moments are no longer kept in"
+                        )
+                    self.state[param][name] = value.detach().to("cpu", self.moment_dtype, copy=True).contiguous()
                 elif isinstance(value, Tensor) and value.shape == param.shape:
                     self.state[param][name] = value.detach().to("cpu", torch.float32, copy=True).contiguous()
-
-    def _taken_over(self, name: str, saved: Tensor, param: Tensor) -> Tensor:
-        """A moment that was saved in any format, in this one."""
-        layout, was_encoded = self.layout_of(name), saved.dtype == torch.uint8
-        if was_encoded and not isinstance(layout, Blocks):
-            saved = Blocks(name in self.squares).decode(saved, 0, param.numel()).view(param.shape)
-        if isinstance(layout, Blocks) and not was_encoded:
-            return layout.encode(saved.flatten())
-        return saved.to(layout.dtype, copy=True).contiguous()
-
-
-def layout_of(inner: Optimizer, state: str, value: Tensor) -> MomentLayout:
-    """How ``inner`` keeps a state with values for each element of a parameter, of which ``value`` is one."""
-    return (
-        inner.layout_of(state) if isinstance(inner, CPUOptimizer) and state in inner.moments else Elements(value.dtype)
-    )
-
-
-def set_moment_format(inner: Optimizer, name: str | None) -> None:
-    """As the configuration says; None: it says nothing."""
-    if isinstance(inner, CPUOptimizer) and name is not None:
-        inner.set_moment_format(name)
 
 
 def check_range(name: str, value: Any, least: float, most: float) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from zero.cpu_optimizer import CPUOptimizer, check_betas, check_range
 from zero.flat_step import Factors, Rule
-from zero.moments import MomentFormat
 
 __all__ = ["CPUAdagrad", "CPUAdam", "CPULion"]
 
@@ -35,9 +34,8 @@ class CPUAdam(CPUOptimizer):
         weight_decay: Decoupled, or with ``adamw_mode=False`` L2.
         amsgrad: Divide by the root of the largest second moment so far.
         adamw_mode: See above.
-        fp32_optimizer_states: False: moments in bfloat16 unless ``moment_format`` says otherwise.
-        moment_format: ``"float32"``; ``"bfloat16"``: 8 bytes a parameter less to move and 4 less to keep; ``"int8"``:
-            blocks of 256, 12 bytes less to move and 6 less to keep. What amsgrad compares with stays float32.
+        fp32_optimizer_states: False: moments in bfloat16, 8 bytes a parameter less to move and 4 less to keep. What
+            amsgrad compares with stays float32.
         maximize: Step up.
 
     Raises:
@@ -45,7 +43,6 @@ class CPUAdam(CPUOptimizer):
     """
 
     moments = ("exp_avg", "exp_avg_sq")
-    squares = ("exp_avg_sq",)
 
     def __init__(
         self,
@@ -59,7 +56,6 @@ class CPUAdam(CPUOptimizer):
         amsgrad: bool = False,
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
-        moment_format: str = "float32",
         maximize: bool = False,
     ) -> None:
         check_betas(betas)
@@ -68,8 +64,7 @@ class CPUAdam(CPUOptimizer):
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
             "bias_correction": bias_correction, "adamw_mode": adamw_mode,
         }  # fmt: skip
-        moments = MomentFormat.of(moment_format, is_wide=fp32_optimizer_states)
-        super().__init__(params, defaults, moments=moments, maximize=maximize)
+        super().__init__(params, defaults, fp32_optimizer_states=fp32_optimizer_states, maximize=maximize)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Groups that torch's Adam or AdamW has saved lack what it cannot do."""
@@ -105,7 +100,6 @@ class CPUAdagrad(CPUOptimizer):
     """
 
     moments = ("sum",)
-    squares = ("sum",)
 
     def __init__(
         self,
@@ -117,7 +111,6 @@ class CPUAdagrad(CPUOptimizer):
         weight_decay: float = 0.0,
         initial_accumulator_value: float = 0.0,
         fp32_optimizer_states: bool = True,
-        moment_format: str = "float32",
         maximize: bool = False,
     ) -> None:
         check_range("eps", eps, 0.0, math.inf)
@@ -127,8 +120,7 @@ class CPUAdagrad(CPUOptimizer):
             "lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay,
             "initial_accumulator_value": initial_accumulator_value,
         }  # fmt: skip
-        moments = MomentFormat.of(moment_format, is_wide=fp32_optimizer_states)
-        super().__init__(params, defaults, moments=moments, maximize=maximize)
+        super().__init__(params, defaults, fp32_optimizer_states=fp32_optimizer_states, maximize=maximize)
 
     def rule_of(self, group: dict[str, Any], step: int) -> tuple[Rule, Factors]:
         """See :class:`CPUOptimizer`."""
@@ -138,7 +130,7 @@ class CPUAdagrad(CPUOptimizer):
     def _start(self, state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
         super()._start(state, param, group)
         start = torch.full_like(param, group["initial_accumulator_value"], dtype=torch.float32)
-        state["sum"] = self._taken_over("sum", start, param)
+        state["sum"] = start.to(self.moment_dtype)
 
 
 class CPULion(CPUOptimizer):
@@ -158,13 +150,11 @@ class CPULion(CPUOptimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
-        moment_format: str = "float32",
         maximize: bool = False,
     ) -> None:
         check_betas(betas)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        moments = MomentFormat.of(moment_format, is_wide=fp32_optimizer_states)
-        super().__init__(params, defaults, moments=moments, maximize=maximize)
+        super().__init__(params, defaults, fp32_optimizer_states=fp32_optimizer_states, maximize=maximize)
 
     def rule_of(self, group: dict[str, Any], step: int) -> tuple[Rule, Factors]:  # noqa: ARG002
         """See :class:`CPUOptimizer`."""

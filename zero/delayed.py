@@ -1,14 +1,7 @@
-"""Updates in a thread, while the next step goes on.
-
-``delayed_update``, ZeRO-Offload's delayed parameter update: one step late
+"""Updates in a thread, while the next step goes on: ZeRO-Offload's delayed parameter update, one step late.
 
     main    backward k | finish k-1 | begin k | publish k-1 | forward and backward k+1 | finish k | begin k+1 | ...
     thread                                    | update k: masters, moments, staged parameters
-
-``overlapped_update``: on time, bucket by bucket
-
-    main    backward k | begin k | forward k+1: catch up with bucket 0, gather, compute, ... | backward k+1 | finish k
-    thread                       | update k of bucket 0, 1, 2, ...
 
 Invariants:
     D1  Forward and backward k+1 read the parameters after update k-1: an update writes to staged parameters, which
@@ -16,75 +9,24 @@ Invariants:
     D2  What an update reads and writes nobody else touches: gradients are handed off, settings are copies, and whoever
         reads masters or states finishes the update first.
     D3  To finish is not to publish: looking at a run does not change it. Whoever changes something publishes first.
-        Overlapped, to publish changes nothing either, and whoever finishes publishes.
-    D4  Overlapped, whoever gathers a bucket catches up with it before: nobody sees a parameter of before the update,
-        and the numbers are those of an update that step() waits for.
 
 Source: "ZeRO-Offload: Democratizing Billion-Scale Model Training" (arXiv:2101.06840), delayed parameter update.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Protocol
 
 from torch import Tensor
 
 from zcomm import Topology
 from zero.agreement import on_every_rank
 from zero.bucket import Bucket
+from zero.late_step import LateStep
 
-__all__ = ["DelayedUpdate", "Job", "Progress"]
-
-
-class Progress:
-    """The buckets that a running update is through with; ``updated``: those it has nothing to do for."""
-
-    def __init__(self, updated: Iterable[Bucket] = ()) -> None:
-        self._changed = threading.Condition()
-        self._updated = set(updated)
-        self._has_ended = False
-
-    def add(self, bucket: Bucket) -> None:
-        """Its staged parameters are whole; in the thread."""
-        with self._changed:
-            self._updated.add(bucket)
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        """Nothing more will come."""
-        with self._changed:
-            self._has_ended = True
-            self._changed.notify_all()
-
-    def wait(self, bucket: Bucket) -> bool:
-        """Until the update is through with ``bucket``; False if it has ended without."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._has_ended or bucket in self._updated)
-            return bucket in self._updated
-
-
-class Job(Protocol):
-    """The update of one step."""
-
-    @property
-    def buckets(self) -> Collection[Bucket]:
-        """Those with something to update on this rank."""
-
-    def run(self, progress: Progress) -> None:
-        """Update masters and moments, and write the new parameters to ``bucket.staged``; in the thread."""
-
-    def commit(self) -> None:
-        """It has run on every rank, and counts."""
-
-    def undo(self, error: Exception) -> bool:
-        """It has failed on some rank. Whether everything is as before, so that it can run again."""
-
-    def drop(self) -> None:
-        """It will not run again."""
+__all__ = ["DelayedUpdate"]
 
 
 class DelayedUpdate:
@@ -93,13 +35,12 @@ class DelayedUpdate:
     Args:
         buckets: Those that are updated late, all in host memory or files.
         topology: The ranks.
-        is_overlapped: Whoever gathers a bucket catches up with it, so no forward is late.
 
-    Cost: two shards of host memory in the parameters' dtype, overlapped one, and another gradient.
+    Cost: two shards of host memory in the parameters' dtype, and another gradient.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], topology: Topology, *, is_overlapped: bool = False) -> None:
-        self.buckets, self._topology, self.is_overlapped = list(buckets), topology, is_overlapped
+    def __init__(self, buckets: Sequence[Bucket], topology: Topology) -> None:
+        self.buckets, self._topology = list(buckets), topology
         self.num_updates = 0
         """Updates so far, late or not."""
         self._memory: dict[Bucket, list[Tensor]] = {}
@@ -107,14 +48,10 @@ class DelayedUpdate:
             assert bucket.host is not None, "a late update of a bucket on the device"
             numel = bucket.layout.shard_numel
             # Zeros: a rank whose part of a bucket is all padding updates nothing there, and publishes it.
-            copies = 1 if is_overlapped else 2  # overlapped, nothing is left to be published when another begins
-            self._memory[bucket] = [bucket.host.empty(numel, bucket.dtype).zero_() for _ in range(copies)]
+            self._memory[bucket] = [bucket.host.empty(numel, bucket.dtype).zero_() for _ in range(2)]
         self._finished: dict[Bucket, Tensor] = {}
         """Parameters that are not published yet."""
-        self._behind: set[Bucket] = set()
-        """Overlapped: the buckets whose shards are from before the update that is under way."""
-        self._progress = Progress()
-        self._job: Job | None = None
+        self._job: LateStep | None = None
         self._future: Future[None] | None = None
         """None while there is a job: it has failed, and will run again."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-update")
@@ -129,37 +66,14 @@ class DelayedUpdate:
         """Bytes of staged parameters."""
         return sum(t.numel() * t.element_size() for tensors in self._memory.values() for t in tensors)
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: LateStep) -> None:
         """Run ``job`` in the thread; what was finished before may still be published."""
         assert self._job is None, "two updates at a time"
         for bucket in self.buckets:
             memory = self._memory[bucket]
             bucket.staged = memory[-1] if self._finished.get(bucket) is memory[0] else memory[0]
         self._job = job
-        self._behind = set(self.buckets) if self.is_overlapped else set()
-        self._future = self._start(job)
-
-    def _start(self, job: Job) -> Future[None]:
-        progress = self._progress = Progress(bucket for bucket in self.buckets if bucket not in job.buckets)
-        future = self._thread.submit(job.run, progress)
-        future.add_done_callback(lambda _: progress.end())
-        return future
-
-    def is_waited_for(self, bucket: Bucket) -> bool:
-        """Whether somebody has to catch up with ``bucket``: the same on every rank whose uses are the same."""
-        return bucket in self._behind
-
-    def catch_up(self, bucket: Bucket) -> None:
-        """Wait until ``bucket`` is updated, and bring its shard to where it rests: it is about to be gathered.
-
-        After an error the shard stays as it was: every rank raises it when the update is finished, in ``step()``.
-        """
-        if bucket not in self._behind:
-            return
-        if self._progress.wait(bucket):
-            assert bucket.staged is not None, "an update that is under way, without its memory"
-            bucket.write_shard(bucket.staged)
-        self._behind.discard(bucket)
+        self._future = self._thread.submit(job.run)
 
     def finish(self) -> None:
         """Wait for the update, if there is one. Collective then.
@@ -171,7 +85,7 @@ class DelayedUpdate:
         job = self._job
         if job is None:
             return
-        future, self._future = self._future or self._start(job), None
+        future, self._future = self._future or self._thread.submit(job.run), None
         try:
             on_every_rank(future.result, self._topology)
         except Exception as error:
@@ -179,8 +93,7 @@ class DelayedUpdate:
                 self.forget()
             raise
         job.commit()
-        behind = [b for b in self.buckets if b in self._behind] if self.is_overlapped else self.buckets
-        self._finished = {bucket: bucket.staged for bucket in behind if bucket.staged is not None}
+        self._finished = {bucket: bucket.staged for bucket in self.buckets if bucket.staged is not None}
         self._end()
 
     def write_shards(self) -> list[Bucket]:
@@ -189,7 +102,6 @@ class DelayedUpdate:
             bucket.write_shard(values)
         buckets = list(self._finished)
         self._finished = {}
-        self._behind.clear()
         return buckets
 
     def drop(self) -> None:
@@ -205,7 +117,6 @@ class DelayedUpdate:
         if self._job is not None:
             self._job.drop()
         self._finished = {}
-        self._behind.clear()
         self._end()
 
     def _end(self) -> None:
@@ -230,8 +141,7 @@ class DelayedUpdate:
         def swap() -> None:
             for bucket, values in published.items():
                 newer = self._memory[bucket][0].copy_(bucket.rest.read())
-                with bucket.rest.exactly():
-                    bucket.write_shard(values)
+                bucket.write_shard(values)
                 self._finished[bucket] = newer
 
         on_every_rank(swap, self._topology)

@@ -14,7 +14,6 @@ from zero.config.read import Configuration, Source, parse, read_source
 from zero.config.sections import Config
 from zero.formulas import RECOMPUTATION, Activations, Counts, Files, Setup, Tier, Usage, usage_of
 from zero.layout import BucketLayout
-from zero.moments import MomentFormat
 from zero.tiers.parameter_rests import LEAST_AHEAD_NBYTES
 from zero.tiers.state_files import LARGEST_NUMEL
 from zero.units import find_units
@@ -173,18 +172,17 @@ def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: i
     param_nbytes = 2 if config.fp16.enabled or config.bf16.enabled else own_nbytes
     accumulates = config.data_types.grad_accum_dtype
     moments = NUM_MOMENTS.get((config.optimizer.type or "adam").lower(), 2)
-    width, chosen = 8 if own_nbytes == 8 else 4, config.zcomm.moment_format
+    width = 8 if own_nbytes == 8 else 4
     gradient_nbytes = width if accumulates is None else to_dtype(accumulates).itemsize
-    is_encoded = config.zcomm.compressed_link and param_nbytes == 2 and zero.offload_optimizer.device != "none"
     return Setup(
         stage=zero.stage,
         num_nodes=nodes,
         ranks_per_node=ranks,
         param_nbytes=param_nbytes,
         gradient_nbytes=gradient_nbytes,
-        state_nbytes=width + moments * (width if chosen is None else MomentFormat.of(chosen).nbytes),
+        state_nbytes=width * (1 + moments),
         shared_nbytes=width if param_nbytes == width else 0,
-        sent_nbytes=gradient_nbytes if _sends_wide(config) or is_encoded else min(param_nbytes, gradient_nbytes),
+        sent_nbytes=gradient_nbytes if _sends_wide(config) else min(param_nbytes, gradient_nbytes),
         travel_nbytes=min(param_nbytes, gradient_nbytes) if _sends_as_parameters(config) else gradient_nbytes,
         sums_gradients=(config.gradient_accumulation_steps or 1) > 1,
         merged_numel=min(2**20, zero.reduce_bucket_size, zero.allgather_bucket_size),
@@ -197,11 +195,7 @@ def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: i
         encodes_frozen=zero.zero_quantized_nontrainable_weights,
         files=_files(config, counts, param_nbytes, nodes * ranks),
         offloaded_share=zero.offload_optimizer.ratio,
-        overlaps_update=config.zcomm.overlapped_update,
-        delays_update=(config.zcomm.delayed_update or config.zcomm.overlapped_update)
-        and zero.offload_optimizer.device != "none"
-        and zero.stage >= 1,
-        compresses_link=is_encoded and zero.stage >= 1,
+        delays_update=config.zcomm.delayed_update and zero.offload_optimizer.device != "none" and zero.stage >= 1,
         pins_memory=zero.offload_optimizer.pin_memory and zero.offload_param.pin_memory,
     )
 

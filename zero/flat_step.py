@@ -14,7 +14,6 @@ from zcomm.philox import Draw
 __all__ = ["Arrays", "Factors", "Rule", "step_"]
 
 DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-MOMENT_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 
 
 class Rule(IntEnum):
@@ -56,7 +55,7 @@ class Arrays:
     grad: Tensor
     """float32, bfloat16 or float16."""
     moment1: Tensor | None = None
-    """float32, bfloat16, or records of :class:`zero.moments.Blocks` in uint8; written."""
+    """float32 or bfloat16; written."""
     moment2: Tensor | None = None
     """As ``moment1``; written."""
     largest: Tensor | None = None
@@ -68,7 +67,7 @@ class Arrays:
 def step_(rule: Rule, factors: Factors, arrays: Arrays, draw: Draw | None = None) -> None:
     """Move ``arrays`` by one step, on torch's number of threads, without the GIL.
 
-    The same bits for every number of threads and instruction set. Moments that are not float32 are rounded
+    The same bits for every number of threads and instruction set. Moments in bfloat16 are rounded
     stochastically by ``draw``, and ``moment2`` under the next tensor number.
 
     Raises:
@@ -81,7 +80,7 @@ def step_(rule: Rule, factors: Factors, arrays: Arrays, draw: Draw | None = None
     kernels.native().optimizer_step(
         rule, numbers, arrays.param.numel(), arrays.param.data_ptr(),
         (arrays.grad.data_ptr(), DTYPE_NUMBERS[arrays.grad.dtype]), _address(arrays.moment1), _address(arrays.moment2),
-        MOMENT_NUMBERS[moment_dtype], _address(arrays.largest), (_address(arrays.out), DTYPE_NUMBERS[out_dtype]),
+        DTYPE_NUMBERS[moment_dtype], _address(arrays.largest), (_address(arrays.out), DTYPE_NUMBERS[out_dtype]),
         None if draw is None else (draw.seed, draw.tensor, draw.step, draw.hop, draw.rank, draw.first),
         torch.get_num_threads(),
     )  # fmt: skip

@@ -12,9 +12,6 @@ those on their way to other ranks, b_s of states.
                           if micro-batches are summed
       of states on NVMe   b_g T / N, at stage 1 too                           nvme            zero.tiers.gradient_files
     delayed update        gradients once more, in memory; 2 b_p T / N         host            zero.delayed
-    overlapped update     the same, with b_p T / N                            host            zero.delayed
-    compressed link       b_p T / N; and until they are decoded, messages     host            zero.tiers.tracked_rest
-                          of (1 + 2/256) T / N, with gradients in memory                      zero.tiers.host
     states                b_s T; from stage 1: b_s T / N                      optimizer tier  ZeRO, section 3.1
       on NVMe             twice as much, if steps may fail                    nvme            zero.tiers.state_files
     buckets               from stage 2: gradients on their way, 3 b_t B;      device          zero.grads
@@ -126,7 +123,7 @@ class Setup:
     gradient_nbytes: int = 4
     """An element at rest."""
     state_nbytes: float = 12
-    """An element: 4 of a master, and of each moment 4, in bfloat16 2, or in int8 1 + 4/256."""
+    """An element: 4 of a master, and 4 of each moment."""
     shared_nbytes: int = 0
     """Of them, those of a master that forward reads itself, where it is not offloaded."""
     sent_nbytes: int = 4
@@ -152,10 +149,6 @@ class Setup:
     """Of the states, where they are offloaded."""
     delays_update: bool = False
     """Offloaded states are updated during the next step."""
-    overlaps_update: bool = False
-    """So, and every layer of the next forward waits for its own."""
-    compresses_link: bool = False
-    """Of 16-bit parameters: gradients go to the host as int8, and the host keeps what the device has of them."""
     pins_memory: bool = True
     """Host memory of what is offloaded is page-locked."""
 
@@ -227,21 +220,12 @@ def _gradients(counts: Counts, setup: Setup) -> list[Usage]:
             place == "host" and setup.pins_memory,
         ),
         *(_delayed(in_memory, on_host, setup) if setup.delays_update else []),
-        *(_compressed(place, on_host, setup) if setup.compresses_link else []),
-    ]
-
-
-def _compressed(place: str, numel: float, setup: Setup) -> list[Usage]:
-    """What the device has of the parameters, and messages that have come and are not decoded yet."""
-    return [
-        Usage("copies of parameters", "host", setup.param_nbytes * numel, setup.pins_memory),
-        Usage("messages", "host", ENCODED_NBYTES * numel if place == "host" else 0.0, setup.pins_memory),
     ]
 
 
 def _delayed(gradient_nbytes: float, numel: float, setup: Setup) -> list[Usage]:
     """What an update reads while the next gradients come, and what it writes before that is published."""
-    nbytes = gradient_nbytes + (1 if setup.overlaps_update else 2) * setup.param_nbytes * numel
+    nbytes = gradient_nbytes + 2 * setup.param_nbytes * numel
     return [Usage("delayed update", "host", nbytes, setup.pins_memory)]
 
 

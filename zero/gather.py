@@ -22,7 +22,6 @@ from torch import nn
 from zcomm import DivergedError, Work
 from zcomm.calls import in_bucket
 from zero.bucket import Bucket, BucketState, ShardInfo, bump_versions
-from zero.delayed import DelayedUpdate
 from zero.full_copy import FullCopy
 from zero.order_check import OrderCheck
 from zero.pool import BufferPool, num_uses, storage_of
@@ -95,8 +94,6 @@ class Gatherer:
         """Of all gathers issued so far, in order: they match those of other ranks only if it is the same there."""
         self._num_divergences = 0 if self._check is None else self._check.num_divergences
         self.by_storage: dict[int, Bucket] = {}
-        self.late: DelayedUpdate | None = None
-        """An update during which forward goes on: whoever gathers a bucket catches up with it."""
 
     def acquire(self, bucket: Bucket, mode: Mode | None = None) -> None:
         """Make ``bucket`` FULL. ``mode``: the use is part of an iteration, so its place in the order is recorded."""
@@ -106,9 +103,7 @@ class Gatherer:
         if bucket.state is not BucketState.FULL:
             self._issue(bucket)
         for start in starts:
-            ahead = self._buckets[start.bucket]
-            if self.late is None or not self.late.is_waited_for(ahead):  # this bucket's forward has time to update it
-                self._issue(ahead, start.stop)
+            self._issue(self._buckets[start.bucket], start.stop)
         if mode is not None:
             self._read_ahead(mode)
         if bucket.state is BucketState.GATHERING:
@@ -191,8 +186,6 @@ class Gatherer:
     def _issue(self, bucket: Bucket, stop: int | None = None) -> None:
         """Start the exchanges of ``bucket`` up to number ``stop`` that have not started yet."""
         if bucket.state is BucketState.SHARDED:
-            if self.late is not None:
-                self.late.catch_up(bucket)
             full = self._pool.take(bucket.layout.numel, bucket.dtype)
             works: list[Work | None] = []
             self._pool.lend(works, full)

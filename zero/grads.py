@@ -113,7 +113,7 @@ class Reducer:
     def _mean_dtype(self, grads: BucketGrads) -> torch.dtype:
         """The dtype that means come to the host in: the one they have between the ranks, if that is a dtype."""
         wire, dtype = self._effective.gradient_formats, grads.bucket.dtype
-        is_exact = (wire is not None and "none" in wire) or grads.bucket.is_compressed
+        is_exact = wire is not None and "none" in wire
         return grads.dtype if is_exact or dtype.itemsize >= grads.dtype.itemsize else dtype
 
     def _own_rows(self, grads: BucketGrads, full: Tensor) -> Tensor:

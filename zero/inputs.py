@@ -93,9 +93,6 @@ def _understand(
         if isinstance(optimizer, type)
         else optimizer
     )
-    chosen = plan.configuration.values.zcomm.moment_format
-    if chosen is not None:
-        _check_moments(trial, chosen)
     if isinstance(trial, CPUOptimizer):
         _check_fits_host(trial, device, [p.dtype for p in model.parameters() if p.requires_grad])
     else:
@@ -114,15 +111,6 @@ def _check_fits_host(optimizer: CPUOptimizer, device: torch.device, dtypes: list
         )
     if torch.float64 in dtypes:
         raise ConfigError(f"zero.{name} updates in float32: parameters are float64; use an optimizer of torch.optim")
-
-
-def _check_moments(optimizer: Optimizer, name: str) -> None:
-    if not isinstance(optimizer, CPUOptimizer):
-        raise ConfigError(
-            f"zcomm.moment_format={name!r} is for zero's own optimizers, which update in host memory: "
-            f"{type(optimizer).__name__} keeps its states as it likes; use zero.CPUAdam or the like, or with "
-            "offload_optimizer an 'optimizer' of the configuration that has one"
-        )
 
 
 def choose_topology(

@@ -6,10 +6,8 @@ schedulers change the learning rates, and a backward the gradients, of the origi
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,9 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero.cpu_optimizer import CPUOptimizer
-from zero.delayed import Progress
 from zero.masters import MasterPiece
-from zero.steps import numbers_of_groups, step_pieces
+from zero.optimizer_copies import over_groups
+from zero.steps import step_pieces
 from zero.tiers.file_update import FileUpdate
 from zero.tiers.host_gradient import HostGradient
 from zero.tiers.state_files import StateFiles
@@ -28,7 +26,7 @@ __all__ = ["LateStep"]
 
 
 class LateStep:
-    """A :class:`zero.delayed.Job`.
+    """What :class:`zero.delayed.DelayedUpdate` runs.
 
     Args:
         inner: The optimizer.
@@ -50,9 +48,8 @@ class LateStep:
     ) -> None:
         self._inner, self._factor, self._gradients, self._fail = inner, factor, gradients, fail
         self._leaves = [
-            [(param, _leaf(param)) for param in group["params"]] for group in inner.param_groups
-        ]  # parameters without a gradient keep their places
-        self.buckets = frozenset(piece.bucket for piece in pieces)
+            [(param, param.detach()) for param in group["params"]] for group in inner.param_groups
+        ]  # the same memory, and gradients of their own; parameters without a gradient keep their places
         leaf_of = {id(param): leaf for pairs in self._leaves for param, leaf in pairs}
         self._pieces = [replace(piece, master=leaf_of[id(piece.master)]) for piece in pieces]
         for piece, copied in zip(pieces, self._pieces, strict=True):
@@ -63,15 +60,8 @@ class LateStep:
         self._files = None if files is None else FileUpdate(files, None, self._copy, self._pieces)
 
     def _copied(self) -> Optimizer:
-        inner = self._inner
-        copied: Optimizer = object.__new__(type(inner))
-        copied.__dict__.update(inner.__dict__)
-        copied.__dict__.pop("step", None)  # a scheduler's wrapper of it steps the original
-        copied.param_groups = [
-            {**settings, "params": [leaf for _, leaf in pairs]}
-            for settings, pairs in zip(self._settings, self._leaves, strict=True)
-        ]
-        copied.state = defaultdict(dict)
+        inner, each = self._inner, zip(self._settings, self._leaves, strict=True)
+        copied = over_groups(inner, [{**settings, "params": [leaf for _, leaf in pairs]} for settings, pairs in each])
         for pairs in self._leaves:
             for param, leaf in pairs:
                 if param in inner.state:
@@ -79,26 +69,20 @@ class LateStep:
         return copied
 
     @torch.no_grad()
-    def run(self, progress: Progress) -> None:
-        """Step the pieces, with zero's own optimizers bucket by bucket, and write the parameters of their buckets."""
+    def run(self) -> None:
+        """Update masters and moments, and write the new parameters to ``bucket.staged``; in the thread."""
         for group, settings in zip(self._copy.param_groups, self._settings, strict=True):
             group.update(settings)  # it may run again
         if self._files is not None:
             self._files.run(self._factor, all_buckets=True)
             return
-        in_turn = isinstance(self._copy, CPUOptimizer)
-        if not in_turn:  # a step may change a group's settings: there is one
-            step_pieces(self._copy, self._pieces, self._factor)
-        groups = numbers_of_groups(self._copy)
-        for bucket, pieces in groupby(self._pieces, lambda piece: piece.bucket):
-            if in_turn:
-                step_pieces(self._copy, list(pieces), self._factor, groups)
-            else:
+        step_pieces(self._copy, self._pieces, self._factor)
+        if not isinstance(self._copy, CPUOptimizer):
+            for bucket in dict.fromkeys(piece.bucket for piece in self._pieces):
                 bucket.update_shard()
-            progress.add(bucket)
 
     def commit(self) -> None:
-        """Give the original the states, and the settings that the optimizer itself has changed."""
+        """It has run on every rank: the original gets the states, and the settings that the optimizer has changed."""
         if self._files is not None:
             self._files.commit()
         for pairs in self._leaves:
@@ -111,7 +95,7 @@ class LateStep:
         self.drop()
 
     def undo(self, error: Exception) -> bool:
-        """True if the files hold what was before."""
+        """It has failed on some rank. True if the files hold what was before, so that it can run again."""
         if self._files is not None:
             self._files.forget()
             if self._files.keeps_previous:
@@ -120,14 +104,9 @@ class LateStep:
         return False
 
     def drop(self) -> None:
-        """Let go of the gradients."""
+        """It will not run again: let go of the gradients."""
         for gradient in self._gradients:
             gradient.clear()
-
-
-def _leaf(param: Tensor) -> Tensor:
-    """The same memory, and a gradient of its own."""
-    return param.detach()
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

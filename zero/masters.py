@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from zcomm import ConfigError
 from zero.bucket import Bucket
-from zero.cpu_optimizer import layout_of
 from zero.optimizer_copies import new_state
 from zero.settings import nearest_setting
 from zero.stages import Stage
@@ -58,22 +57,21 @@ class OptimizerStates:
     def is_elementwise(self, param: nn.Parameter, key: str) -> bool:
         """Whether state ``key`` of this rank's part of ``param`` has a value for each element."""
         piece, value = self.piece(param), self.get(param, key)
-        return piece is not None and isinstance(value, Tensor) and is_elementwise(self._inner, piece, key, value)
+        return piece is not None and isinstance(value, Tensor) and is_elementwise(piece, value)
 
     def values(self, param: nn.Parameter, key: str, numel: int) -> Tensor:
         """The first values of such a state, which is in memory."""
-        value = self.get(param, key)
-        return layout_of(self._inner, key, value).decode(value, 0, numel)
+        values: Tensor = self.get(param, key)
+        return values[:numel]
 
     def set(self, param: nn.Parameter, key: str, values: Tensor) -> None:
-        """Replace them; int8 moments get the nearest that they can be."""
-        value = self.get(param, key)
-        layout_of(self._inner, key, value).write(value, values)
+        """Replace them."""
+        self.get(param, key)[: values.numel()].copy_(values)
 
 
-def is_elementwise(inner: Optimizer, piece: MasterPiece, name: str, value: Tensor) -> bool:
-    """Whether ``value``, the state ``name`` of ``piece``, has a value for each element, in whatever format."""
-    return value.ndim > 0 and value.numel() == layout_of(inner, name, value).numel(piece.master.numel())
+def is_elementwise(piece: MasterPiece, value: Tensor) -> bool:
+    """Whether ``value``, a state of ``piece``, has a value for each element."""
+    return value.ndim > 0 and value.numel() == piece.master.numel()
 
 
 def build_pieces(buckets: list[Bucket], stage: Stage, shard_index: int) -> list[MasterPiece]:

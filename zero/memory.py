@@ -28,7 +28,7 @@ class MemoryReport:
     buffers: dict[str, int]
     """Named buffers beyond the formula: the pool of full buffers, the secondary partition or replica, residuals and
     sums of ``mode="delta_hpz"``, host buffers between files and parameters, what a delayed update reads and writes,
-    copies of parameters for a compressed link, parameters that stay whole at stage 3."""
+    parameters that stay whole at stage 3."""
     unreduced_gradients: int
     """Of the pool's bytes, those that hold full local gradients of ``no_sync`` at stages 2 and 3."""
     shards: dict[str, int]
@@ -112,7 +112,6 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
             "gradients on their way": 0 if gradient_files is None else gradient_files.store.buffers.nbytes,
             "gradients of a delayed update": _nbytes(spares, seen),
             "parameters of a delayed update": 0 if runtime.delayed is None else runtime.delayed.nbytes,
-            "copies of parameters": _nbytes((rest.held for rest in runtime.tracked.values()), seen),
             "persistent parameters": _nbytes([b.full for b in buckets if b.is_resident and b.full is not None], seen),
         },
         gradients_in_files=0 if gradient_files is None else gradient_files.nbytes,

@@ -90,8 +90,7 @@ def _check(settings: ZeroSettings) -> None:
             f"mode must be one of {', '.join(MODES)}, or absent: mode={mode!r}{nearest(str(mode), MODES)}"
         )
     refused = {
-        "delayed_update or overlapped_update (receivers would be behind)": tiers.states.delays_update,
-        "compressed_link (what nodes hold follows the parameters, not the masters)": tiers.states.compresses_link,
+        "delayed_update (receivers would be behind)": tiers.states.delays_update,
     }
     if mode == "delta_hpz":
         if settings.stage != 3:

@@ -29,7 +29,6 @@ from zero.clip import clip_grad_norm_, fold_clipping
 from zero.collective import calling_over, collective_methods
 from zero.config.plan import Plan
 from zero.config.read import Configuration, Source
-from zero.cpu_optimizer import set_moment_format
 from zero.distributed import DataParallel, data_parallel
 from zero.final_gradients import BeforeScaler, FinalGradients
 from zero.host_adam import build_updater
@@ -128,7 +127,6 @@ class ZeroOptimizer(Optimizer):
         try:
             build = partial(build_updater, optimizer, groups, self._pieces, plan, self._runtime.buckets)
             self._inner = on_every_rank(build, topology)
-            set_moment_format(self._inner, values.zcomm.moment_format)
             self._runtime.open_states(self._inner, self._pieces)
             install_on_model(self._runtime, plan.activations, self._model_parallel)
         except Exception:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from zcomm import StateError
 
-__all__ = ["check_is_new", "copy_of", "new_state"]
+__all__ = ["check_is_new", "copy_of", "new_state", "over_groups"]
 
 
 def check_is_new(optimizer: Optimizer) -> None:
@@ -72,6 +72,15 @@ def _is_same(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def _settings(group: Mapping[str, Any], params: list[Tensor]) -> dict[str, Any]:
     return {**{name: value for name, value in group.items() if name != "param_names"}, "params": params}
+
+
+def over_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """An optimizer with the same attributes, without state, over ``groups``."""
+    other: Optimizer = object.__new__(type(optimizer))
+    other.__dict__.update(optimizer.__dict__)
+    other.__dict__.pop("step", None)  # a scheduler's wrapper of it steps the original
+    other.param_groups, other.state = groups, defaultdict(dict)
+    return other
 
 
 def copy_of(optimizer: Optimizer, groups: list[dict[str, Any]], params: list[list[Tensor]]) -> Optimizer:

@@ -104,13 +104,12 @@ class Publisher:
 
         def update() -> None:
             for bucket in buckets:
-                with bucket.rest.exactly():
-                    if files is None or bucket not in files.groups_of:
-                        bucket.update_shard()
-                        continue
-                    for group, master in files.masters_of(bucket):
-                        bucket.begin_update(group.start, group.stop).copy_(master)
-                        bucket.end_update(group.start, group.stop)
+                if files is None or bucket not in files.groups_of:
+                    bucket.update_shard()
+                    continue
+                for group, master in files.masters_of(bucket):
+                    bucket.begin_update(group.start, group.stop).copy_(master)
+                    bucket.end_update(group.start, group.stop)
 
         if files is None:
             update()

@@ -12,7 +12,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +33,11 @@ from zero.publish import Publisher
 from zero.settings import ZeroSettings
 from zero.settle import make_whole, settle
 from zero.sources import GatherOptions, gather_options, start_gather
-from zero.tiers.assign import assign_states, describe_states, unused_link
+from zero.tiers.assign import assign_states, describe_states
 from zero.tiers.file_update import FileUpdate, moments_of
 from zero.tiers.gradient_files import GradientFiles
 from zero.tiers.parameter_rests import ParameterRests, ShardPlan
 from zero.tiers.settings import Tier
-from zero.tiers.tracked_rest import Tracked
 from zero.user_edits import Edits
 
 __all__ = ["Runtime"]
@@ -226,16 +224,13 @@ class Runtime:
             ConfigError: An optimizer whose states cannot rest in files.
         """
         self.effective = self.effective.and_more(
-            details=describe_states(self.buckets, self.settings.tiers.states, inner),
-            inactive=unused_link(self.buckets, self.settings.tiers.states),
+            details=describe_states(self.buckets, self.settings.tiers.states, inner)
         )
         self.reducer.facts.watch(lambda: inner.param_groups)
         files, tier = self.state_files, self.settings.tiers.states
         late = [bucket for bucket in self.buckets if bucket.host is not None]
         if tier.delays_update and late:
-            build = partial(DelayedUpdate, late, self.topology, is_overlapped=tier.overlaps_update)
-            self.delayed = on_every_rank(build, self.topology)
-            self.gatherer.late = self.delayed if tier.overlaps_update else None
+            self.delayed = on_every_rank(lambda: DelayedUpdate(late, self.topology), self.topology)
         if files is not None:
             dtype = next(iter(files.groups_of)).master.dtype
             files.reserve_moments(on_every_rank(lambda: moments_of(inner, dtype), self.topology))
@@ -251,7 +246,7 @@ class Runtime:
         if self.delayed is None or not self.delayed.is_behind:
             return
         self.delayed.finish()
-        buckets = self.delayed.write_shards() if publishes or self.delayed.is_overlapped else []
+        buckets = self.delayed.write_shards() if publishes else []
         if not buckets:
             return
         self.publish(buckets, are_written=True)
@@ -328,14 +323,8 @@ class Runtime:
 
     @property
     def is_inexact(self) -> bool:
-        """Whether forward reads what is not to be saved: quantized weights, replicas, or sums of quantized changes."""
-        effective = self.effective
-        return effective.weight_format != "none" or effective.change_format is not None or bool(self.tracked)
-
-    @property
-    def tracked(self) -> dict[Bucket, Tracked]:
-        """The shards to which steps send changes over a compressed link, with their copies on the host."""
-        return {bucket: bucket.rest for bucket in self.buckets if isinstance(bucket.rest, Tracked)}
+        """Whether forward reads what is not to be saved: quantized weights, or replicas."""
+        return self.effective.weight_format != "none" or self.effective.change_format is not None
 
     @contextmanager
     def exact(self, bucket: Bucket) -> Iterator[list[Tensor]]:

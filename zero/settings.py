@@ -15,7 +15,7 @@ from zcomm.residual import check_damping
 from zero.layout import ALIGN
 from zero.schedule import Limits
 from zero.stages import Stage, get_stage
-from zero.tiers.settings import ON_DEVICE, Tier, Tiers
+from zero.tiers.settings import ON_DEVICE, Tiers
 
 __all__ = ["DEFAULT_STAGE", "Effective", "ZeroSettings", "resolve"]
 
@@ -226,7 +226,6 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
         weights, gradients = "none", None if is_quantized else gradients
     if settings.mode != "delta_hpz" and (settings.residual_beta != 1 or settings.residual_reset_interval):
         inactive.append("residual_beta, residual_reset_interval (residuals come with mode='delta_hpz')")
-    _check_link(settings, weights)
     has_secondary = _secondary(settings, topology, stage, inactive)
     align = ALIGN
     for name in (weights, *(gradients or ())):
@@ -249,22 +248,6 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
         adjusted=tuple(adjusted),
         inactive=tuple(inactive),
     )
-
-
-def _check_link(settings: ZeroSettings, weights: str) -> None:
-    """Refuse what a compressed link is not combined with."""
-    tiers, stage = settings.tiers, settings.stage
-    refused = {
-        "offload_param (parameters are in host memory or files already, and are gathered from there as they are)": (
-            tiers.parameters.tier is not Tier.DEVICE
-        ),
-        f"weight_format={weights!r} below stage 3 (the device has what it decodes to, not what changes add up to)": (
-            weights != "none" and stage < 3
-        ),
-    }
-    asked = [what for what, is_asked in refused.items() if is_asked]
-    if tiers.states.compresses_link and asked:
-        raise ConfigError(f"compressed_link is not combined with {'; '.join(asked)}: leave out one of them")
 
 
 def _limits(settings: ZeroSettings, topology: Topology, stage: Stage) -> tuple[Limits, list[str]]:

@@ -18,7 +18,7 @@ from zero.node_state import node_state
 from zero.runtime import Runtime
 
 __all__ = [
-    "TORCHS_HELPERS", "RanksState", "check_fits", "load_masters", "restore_parameters", "restore_tracked",
+    "TORCHS_HELPERS", "RanksState", "check_fits", "load_masters", "restore_parameters",
     "shard_state",
 ]  # fmt: skip
 
@@ -79,7 +79,6 @@ def shard_state(
         "optimizer": packed,
         "loss_scale": None if loss_scale is None else loss_scale.state_dict(),
         "delayed": _delayed(runtime),
-        "tracked": {bucket.index: rest.held.clone() for bucket, rest in runtime.tracked.items()},
         "node": node_state(runtime),
     }
 
@@ -101,27 +100,13 @@ def _delayed(runtime: Runtime) -> dict[str, Any] | None:
 
 def restore_parameters(runtime: Runtime, saved: Mapping[str, Any]) -> None:
     """Let parameters, which are their masters rounded, be what :func:`shard_state` found. Collective."""
-    _restore_delayed(runtime, saved.get("delayed"))
-    held: Mapping[int, Tensor] = saved.get("tracked") or {}
-    restore_tracked(runtime, {bucket: held[bucket.index] for bucket in runtime.tracked if bucket.index in held})
-
-
-def restore_tracked(runtime: Runtime, shards: Mapping[Bucket, Tensor]) -> None:
-    """Let the device and its copy on the host have these values of this rank's shards. Collective."""
-    for bucket, values in shards.items():
-        with bucket.rest.exactly():
-            bucket.write_shard(values)
-    if shards:
-        runtime.publish(list(shards), are_written=True)
-
-
-def _restore_delayed(runtime: Runtime, saved: Mapping[str, Any] | None) -> None:
-    if runtime.delayed is None or saved is None:
+    late, content = runtime.delayed, saved.get("delayed")
+    if late is None or content is None:
         return
-    runtime.delayed.num_updates = saved["num_updates"]
-    published = {bucket: saved["published"][bucket.index] for bucket in runtime.delayed.buckets if saved["published"]}
-    if published and not runtime.delayed.is_overlapped:
-        runtime.publish(runtime.delayed.restore(published), are_written=True)
+    late.num_updates = content["num_updates"]
+    published = {bucket: content["published"][bucket.index] for bucket in late.buckets if content["published"]}
+    if published:
+        runtime.publish(late.restore(published), are_written=True)
 
 
 def _copied(value: Any) -> Any:

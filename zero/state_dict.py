@@ -7,9 +7,9 @@ Names are torch's business. Parameters are told apart by identity on both ways, 
 out entries, in any order: activation checkpointing's wrapper, torch.compile's, a front end's.
 
 At stage 3 saving is collective: rank 0 gets full CPU tensors, gathered bucket by bucket; the other ranks get an empty
-dict. With quantized weights or a compressed link it is collective at stages 1 and 2, too: every rank gets copies, on
-the parameters' device. What is saved are the masters, rounded once to the parameters' dtype: not what forward reads
-(that is what ``keep_vars=True`` gives at stages 1 and 2, without communication).
+dict. With quantized weights it is collective at stages 1 and 2, too: every rank gets copies, on the parameters' device.
+What is saved are the masters, rounded once to the parameters' dtype: not what forward reads (that is what
+``keep_vars=True`` gives at stages 1 and 2, without communication).
 
 Loading is collective at every stage: rank 0's values are taken over by every rank and by the masters; what the other
 ranks pass is not used, and may be the empty dict that they saved. ``assign=True`` copies, too: parameters stay.

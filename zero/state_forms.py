@@ -5,7 +5,6 @@ Optimizers with states in 8 bit keep those of small tensors in full: the trial i
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 
 from zcomm import ConfigError
 from zero.checkpoints.tensor_file import is_storable
+from zero.optimizer_copies import over_groups
 
 __all__ = ["check_states"]
 
@@ -35,19 +35,15 @@ def check_states(optimizer: Optimizer, device: torch.device) -> None:
                 raise ConfigError(
                     f"{type(optimizer).__name__} keeps {name!r} of a parameter of {NUMEL} elements as a "
                     f"{type(value).__name__}{of}, which can neither be divided over ranks nor saved: states are "
-                    "numbers, and plain tensors with one value for each element. For moments in 8 bit use "
-                    "zero.CPUAdam with offload_optimizer and zcomm.moment_format 'int8'"
+                    "numbers, and plain tensors with one value for each element. For narrower moments use zero.CPUAdam "
+                    "with offload_optimizer and fp32_optimizer_states=False"
                 )
 
 
 def _states_of(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    trial: Optimizer = object.__new__(type(optimizer))
-    trial.__dict__.update(optimizer.__dict__)
-    trial.__dict__.pop("step", None)  # a scheduler's wrapper of it steps the original
-    trial.state = defaultdict(dict)
     param = torch.linspace(-1, 1, NUMEL, device=device)
     param.grad = param.clone()
-    trial.param_groups = [{**group, "params": [param]}]
+    trial = over_groups(optimizer, [{**group, "params": [param]}])
     with torch.no_grad():
         trial.step()
     return dict(trial.state[param])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -11,14 +12,26 @@ from torch.optim import Optimizer
 from zero.bucket import Bucket
 from zero.cpu_optimizer import CPUOptimizer
 from zero.masters import MasterPiece
-from zero.tiers.file_update import only
 
-__all__ = ["numbers_of_groups", "step_pieces"]
+__all__ = ["numbers_of_groups", "only", "step_pieces"]
 
 
 def numbers_of_groups(inner: Optimizer) -> dict[int, int]:
     """The number of the group of each parameter of ``inner``, by its id."""
     return {id(p): i for i, group in enumerate(inner.param_groups) for p in group["params"]}
+
+
+@contextmanager
+def only(inner: Optimizer, leaves: Mapping[int, list[Tensor]]) -> Iterator[None]:
+    """Let the groups of ``inner`` have only these parameters, by the number of the group."""
+    before = [group["params"] for group in inner.param_groups]
+    for index, group in enumerate(inner.param_groups):
+        group["params"] = leaves.get(index, [])
+    try:
+        yield
+    finally:
+        for group, params in zip(inner.param_groups, before, strict=True):
+            group["params"] = params
 
 
 def step_pieces(

@@ -6,8 +6,7 @@
 
 A GPU keeps the factor of clipping to itself, and the host does not wait; but the host's optimizers need to know it.
 
-With ``delayed_update`` what rests in host memory or files is updated during the next step, with ``overlapped_update``
-what rests in host memory during the next forward: see :mod:`zero.delayed`.
+With ``delayed_update`` what rests in host memory or files is updated during the next step: see :mod:`zero.delayed`.
 What rests in files is updated first: nothing of it counts until every rank has written everything.
 """
 
@@ -40,8 +39,7 @@ class Update:
     ) -> None:
         self._runtime, self._inner, self._gradients = runtime, inner, gradients
         self._pieces = [piece for piece in pieces if not runtime.is_in_files(piece.bucket)]
-        late = [piece for piece in pieces if piece.bucket.host is not None]
-        self._late = sorted(late, key=lambda piece: not piece.bucket.is_resident)  # which the next forward needs first
+        self._late = [piece for piece in pieces if piece.bucket.host is not None]
         self._at_once = [piece for piece in pieces if piece.bucket.host is None]
         # What is collective goes by buckets, which are the same on every rank: a small model leaves ranks no pieces.
         trainable = [bucket for bucket in runtime.buckets if bucket.is_trainable]
@@ -65,7 +63,7 @@ class Update:
     def run(self) -> bool:
         """Update with the gradients times their factor, and publish. Collective.
 
-        A late or overlapped update is begun instead, and what the one before has made of the parameters is published.
+        A late update is begun instead, and what the one before has made of the parameters is published.
 
         Returns:
             Whether the update is delayed: it has taken the gradients, and none are left.
@@ -92,9 +90,7 @@ class Update:
             self._run_now()
             return False
         is_late = delayed.num_updates >= self._runtime.settings.tiers.states.delay_start
-        if is_late and delayed.is_overlapped:
-            self._run_overlapped(delayed)
-        elif is_late:
+        if is_late:
             self._run_late(delayed)
         else:
             self._runtime.finish_update(publishes=True)
@@ -107,18 +103,6 @@ class Update:
         self._begin(delayed)
         buckets = self._buckets_at_once + delayed.write_shards()
         if buckets:
-            self._publish(sorted(buckets, key=lambda bucket: bucket.index))
-
-    def _run_overlapped(self, delayed: DelayedUpdate) -> None:
-        """Residents, which are small and which anybody may read, are waited for."""
-        runtime = self._runtime
-        runtime.finish_update(publishes=True)  # what no forward has used
-        self._begin(delayed)
-        residents = [bucket for bucket in delayed.buckets if bucket.is_resident]
-        for bucket in residents:
-            delayed.catch_up(bucket)
-        runtime.gatherer.parameters_changed(bucket for bucket in delayed.buckets if not bucket.is_resident)
-        if buckets := self._buckets_at_once + residents:
             self._publish(sorted(buckets, key=lambda bucket: bucket.index))
 
     def _begin(self, delayed: DelayedUpdate) -> None:

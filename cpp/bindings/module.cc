@@ -161,7 +161,7 @@ using FactorsArgument = std::tuple<float, float, float, float, float, float, flo
 using ArrayArgument = std::tuple<std::uintptr_t, int>;
 
 void OptimizerStep(int rule, const FactorsArgument& factors, std::int64_t numel, std::uintptr_t param_ptr,
-                   const ArrayArgument& grad, std::uintptr_t moment1_ptr, std::uintptr_t moment2_ptr, int moment_format,
+                   const ArrayArgument& grad, std::uintptr_t moment1_ptr, std::uintptr_t moment2_ptr, int moment_dtype,
                    std::uintptr_t largest_ptr, const ArrayArgument& out, const DrawArgument& draw_argument,
                    std::int64_t num_threads) {
   const auto& [grad_factor, weight_decay, keep, rate, beta1, mix1, beta2, mix2, eps, inverse_root] = factors;
@@ -182,7 +182,7 @@ void OptimizerStep(int rule, const FactorsArgument& factors, std::int64_t numel,
                            MakeDType(std::get<1>(grad)),
                            reinterpret_cast<void*>(moment1_ptr),
                            reinterpret_cast<void*>(moment2_ptr),
-                           static_cast<zcomm::MomentFormat>(moment_format),
+                           MakeDType(moment_dtype),
                            reinterpret_cast<float*>(largest_ptr),
                            reinterpret_cast<void*>(std::get<0>(out)),
                            MakeDType(std::get<1>(out))};
@@ -206,8 +206,7 @@ void DefineOperations(nb::module_& m) {
         "out_block"_a, "out_is_rotated"_a, "out_ptr"_a, "out_stride_bytes"_a, "out_layout_hash"_a, "draw"_a.none(),
         "num_threads"_a);
   m.def("optimizer_step", &OptimizerStep, release, "rule"_a, "factors"_a, "numel"_a, "param_ptr"_a, "grad"_a,
-        "moment1_ptr"_a, "moment2_ptr"_a, "moment_format"_a, "largest_ptr"_a, "out"_a, "draw"_a.none(),
-        "num_threads"_a);
+        "moment1_ptr"_a, "moment2_ptr"_a, "moment_dtype"_a, "largest_ptr"_a, "out"_a, "draw"_a.none(), "num_threads"_a);
 }
 
 // What is made of the operations above.

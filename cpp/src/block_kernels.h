@@ -6,7 +6,6 @@
 #include "zcomm/arrays.h"
 #include "zcomm/isa.h"
 #include "zcomm/message_layout.h"
-#include "zcomm/moment_blocks.h"
 #include "zcomm/optimizer_step.h"
 #include "zcomm/random.h"
 
@@ -68,11 +67,6 @@ struct BlockKernels {
   StepFn step[kNumRules];
   // float32 to bfloat16, up or down by a uniform whole number in [0, 2^24).
   void (*round_at_random)(const float* values, const float* uniform, std::size_t numel, void* out);
-  // Whole records of moments, for each MomentKind.
-  using EncodeMomentsFn = void (*)(const float* values, const float* uniform, std::size_t numel, std::uint8_t* records);
-  using DecodeMomentsFn = void (*)(const std::uint8_t* records, std::size_t numel, float* values);
-  EncodeMomentsFn encode_moments[2];
-  DecodeMomentsFn decode_moments[2];
 };
 
 const BlockKernels& BaselineKernels();

@@ -49,7 +49,6 @@ constexpr std::size_t NumBytes(std::size_t numel) {
 #include "uniform_numbers.h"
 #include "plain_arrays.h"
 #include "optimizer_rules.h"
-#include "moment_kernels.h"
 // clang-format on
 
 template <Codec kCodec>
@@ -97,10 +96,6 @@ constexpr BlockKernels MakeTable() {
   table.step[static_cast<std::size_t>(Rule::kLion)] = StepLion;
   table.step[static_cast<std::size_t>(Rule::kTraffic)] = StepTraffic;
   table.round_at_random = RoundAtRandom;
-  table.encode_moments[0] = EncodeMoments<MomentKind::kSigned>;
-  table.encode_moments[1] = EncodeMoments<MomentKind::kNonNegative>;
-  table.decode_moments[0] = DecodeMoments<MomentKind::kSigned>;
-  table.decode_moments[1] = DecodeMoments<MomentKind::kNonNegative>;
   return table;
 }
 

@@ -54,15 +54,10 @@ std::uint16_t RoundAtRandom(float value, float uniform) {
 // One moment of the whole shard, in float32 from before the step until it is kept.
 class Moment {
  public:
-  Moment(void* data, const Shard& shard, MomentKind kind, std::uint32_t which)
-      : data_(data), shard_(shard), kind_(kind), which_(which) {
+  Moment(void* data, const Shard& shard, std::uint32_t which) : data_(data), shard_(shard), which_(which) {
     if (data == nullptr) return;
     values_.resize(shard.numel);
-    if (shard.moment_format == MomentFormat::kInt8) {
-      DecodeMomentsRef(kind, static_cast<std::uint8_t*>(data), shard.numel, values_.data());
-      return;
-    }
-    for (std::size_t i = 0; i < shard.numel; ++i) values_[i] = LoadElement(Width(), data, i);
+    for (std::size_t i = 0; i < shard.numel; ++i) values_[i] = LoadElement(shard.moment_dtype, data, i);
   }
 
   float Get(std::size_t i) const { return data_ == nullptr ? 0.0F : values_[i]; }
@@ -72,31 +67,20 @@ class Moment {
 
   void Keep(const std::optional<Draw>& draw) {
     if (data_ == nullptr) return;
-    std::vector<float> uniform(shard_.numel);
-    if (shard_.moment_format != MomentFormat::kFloat32) {
-      Draw own = *draw;
-      own.tensor += which_;
-      for (std::size_t i = 0; i < shard_.numel; ++i) uniform[i] = Uniform24(own, i);
-    }
-    if (shard_.moment_format == MomentFormat::kInt8) {
-      EncodeMomentsRef(kind_, values_.data(), uniform.data(), shard_.numel, static_cast<std::uint8_t*>(data_));
+    if (shard_.moment_dtype == DType::kFloat32) {
+      for (std::size_t i = 0; i < shard_.numel; ++i) StoreElement(DType::kFloat32, data_, i, values_[i]);
       return;
     }
+    Draw own = *draw;
+    own.tensor += which_;
     for (std::size_t i = 0; i < shard_.numel; ++i) {
-      if (shard_.moment_format == MomentFormat::kFloat32) {
-        StoreElement(DType::kFloat32, data_, i, values_[i]);
-      } else {
-        static_cast<std::uint16_t*>(data_)[i] = RoundAtRandom(values_[i], uniform[i]);
-      }
+      static_cast<std::uint16_t*>(data_)[i] = RoundAtRandom(values_[i], Uniform24(own, i));
     }
   }
 
  private:
-  DType Width() const { return shard_.moment_format == MomentFormat::kFloat32 ? DType::kFloat32 : DType::kBfloat16; }
-
   void* data_;
   const Shard& shard_;
-  MomentKind kind_;
   std::uint32_t which_;
   std::vector<float> values_;
 };
@@ -105,8 +89,8 @@ class Moment {
 
 void OptimizerStepRef(const StepOptions& options, const Shard& shard, const std::optional<Draw>& draw) {
   const IeeeFloatMode ieee;
-  Moment moment1(shard.moment1, shard, KindOfFirstMoment(options.rule), 0);
-  Moment moment2(shard.moment2, shard, kKindOfSecondMoment, 1);
+  Moment moment1(shard.moment1, shard, 0);
+  Moment moment2(shard.moment2, shard, 1);
   for (std::size_t i = 0; i < shard.numel; ++i) {
     const float g = LoadElement(shard.grad_dtype, shard.grad, i) * options.grad_factor;
     Element e{shard.param[i], moment1.Get(i), moment2.Get(i), Get(DType::kFloat32, shard.largest, i)};

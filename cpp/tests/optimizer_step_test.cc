@@ -13,24 +13,13 @@ constexpr std::size_t kSizes[] = {0, 1, 15, 16, 17, 1023, 1024, 1025, 100'003};
 struct Case {
   Rule rule;
   DType grad_dtype;
-  MomentFormat moment_format;
+  DType moment_dtype;
   DType out_dtype;
   bool has_out;
   bool amsgrad;
   std::size_t numel;
   std::size_t offset;  // elements by which the arrays are off their allocations' alignment
 };
-
-std::size_t MomentNbytes(MomentFormat format, std::size_t numel) {
-  if (format == MomentFormat::kInt8) return MomentRecordsNbytes(numel);
-  return numel * (format == MomentFormat::kFloat32 ? sizeof(float) : sizeof(std::uint16_t));
-}
-
-std::size_t OffsetNbytes(MomentFormat format, std::size_t offset) {
-  return format == MomentFormat::kInt8 ? offset : MomentNbytes(format, offset);
-}
-
-DType WidthOf(MomentFormat format) { return format == MomentFormat::kFloat32 ? DType::kFloat32 : DType::kBfloat16; }
 
 struct Arrays {
   std::vector<float> param;
@@ -45,27 +34,19 @@ struct Arrays {
     param.resize(numel);
     largest.resize(numel);
     grad.resize(numel * ItemSize(c.grad_dtype));
-    moment1.resize(OffsetNbytes(c.moment_format, c.offset) + MomentNbytes(c.moment_format, c.numel));
-    moment2.resize(moment1.size());
+    moment1.resize(numel * ItemSize(c.moment_dtype));
+    moment2.resize(numel * ItemSize(c.moment_dtype));
     out.resize(numel * ItemSize(c.out_dtype));
     for (std::size_t i = 0; i < numel; ++i) {
       param[i] = random->Uniform();
       largest[i] = random->Uniform() * random->Uniform();
       StoreElement(c.grad_dtype, grad.data(), i, Sample(kind, i, random));
     }
-    FillMoment(c, KindOfFirstMoment(c.rule), random, &moment1);
-    FillMoment(c, kKindOfSecondMoment, random, &moment2);
-  }
-
-  static void FillMoment(const Case& c, MomentKind kind, Random* random, std::vector<std::uint8_t>* moment) {
-    std::vector<float> values(c.numel);
-    for (float& value : values) value = kind == MomentKind::kSigned ? random->Uniform() : std::fabs(random->Uniform());
-    std::uint8_t* data = moment->data() + OffsetNbytes(c.moment_format, c.offset);
-    if (c.moment_format == MomentFormat::kInt8) {
-      EncodeMomentsRef(kind, values.data(), std::vector<float>(c.numel, 1 << 23).data(), c.numel, data);
-      return;
+    for (std::size_t i = 0; i < numel; ++i) {
+      const float first = random->Uniform();
+      StoreElement(c.moment_dtype, moment1.data(), i, c.rule == Rule::kAdagrad ? std::fabs(first) : first);
+      StoreElement(c.moment_dtype, moment2.data(), i, std::fabs(random->Uniform()));
     }
-    for (std::size_t i = 0; i < c.numel; ++i) StoreElement(WidthOf(c.moment_format), data, i, values[i]);
   }
 
   Shard MakeShard(const Case& c) {
@@ -76,9 +57,9 @@ struct Arrays {
             param.data() + c.offset,
             at(grad, c.grad_dtype),
             c.grad_dtype,
-            moment1.data() + OffsetNbytes(c.moment_format, c.offset),
-            HasSecondMoment(c.rule) ? moment2.data() + OffsetNbytes(c.moment_format, c.offset) : nullptr,
-            c.moment_format,
+            at(moment1, c.moment_dtype),
+            HasSecondMoment(c.rule) ? at(moment2, c.moment_dtype) : nullptr,
+            c.moment_dtype,
             c.amsgrad ? largest.data() + c.offset : nullptr,
             c.has_out ? at(out, c.out_dtype) : nullptr,
             c.out_dtype};
@@ -104,11 +85,6 @@ bool SameValues(DType dtype, const void* a, const void* b, std::size_t numel) {
   return true;
 }
 
-bool SameMoments(const Case& c, const std::vector<std::uint8_t>& a, const std::vector<std::uint8_t>& b) {
-  if (c.moment_format == MomentFormat::kInt8) return SameBits(a, b);
-  return SameValues(WidthOf(c.moment_format), a.data(), b.data(), c.numel + c.offset);
-}
-
 void Compare(const Case& c, Kind kind, Random* random) {
   const StepOptions options = MakeOptions(c.rule);
   const std::optional<Draw> draw = Draw{7, 11, 3, 0, 1, 5};
@@ -123,8 +99,8 @@ void Compare(const Case& c, Kind kind, Random* random) {
   };
   EXPECT(SameValues(DType::kFloat32, expected.param.data(), got.param.data(), numel), "%s", context("param").c_str());
   EXPECT(SameBits(expected.grad, got.grad), "%s", context("grad").c_str());
-  EXPECT(SameMoments(c, expected.moment1, got.moment1), "%s", context("m").c_str());
-  EXPECT(SameMoments(c, expected.moment2, got.moment2), "%s", context("v").c_str());
+  EXPECT(SameValues(c.moment_dtype, expected.moment1.data(), got.moment1.data(), numel), "%s", context("m").c_str());
+  EXPECT(SameValues(c.moment_dtype, expected.moment2.data(), got.moment2.data(), numel), "%s", context("v").c_str());
   EXPECT(SameValues(DType::kFloat32, expected.largest.data(), got.largest.data(), numel), "%s", context("w").c_str());
   EXPECT(SameValues(c.out_dtype, expected.out.data(), got.out.data(), numel), "%s", context("out").c_str());
 }
@@ -137,7 +113,7 @@ void TestAllRules() {
         for (const std::size_t numel : kSizes) {
           const Rule r = static_cast<Rule>(rule);
           const bool is_adam = r == Rule::kAdam || r == Rule::kAdamW;
-          const Case c{r,         grad_dtype,           static_cast<MomentFormat>(random.Below(kNumMomentFormats)),
+          const Case c{r,         grad_dtype,           random.Below(2) == 0 ? DType::kFloat32 : DType::kBfloat16,
                        out_dtype, random.Below(3) != 0, is_adam && random.Below(2) == 0,
                        numel,     random.Below(3)};
           Compare(c, static_cast<Kind>(random.Below(static_cast<std::uint32_t>(Kind::kNumKinds))), &random);
@@ -153,7 +129,7 @@ void TestValues() {
   float m = 0.0F;
   float v = 0.0F;
   const float g = 2.0F;
-  Shard shard{1, &p, &g, DType::kFloat32, &m, &v, MomentFormat::kFloat32, nullptr, nullptr, DType::kFloat32};
+  Shard shard{1, &p, &g, DType::kFloat32, &m, &v, DType::kFloat32, nullptr, nullptr, DType::kFloat32};
   // g = 1, p = 0.75; m = 0.5, v = 0.25: p = 0.75 - 0.25 * 0.5 / (0.5 * 2 + 0)
   OptimizerStep({Rule::kAdamW, 0.5F, 9.0F, 0.75F, 0.25F, 0.5F, 0.5F, 0.75F, 0.25F, 0.0F, 2.0F}, shard, {}, 1);
   EXPECT(p == 0.625F && m == 0.5F && v == 0.25F, "p %g m %g v %g", p, m, v);
@@ -168,17 +144,17 @@ void TestValues() {
 void TestBadArguments() {
   float x[3] = {};
   StepOptions options{Rule::kAdamW, 1, 0, 1, 1, 0, 1, 0, 1, 1, 1};
-  Shard shard{2, x, x, DType::kFloat32, nullptr, nullptr, MomentFormat::kFloat32, nullptr, nullptr, DType::kFloat32};
+  Shard shard{2, x, x, DType::kFloat32, nullptr, nullptr, DType::kFloat32, nullptr, nullptr, DType::kFloat32};
   const auto message = [&] { return MessageOfThrow([&] { OptimizerStep(options, shard, {}, 1); }); };
   EXPECT(Contains(message(), "first moment"), "%s", message().c_str());
   shard.moment1 = x;
   EXPECT(Contains(message(), "second moment"), "%s", message().c_str());
   shard.moment2 = x;
-  shard.moment_format = MomentFormat::kInt8;
+  shard.moment_dtype = DType::kBfloat16;
   EXPECT(Contains(message(), "random numbers"), "%s", message().c_str());
-  shard.moment_format = static_cast<MomentFormat>(3);
-  EXPECT(Contains(message(), "moment_format=3"), "%s", message().c_str());
-  shard.moment_format = MomentFormat::kFloat32;
+  shard.moment_dtype = DType::kFloat16;
+  EXPECT(Contains(message(), "moment_dtype=2"), "%s", message().c_str());
+  shard.moment_dtype = DType::kFloat32;
   shard.param = reinterpret_cast<float*>(reinterpret_cast<char*>(x) + 1);
   EXPECT(Contains(message(), "aligned"), "%s", message().c_str());
   options.rule = static_cast<Rule>(5);
@@ -191,8 +167,8 @@ void TestStochasticRoundingHasNoBias() {
   std::vector<float> p(kNumel, 0.0F);
   const std::vector<float> g(kNumel, 1.0F + 1.0F / 1024);  // between the bfloat16 neighbours 1 and 1 + 2^-7
   std::vector<std::uint16_t> m(kNumel);
-  const Shard shard{kNumel,  p.data(), g.data(),       DType::kFloat32, m.data(), nullptr, MomentFormat::kBfloat16,
-                    nullptr, nullptr,  DType::kFloat32};
+  const Shard shard{kNumel,  p.data(),         g.data(), DType::kFloat32, m.data(),
+                    nullptr, DType::kBfloat16, nullptr,  nullptr,         DType::kFloat32};
   OptimizerStep({Rule::kLion, 1, 0, 1, 1, 0, 1, 0, 1, 0, 0}, shard, Draw{1, 2, 3, 4, 5, 0}, 2);
   double sum = 0;
   for (const std::uint16_t bits : m) sum += FloatFromBfloat16(bits);

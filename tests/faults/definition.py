@@ -128,9 +128,7 @@ CONFIGS: dict[str, Config] = {
     "stage 3, ZeRO++": Config({"stage": 3, **SMALL, **QUANTIZED}),
     "stage 3, NVMe": Config({"stage": 3, **SMALL, **STATES, **PARAMETERS}),
     "stage 3, NVMe, delayed": Config({"stage": 3, **SMALL, **STATES, **PARAMETERS, "delayed_update": True}),
-    "stage 3, overlapped, 4 ranks": Config(
-        {"stage": 3, **SMALL, **HOST, "overlapped_update": True}, ranks_per_node=4, micro_batches=2, defers=True
-    ),
+    "stage 3, host, 4 ranks": Config({"stage": 3, **SMALL, **HOST}, ranks_per_node=4, micro_batches=2, defers=True),
     "delta, 2 x 2": Config({"stage": 2, **SMALL, "mode": "delta"}, nodes=2),
     "ZeRO++, 2 x 2": Config({"stage": 3, **SMALL, **QUANTIZED}, nodes=2),
     "hpZ, 2 x 2": Config({"stage": 3, **SMALL, **QUANTIZED, "zero_hpz_partition_size": 2}, nodes=2, micro_batches=2),

@@ -81,12 +81,13 @@ PLUS = {"ranks_per_node": 2, "zero_quantized_weights": True, "zero_quantized_gra
 IN_A_THREAD = {
     "offload_optimizer": {"device": "cpu"},
     "zero_force_ds_cpu_optimizer": False,
-    "overlapped_update": True,
+    "delayed_update": True,
+    "delay_start": 0,
 }
 CASES = [
     *(Case(ranks, stage, "", {}) for ranks in (2, 4) for stage in (1, 2, 3)),
     Case(4, 3, ", hpZ on 2 x 2", PLUS | {"zero_hpz_partition_size": 2}),
-    Case(2, 3, ", overlapped update", IN_A_THREAD),
+    Case(2, 3, ", delayed update", IN_A_THREAD),
     Case(2, 3, ", over NCCL", {"backend": "nccl"}),
 ]
 

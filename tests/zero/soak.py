@@ -136,9 +136,8 @@ MODES = {
     "delta-hpZ": Mode({"stage": 3}, {"mode": "delta_hpz"}, num_ranks=4),
     "NVMe": Mode(IN_FILES, {}),
     "NVMe, delayed": Mode(IN_FILES, {"delayed_update": True}),
-    "host, overlapped": Mode({"stage": 3, "offload_optimizer": {"device": "cpu"}}, {"overlapped_update": True}),
 }
-"""Overlapped updates exclude states in files. No save of states in files is asynchronous."""
+"""No save of states in files is asynchronous."""
 
 
 def config_of(mode: Mode, folder: Path) -> dict[str, Any]:

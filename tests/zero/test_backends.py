@@ -51,8 +51,6 @@ CASES: dict[str, dict[str, Any]] = {
     "states on the host": HOST | {"stage": 1},
     "all on the host": HOST | {"stage": 3, "offload_param": {"device": "cpu"}},
     "delayed update": HOST | {"stage": 2, "delayed_update": True, "delay_start": 1},
-    "overlapped update": HOST | {"stage": 3, "overlapped_update": True},
-    "compressed link": HOST | {"stage": 3, "compressed_link": True},
 }
 SAVED = ("stage 3", "delta-hpZ")
 """Saved and loaded on the way, with a topology of the optimizer's own; the others share one."""

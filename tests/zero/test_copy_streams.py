@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.recorded_streams import DEVICE, Event, OnDevice, Recorded
 from zero.activations.copies import Copies
-from zero.tiers.device_copies import DeviceCopies
+from zero.tiers.copy_stream import CopyStream
 from zero.tiers.file_rest import InFile
 from zero.tiers.file_store import FileStore
 from zero.tiers.host import HostMemory
@@ -53,18 +53,18 @@ def _source() -> Any:
 
 def test_gradients_go_to_the_host_beside_the_computation(recorded: Recorded) -> None:
     memory = HostMemory(DEVICE, pins=False)
-    arrival = memory.fetch(_source(), _target(recorded), "gradients")
+    arrival = memory.fetch_gradient(_source(), _target(recorded))
     assert recorded.log == ["side1 after main", "copy on side1", "event on side1", "tensor until side1"]
     assert recorded.current.name == "main"
     recorded.log.clear()
     arrival.wait()
     assert recorded.log == ["host after event"], "the host needs the values"
-    memory.fetch(_source(), _target(recorded), "gradients")
+    memory.fetch_gradient(_source(), _target(recorded))
     assert recorded.num_streams == 1, "made once"
 
 
 def test_parameters_come_to_the_device_beside_the_computation(recorded: Recorded) -> None:
-    copies = DeviceCopies(DEVICE)
+    copies = CopyStream(DEVICE)
     with copies.on_stream():
         _target(recorded).copy_(torch.ones(4), non_blocking=True)
     assert copies.event() is not None
@@ -75,10 +75,10 @@ def test_parameters_come_to_the_device_beside_the_computation(recorded: Recorded
 def test_a_shard_in_host_memory_is_sent_from_its_row(recorded: Recorded) -> None:
     """What an exchange sends is on the device: the row, filled, and not the shard."""
     shard, row = torch.arange(8.0), torch.zeros(4)
-    sent = OnHost(shard, DeviceCopies(torch.device("cpu"))).fetch(2, 6, row)
+    sent = OnHost(shard, CopyStream(torch.device("cpu"))).fetch(2, 6, row)
     assert sent is row
     assert row.tolist() == [2, 3, 4, 5]
-    rest, there = OnHost(shard, DeviceCopies(DEVICE)), _target(recorded)
+    rest, there = OnHost(shard, CopyStream(DEVICE)), _target(recorded)
     with rest.on_stream():
         assert rest.fetch(2, 6, there) is there
     assert recorded.log == ["side1 after main", "copy on side1"]
@@ -91,7 +91,7 @@ def test_a_buffer_of_a_file_is_used_again_once_its_copy_is_made(
     page, store = 4096, FileStore(tmp_path, files=Files(), name="parameters", topology=None)
     staging = Staging(store, limit_nbytes=page)
     file = store.create("shard", page)
-    rest = InFile(torch.empty(1).expand(4), file, [(0, 4)], staging, DeviceCopies(DEVICE))
+    rest = InFile(torch.empty(1).expand(4), file, [(0, 4)], staging, CopyStream(DEVICE))
     used = []
     for has_passed in (True, True, False, False, True, True):
         monkeypatch.setattr(Event, "has_passed", has_passed)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import zero
-from zcomm import ConfigError
+from zcomm import ConfigError, StateError
 from zero import CPUAdagrad, CPUAdam, CPULion
 
 Make = Callable[[list[Tensor]], Optimizer]
@@ -187,6 +187,29 @@ def test_steps_that_were_counted_in_a_plain_number_go_on_as_torchs() -> None:
     run(resumed, mine, range(5, 10))
     assert (mine - theirs).norm() <= 1e-6 * theirs.norm()
     assert resumed.state[mine]["step"] == 10
+
+
+def test_moments_are_taken_over_in_the_dtype_of_here() -> None:
+    p = torch.nn.Parameter(torch.zeros(300))
+    wide, narrow = CPUAdam([p], 0.01), CPUAdam([p], 0.01, fp32_optimizer_states=False)
+    p.grad = _grads(0, [(300,)])[0]
+    wide.step()
+    narrow.load_state_dict(wide.state_dict())
+    assert torch.equal(narrow.state[p]["exp_avg"], wide.state[p]["exp_avg"].bfloat16())
+    wide.load_state_dict(narrow.state_dict())
+    assert torch.equal(wide.state[p]["exp_avg"], narrow.state[p]["exp_avg"].float())
+
+
+def test_moments_of_another_size_are_refused() -> None:
+    """As records of int8 are, which earlier versions could save."""
+    p = torch.nn.Parameter(torch.zeros(300))
+    optimizer = CPUAdam([p], 0.01)
+    p.grad = torch.ones(300)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0]["exp_avg"] = torch.zeros(2 * 260, dtype=torch.uint8)
+    with pytest.raises(StateError, match="'exp_avg' of parameter 0 has 520 elements, and the parameter 300"):
+        optimizer.load_state_dict(saved)
 
 
 def test_threads_do_not_change_the_bits() -> None:

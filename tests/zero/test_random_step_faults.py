@@ -37,7 +37,7 @@ AT_ONCE = 5
 """Faults of one call of the ranks."""
 STEPS, SAVE_EVERY = 6, 2
 COMMON: dict[str, Any] = {"lr": 1e-2, "bf16": {"enabled": True}, "gradient_clipping": 0.5}
-STAGE_3 = {"stage": 3, "moment_format": "int8"}
+STAGE_3 = {"stage": 3, "fp32_optimizer_states": False}
 PARAMETERS = {"device": "nvme", "max_in_cpu": 0, "buffer_size": 600}
 FAILURES = (OSError, MemoryError, ZcommError, RuntimeError)
 

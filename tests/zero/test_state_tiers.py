@@ -31,7 +31,6 @@ TIERS: dict[str, dict[str, Any]] = {
 OPTIMIZERS: dict[str, Any] = {
     "adam": lambda groups: zero.CPUAdam(groups, lr=1e-2),
     "narrow": lambda groups: zero.CPUAdam(groups, lr=1e-2, amsgrad=True, fp32_optimizer_states=False),
-    "int8": lambda groups: zero.CPUAdam(groups, lr=1e-2, moment_format="int8"),
     "lion": lambda groups: zero.CPULion(groups, lr=1e-3),
     "adagrad": lambda groups: zero.CPUAdagrad(groups, lr=1e-2),
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zero.tiers.copy_stream import CopyStream
+
 __all__ = ["Arriving", "Copies"]
 
 
@@ -27,34 +29,27 @@ class Copies:
     """All copies of one device, in one order: a buffer is never filled again before it was read."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, CopyStream] = {}
 
     def to_host(self, values: Tensor, host: Tensor) -> None:
         """Start copying ``values`` to ``host``; they may be freed, but not changed, before it ends."""
-        if not values.is_cuda:
-            host.copy_(values)
-            return
-        stream = self._stream_after_current(values.device)
-        with torch.cuda.stream(stream):
-            host.copy_(values, non_blocking=True)
-        values.record_stream(stream)
+        stream = self._stream_of(values.device)
+        with stream.on_stream():
+            host.copy_(values, non_blocking=values.is_cuda)
+        stream.uses(values)
 
     def to_device(self, host: Tensor, device: torch.device) -> Arriving:
         """Start copying ``host``, after everything that was started before."""
         if device.type != "cuda":
             return Arriving(host.data.to(device), None)
-        values = torch.empty_like(host, device=device)
-        stream = self._stream_after_current(device)
-        with torch.cuda.stream(stream):
+        values, stream = torch.empty_like(host, device=device), self._stream_of(device)
+        with stream.on_stream():
             values.copy_(host, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        values.record_stream(stream)
+        event = stream.event()
+        stream.uses(values)
         return Arriving(values, event)
 
-    def _stream_after_current(self, device: torch.device) -> torch.cuda.Stream:
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        return stream
+    def _stream_of(self, device: torch.device) -> CopyStream:
+        if device not in self._streams:
+            self._streams[device] = CopyStream(device)
+        return self._streams[device]

@@ -1,10 +1,9 @@
 """What a rank holds of the model and its optimizer, as flat parts with global names.
 
     weight/PARAM           every parameter: the float32 master of a trainable one, a frozen one as it is
-    published/PARAM        trainable parameters as forward reads them, where a delayed update has not reached them yet,
-                           or where they follow their masters by changes over a compressed link
+    published/PARAM        trainable parameters as forward reads them, where a delayed update has not reached them yet
     replica/PARAM, ...     see zero.checkpoints.node_parts
-    state/NAME/PARAM       optimizer states with one value for each element (moments; those in int8 as float32)
+    state/NAME/PARAM       optimizer states with one value for each element (moments)
     tensor|int|float/NAME/PARAM     optimizer states with one value for a parameter (step)
     buffer/BUFFER          the first rank's persistent buffers
     rank/R/buffer/BUFFER   those of rank R that differ from the first rank's
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -28,12 +26,9 @@ from zero.bucket import Bucket
 from zero.checkpoints.errors import CheckpointError
 from zero.checkpoints.planners import Part
 from zero.checkpoints.tensor_file import as_bytes, is_storable
-from zero.cpu_optimizer import layout_of
 from zero.inside import Inside
 from zero.masters import MasterPiece, is_elementwise
-from zero.moments import Blocks, Decoded
 from zero.runtime import Runtime
-from zero.tiers.at_rest import at_rest
 from zero.tiers.state_files import StateFiles
 
 __all__ = [
@@ -94,8 +89,7 @@ def held_pieces(inside: Inside) -> Iterator[tuple[Held, MasterPiece]]:
 def published_parts(inside: Inside) -> list[Part]:
     """Parameters that are not their masters rounded. Collective if they rest in files."""
     delayed, parts = inside.runtime.delayed, []
-    published = {bucket: rest.held for bucket, rest in inside.runtime.tracked.items()}
-    published |= {} if delayed is None else delayed.published()
+    published = {} if delayed is None else delayed.published()
     for held, _ in held_pieces(inside):
         if held.bucket in published:
             shard = published[held.bucket]
@@ -115,22 +109,13 @@ def state_parts(inside: Inside) -> list[Part]:
             if value is None:
                 continue
             is_moment = isinstance(value, Tensor) and value.dim() == 1 and is_storable(value)
-            if is_moment and is_elementwise(inside.inner, piece, name, value):
-                parts.append(_moment_part(inside, held, name, value))
+            if is_moment and is_elementwise(piece, value):
+                parts.append(held.part(f"state/{name}/{held.name}", value, inside.runtime.state_files, name))
                 continue
             kind = _scalar_kind(inside, held.name, name, value)
             stored = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=_wide(value))
             parts.append(Part.whole(f"{kind}/{name}/{held.name}", stored))
     return parts
-
-
-def _moment_part(inside: Inside, held: Held, name: str, value: Tensor) -> Part:
-    """Values of a moment, in float32 if it is encoded."""
-    key, layout = f"state/{name}/{held.name}", layout_of(inside.inner, name, value)
-    if not isinstance(layout, Blocks):
-        return held.part(key, value, inside.runtime.state_files, name)
-    part = held.part(key, at_rest(held.values.numel(), torch.float32), inside.runtime.state_files, name)
-    return part if part.read is not None else replace(part, read=Decoded(value, layout))
 
 
 def _wide(value: float) -> torch.dtype:

@@ -200,7 +200,7 @@ def _ask_for_states(request: Request, inside: Inside) -> None:
     keys_of, in_files = keys_by_parameter(tensors), () if files is None else tuple(files.moments)
     for held, _ in held_pieces(inside):
         published = f"published/{held.name}"
-        if published in tensors and (inside.runtime.delayed is not None or inside.runtime.tracked):
+        if published in tensors and inside.runtime.delayed is not None:
             request.add(published, held.values.numel(), held.first, tensors[published].dtype)
         for key in keys_of.get(held.name, []):
             if key.startswith("state/"):

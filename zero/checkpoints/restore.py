@@ -26,7 +26,6 @@ from zero.checkpoints.streamed import StreamedStates
 from zero.inside import Inside
 from zero.optimizer import ZeroOptimizer
 from zero.settle import distinct
-from zero.shard_state import restore_tracked
 
 __all__ = ["restore"]
 
@@ -144,21 +143,18 @@ def _restore_inner(optimizer: ZeroOptimizer, state: dict[str, Any], request: Req
 
 
 def _restore_published(inside: Inside, request: Request) -> None:
-    """Let parameters be behind their masters again, or what changes over a compressed link have made of them."""
+    """Let parameters be behind their masters again."""
     runtime, content = inside.runtime, request.index.content
-    delayed = None if content.get("num_updates") is None else runtime.delayed
-    if delayed is not None:
-        delayed.num_updates = content["num_updates"]
-    late = delayed if content.get("is_behind", True) else None
-    buckets = list(runtime.tracked) if late is None else late.buckets
-    is_saved = any(key.startswith("published/") for key in request.index.tensors)
-    if not is_saved or (late is None and content.get("is_behind", True)):
+    late = None if content.get("num_updates") is None else runtime.delayed
+    if late is None:
         return
-    if late is not None and late.is_overlapped:  # whose parameters are never behind
+    late.num_updates = content["num_updates"]
+    is_saved = any(key.startswith("published/") for key in request.index.tensors)
+    if not (is_saved and content.get("is_behind", True)):
         return
 
     def read() -> dict[Bucket, Tensor]:
-        shards = {bucket: bucket.rest.read().clone() for bucket in buckets}
+        shards = {bucket: bucket.rest.read().clone() for bucket in late.buckets}
         for held, _ in held_pieces(inside):
             if held.bucket in shards and request.has(f"published/{held.name}"):
                 part = slice(held.start, held.start + held.values.numel())
@@ -166,10 +162,7 @@ def _restore_published(inside: Inside, request: Request) -> None:
         return shards
 
     shards = on_every_rank(read, runtime.topology)
-    if late is None:
-        restore_tracked(runtime, shards)
-    else:
-        runtime.publish(late.restore(shards), are_written=True)
+    runtime.publish(late.restore(shards), are_written=True)
 
 
 def _inner_state(inside: Inside, request: Request) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from zero.checkpoints.tensor_file import CODES
 from zero.checkpoints.tree import Tree
 from zero.inside import Inside
 from zero.large_linears import rows_by_key
-from zero.moments import Decoded
 from zero.optimizer import ZeroOptimizer
 from zero.runtime import Runtime
 
@@ -46,17 +45,12 @@ class Snapshot:
     @property
     def is_in_files(self) -> bool:
         """Whether some of it is read from files when it is saved, so that the training must wait."""
-        return any(part.read is not None and not isinstance(part.read, Decoded) for part in self.parts)
+        return any(part.read is not None for part in self.parts)
 
     def copied(self) -> Snapshot:
         """The same in host memory of its own, which the training does not change."""
-        return Snapshot([_copied(part) for part in self.parts], self.content)
-
-
-def _copied(part: Part) -> Part:
-    if isinstance(part.read, Decoded):
-        return replace(part, read=part.read.copied())
-    return replace(part, values=part.values.to("cpu", copy=True))
+        parts = [replace(part, values=part.values.to("cpu", copy=True)) for part in self.parts]
+        return Snapshot(parts, self.content)
 
 
 def take_snapshot(

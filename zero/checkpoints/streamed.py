@@ -88,10 +88,10 @@ class StreamedStates:
         master = self._read("weight", f"weight/{held.name}", first, stop - start)
         if master is not None:
             unit.master[start - base : stop - base].copy_(master)
-        for name, layout in files.moments.items() if self._has_moments else ():
+        for name in files.moments if self._has_moments else ():
             values = self._read(name, f"state/{name}/{held.name}", first, stop - start)
             if values is not None:
-                layout.write(layout.part(unit.moments[name], start - base, stop - base), values)
+                unit.moments[name][start - base : stop - base].copy_(values)
 
     def _read(self, kind: str, key: str, first: int, numel: int) -> Tensor | None:
         """Elements ``[first, first + numel)`` of a tensor; None: it was not saved."""
@@ -126,7 +126,6 @@ class StreamedStates:
             return
         for held, piece in held_pieces(self._inside):
             if self._inside.runtime.is_in_files(piece.bucket):
-                for name, layout in files.moments.items():
+                for name, dtype in files.moments.items():
                     if f"state/{name}/{held.name}" in self._index.tensors:
-                        rests = at_rest(layout.numel(piece.master.numel()), layout.dtype)
-                        self._inside.inner.state[piece.master][name] = rests
+                        self._inside.inner.state[piece.master][name] = at_rest(piece.master.numel(), dtype)

@@ -37,7 +37,6 @@ OPTIMIZER_OPTIONS: Mapping[str, Definition] = {
     **_optimizer(bool, "amsgrad nesterov maximize centered capturable differentiable fused foreach"),
     **_optimizer(bool, "decoupled_weight_decay bias_correction adam_w_mode adamw_mode torch_adam"),
     **_optimizer(bool, "fp32_optimizer_states"),
-    **_optimizer(str, "moment_format"),
 }
 SCHEDULER_OPTIONS: Mapping[str, Definition] = {
     **_scheduler(Rate, "warmup_min_lr lr_range_test_min_lr cycle_min_lr cycle_max_lr"),

@@ -227,12 +227,6 @@ class Zcomm:
         false="half the disk; after a step that failed the optimizer asks for the last checkpoint",
         active_if="offload_optimizer nvme",
     )
-    moment_format: str | None = key(
-        None,
-        "what moments of zero's own optimizers rest in: float32, or rounded stochastically bfloat16 or int8 (absent: "
-        "as the optimizer was built, else float32)",
-        choices=("float32", "bfloat16", "int8"),
-    )
     delayed_update: bool = key(
         False,
         "the update of a step runs on the host during the next step's forward and backward, which read the parameters "
@@ -245,20 +239,6 @@ class Zcomm:
         "updates that are not delayed, at the start (the default is the paper's)",
         minimum=0,
         active_if="delayed update",
-    )
-    overlapped_update: bool = key(
-        False,
-        "the update of a step runs on the host during the next forward, where each layer waits for its own: the same "
-        "numbers as without (stage 3, states in host memory)",
-        false="step() waits for its update",
-        active_if="offload_optimizer",
-    )
-    compressed_link: bool = key(
-        False,
-        "gradients of offloaded states go to the host as int8, and what a step changes in 16-bit parameters comes back "
-        "as int4: 1.52 bytes a parameter",
-        false="4 bytes, without rounding to these formats",
-        active_if="offload_optimizer",
     )
 
 

@@ -25,9 +25,6 @@ def tiers_of(config: Config, *, stage: int) -> Tiers:
     ):
         if is_offloaded and section.device == "nvme" and not section.nvme_path:
             raise ConfigError(f"zero_optimization.{name}.device='nvme' needs nvme_path, a folder on a fast disk")
-    overlaps = config.zcomm.overlapped_update and states_are_offloaded
-    if overlaps:
-        _check_overlap(config, stage)
     if optimizer.ratio > 1:
         raise ConfigError(f"zero_optimization.offload_optimizer.ratio must be 0 to 1: ratio={optimizer.ratio}")
     return Tiers(
@@ -40,10 +37,8 @@ def tiers_of(config: Config, *, stage: int) -> Tiers:
             keeps_previous=config.zcomm.keep_previous_states,
             reads_ahead=optimizer.pipeline_read,
             writes_behind=optimizer.pipeline_write,
-            delays_update=config.zcomm.delayed_update or overlaps,
-            delay_start=0 if overlaps else config.zcomm.delay_start,
-            overlaps_update=overlaps,
-            compresses_link=config.zcomm.compressed_link and states_are_offloaded,
+            delays_update=config.zcomm.delayed_update,
+            delay_start=config.zcomm.delay_start,
         ),
         parameters=ParameterTier(
             tier=Tier(param.device) if params_are_offloaded else Tier.DEVICE,
@@ -55,26 +50,3 @@ def tiers_of(config: Config, *, stage: int) -> Tiers:
         files=Files(request_nbytes=config.aio.block_size, num_requests=config.aio.queue_depth),
         pins_memory=optimizer.pin_memory and param.pin_memory,
     )
-
-
-def _check_overlap(config: Config, stage: int) -> None:
-    """Refuse what ``overlapped_update`` is not made for."""
-    zero = config.zero_optimization
-    instead = "use delayed_update, which is one step late, or neither"
-    if config.zcomm.delayed_update:
-        raise ConfigError(
-            "zcomm.overlapped_update and zcomm.delayed_update exclude one another: the first waits for each layer's "
-            "update in the next forward, the second does not"
-        )
-    if stage != 3:
-        raise ConfigError(
-            f"zcomm.overlapped_update needs stage 3, where a layer is gathered before its use: stage={stage}; {instead}"
-        )
-    for name, device in (
-        ("offload_optimizer", zero.offload_optimizer.device),
-        ("offload_param", zero.offload_param.device),
-    ):
-        if device == "nvme":
-            raise ConfigError(
-                f"zcomm.overlapped_update works in host memory: zero_optimization.{name}.device='nvme'; {instead}"
-            )

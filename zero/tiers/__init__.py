@@ -3,8 +3,5 @@
     states       masters and moments   read, updated, written sub-group by sub-group         stages 1, 2, 3
     parameters   16- or 32-bit shards  read ahead of the all-gather, in the recorded order   stage 3
 
-On a compressed link gradients go to the host as int8 (zero.tiers.host), and changes of 16-bit parameters come back as
-int4 (zero.tiers.tracked_rest).
-
 Source: "ZeRO-Offload" (arXiv:2101.06840) and "ZeRO-Infinity" (arXiv:2104.07857).
 """

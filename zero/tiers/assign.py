@@ -9,21 +9,13 @@ from zcomm import Topology
 from zero.bucket import Bucket
 from zero.cpu_optimizer import CPUOptimizer
 from zero.host_adam import describe_update
-from zero.moments import MomentFormat
 from zero.settings import ZeroSettings
 from zero.stages import get_stage
 from zero.tiers.host import HostMemory
 from zero.tiers.settings import StateTier, Tier
 from zero.tiers.state_files import StateFiles
 
-__all__ = ["assign_states", "describe_states", "unused_link"]
-
-NARROW = (torch.bfloat16, torch.float16)
-"""Parameters that a compressed link is for."""
-DESCRIBED = {
-    MomentFormat.BFLOAT16: "bfloat16, rounded stochastically",
-    MomentFormat.INT8: "int8 with a scale for each 256 elements, rounded stochastically",
-}
+__all__ = ["assign_states", "describe_states"]
 
 
 def assign_states(buckets: list[Bucket], settings: ZeroSettings, topology: Topology) -> StateFiles | None:
@@ -37,10 +29,10 @@ def assign_states(buckets: list[Bucket], settings: ZeroSettings, topology: Topol
         return None
     trainable = [bucket for bucket in buckets if bucket.is_trainable]
     wanted = tiers.states.ratio * sum(bucket.layout.numel for bucket in trainable)
-    hosts, offloaded = [HostMemory(buckets[0].device, pins=tiers.pins_memory, compresses=c) for c in (False, True)], 0
+    host, offloaded = HostMemory(buckets[0].device, pins=tiers.pins_memory), 0
     for bucket in reversed(trainable):
         if offloaded + bucket.layout.numel / 2 <= wanted:
-            bucket.host = hosts[tiers.states.compresses_link and bucket.dtype in NARROW]
+            bucket.host = host
             offloaded += bucket.layout.numel
     chosen = [bucket for bucket in trainable if bucket.host is not None]
     return StateFiles(chosen, tiers, topology) if chosen and tiers.states.tier is Tier.NVME else None
@@ -53,8 +45,8 @@ def describe_states(buckets: list[Bucket], tier: StateTier, inner: Optimizer) ->
     """
     trainable = [bucket for bucket in buckets if bucket.is_trainable]
     offloaded = sum(bucket.layout.numel for bucket in trainable if bucket.host is not None)
-    chosen = inner.moment_format if isinstance(inner, CPUOptimizer) else MomentFormat.FLOAT32
-    formats = (f"moments rest in {DESCRIBED[chosen]}",) if chosen in DESCRIBED else ()
+    is_narrow = isinstance(inner, CPUOptimizer) and inner.moment_dtype == torch.bfloat16
+    formats = ("moments rest in bfloat16, rounded stochastically",) if is_narrow else ()
     if not offloaded:
         return formats
     share = offloaded / sum(bucket.layout.numel for bucket in trainable)
@@ -62,14 +54,4 @@ def describe_states(buckets: list[Bucket], tier: StateTier, inner: Optimizer) ->
     update = describe_update(inner)
     part = "" if share == 1 else f"{share:.0%} of the "
     late = f", during the next step after the first {tier.delay_start}" if tier.delays_update else ""
-    late = ", during the next forward, where each layer waits for its own" if tier.overlaps_update else late
-    link = "gradients go there as int8, changes of parameters come back as int4"
-    of_link = (link,) if any(bucket.is_compressed for bucket in trainable) else ()
-    return (f"{part}masters and moments rest in {place}, updated on the host by {update}{late}", *formats, *of_link)
-
-
-def unused_link(buckets: list[Bucket], tier: StateTier) -> tuple[str, ...]:
-    """What was asked for without effect, for ``optimizer.effective``. The same on every rank."""
-    if not tier.compresses_link or any(bucket.is_compressed for bucket in buckets):
-        return ()
-    return ("compressed_link (no parameters in 16 bit have offloaded states)",)
+    return (f"{part}masters and moments rest in {place}, updated on the host by {update}{late}", *formats)

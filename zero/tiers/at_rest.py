@@ -1,6 +1,6 @@
 """What stands for a tensor whose values are in a file: NaN, without memory of its own. Reading it never crashes.
 
-Of encoded moments it is the bytes 255, which decode to NaN.
+A dtype that has no NaN gets ones.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ __all__ = ["at_rest", "is_at_rest"]
 
 
 def at_rest(numel: int, dtype: torch.dtype) -> Tensor:
-    """A flat tensor of NaN, or of 255, all elements of which are the same memory."""
-    return torch.full((), 255 if dtype == torch.uint8 else float("nan"), dtype=dtype).expand(numel)
+    """A flat tensor of NaN, all elements of which are the same memory."""
+    return torch.full((), float("nan") if dtype.is_floating_point else 1, dtype=dtype).expand(numel)
 
 
 def is_at_rest(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zero.tiers.device_copies import DeviceCopies
+from zero.tiers.copy_stream import CopyStream
 from zero.tiers.file_store import StoredFile
 from zero.tiers.moved import record
 from zero.tiers.shard_rest import KIND, Elsewhere
@@ -65,7 +65,7 @@ class InFile(Elsewhere):
         file: StoredFile,
         cuts: Sequence[tuple[int, int]],
         staging: Staging,
-        copies: DeviceCopies,
+        copies: CopyStream,
         *,
         gaps: Sequence[tuple[int, int]] = (),
         updates_on_host: bool = True,

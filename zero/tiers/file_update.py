@@ -17,16 +17,16 @@ from torch.optim import Optimizer
 
 from zcomm import ConfigError, StateError
 from zero.bucket import Bucket
-from zero.cpu_optimizer import CPUOptimizer, layout_of
+from zero.cpu_optimizer import CPUOptimizer
 from zero.masters import MasterPiece
-from zero.moments import MomentLayout
 from zero.optimizer_copies import copy_of
+from zero.steps import numbers_of_groups, only
 from zero.tiers.at_rest import at_rest
 from zero.tiers.gradient_files import GradientFiles, GradientInMemory
 from zero.tiers.pipeline import Pipeline
 from zero.tiers.state_files import InMemory, StateFiles, SubGroup
 
-__all__ = ["FileUpdate", "moments_of", "only"]
+__all__ = ["FileUpdate", "moments_of"]
 
 
 class Part(NamedTuple):
@@ -75,7 +75,7 @@ class FileUpdate:
             if piece.bucket in self._pieces:
                 self._pieces[piece.bucket].append(piece)
         self._number_of: dict[int, int] = {}
-        self._group_of = {id(p): index for index, group in enumerate(inner.param_groups) for p in group["params"]}
+        self._group_of = numbers_of_groups(inner)
         self._done: list[SubGroup] = []
         self._states: dict[int, dict[str, Any]] = {}
 
@@ -191,7 +191,7 @@ class FileUpdate:
             if grad is None:
                 shard[run].copy_(master[run])
                 continue
-            own = {name: self._files.moments[name].part(m, start - base, stop - base) for name, m in moments.items()}
+            own = {name: moment[run] for name, moment in moments.items()}
             grad = grad[first : stop - piece.start] if unit.gradient is None else unit.gradient.values[run]
             parts.append(Part(piece, first, master[run], own, grad, shard[run]))
         for part in parts:
@@ -244,7 +244,7 @@ class FileUpdate:
             if name in part.moments:
                 if value.data_ptr() != part.moments[name].data_ptr():
                     part.moments[name].copy_(value)
-                kept[name] = at_rest(self._files.moments[name].numel(part.piece.master.numel()), value.dtype)
+                kept[name] = at_rest(part.piece.master.numel(), value.dtype)
             elif isinstance(value, Tensor) and (
                 value.numel() == part.master.numel() > 1 or name in _moments(self._inner)
             ):
@@ -257,19 +257,6 @@ class FileUpdate:
         self._states[id(part.piece.master)] = kept
 
 
-@contextmanager
-def only(inner: Optimizer, leaves: Mapping[int, list[Tensor]]) -> Iterator[None]:
-    """Let the groups of ``inner`` have only these parameters, by the number of the group."""
-    before = [group["params"] for group in inner.param_groups]
-    for index, group in enumerate(inner.param_groups):
-        group["params"] = leaves.get(index, [])
-    try:
-        yield
-    finally:
-        for group, params in zip(inner.param_groups, before, strict=True):
-            group["params"] = params
-
-
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if isinstance(value, (int, float))}
 
@@ -278,13 +265,13 @@ def _moments(inner: Optimizer) -> tuple[str, ...]:
     return inner.moments if isinstance(inner, CPUOptimizer) else ()
 
 
-def moments_of(inner: Optimizer, dtype: torch.dtype) -> dict[str, MomentLayout]:
-    """The states with one value for each element that ``inner`` keeps of parameters in ``dtype``: tried out.
+def moments_of(inner: Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtypes of the states with one value for each element that ``inner`` keeps of parameters in ``dtype``: tried.
 
     Raises:
         ConfigError: It holds states before its first step.
     """
-    found: dict[str, MomentLayout] = {}
+    found: dict[str, torch.dtype] = {}
     if inner.state:
         raise ConfigError(
             f"{type(inner).__name__} makes its states before the first step, in memory: use zero's own optimizer of "
@@ -297,8 +284,6 @@ def moments_of(inner: Optimizer, dtype: torch.dtype) -> dict[str, MomentLayout]:
             param.grad = torch.ones_like(param)
             trial.step()
         for name, value in trial.state[param].items():
-            if isinstance(value, Tensor) and value.ndim:
-                layout = layout_of(inner, name, value)
-                if value.numel() == layout.numel(param.numel()):
-                    found[name] = layout
+            if isinstance(value, Tensor) and value.ndim and value.numel() == param.numel():
+                found[name] = value.dtype
     return found

@@ -3,8 +3,6 @@
 mean on the device --rounded to the parameters' dtype--> host     the first: rests as it came
                                                            |
                                                            +----> the others: added to a float32 sum
-
-On a compressed link means travel as int8 blocks, and come in the dtype of sums.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ class HostGradient:
         wide: The dtype of sums.
         host: Where it rests.
 
-    Cost: ``sent.itemsize`` bytes an element for each mean to the host, 1.008 if compressed; memory for one mean, and
-    with the second mean of a step for the sum and another mean.
+    Cost: ``sent.itemsize`` bytes an element for each mean to the host; memory for one mean, and with the second mean of
+    a step for the sum and another mean.
     """
 
     def __init__(self, numel: int, sent: torch.dtype, wide: torch.dtype, host: HostMemory) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zcomm import Topology
-from zero.tiers.device_copies import DeviceCopies
+from zero.tiers.copy_stream import CopyStream
 from zero.tiers.file_rest import InFile, file_nbytes
 from zero.tiers.file_store import FileStore, StoredFile
 from zero.tiers.settings import Files
@@ -36,7 +36,7 @@ class InitFiles:
     def __init__(self, folder: str, files: Files, topology: Topology) -> None:
         self._store = FileStore(folder, files=files, name=KIND, topology=topology)
         self._staging = Staging(self._store, STAGED_NBYTES)
-        self._copies = DeviceCopies(torch.device("cpu"))
+        self._copies = CopyStream(torch.device("cpu"))
         self._numbers = count()
         self._file_of: dict[InFile, StoredFile] = {}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zcomm import Topology
 from zero.agreement import on_every_rank
-from zero.tiers.device_copies import DeviceCopies
+from zero.tiers.copy_stream import CopyStream
 from zero.tiers.encoded_rest import Encoded
 from zero.tiers.file_rest import InFile, file_nbytes
 from zero.tiers.file_store import FileStore, StoredFile
@@ -60,7 +60,7 @@ class ParameterRests:
 
     def __init__(self, tiers: Tiers, device: torch.device, topology: Topology, plans: Mapping[int, ShardPlan]) -> None:
         self._tiers, self._device, self._topology = tiers, device, topology
-        self._copies = DeviceCopies(device)
+        self._copies = CopyStream(device)
         self._host = HostBuffers(pins_memory=tiers.pins_memory)
         self._plans = {index: plan for index, plan in plans.items() if plan.numel}
         self._in_files = _choose_files(tiers.parameters, self._plans)

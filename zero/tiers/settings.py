@@ -47,10 +47,6 @@ class StateTier:
     """The update of a step runs during the next step's forward and backward."""
     delay_start: int = 40
     """Updates that are made at once, before."""
-    overlaps_update: bool = False
-    """The update of a step runs during the next forward, and each layer waits for its own (stage 3)."""
-    compresses_link: bool = False
-    """Gradients of 16-bit parameters go to the host in 8 bits, and what a step changes comes back in 4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@
     InPlace   the shard is where exchanges take it from            device
     OnHost    host memory, copied to the device for each gather    cpu
     (zero.tiers.file_rest) InFile                                  nvme
-    (zero.tiers.tracked_rest) Tracked    as InPlace, and a copy on the host: steps send changes
 
 The update of a step may write a shard in pieces, in any order.
 """
@@ -21,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from zero.tiers.device_copies import DeviceCopies
+from zero.tiers.copy_stream import CopyStream
 from zero.tiers.moved import record
 
 __all__ = ["KIND", "Elsewhere", "InPlace", "OnHost", "ShardRest"]
@@ -74,10 +73,6 @@ class ShardRest(ABC):
     @abstractmethod
     def written(self, start: int, stop: int) -> None:
         """The values of a range that :meth:`target` gave are there: they go on to where the shard rests."""
-
-    def exactly(self) -> AbstractContextManager[object]:
-        """Inside, what is written arrives as it is: it is not a step's."""
-        return nullcontext()
 
     @abstractmethod
     def flush(self) -> None:
@@ -220,7 +215,7 @@ class OnHost(InPlace):
     tier = "cpu"
     link = "to_host"
 
-    def __init__(self, shard: Tensor, copies: DeviceCopies, *, updates_on_host: bool = True) -> None:
+    def __init__(self, shard: Tensor, copies: CopyStream, *, updates_on_host: bool = True) -> None:
         super().__init__(shard, updates_on_host=updates_on_host)
         self.device, self._copies = copies.device, copies
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from zcomm import Topology
 from zero.bucket import Bucket, master_dtype
-from zero.moments import Elements, MomentLayout
 from zero.tiers.at_rest import at_rest, is_at_rest
 from zero.tiers.file_store import FileStore, StoredFile, Transfer
 from zero.tiers.settings import StateTier, Tiers
@@ -88,11 +87,11 @@ class InMemory:
 
     @property
     def moments(self) -> dict[str, Tensor]:
-        """What each moment rests in, flat, by name."""
+        """The moments, flat, by name."""
         found, at, numel = {}, 0, self._group.numel
-        for name, layout in self._files.moments.items():
-            nbytes = _nbytes(layout, numel)
-            found[name] = self._buffers[1][at : at + nbytes].view(layout.dtype)
+        for name, dtype in self._files.moments.items():
+            nbytes = numel * dtype.itemsize
+            found[name] = self._buffers[1][at : at + nbytes].view(dtype)
             at += nbytes
         return found
 
@@ -142,8 +141,8 @@ class StateFiles:
         self.store = FileStore(
             tiers.states.path, files=tiers.files, name="states", topology=topology, pins_memory=tiers.pins_memory
         )
-        self.moments: dict[str, MomentLayout] = {}
-        """The optimizer's moments, wider dtypes first."""
+        self.moments: dict[str, torch.dtype] = {}
+        """The optimizer's moments by name, wider ones first."""
         self.num_generations = 2 if tiers.states.keeps_previous else 1
         self.groups_of: dict[Bucket, list[SubGroup]] = {}
         at = 0
@@ -162,13 +161,13 @@ class StateFiles:
             raise
         self.moments_file = self.masters_file
 
-    def reserve_moments(self, moments: Mapping[str, MomentLayout]) -> None:
+    def reserve_moments(self, moments: Mapping[str, torch.dtype]) -> None:
         """Make room for the optimizer's moments. Collective.
 
         Raises:
             OSError: On every rank: too little space.
         """
-        self.moments = dict(sorted(moments.items(), key=lambda item: -item[1].dtype.itemsize))
+        self.moments = dict(sorted(moments.items(), key=lambda item: -item[1].itemsize))
         if not self.moments:
             return
         at = 0
@@ -193,7 +192,7 @@ class StateFiles:
 
     def moment_nbytes(self, group: SubGroup) -> int:
         """Bytes of one extent of moments."""
-        return _pages(sum(_nbytes(layout, group.numel) for layout in self.moments.values()))
+        return _pages(sum(group.numel * dtype.itemsize for dtype in self.moments.values()))
 
     def master_offset(self, group: SubGroup, *, new: bool = False) -> int:
         """Where the valid masters are; ``new``: where the next ones go."""
@@ -240,15 +239,13 @@ class StateFiles:
 
     def read(self, bucket: Bucket, moment: str, base: int, start: int, stop: int) -> Tensor:
         """Elements ``[base + start, base + stop)`` of a moment of ``bucket``, or of its master, ``""``; a copy."""
-        layout = self.moments[moment] if moment else Elements(master_dtype(bucket.dtype))
+        dtype = self.moments[moment] if moment else master_dtype(bucket.dtype)
         parts = []
         for group in self.groups_of[bucket]:
             low, high = max(base + start, group.start) - group.start, min(base + stop, group.stop) - group.start
             if low < high:
-                first = layout.floor(low)
-                resting = torch.empty(layout.numel(high - first), dtype=layout.dtype)
-                self._read_run(group, moment, _nbytes(layout, first), resting)
-                parts.append(layout.decode(resting, low - first, high - first))
+                parts.append(torch.empty(high - low, dtype=dtype))
+                self._read_run(group, moment, low * dtype.itemsize, parts[-1])
         return torch.cat(parts)
 
     def _read_run(self, group: SubGroup, moment: str, nbytes_before: int, target: Tensor) -> None:
@@ -256,10 +253,10 @@ class StateFiles:
         file, at = self.masters_file, self.master_offset(group)
         if moment:
             file, at = self.moments_file, self.moment_offset(group)
-            for name, layout in self.moments.items():
+            for name, dtype in self.moments.items():
                 if name == moment:
                     break
-                at += _nbytes(layout, group.numel)
+                at += group.numel * dtype.itemsize
         begin = at + nbytes_before
         end = begin + target.numel() * target.element_size()
         first = begin // PAGE * PAGE
@@ -282,21 +279,20 @@ class StateFiles:
                 bucket's master or moment, its end, and the view. Those with memory of their own keep their values.
             writes: What is changed inside, or had memory of its own, is written afterwards.
         """
-        layouts: dict[str, MomentLayout] = {"": Elements(master_dtype(bucket.dtype)), **self.moments}
-        numel = bucket.layout.shard_numel
-        whole = {name: torch.zeros(layout.numel(numel), dtype=layout.dtype) for name, layout in layouts.items()}
+        dtypes = {"": master_dtype(bucket.dtype), **self.moments}
+        whole = {name: torch.zeros(bucket.layout.shard_numel, dtype=dtype) for name, dtype in dtypes.items()}
         for group in self.groups_of[bucket]:
             unit = InMemory(self, group, reads=True)
             try:
                 unit.wait()
                 whole[""][group.start : group.stop] = unit.master
                 for name, values in (unit.moments if group.has_moments else {}).items():
-                    layouts[name].part(whole[name], group.start, group.stop).copy_(values)
+                    whole[name][group.start : group.stop] = values
             finally:
                 unit.free()
         for name, views in tensors.items():
             for start, stop, view in views:
-                here = layouts[name].part(whole[name], start, stop)
+                here = whole[name][start:stop]
                 if not is_at_rest(view):
                     here.copy_(view)
                 view.data = here
@@ -316,7 +312,7 @@ class StateFiles:
             try:
                 unit.master.copy_(whole[""][group.start : group.stop])
                 for name, values in unit.moments.items() if self.moments else ():
-                    values.copy_(self.moments[name].part(whole[name], group.start, group.stop))
+                    values.copy_(whole[name][group.start : group.stop])
                 unit.begin_write()
             finally:
                 unit.wait()
@@ -333,10 +329,6 @@ def _even_numel(numel: int, largest: int) -> int:
     blocks = -(-numel // 256)
     parts = -(-blocks // max(largest // 256, 1)) or 1
     return max(-(-blocks // parts), 1) * 256
-
-
-def _nbytes(layout: MomentLayout, count: int) -> int:
-    return layout.numel(count) * layout.dtype.itemsize
 
 
 def _pages(nbytes: int) -> int:

@@ -5,7 +5,6 @@
 #include <optional>
 
 #include "zcomm/arrays.h"
-#include "zcomm/moment_blocks.h"
 #include "zcomm/random.h"
 
 namespace zcomm {
@@ -24,12 +23,6 @@ enum class Rule : int { kAdam = 0, kAdamW = 1, kAdagrad = 2, kLion = 3, kTraffic
 inline constexpr std::size_t kNumRules = 5;
 
 constexpr bool HasSecondMoment(Rule rule) { return rule <= Rule::kAdamW || rule == Rule::kTraffic; }
-
-// Which moments are sums of squares.
-constexpr MomentKind KindOfFirstMoment(Rule rule) {
-  return rule == Rule::kAdagrad ? MomentKind::kNonNegative : MomentKind::kSigned;
-}
-inline constexpr MomentKind kKindOfSecondMoment = MomentKind::kNonNegative;
 
 struct StepOptions {
   Rule rule;
@@ -51,15 +44,15 @@ struct Shard {
   float* param;      // float32 master weights
   const void* grad;  // of grad_dtype
   DType grad_dtype;
-  void* moment1;               // m, of moment_format
-  void* moment2;               // v, of moment_format; null unless HasSecondMoment
-  MomentFormat moment_format;  // but for kFloat32 rounded stochastically by `draw`
-  float* largest;              // w of amsgrad; null: no amsgrad
-  void* out;                   // null, or where the new parameter goes in out_dtype, rounded to nearest even
+  void* moment1;       // m, of moment_dtype
+  void* moment2;       // v, of moment_dtype; null unless HasSecondMoment
+  DType moment_dtype;  // kFloat32, or kBfloat16, rounded stochastically by `draw`
+  float* largest;      // w of amsgrad; null: no amsgrad
+  void* out;           // null, or where the new parameter goes in out_dtype, rounded to nearest even
   DType out_dtype;
 };
 
-// One step of the whole shard. Moments that are not float32 take word e of `draw` for element e of moment1, and of
+// One step of the whole shard. Moments in bfloat16 take word e of `draw` for element e of moment1, and of
 // moment2 under draw's next tensor number: v may change by less than their step, which rounding to nearest would lose.
 // Throws std::invalid_argument before it writes anything.
 void OptimizerStep(const StepOptions& options, const Shard& shard, const std::optional<Draw>& draw,

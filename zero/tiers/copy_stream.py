@@ -1,4 +1,4 @@
-"""Copies from host memory to the device, on a stream of their own: they run beside the computation."""
+"""Copies between host memory and the device, on a stream of their own: they run beside the computation."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
-__all__ = ["DeviceCopies"]
+__all__ = ["CopyStream"]
 
 
-class DeviceCopies:
-    """The stream of copies to ``device``; without CUDA there is none, and copies are made at once."""
+class CopyStream:
+    """The stream of copies to or from ``device``; without CUDA there is none, and copies are made at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -33,3 +34,8 @@ class DeviceCopies:
     def event(self) -> torch.cuda.Event | None:
         """Passed when all copies so far are made; None: they are made."""
         return None if self._stream is None else self._stream.record_event()
+
+    def uses(self, tensor: Tensor) -> None:
+        """Tell torch's allocator that ``tensor``, if it is freed, is needed until all copies so far are made."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
