@@ -151,7 +151,9 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 def test_every_document_is_found_from_the_index() -> None:
     """By links between documents; the index from the README."""
-    targets = {path: {(path.parent / link.partition("#")[0]).resolve() for link in links_of(path)} for path in DOCUMENTS}
+    targets = {
+        path: {(path.parent / link.partition("#")[0]).resolve() for link in links_of(path)} for path in DOCUMENTS
+    }
     assert INDEX in targets[README]
     found, new = {README}, {INDEX}  # the README is where a reader comes from: what it links to is not enough
     while new:

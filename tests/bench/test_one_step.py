@@ -1,4 +1,4 @@
-"""The table of one step in docs/design/schedule.md is what 4 ranks record, and a released layer holds no memory on any of them."""
+"""The table in docs/design/schedule.md is what 4 ranks record, and a released layer holds no memory on any of them."""
 
 from __future__ import annotations
 
