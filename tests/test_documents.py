@@ -4,6 +4,7 @@ A block of a document (a paragraph, an item of a list, a table) that links to a 
 was measured: each of its numbers must be in that file, and those of a table's row in one line of it, in that order. A
 table may be linked to by the paragraph before it. Without a link a block has no decimal figure and no number with a
 unit of measurement. Inline code, fenced code, comments and the generated table of the configuration are no claims.
+Files that a document names exist, and every document is reached from docs/index.md.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ MEASURED = re.compile(
 NO_FIGURES = re.compile(
     r"<!--.*?-->|^```.*?^```|`[^`\n]*`|\]\([^)]*\)|Apache-2\.0|(?:Python|CUDA|NCCL|torch) \d[\d.]*(?: to \d[\d.]*)?",
     re.DOTALL | re.MULTILINE,
+)
+
+
+FILE = re.compile(
+    r"(?<![\w/.<])((?:zero|zcomm|cpp|triton_kernels|bench|tests|tools|_\w+)/(?:[\w-]+/)*[\w-]+\.(?:py|h|cc|cuh|sh|json))\b"
 )
 
 
@@ -147,6 +153,17 @@ def test_links_lead_somewhere(path: Path) -> None:
         target = (path.parent / file).resolve() if file else path
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_are_named_exist(path: Path) -> None:
+    """With the folder they are in; one that begins with an underscore is in zero or zcomm."""
+    missing_files = [
+        name
+        for name in FILE.findall(path.read_text())
+        if not any((ROOT / package / name).exists() for package in ("", "zero", "zcomm"))
+    ]
+    assert not missing_files
 
 
 def test_every_document_is_found_from_the_index() -> None:
