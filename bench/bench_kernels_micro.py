@@ -22,7 +22,7 @@ from zcomm.bench.torch_calls import finish
 from zcomm.formats import FORMATS, get_format
 from zcomm.message import layout_of
 from zcomm.philox import Draw
-from zero import CPUSGD, CPUAdagrad, CPUAdam, CPULion
+from zero import CPUAdagrad, CPUAdam, CPULion
 
 OPTIONS = ("int8:asym", "int4:asym", "int8:hadamard", "int4:hadamard", "int8:stochastic", "int4:stochastic")
 NUM_MESSAGES = 4
@@ -127,7 +127,7 @@ def test_decode_add(benchmark: Any, format: str, numel: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("optimizer", [CPUAdam, CPULion, CPUAdagrad, CPUSGD])
+@pytest.mark.parametrize("optimizer", [CPUAdam, CPULion, CPUAdagrad])
 @of_sizes
 def test_optimizer_step(benchmark: Any, optimizer: Any, dtype: torch.dtype, numel: int) -> None:
     """One update in host memory, of one parameter."""

@@ -3,7 +3,7 @@
     python bench/io.py FOLDER [--size-mib 512] [--rounds 9] [--request-kib 1024] [--in-flight 16] [--json]
 
 Every contender has a file of its own, which it reads from end to end, writes over, and reads and writes at once
-(``both``: half of the bytes each way), in turn, each round; the files are removed. ``zero`` is what ``zero io-bench``
+(``both``: half of the bytes each way), in turn, each round; the files are removed. ``zero`` is what ``aio_settings.py``
 measures, ``checked`` the files of the tiers, of whose pages checksums are kept. ``/fio``: rate over fio's, the median
 over the rounds; without fio on the PATH that column stays empty. ``#wrong`` counts transfers whose bytes are not those
 that were written.

@@ -48,7 +48,9 @@ class Recorder:
             self._follow(bucket, "release", lambda *_, n=number: ("releases", n))
             layer.register_forward_pre_hook(lambda *_, n=number: self.note("uses in forward", n))
             layer.register_forward_hook(lambda _layer, _args, output, n=number: self._watch(output, n))
-        runtime.reducer.on_issue = lambda bucket, _full: self.note("reduces the gradient of", bucket.index)
+        self._follow(
+            runtime.reducer.reduction, "start", lambda grads, *_: ("reduces the gradient of", grads.bucket.index)
+        )
         self._follow(
             runtime.reducer, "_take_mean", lambda grads, _: ("has its shard of the gradient of", grads.bucket.index)
         )

@@ -65,8 +65,13 @@ class Stream:
 
 
 class Event:
+    has_passed = True
+
     def __init__(self, recorded: Recorded) -> None:
         self._recorded = recorded
+
+    def query(self) -> bool:
+        return self.has_passed
 
     def record(self, stream: Stream) -> None:
         self._recorded.log.append(f"event on {stream.name}")

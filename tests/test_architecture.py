@@ -24,7 +24,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 8
 MORE_PARAMETERS = {
     "reduce_scatter_single": 10, "all_reduce": 9, "install_ddp": 9, "install_fsdp2": 10, "initialize": 12,
     "TiledLinear.__init__": 9,
-    "CPUAdam.__init__": 11, "CPUAdagrad.__init__": 9, "CPUSGD.__init__": 9, "quantize": 9,
+    "CPUAdam.__init__": 11, "CPUAdagrad.__init__": 9, "quantize": 9,
 }  # fmt: skip
 # optional libraries
 MAY_IMPORT_LATE = {

@@ -9,12 +9,7 @@ import importlib.util
 import os
 from functools import cache
 
-__all__ = ["available", "unavailable_reason"]
-
-
-def available(device_type: str = "cuda") -> bool:
-    """Whether Triton kernels can serve tensors on devices of ``device_type``."""
-    return not unavailable_reason(device_type)
+__all__ = ["unavailable_reason"]
 
 
 @cache

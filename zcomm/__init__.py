@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from zcomm import control, functional, volume
-from zcomm.adaptive import AdaptivePrecision
 from zcomm.all_gather import all_gather_single
 from zcomm.all_reduce import all_reduce
 from zcomm.all_to_all import all_to_all_single
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 __all__ = [
     "FORMATS",
     "RECIPES",
-    "AdaptivePrecision",
     "BackendUnavailableError",
     "CommunicationError",
     "ConfigError",

@@ -4,8 +4,7 @@ Codec ids: the numbers of ``zcomm.formats.CODECS``, but for float64. ``is_rotate
 ``draw``: seed, tensor, step, hop, rank, first of a ``zcomm.philox.Draw``, for the stochastic rounding of int codecs.
 dtype ids: 0 float32, 1 bfloat16, 2 float16. Addresses (``*_ptr``) are ints. Strides of arrays count elements, strides
 of messages bytes. The calls release the GIL, may run at the same time, and raise ValueError on bad arguments and on a
-message whose trailer does not carry ``layout_hash``. Each operation has an ``_ref`` twin with the same bits: scalar,
-single-threaded, the oracle of the tests; but for those that are made of others.
+message whose trailer does not carry ``layout_hash``.
 """
 
 from typing import TypedDict
@@ -33,7 +32,6 @@ class FileQueue:
 
     def open(self, path: str, is_checked: bool = False) -> int: ...
     def size(self, file: int) -> int: ...
-    def is_direct(self, file: int) -> bool: ...
     def sync(self, file: int) -> None: ...
     def close(self, file: int) -> None: ...
     def read(self, file: int, offset: int, ptr: int, nbytes: int) -> int:
@@ -111,25 +109,6 @@ def quantize(
     num_threads: int,
 ) -> None:
     """Write messages from rows: message i, segment s from x[i * message_stride + s * segment_stride + ...]."""
-
-def quantize_ref(
-    codec: int,
-    block: int,
-    is_rotated: bool,
-    num_messages: int,
-    num_segments: int,
-    segment_numel: int,
-    x_dtype: int,
-    x_ptr: int,
-    message_stride: int,
-    segment_stride: int,
-    out_ptr: int,
-    out_stride_bytes: int,
-    layout_hash: int,
-    draw: Draw | None,
-    num_threads: int,
-) -> None:
-    """Oracle of quantize."""
 
 def quantize_with_residual(
     codec: int,
@@ -230,24 +209,6 @@ def decode(
 ) -> None:
     """Decode messages into rows, clamped to the finite range of the output dtype (block codecs)."""
 
-def decode_ref(
-    codec: int,
-    block: int,
-    is_rotated: bool,
-    num_messages: int,
-    num_segments: int,
-    segment_numel: int,
-    in_ptr: int,
-    in_stride_bytes: int,
-    layout_hash: int,
-    out_dtype: int,
-    out_ptr: int,
-    message_stride: int,
-    segment_stride: int,
-    num_threads: int,
-) -> None:
-    """Oracle of decode."""
-
 def decode_sum(
     codec: int,
     block: int,
@@ -265,24 +226,6 @@ def decode_sum(
     num_threads: int,
 ) -> None:
     """out[s * segment_stride + e] = (d_0 + d_1 + ...) / divisor, in message order, in float32."""
-
-def decode_sum_ref(
-    codec: int,
-    block: int,
-    is_rotated: bool,
-    num_messages: int,
-    num_segments: int,
-    segment_numel: int,
-    in_ptr: int,
-    in_stride_bytes: int,
-    layout_hash: int,
-    out_dtype: int,
-    out_ptr: int,
-    segment_stride: int,
-    divisor: float,
-    num_threads: int,
-) -> None:
-    """Oracle of decode_sum."""
 
 def decode_sum_requantize(
     codec: int,
@@ -305,32 +248,10 @@ def decode_sum_requantize(
 ) -> None:
     """Sum the messages; segment s of the sum becomes message s, of one segment."""
 
-def decode_sum_requantize_ref(
-    codec: int,
-    block: int,
-    is_rotated: bool,
-    num_messages: int,
-    num_segments: int,
-    segment_numel: int,
-    in_ptr: int,
-    in_stride_bytes: int,
-    layout_hash: int,
-    out_codec: int,
-    out_block: int,
-    out_is_rotated: bool,
-    out_ptr: int,
-    out_stride_bytes: int,
-    out_layout_hash: int,
-    draw: Draw | None,
-    num_threads: int,
-) -> None:
-    """Oracle of decode_sum_requantize."""
-
 Factors = tuple[float, float, float, float, float, float, float, float, float, float]
 
 def optimizer_step(
     rule: int,
-    nesterov: bool,
     factors: Factors,
     numel: int,
     param_ptr: int,
@@ -343,27 +264,11 @@ def optimizer_step(
     draw: Draw | None,
     num_threads: int,
 ) -> None:
-    """Move a flat shard by one step of rule 0 Adam, 1 AdamW, 2 Adagrad, 3 Lion, 4 SGD; 5 has Adam's memory traffic.
+    """Move a flat shard by one step of rule 0 Adam, 1 AdamW, 2 Adagrad, 3 Lion; 4 has Adam's memory traffic.
 
     ``factors``: grad_factor, weight_decay, keep, rate, beta1, mix1, beta2, mix2, eps, inverse_root. ``grad``, ``out``:
     address and dtype id. Address 0: the rule has no such array.
     """
-
-def optimizer_step_ref(
-    rule: int,
-    nesterov: bool,
-    factors: Factors,
-    numel: int,
-    param_ptr: int,
-    grad: tuple[int, int],
-    moment1_ptr: int,
-    moment2_ptr: int,
-    moment_dtype: int,
-    largest_ptr: int,
-    out: tuple[int, int],
-    draw: Draw | None,
-    num_threads: int,
-) -> None: ...
 
 # The operations on a GPU, in builds with CUDA: ``cpp/include/zcomm/cuda_kernels.h``. Addresses are of the current
 # device. ``is_valid_ptr``: an int32 that a message of another hash sets to 0. ``stream``: a cudaStream_t.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zcomm.formats import Codec
 
-__all__ = ["NF4_LEVELS", "clamped", "decode_blocks", "divided", "encode_blocks", "scales_of"]
+__all__ = ["NF4_LEVELS", "clamped", "decode_blocks", "divided", "encode_blocks"]
 
 TINY_BITS = 0x0D800000  # 2^-100
 INFINITY_BITS = 0x7F800000
@@ -134,11 +134,6 @@ def decode_blocks(headers: Tensor, codes: Tensor, codec: Codec) -> Tensor:
     else:
         values = codes.float() * scales
     return clamped(values, torch.float32)
-
-
-def scales_of(headers: Tensor) -> Tensor:
-    """The scales of header bits, float32."""
-    return ((headers & 0xFFFF) << 16).view(torch.float32)
 
 
 def divided(values: Tensor, divisor: float) -> Tensor:

@@ -3,7 +3,6 @@
 zcomm env      the report for a bug report
 zcomm bench    collectives, measured and checked
 zcomm probe    links and kernels, measured; what is fastest, for format="auto"
-zcomm flight   what the ranks' flight recorders say: who lags, whose calls differ, who waits for what
 """
 
 from __future__ import annotations
@@ -12,10 +11,8 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from zcomm import report
-from zcomm.flight_files import compare, read_newest
 
 __all__ = ["main"]
 
@@ -26,8 +23,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     if options.command == "env":
         return _print_environment(as_json=options.json)
-    if options.command == "flight":
-        return _print_flight(options.folder)
     from zcomm.bench.command import run
 
     return run(options, words)
@@ -44,21 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     environment.add_argument("--json", action="store_true", help="as JSON")
     add_bench(commands.add_parser("bench", help="measure and check collectives, beside torch.distributed's own"))
     add_probe(commands.add_parser("probe", help='measure links and kernels, and what is fastest, for format="auto"'))
-    flight = commands.add_parser("flight", help="compare the files that ranks with ZCOMM_FLIGHT=FOLDER have left")
-    flight.add_argument(
-        "folder", metavar="FOLDER", type=Path, help="that folder: the newest job in it, its last start; or one start"
-    )
     return parser
-
-
-def _print_flight(folder: Path) -> int:
-    start, files, num_others = read_newest(folder)
-    if not files:
-        sys.stderr.write(f"zcomm flight: {folder} holds no file of a rank with ZCOMM_FLIGHT\n")
-        return 2
-    others = f"; {num_others} files of earlier starts or jobs are left out" if num_others else ""
-    sys.stdout.write("\n".join([f"{start}: {len(files)} files{others}", *compare(files)]) + "\n")
-    return 0
 
 
 def _print_environment(*, as_json: bool) -> int:

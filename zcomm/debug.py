@@ -13,22 +13,16 @@ where even the lengths differ the backend ends the process (gloo) or reports an 
 from __future__ import annotations
 
 import threading
-import traceback
-from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from zcomm import backend, env
+from zcomm import backend, calls, env
 from zcomm.backend import Hop
 from zcomm.errors import LayoutError
 from zcomm.formats import Format
 from zcomm.meeting import meet
 
 __all__ = ["compare_calls"]
-
-PACKAGES = tuple(str(Path(__file__).parents[1] / name) for name in ("zcomm", "zero"))
-TORCH = str(Path(torch.__file__).parent)
 
 
 def compare_calls(operation: str, hops: tuple[tuple[Hop, Format], ...], whole: Hop, **facts: object) -> None:
@@ -45,10 +39,10 @@ def compare_calls(operation: str, hops: tuple[tuple[Hop, Format], ...], whole: H
     named = {**facts, "format": formats, "hops": len(hops), "group": repr(group.group_name)}
     call = f"{operation}(" + ", ".join(f"{key}={value}" for key, value in named.items()) + ")"
     ranks = dist.get_process_group_ranks(group)
-    said = f"{call} at {_caller()}"
-    calls = meet(ranks, said, lane=_lane(group.group_name), timeout=backend.timeout_of(group))
-    if len({text.rpartition(" at ")[0] for text in calls}) > 1:
-        lines = [f"  rank {rank}: {text}" for rank, text in zip(ranks, calls, strict=True)]
+    said = calls.describe(threading.get_ident(), call)
+    texts = meet(ranks, said, lane=_lane(group.group_name), timeout=backend.timeout_of(group))
+    if len({text.rpartition(" at ")[0] for text in texts}) > 1:
+        lines = [f"  rank {rank}: {text}" for rank, text in zip(ranks, texts, strict=True)]
         raise LayoutError("the ranks' calls must be equal:\n" + "\n".join(lines))
 
 
@@ -57,11 +51,3 @@ def _lane(group_name: str) -> str:
     thread = threading.current_thread()
     is_main = thread is threading.main_thread() or isinstance(thread, threading._DummyThread)
     return "main" if is_main else f"group {group_name}"
-
-
-def _caller() -> str:
-    """The innermost line outside of zcomm, zero and torch."""
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((*PACKAGES, TORCH)):
-            return f"{frame.filename}:{frame.lineno}"
-    return "an unknown line"

@@ -11,34 +11,31 @@ from torch import Tensor
 from zcomm import kernels
 from zcomm.all_gather import gather_messages, own_message
 from zcomm.errors import FormatError
-from zcomm.formats import get_format
+from zcomm.formats import FORMATS
 from zcomm.route import Group, check_numbering, find_route, rows_of
 from zcomm.topology import Numbering
 from zcomm.work import Steps, Work, nothing, run
 
 __all__ = ["EncodedShard"]
 
+INT8 = FORMATS["int8"]
+
 
 class EncodedShard:
-    """This rank's shard of a tensor, in a wire format.
+    """This rank's shard of a tensor, as INT8 blocks of 256.
 
     Args:
         values: The shard [n], floating point; not kept. n is the same on every rank.
         group: A ProcessGroup (default: all ranks) for one hop, or a :class:`zcomm.Topology` for two.
-        format: Of every hop; none that rounds stochastically.
         device: Where it rests; default: that of ``values``.
 
     Raises:
-        FormatError: The format does not exist, does not take the dtype, or rounds stochastically.
+        FormatError: The format does not take the dtype.
     """
 
-    def __init__(
-        self, values: Tensor, group: Group = None, *, format: str = "int8", device: torch.device | None = None
-    ) -> None:
-        if get_format(format).is_random:
-            raise FormatError(f"a shard at rest is rounded to nearest: format={format!r}")
-        self._route = find_route("all_gather", group, format, first="inter")
-        self._layout = self._route.layout(get_format(format), values.dtype, 1, values.numel())
+    def __init__(self, values: Tensor, group: Group = None, *, device: torch.device | None = None) -> None:
+        self._route = find_route("all_gather", group, INT8, first="inter")
+        self._layout = self._route.layout(INT8, values.dtype, 1, values.numel())
         self.numel, self.dtype = values.numel(), values.dtype
         self._message = self._layout.new(1, device or values.device)
         self.set(values)

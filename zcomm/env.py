@@ -27,7 +27,6 @@ VARIABLES = {
     "ZCOMM_DIVERGED_AFTER_S": Variable(
         "30", (), "seconds in one call of torch.distributed after which a rank that others wait for counts as waiting"
     ),
-    "ZCOMM_FLIGHT": Variable("", (), "folder: every rank keeps its last 64 exchanges there, for `zcomm flight FOLDER`"),
     "ZCOMM_KERNELS": Variable(
         "auto",
         ("auto", "native", "triton", "cuda", "reference"),

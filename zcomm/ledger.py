@@ -17,12 +17,10 @@ from zcomm.errors import DivergedError
 from zcomm.lost import Members, as_communication_error
 from zcomm.pending import Pending, ends_within
 
-__all__ = ["NUM_KEPT", "ON_FAILURE", "Call", "Entry", "Ledger", "call_here", "failing", "tracked"]
+__all__ = ["NUM_KEPT", "Call", "Entry", "Ledger", "call_here", "failing", "tracked"]
 
 NUM_KEPT = 64
 """Calls remembered; ranks are never so many exchanges apart."""
-ON_FAILURE: list[Callable[[BaseException], None]] = []
-"""Called in the thread that an exchange, or a meeting of ranks, ends with an error in; they raise nothing."""
 
 State = Literal["started", "waited for", "ended", "failed"]
 
@@ -83,8 +81,6 @@ class Ledger:
         """By thread, the exchange that it waits for."""
         self._callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         """Threads that have started any. Not their idents: a new thread may get that of one that has ended."""
-        self.keep: Callable[[Entry], None] | None = None
-        """Is told of every entry, when it is made and when its state changes; one call at a time."""
         self.last_broken = 0
         """Exchanges up to this one carry no values: they were completed only to wake those who waited."""
         self.reason = ""
@@ -100,8 +96,6 @@ class Ledger:
             self._callers.add(threading.current_thread())
             entry = Entry(self.num_started, call, wire, here().bucket, time.time(), within=here().within)
             self._entries.append(entry)
-            if self.keep is not None:
-                self.keep(entry)
             return entry.number
 
     def carry(self) -> int:
@@ -140,10 +134,7 @@ class Ledger:
                 self._waits.pop(threading.get_ident(), None)
             place = number - self.num_started + len(self._entries) - 1
             if place >= 0:
-                entry = self._entries[place]
-                entry.state = state
-                if self.keep is not None:
-                    self.keep(entry)
+                self._entries[place].state = state
 
     def waiting(self, number: int, members: Members) -> AbstractContextManager[None]:
         """This thread waits inside for exchange ``number`` among ``members``.
@@ -188,26 +179,16 @@ class _Waiting:
         self._ledger._move(self._number, "ended" if error is None and not is_broken else "failed")
         if is_broken:
             self._ledger.settled.wait()
-            diverged = DivergedError(self._ledger.reason)
-            _tell(diverged)
-            raise diverged from error
+            raise DivergedError(self._ledger.reason) from error
         if error is not None:
             _raise(error, self._ledger.name(self._number), self._members, self._ledger.lost)
 
 
-def _tell(error: BaseException) -> None:
-    for tell in ON_FAILURE:
-        tell(error)
-
-
 def _raise(error: BaseException, exchange: str, members: Members, lost: Callable[[], str] = str) -> None:
-    """Tell of ``error``; if torch has raised it for the exchange, raise what says so, else return."""
+    """If torch has raised ``error`` for the exchange, raise what says so, else return."""
     told = as_communication_error(error, exchange, members)
-    if told is not error and (reason := lost()):
-        told = DivergedError(reason)
-    _tell(told)
     if told is not error:
-        raise told from error
+        raise (DivergedError(reason) if (reason := lost()) else told) from error
 
 
 @contextmanager

@@ -18,7 +18,7 @@ Members = dist.ProcessGroup | Sequence[int] | None
 """A process group, or the global ranks of those who take part; None: all of torch.distributed."""
 REMEDY = (
     "A rank has ended or makes another call: see the first error in the other ranks' logs; ZCOMM_DEBUG=1 names the "
-    "ranks, their calls and lines, and ZCOMM_FLIGHT=FOLDER keeps each rank's last exchanges for `zcomm flight FOLDER`"
+    "ranks, their calls and lines"
 )
 MAX_NAMED = 16
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from zcomm.formats import Format, get_format
 from zcomm.message import layout_of
 from zcomm.philox import Draw
 
-__all__ = ["relative_error", "relative_errors", "squares_of"]
+__all__ = ["relative_error", "relative_errors"]
 
 
 @torch.no_grad()
@@ -41,15 +41,6 @@ def _lost(x: Tensor, format: Format) -> Tensor:
     kernels.quantize(x, layout, message, 0, 0, Draw(seed=0) if format.is_random else None)
     kernels.decode(message, layout, decoded, 0, 0)
     return decoded.double() - x.double()
-
-
-@torch.no_grad()
-def squares_of(x: Tensor, formats: Sequence[str]) -> Tensor:
-    """Sums over ``x`` [n], float64 [2 + len(formats)] on its device: of squares, of fourth powers, and of the squared
-    errors of each format. The sums of parts add up to those of the whole. The host waits for nothing."""
-    square = x.double().square()
-    errors = [_lost(x, get_format(name)).square().sum() for name in formats]
-    return torch.stack([square.sum(), square.square().sum(), *errors])
 
 
 def relative_errors(tensors: Mapping[str, Tensor | None], format: str | Format) -> dict[str, float]:

@@ -26,7 +26,6 @@ from zcomm.backend import ALONE, Hop, backend_of, gather_ints, ints_over, ledger
 from zcomm.background import Background
 from zcomm.carrier import BackendName, BackendWish, KernelsName, agree_on_carrier, check_names, resolved
 from zcomm.errors import ConfigError, StateError, TopologyError
-from zcomm.flight_files import attach
 from zcomm.ledger import Ledger
 from zcomm.message_flags import look_at_all
 from zcomm.nccl_communicators import Communicators
@@ -170,7 +169,6 @@ class Topology:
                 name = backend_of(group)
                 place = len(ranks), ranks.index(self.rank), num_intra_peers, num_inter_peers
                 hop = Hop(group, *place, name, communicators=self._communicators)
-                attach(hop.ledger, global_ranks)
         return hop
 
     @classmethod
@@ -270,7 +268,6 @@ class Topology:
         self._groups.append(group)
         hop = replace(self.world, group=group, backend="gloo", ledger=Ledger())
         hop.ledger.lost = self.world.ledger.lost
-        attach(hop.ledger, self.global_ranks)
         return hop
 
     def keep_order(self) -> None:

@@ -1,4 +1,4 @@
-"""Can ranks that wait ever go on? And if not, what does each owe the others? From what they tell, without any I/O.
+"""Can ranks that wait ever go on? If not, who lags, and what does each owe the others? From what they tell, no I/O.
 
 An exchange ends on a rank once all ranks that it needs have started the exchange of that number with an equal call.
 With ZCOMM_CHECK=1, one of two hops ends once all ranks of all nodes have started theirs of that number among those.
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from zcomm.ledger import NUM_KEPT, Call
 from zcomm.tagged import needed, tag_of
 
-__all__ = ["Account", "Owed", "owed_of", "will_end"]
+__all__ = ["Account", "Owed", "lagging", "owed_of", "will_end"]
 
 
 class Account(NamedTuple):
@@ -91,6 +91,23 @@ def _ends(world: Sequence[Hops], rank: int, key: str, number: int) -> bool:
         return True
     rows = [account for hops in world for account in hops.values() if account.kind == mine.kind]
     return all(account.has_beside(call) for account in rows)
+
+
+def lagging(world: Sequence[Hops]) -> str:
+    """Which ranks have started fewer exchanges than others over the same hop, and what each has not started."""
+    told: dict[str, None] = {}
+    for of_rank in world:
+        for key, one in of_rank.items():
+            accounts = {rank: world[rank][key] for rank in one.ranks if key in world[rank]}
+            furthest = max(accounts.values(), key=lambda account: account.num_started)
+            for rank, account in accounts.items():
+                started, most = account.num_started, furthest.num_started
+                call = furthest.call(started + 1)
+                if call is not None:
+                    text = f"rank {rank} lags in the exchanges of ranks {', '.join(map(str, one.ranks))}"
+                    text += f": it has started {started} of {most}, and not number {started + 1}"
+                    told[f"{text}, {call.operation} of {call.nbytes} bytes"] = None
+    return "".join(f"\n  {line}" for line in told)
 
 
 def owed_of(world: Sequence[Hops]) -> dict[str, Owed]:

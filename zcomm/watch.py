@@ -39,11 +39,10 @@ import torch.distributed as dist
 
 from zcomm import backend, calls, env
 from zcomm.errors import DivergedError
-from zcomm.lagging import lagging
 from zcomm.ledger import Call
 from zcomm.stacks import Place, stacks_of
 from zcomm.starts import prefix_of_start
-from zcomm.verdict import Account, Owed, owed_of, will_end
+from zcomm.verdict import Account, Owed, lagging, owed_of, will_end
 from zcomm.watched import Watchable, Watched, abort_unequal, complete, hops_of, name_of, skip, watched_of
 
 __all__ = ["Watch", "watch_of"]

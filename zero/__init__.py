@@ -9,7 +9,7 @@ from zero.access import GatheredParameters, register_external_parameter, unregis
 from zero.checkpointing import checkpoint
 from zero.checkpoints import CheckpointError
 from zero.config import NotAvailableError, precision_preset
-from zero.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPULion
+from zero.cpu_optimizers import CPUAdagrad, CPUAdam, CPULion
 from zero.distributed import init_distributed
 from zero.engine import Engine
 from zero.estimate import Estimate, estimate
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from zero.checkpoints import export_checkpoint, load_checkpoint, save_checkpoint
 
 __all__ = [
-    "CPUSGD",
     "Activations",
     "CPUAdagrad",
     "CPUAdam",

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from zcomm import StateError, Topology
-from zcomm.adaptive import Role
 from zero.layout import BucketLayout, Piece
 from zero.released import hide, is_released, not_picklable, placeholder, show
 from zero.stages import Stage
@@ -135,12 +134,6 @@ class Bucket:
         self.is_held_by_backward = False
         self.is_pinned = False
         self.is_resident = is_resident
-        # How its exchanges travel in this step, the same on every rank; changed at the end of a step only.
-        self.weight_format = "none"
-        self.gradient_formats: tuple[str, str] | None = None
-        """Intra-node and inter-node; None: the dtype of the parameters."""
-        self.role: Role | None = None
-        """Of all its parameters; None: nobody asked."""
 
     @property
     def is_compressed(self) -> bool:

@@ -3,10 +3,8 @@
 zero config explain FILE    the effective settings, where each came from, what is inactive and why
 zero config schema          the JSON schema, for editors
 zero config table           the table of all keys, as in docs/configuration.md
-zero io-bench PATH          how fast the disk under a folder is read and written, and which aio settings suit it
 zero export CKPT OUTPUT     the weights of a checkpoint as safetensors
 zero estimate PARAMETERS    the memory of each rank, by kind, for every stage and tier
-zero bisect A B             the first update and parameter at which two runs with a bit ledger differ
 zero plan                   what fits on a cluster, what a step takes, and the configuration of the fastest
 """
 
@@ -20,13 +18,11 @@ from collections.abc import Sequence
 import torch
 
 from zcomm import ConfigError
-from zero.bisect import run as run_bisect
 from zero.checkpoints import CheckpointError, export_checkpoint
 from zero.checkpoints.weights_out import MAX_SHARD_NBYTES
 from zero.config import explain, json_schema, markdown_table, read_source
 from zero.estimate import estimate
 from zero.formulas import Activations, Counts
-from zero.io_bench import run as run_io_bench
 from zero.plan.command import add_plan, finite, named_model
 from zero.plan.command import run as run_plan
 
@@ -48,10 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _answer(options: argparse.Namespace) -> str:
-    if options.command == "io-bench":
-        return run_io_bench(options.path, nbytes=options.size_mib << 20, seconds=options.seconds)
-    if options.command == "bisect":
-        return run_bisect(options.a, options.b)
     if options.command == "export":
         return _export(options)
     if options.command == "plan":
@@ -101,13 +93,6 @@ def _parser() -> argparse.ArgumentParser:
     explaining.add_argument("--all", action="store_true", help="also keys at their defaults that have no effect")
     whats.add_parser("schema", help="the JSON schema, for editors")
     whats.add_parser("table", help="all keys as a Markdown table")
-    io_bench = commands.add_parser("io-bench", help="measure the disk under a folder")
-    io_bench.add_argument("path", metavar="PATH", help="a folder on the disk, which will get a file for the moment")
-    io_bench.add_argument("--size-mib", type=int, default=1024, metavar="N", help="of the file (default 1024)")
-    io_bench.add_argument("--seconds", type=finite, default=2.0, help="for each row and direction (default 2)")
-    bisecting = commands.add_parser("bisect", help="where two runs with a bit ledger part")
-    bisecting.add_argument("a", metavar="A", help="the folder that bit_ledger named in one run")
-    bisecting.add_argument("b", metavar="B", help="in the other")
     exporting = commands.add_parser("export", help="the weights of a checkpoint as safetensors, for transformers")
     exporting.add_argument("checkpoint", metavar="CKPT", help="the folder of checkpoints, or of one of them")
     exporting.add_argument("output", metavar="OUTPUT", help="a file whose name ends with .safetensors")

@@ -39,8 +39,6 @@ class CPUOptimizer(Optimizer, ABC):
     """State names of the rule's moments, in its order."""
     squares: ClassVar[tuple[str, ...]] = ()
     """Those of them that are means or sums of squares."""
-    may_begin_late: ClassVar[bool] = False
-    """Whether numbers of a group that are set later may ask for moments that there were none of."""
     stands_for: str = ""
     """The optimizer that was given in its place."""
 
@@ -144,17 +142,14 @@ class CPUOptimizer(Optimizer, ABC):
                 Only the rounding of narrow moments depends on it; of int8 ones a multiple of 256. Default: its own
                 number, and 0.
         """
-        state, used = self.state[param], self.moment_names(group)
+        state = self.state[param]
         if not state:
             self._start(state, param, group)
         master = state.get("master", param)
         step = int(state["step"]) + 1
-        begins = self.may_begin_late and any(name not in state for name in used)
-        if begins:
-            state.update(self._new_moments(param, group))
-        rule, factors = self.rule_of(group, 1 if begins else step)
+        rule, factors = self.rule_of(group, step)
         factors = replace(factors, grad_factor=-grad_factor if group["maximize"] else grad_factor)
-        moments = [state.get(name) if name in used else None for name in self.moments] + [None, None]
+        moments = [state.get(name) for name in self.moments] + [None]
         if master is not param and out is None:
             out = param
         arrays = Arrays(master, grad.contiguous(), moments[0], moments[1], state.get("max_exp_avg_sq"), out)
@@ -169,24 +164,20 @@ class CPUOptimizer(Optimizer, ABC):
 
     def _start(self, state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
         """All of it, or nothing where memory does not suffice."""
-        started = {"step": torch.tensor(0.0), **self._new_moments(param, group)}
+        started = {"step": torch.tensor(0.0), **self._new_moments(param)}
         if group.get("amsgrad"):
             started["max_exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
         if param.dtype != torch.float32:
             started["master"] = param.detach().float()
         state.update(started)
 
-    def _new_moments(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def _new_moments(self, param: Tensor) -> dict[str, Tensor]:
         found = {}
-        for name in self.moment_names(group):
+        for name in self.moments:
             layout = self.layout_of(name)
             shape = layout.numel(param.numel()) if isinstance(layout, Blocks) else param.shape
             found[name] = torch.zeros(shape, dtype=layout.dtype, device=param.device)
         return found
-
-    def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG002  (SGD's depend on it)
-        """The moments that a step of ``group`` uses; others rest as they are."""
-        return self.moments
 
     def _position(self, param: Tensor) -> int:
         order = (p for group in self.param_groups for p in group["params"])

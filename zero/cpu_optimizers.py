@@ -1,4 +1,4 @@
-"""Optimizers for parameters in host memory: Adam, AdamW, Adagrad, Lion and SGD by native kernels, at memory speed.
+"""Optimizers for parameters in host memory: Adam, AdamW, Adagrad and Lion by native kernels, at memory speed.
 
 Each is a torch optimizer on its own; ZeRO steps its shards with :meth:`zero.cpu_optimizer.CPUOptimizer.step_tensor_`,
 which reads 16-bit gradients as they are and writes the 16-bit parameter in the same pass.
@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcomm import ConfigError
 from zero.cpu_optimizer import CPUOptimizer, check_betas, check_range
 from zero.flat_step import Factors, Rule
 from zero.moments import MomentFormat
 
-__all__ = ["CPUSGD", "CPUAdagrad", "CPUAdam", "CPULion"]
+__all__ = ["CPUAdagrad", "CPUAdam", "CPULion"]
 
 
 class CPUAdam(CPUOptimizer):
@@ -173,56 +172,3 @@ class CPULion(CPUOptimizer):
         beta1, beta2 = group["betas"]
         keep = 1 - lr * group["weight_decay"]
         return Rule.LION, Factors(rate=lr, keep=keep, beta1=beta1, mix1=1 - beta1, beta2=beta2, mix2=1 - beta2)
-
-
-class CPUSGD(CPUOptimizer):
-    """SGD with momentum, as ``torch.optim.SGD``.
-
-    Raises:
-        ConfigError: A number out of its range, or a parameter that is not as :class:`CPUOptimizer` needs it.
-    """
-
-    moments = ("momentum_buffer",)
-    may_begin_late = (
-        True  # torch's SGD reads ``momentum`` of the group at each step, and keeps a buffer it does not use
-    )
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        *,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        fp32_optimizer_states: bool = True,
-        moment_format: str = "float32",
-        maximize: bool = False,
-    ) -> None:
-        check_range("momentum", momentum, 0.0, math.inf)
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ConfigError(
-                f"nesterov needs a momentum above 0 and no dampening: momentum={momentum}, dampening={dampening}"
-            )
-        defaults = {
-            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
-        }  # fmt: skip
-        moments = MomentFormat.of(moment_format, is_wide=fp32_optimizer_states)
-        super().__init__(params, defaults, moments=moments, maximize=maximize)
-
-    def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """See :class:`CPUOptimizer`."""
-        return self.moments if group["momentum"] else ()
-
-    def rule_of(self, group: dict[str, Any], step: int) -> tuple[Rule, Factors]:
-        """See :class:`CPUOptimizer`; the first gradient enters the momentum whole."""
-        mix = 1.0 if step == 1 else 1 - group["dampening"]
-        factors = Factors(
-            rate=float(group["lr"]),
-            weight_decay=group["weight_decay"],
-            beta1=group["momentum"],
-            mix1=mix,
-            nesterov=group["nesterov"],
-        )
-        return Rule.SGD, factors

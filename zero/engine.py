@@ -109,7 +109,6 @@ class Engine:
         Returns:
             ``loss``, divided by the accumulation steps in the same way.
         """
-        self.optimizer.report_loss(loss)
         with self._reports.around("backward"):
             if scale_wrt_gas and self._config.managed_gradient_accumulation:
                 loss = loss / self.gradient_accumulation_steps()

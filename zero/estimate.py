@@ -210,7 +210,7 @@ def _sends_as_parameters(config: Config) -> bool:
     """Whether gradients travel in the dtype of the parameters, because nothing else is asked for."""
     own = config.zcomm
     is_plain = not (config.zero_optimization.zero_quantized_gradients or own.gradient_format or own.mode)
-    return is_plain and config.communication_data_type is None and not own.adaptive.is_on
+    return is_plain and config.communication_data_type is None
 
 
 def _sends_wide(config: Config) -> bool:

@@ -24,8 +24,7 @@ class Rule(IntEnum):
     ADAMW = 1
     ADAGRAD = 2
     LION = 3
-    SGD = 4
-    TRAFFIC = 5
+    TRAFFIC = 4
     """Adam's memory traffic with next to no arithmetic: a bound for benchmarks."""
 
 
@@ -46,7 +45,6 @@ class Factors:
     mix2: float = 0.0
     eps: float = 0.0
     inverse_root: float = 1.0
-    nesterov: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def step_(rule: Rule, factors: Factors, arrays: Arrays, draw: Draw | None = None
     moment_dtype = torch.float32 if arrays.moment1 is None else arrays.moment1.dtype
     out_dtype = torch.float32 if arrays.out is None else arrays.out.dtype
     kernels.native().optimizer_step(
-        rule, f.nesterov, numbers, arrays.param.numel(), arrays.param.data_ptr(),
+        rule, numbers, arrays.param.numel(), arrays.param.data_ptr(),
         (arrays.grad.data_ptr(), DTYPE_NUMBERS[arrays.grad.dtype]), _address(arrays.moment1), _address(arrays.moment2),
         MOMENT_NUMBERS[moment_dtype], _address(arrays.largest), (_address(arrays.out), DTYPE_NUMBERS[out_dtype]),
         None if draw is None else (draw.seed, draw.tensor, draw.step, draw.hop, draw.rank, draw.first),

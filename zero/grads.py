@@ -86,8 +86,6 @@ class Reducer:
         """Raises if a gradient that a user gave this parameter cannot be taken in any more."""
         self.drops = False
         """Whether a user has cleared a gradient since the last was reduced."""
-        self.on_issue: Callable[[Bucket, Tensor], None] = lambda _bucket, _full: None
-        """Called with this rank's own gradient of a bucket, just before it is reduced."""
 
     def _new(self, bucket: Bucket) -> BucketGrads:
         dtype = self._settings.gradient_dtype or master_dtype(bucket.dtype)
@@ -250,7 +248,6 @@ class Reducer:
         if self._completes and (output is None or (is_second and grads.host is None)):
             output = self._pool.take(layout.shard_numel, grads.dtype)  # added to a sum, or sent on, when it has come
             borrowed.append(output)
-        self.on_issue(grads.bucket, full)
         works = self.reduction.start(grads, full, output)
         self._pool.lend(works, *borrowed)
         grads.written = [False] * len(grads.written)

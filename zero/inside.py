@@ -8,7 +8,6 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero.adaptive import Adaptive
 from zero.masters import MasterPiece
 from zero.model_parallel import ModelParallel
 from zero.runtime import Runtime
@@ -25,7 +24,6 @@ class Inside(NamedTuple):
     group_of: dict[nn.Parameter, int]
     """The parameter group of every trainable parameter, by its number."""
     model_parallel: ModelParallel
-    adaptive: Adaptive
     fail: Callable[[Exception], None]
 
 

@@ -212,12 +212,12 @@ def _rows_of(tiled: TiledLinear, prefix: str) -> dict[str, list[Rows]]:
     return found
 
 
-def rows_by_key(model: nn.Module, prefix: str = "") -> dict[str, list[Rows]]:
+def rows_by_key(model: nn.Module) -> dict[str, list[Rows]]:
     """Of every layer that keeps its keys: the untiled parameters, each with its rows in order."""
     found: dict[str, list[Rows]] = {}
     for name, module in model.named_modules():
         if isinstance(module, TiledLinear) and module.keeps_keys:
-            found.update(_rows_of(module, f"{prefix}{name}." if name else prefix))
+            found.update(_rows_of(module, f"{name}." if name else ""))
     return found
 
 

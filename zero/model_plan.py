@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 from zcomm import ConfigError, LayoutError, StateError, Topology, control
-from zcomm.adaptive import Role, roles_of
 from zero.bucket import Bucket, is_managed
 from zero.init_shards import is_built
 from zero.layout import BucketLayout, runs
@@ -52,13 +50,12 @@ def plan_model(model: nn.Module, settings: ZeroSettings, topology: Topology) -> 
     if effective.stage.shards_parameters:
         _check_is_gatherable(model)
     units, residents = _cut_into_units(model, settings, effective)
-    roles = roles_of(model) if effective.is_adaptive else {}
-    buckets = _cut_into_buckets([residents], topology.world_size, effective, roles, is_resident=True)
+    buckets = _cut_into_buckets([residents], topology.world_size, effective.align, is_resident=True)
     buckets_of_unit: list[list[Bucket]] = []
     numels = [sum(param.numel() for _, param in unit.parameters) for unit in units]
     for indices in runs(numels, _numel_to_merge(settings, effective)):
         run = [units[index] for index in indices]
-        of_run = _cut_into_buckets(run, topology.world_size, effective, roles, first=len(buckets))
+        of_run = _cut_into_buckets(run, topology.world_size, effective.align, first=len(buckets))
         buckets_of_unit += [of_run] * len(run)
         buckets += of_run
     return ModelPlan(effective, units, buckets_of_unit, buckets)
@@ -137,27 +134,18 @@ def _check_is_gatherable(model: nn.Module) -> None:
 
 
 def _cut_into_buckets(
-    run: list[Unit],
-    world_size: int,
-    effective: Effective,
-    roles: Mapping[nn.Parameter, Role],
-    *,
-    first: int = 0,
-    is_resident: bool = False,
+    run: list[Unit], world_size: int, align: int, *, first: int = 0, is_resident: bool = False
 ) -> list[Bucket]:
-    """The buckets of a run, numbered from ``first``: one for each dtype, requires_grad and role in it."""
-    kinds: dict[tuple[torch.dtype, bool, Role | None], list[tuple[str, nn.Parameter]]] = {}
+    """The buckets of a run, numbered from ``first``: one for each dtype and requires_grad in it."""
+    kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, param in (named for unit in run for named in unit.parameters):
-        kinds.setdefault((param.dtype, param.requires_grad, roles.get(param)), []).append((name, param))
+        kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param))
     buckets = []
-    for index, ((_, _, role), named) in enumerate(kinds.items(), first):
+    for index, named in enumerate(kinds.values(), first):
         names, params = [name for name, _ in named], [param for _, param in named]
-        layout = BucketLayout.of(names, [tuple(p.shape) for p in params], world_size, effective.align)
+        layout = BucketLayout.of(names, [tuple(p.shape) for p in params], world_size, align)
         title = " .. ".join(dict.fromkeys((run[0].name or names[0], run[-1].name or names[-1])))
-        bucket = Bucket(index, title, layout, params, is_resident=is_resident)
-        bucket.role, bucket.weight_format = role, effective.weight_format
-        bucket.gradient_formats = effective.gradient_formats
-        buckets.append(bucket)
+        buckets.append(Bucket(index, title, layout, params, is_resident=is_resident))
     return buckets
 
 

@@ -78,14 +78,9 @@ def _beside_replicas(settings: ZeroSettings, inactive: list[str]) -> ZeroSetting
             f"quantized_gradients (mode={settings.mode!r}: gradients travel as {gradients}; gradient_format= says "
             "others)"
         )
-    if settings.adaptive is not None:
-        inactive.append(
-            f"formats that follow the training (mode={settings.mode!r}: replicas and residuals keep theirs; jumps are "
-            "watched, and steps with an outlier gradient skipped)"
-        )
     if settings.hpz_partition_size > 1:
         inactive.append(f"hpz_partition_size (mode={settings.mode!r}: every node has a copy already)")
-    return replace(settings, gradient_format=gradients, quantized_gradients=False, hpz_partition_size=1, adaptive=None)
+    return replace(settings, gradient_format=gradients, quantized_gradients=False, hpz_partition_size=1)
 
 
 def _check(settings: ZeroSettings) -> None:

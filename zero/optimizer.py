@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from zcomm import StateError, Topology
 from zcomm.calls import in_no_call
-from zero.adaptive import Adaptive
 from zero.agreement import on_every_rank
 from zero.auto_formats import choose_formats
 from zero.clip import clip_grad_norm_, fold_clipping
@@ -139,7 +138,6 @@ class ZeroOptimizer(Optimizer):
         self._runtime.states = OptimizerStates(self._inner, self._pieces)
         self._gradients = FinalGradients(self._runtime, self._pieces)
         self._update = Update(self._runtime, self._inner, self._pieces, self._gradients)
-        self._adaptive = Adaptive(self._runtime)
         self._inner.param_groups[0]["params"].append(self._gradients.flag)
         self._adopt(plan)
         super().__init__(self._inner.param_groups, self._inner.defaults)
@@ -217,15 +215,9 @@ class ZeroOptimizer(Optimizer):
         """
         self.unscale_()  # by itself: what no_sync left on this rank meets a backward of ranks that are not here yet
         with calling_over(self.topology, f"ZeroOptimizer.clip_grad_norm_({max_norm=}, {norm_type=})"):
-            norm = clip_grad_norm_(
+            return clip_grad_norm_(
                 self._gradients, self._model_parallel, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
             )
-            self._adaptive.report_norm(norm, norm_type)
-        return norm
-
-    def report_loss(self, loss: Tensor | float) -> None:
-        """Let adaptive precision, if it is on, watch the loss of a micro-batch; ``engine.backward()`` does it, too."""
-        self._adaptive.report_loss(loss)
 
     def scale(self, loss: Tensor) -> Tensor:
         """``loss``, in at least float32, times the loss scale: call ``backward()`` of what is returned.
@@ -276,7 +268,7 @@ class ZeroOptimizer(Optimizer):
                 loss = closure()
         (runtime := self._runtime).hooks.recover()
         runtime.check_model_unchanged()
-        before, adaptive = (self._gradients.factor, self._is_unscaled), self._adaptive.state_dict()
+        before = self._gradients.factor, self._is_unscaled
         scale = None if self.loss_scale is None else self.loss_scale.state_dict()
         try:
             runtime.reducer.flush()
@@ -293,10 +285,8 @@ class ZeroOptimizer(Optimizer):
                 self._gradients.factor, self._is_unscaled = before
             if self.loss_scale is not None and scale is not None:
                 self.loss_scale.load_state_dict(scale)
-            self._adaptive.load_state_dict(adaptive)
             raise
         self._gradients.clear()
-        self._adaptive.clear()
         return loss
 
     def finish_update(self) -> None:
@@ -311,23 +301,18 @@ class ZeroOptimizer(Optimizer):
             self._fold_unscaling()
             self.loss_scale.update(overflowed=overflowed)
             if overflowed:
-                self._adaptive.overflowed(self.loss_scale)
                 return False
         if not self._update.folds:
             self._gradients.apply()
-        if self._max_norm == math.inf and not (self.computes_grad_norm or self._adaptive.is_on):
-            return True
-        norm = self._last_norm = fold_clipping(self._gradients, self._model_parallel, self._max_norm)
-        is_taken, factor = self._adaptive.end_step(norm, self._max_norm)
-        self._gradients.factor = self._gradients.factor.times(factor)
-        return is_taken
+        if self._max_norm != math.inf or self.computes_grad_norm:
+            self._last_norm = fold_clipping(self._gradients, self._model_parallel, self._max_norm)
+        return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001  (torch's signature)
         """Forget all gradients; ``param.grad`` becomes None, whatever ``set_to_none`` says."""
         self._runtime.hooks.recover()
         self._runtime.give_up_step()
         self._gradients.forget()
-        self._adaptive.clear()
         self._is_scaled = self._is_unscaled = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -339,7 +324,7 @@ class ZeroOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: masters, optimizer states, and the layout they belong to."""
         self._runtime.check_present()
-        return shard_state(self._runtime, self._inner, self._pieces, self.loss_scale, self._adaptive.state_dict())
+        return shard_state(self._runtime, self._inner, self._pieces, self.loss_scale)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -359,7 +344,6 @@ class ZeroOptimizer(Optimizer):
         self.load_inner_state(state_dict["optimizer"])
         if self.loss_scale is not None and state_dict.get("loss_scale") is not None:
             self.loss_scale.load_state_dict(state_dict["loss_scale"])
-        self._adaptive.load_state_dict(state_dict.get("adaptive"))
         self._runtime.publish(buckets)
         restore_parameters(self._runtime, state_dict)
         restore_node_state(self._runtime, state_dict.get("node"))
@@ -374,7 +358,7 @@ class ZeroOptimizer(Optimizer):
     @property
     def inside(self) -> Inside:
         """The parts of this optimizer, for :mod:`zero.checkpoints`."""
-        parts = self._runtime, self._inner, self._pieces, self._group_of, self._model_parallel, self._adaptive
+        parts = self._runtime, self._inner, self._pieces, self._group_of, self._model_parallel
         return Inside(*parts, self._update.fail)
 
     def master_pieces(self) -> Iterator[tuple[nn.Parameter, int, Tensor]]:

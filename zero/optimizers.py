@@ -14,7 +14,7 @@ from zero.config import NotAvailableError
 from zero.config.options import OPTIMIZER_OPTIONS, same_optimizer, unsupported_optimizer
 from zero.config.read import read_options
 from zero.config.values import closest, nearest, shown
-from zero.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPULion
+from zero.cpu_optimizers import CPUAdagrad, CPUAdam, CPULion
 from zero.lion import Lion
 
 __all__ = ["build_optimizer"]
@@ -30,7 +30,6 @@ ON_HOST: dict[str, type[Optimizer]] = {
     "adamw": CPUAdam,
     "adagrad": CPUAdagrad,
     "lion": CPULion,
-    "sgd": CPUSGD,
 }
 """zero's own for host memory."""
 

@@ -98,12 +98,12 @@ class Reduction:
         A parameter's uses are summed up before. Of several checkpointed segments (reentrant ones) the first gradient is
         rounded to it, the sum with the others again; and those that come after the bucket was reduced by themselves.
         """
-        is_plain = grads.bucket.gradient_formats is None and grads.in_node is None
+        is_plain = self._effective.gradient_formats is None and grads.in_node is None
         is_narrower = grads.bucket.dtype.itemsize < grads.dtype.itemsize
-        return grads.bucket.dtype if is_plain and is_narrower and not self._effective.is_adaptive else grads.dtype
+        return grads.bucket.dtype if is_plain and is_narrower else grads.dtype
 
     def _reduce_scatter(self, grads: BucketGrads, full: Tensor, output: Tensor) -> list[Work]:
-        wire = grads.bucket.gradient_formats
+        wire = self._effective.gradient_formats
         if wire is None:
             narrow = "none" if grads.dtype == grads.bucket.dtype else WIRE_NAMES[grads.bucket.dtype]
             wire = (narrow, narrow)

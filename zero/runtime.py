@@ -353,7 +353,7 @@ class Runtime:
         with self.in_memory([bucket]):
             shard = bucket.master.detach().to(bucket.device, bucket.dtype)
         full = self.pool.take(bucket.layout.numel, bucket.dtype)
-        works = start_gather(bucket, full, shard, replace(self.gatherer.options, is_exact=True))
+        works = start_gather(bucket, full, shard, replace(self.gatherer.options, format="none"))
         self.pool.lend(works, full)
         self.pool.reclaim(works, full)
         try:

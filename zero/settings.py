@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 
-from zcomm import AdaptivePrecision, ConfigError, Topology, TopologyError, get_format
-from zcomm.adaptive import Ladder, gradient_ladder, weight_ladder
+from zcomm import ConfigError, Topology, TopologyError, get_format
 from zcomm.auto import AUTO
 from zcomm.carrier import BackendName, BackendWish, KernelsName, check_names
 from zcomm.residual import check_damping
@@ -19,7 +17,7 @@ from zero.schedule import Limits
 from zero.stages import Stage, get_stage
 from zero.tiers.settings import ON_DEVICE, Tier, Tiers
 
-__all__ = ["DEFAULT_STAGE", "Effective", "ZeroSettings", "resolve", "split_options"]
+__all__ = ["DEFAULT_STAGE", "Effective", "ZeroSettings", "resolve"]
 
 DEFAULT_STAGE = 1
 """Without a configuration."""
@@ -65,8 +63,6 @@ class ZeroSettings:
     step's, in (0, 1]: below 1 old losses fade (LoCo's damping)."""
     residual_reset_interval: int = 0
     """After so many steps what gradients have lost between nodes is forgotten (LoCo's reset); 0: never."""
-    adaptive: AdaptivePrecision | None = None
-    """How the formats of weights and gradients follow the training; None: they stay. Stages 1, 2, 3."""
     gradient_dtype: torch.dtype | None = None
     """dtype gradients accumulate in; default float32 (float64 for float64 parameters)."""
     reduce_bucket_size: int = 500_000_000
@@ -94,8 +90,6 @@ class ZeroSettings:
     """Log every change of the order in which layers are used, not the first only."""
     ignore_unused_parameters: bool = True
     """Parameters that no rank had a gradient for are left as they are; False: ``step()`` raises and names them."""
-    bit_ledger: str | None = None
-    """A folder: every rank writes hashes of its gradients and masters there, for ``zero bisect``."""
     tiers: Tiers = ON_DEVICE
     """Where states and parameters rest: the sections ``offload_optimizer``, ``offload_param`` and ``aio``."""
 
@@ -115,11 +109,6 @@ class ZeroSettings:
                     f"{name}='auto' is not combined with mode={self.mode!r}: name a format, or leave it out"
                 )
 
-    def _check_ledger(self) -> None:
-        if self.bit_ledger is not None and self.tiers.states.delays_update:
-            name = "overlapped_update" if self.tiers.states.overlaps_update else "delayed_update"
-            raise ConfigError(f"bit_ledger is not combined with {name}: masters change while they are read")
-
     def __post_init__(self) -> None:
         """Refuse what can never be meant."""
         get_stage(self.stage)
@@ -138,7 +127,6 @@ class ZeroSettings:
             raise ConfigError(
                 f"tile_linears_above must be at least 1 element: tile_linears_above={self.tile_linears_above!r}"
             )
-        self._check_ledger()
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name.startswith("stage3_") and (
@@ -155,13 +143,6 @@ class ZeroSettings:
         allowed = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
         if self.gradient_dtype not in allowed:
             raise ConfigError(f"gradient_dtype must be a floating dtype: gradient_dtype={self.gradient_dtype!r}")
-
-
-def split_options(options: Mapping[str, Any]) -> tuple[ZeroSettings, dict[str, Any]]:
-    """Divide keyword arguments into our settings and the optimizer's own."""
-    names = {field.name for field in fields(ZeroSettings)}
-    ours = {key: value for key, value in options.items() if key in names}
-    return ZeroSettings(**ours), {key: value for key, value in options.items() if key not in names}
 
 
 def nearest_setting(name: str, others: Iterable[str] = ()) -> str:
@@ -193,19 +174,12 @@ class Effective:
     """What encodes and decodes them; "auto": what ``ZCOMM_KERNELS`` says."""
     limits: Limits
     """What stage 3 gathers ahead, holds and keeps."""
-    ladders: tuple[Ladder | None, Ladder | None] = (None, None)
-    """What formats of gradients and of weights are chosen from, as training goes on; None: they stay."""
     details: tuple[str, ...] = ()
     """Where parameters, states and inputs of checkpointed functions rest, if that is not on the device."""
     adjusted: tuple[str, ...] = ()
     """What was asked for and is done differently."""
     inactive: tuple[str, ...] = ()
     """What was asked for and has no effect, with the reason."""
-
-    @property
-    def is_adaptive(self) -> bool:
-        """Whether formats follow the training."""
-        return self.ladders != (None, None)
 
     @property
     def sums_in_node(self) -> bool:
@@ -254,7 +228,6 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
         inactive.append("residual_beta, residual_reset_interval (residuals come with mode='delta_hpz')")
     _check_link(settings, weights)
     has_secondary = _secondary(settings, topology, stage, inactive)
-    ladders = _ladders(settings, stage, weights, gradients, inactive)
     align = ALIGN
     for name in (weights, *(gradients or ())):
         block = get_format(name).block
@@ -273,8 +246,6 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
         backend=topology.backend,
         kernels=topology.kernels,
         limits=limits,
-        ladders=ladders,
-        details=_described(ladders),
         adjusted=tuple(adjusted),
         inactive=tuple(inactive),
     )
@@ -315,31 +286,6 @@ def _limits(settings: ZeroSettings, topology: Topology, stage: Stage) -> tuple[L
         reuse_numel=settings.stage3_max_reuse_distance,
     )
     return limits, adjusted
-
-
-def _ladders(
-    settings: ZeroSettings, stage: Stage, weights: str, gradients: tuple[str, str] | None, inactive: list[str]
-) -> tuple[Ladder | None, Ladder | None]:
-    """What the formats of gradients and of weights are chosen from."""
-    if settings.adaptive is None:
-        return None, None
-    if not stage.shards_states:
-        inactive.append("adaptive precision (stage 0 has no sharded exchange; use stage 1, 2 or 3)")
-        return None, None
-    has_budget = settings.adaptive.max_relative_error is not None
-    ladders = gradient_ladder(gradients, has_budget=has_budget), weight_ladder(weights)
-    if ladders == (None, None):
-        inactive.append("adaptive precision (nothing is quantized: ask for a format, or for max_relative_error)")
-    return ladders
-
-
-def _described(ladders: tuple[Ladder | None, Ladder | None]) -> tuple[str, ...]:
-    named = [
-        f"{kind} {' | '.join(','.join(hops) for hops in ladder.levels)}"
-        for kind, ladder in zip(("gradients", "weights"), ladders, strict=True)
-        if ladder is not None
-    ]
-    return (f"adaptive precision: {', '.join(named)}",) if named else ()
 
 
 def _gradient_formats(settings: ZeroSettings) -> tuple[str, str] | None:

@@ -50,13 +50,9 @@ class RanksState:
 
 
 def shard_state(
-    runtime: Runtime,
-    inner: Optimizer,
-    pieces: list[MasterPiece],
-    loss_scale: LossScale | None,
-    adaptive: dict[str, Any] | None,
+    runtime: Runtime, inner: Optimizer, pieces: list[MasterPiece], loss_scale: LossScale | None
 ) -> dict[str, Any]:
-    """Masters, states, what adaptive precision has come to, and the layout they belong to; copies of what is in files.
+    """Masters, states, and the layout they belong to; copies of what is in files.
 
     Collective if an update is under way, or parameters in files lack one.
     """
@@ -82,7 +78,6 @@ def shard_state(
         "masters": masters,
         "optimizer": packed,
         "loss_scale": None if loss_scale is None else loss_scale.state_dict(),
-        "adaptive": adaptive,
         "delayed": _delayed(runtime),
         "tracked": {bucket.index: rest.held.clone() for bucket, rest in runtime.tracked.items()},
         "node": node_state(runtime),

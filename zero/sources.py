@@ -34,8 +34,8 @@ class GatherOptions:
     """How the exchanges of gathers are made."""
 
     topology: Topology
-    is_exact: bool
-    """Weights travel as they are, whatever the format of their bucket."""
+    format: str
+    """What weights travel in."""
     is_async: bool
     first_numel: int
     """Elements that the first exchange of a gather carries at most."""
@@ -56,7 +56,7 @@ def gather_options(settings: ZeroSettings, effective: Effective, topology: Topol
         max_numel = min(max_numel, tier.buffer_numel * topology.world_size)
     return GatherOptions(
         topology,
-        False,
+        effective.weight_format,
         settings.overlap_comm,
         min(effective.limits.prefetch_numel or max_numel, max_numel),
         max_numel,
@@ -66,7 +66,7 @@ def gather_options(settings: ZeroSettings, effective: Effective, topology: Topol
 
 def start_gather(bucket: Bucket, full: Tensor, shard: Tensor, options: GatherOptions) -> list[Work]:
     """Start filling ``full`` from every rank's ``shard`` of ``bucket``."""
-    wire, columns = "none" if options.is_exact else bucket.weight_format, bucket.layout.chunks(options.max_numel)
+    wire, columns = options.format, bucket.layout.chunks(options.max_numel)
     if not bucket.dtype.is_floating_point:  # frozen: integers and complex numbers travel as they are
         ratio, wire = full.element_size() / 4, "none"
         full, shard = full.view(torch.float32), shard.view(torch.float32)
@@ -112,7 +112,7 @@ class Primary:
             return rest.gather((start, stop), rows, async_op=self._options.is_async)
         with rest.on_stream():
             own = rest.fetch(start, stop, row)
-            return _gather_columns(full, own, (start, stop), self._options, self._bucket.weight_format)
+            return _gather_columns(full, own, (start, stop), self._options, self._options.format)
 
 
 class Secondary:

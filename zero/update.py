@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from zcomm import StateError
 from zero.agreement import on_every_rank
-from zero.bit_ledger import BitLedger
 from zero.bucket import Bucket
 from zero.changes import Changes
 from zero.cpu_optimizer import CPUOptimizer
@@ -53,8 +52,6 @@ class Update:
         self._failure: BaseException | None = None
         self._changes = Changes(runtime, inner, self._pieces)
         runtime.reducer.rounds_means = self.folds
-        folder = runtime.settings.bit_ledger
-        self._ledger = None if folder is None else BitLedger(folder, runtime, pieces)
 
     def check_usable(self) -> None:
         """Raise StateError if an update has failed half way."""
@@ -88,14 +85,11 @@ class Update:
             raise
 
     def _run(self) -> bool:
-        if self._ledger is not None:
-            self._ledger.write_gradients()
         if not self.folds:
             self._gradients.apply()
         delayed = self._runtime.delayed
         if delayed is None:
             self._run_now()
-            self._note_parameters()
             return False
         is_late = delayed.num_updates >= self._runtime.settings.tiers.states.delay_start
         if is_late and delayed.is_overlapped:
@@ -107,15 +101,6 @@ class Update:
             self._run_now()
         delayed.num_updates += 1
         return is_late
-
-    def _note_parameters(self) -> None:
-        """The update is not taken back if that fails, and could not be tried again."""
-        if self._ledger is not None:
-            try:
-                self._ledger.write_parameters()
-            except Exception as error:
-                self.fail(error)
-                raise
 
     def _run_late(self, delayed: DelayedUpdate) -> None:
         delayed.finish()

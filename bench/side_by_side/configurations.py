@@ -48,24 +48,10 @@ CONFIGURATIONS = {
     "smallest": _recipe("smallest", "formats of the recipe"),
     "delta-hpz": Configuration("resident replicas, 4-bit deltas", options=DELTA),
     "delta-hpz-x4": Configuration("so, 4 micro-batches a step", accumulation=4, options=DELTA),
-    "adaptive": Configuration(
-        "ZeRO++ in small blocks, formats by errors and jumps", stays_in_node=True,
-        options={**ZEROPP, "adaptive": {"bf16_steps": 50, "int8_steps": 50, "quiet_steps": 50}},
-    ),
     "bf16-zero3-x4": Configuration("ZeRO-3 in bf16, 4 micro-batches a step", accumulation=4),
     "zeropp-x4": Configuration(
         "ZeRO++ in small blocks, 4 micro-batches a step", accumulation=4,
         options=ZEROPP, stays_in_node=True,
-    ),
-    "zeropp-adaptive": Configuration(
-        "ZeRO++ in small blocks, which backs off after jumps", options={**ZEROPP, "adaptive": True}, stays_in_node=True
-    ),
-    "delta-hpz-adaptive": Configuration(
-        "resident replicas, 4-bit deltas; skips outliers", options={**DELTA, "adaptive": True}
-    ),
-    "budget": Configuration(
-        "int8 weights, gradients within a relative error of 0.1",
-        options={"quantized_weights": True, "max_relative_error": 0.1}, stays_in_node=True,
     ),
 }  # fmt: skip
 DEFAULT = list(CONFIGURATIONS)[:8]

@@ -125,7 +125,6 @@ class _Zero:
         return loss
 
     def backward(self, loss: Tensor) -> None:
-        self._optimizer.report_loss(loss)
         self._optimizer.scale(loss).backward()
 
     def step(self, lr: float, max_norm: float) -> None:

@@ -49,7 +49,6 @@ std::optional<zcomm::Draw> MakeDraw(const DrawArgument& argument) {
   return zcomm::Draw{seed, tensor, step, hop, rank, first};
 }
 
-template <bool kRef>
 void Quantize(int codec, std::int64_t block, bool is_rotated, std::int64_t num_messages, std::int64_t num_segments,
               std::int64_t segment_numel, int x_dtype, std::uintptr_t x_ptr, std::int64_t message_stride,
               std::int64_t segment_stride, std::uintptr_t out_ptr, std::int64_t out_stride_bytes,
@@ -58,14 +57,9 @@ void Quantize(int codec, std::int64_t block, bool is_rotated, std::int64_t num_m
   const std::optional<zcomm::Draw> draw = MakeDraw(draw_argument);
   const auto input = MakeRows<zcomm::ConstRows>(x_dtype, x_ptr, message_stride, segment_stride);
   const auto output = MakeMessages<zcomm::MutableMessages>(out_ptr, out_stride_bytes, num_messages, layout_hash);
-  if constexpr (kRef) {
-    zcomm::QuantizeRef(layout, input, output, draw ? &*draw : nullptr);
-  } else {
-    zcomm::Quantize(layout, input, output, draw ? &*draw : nullptr, Size("num_threads", num_threads));
-  }
+  zcomm::Quantize(layout, input, output, draw ? &*draw : nullptr, Size("num_threads", num_threads));
 }
 
-template <bool kRef>
 void Decode(int codec, std::int64_t block, bool is_rotated, std::int64_t num_messages, std::int64_t num_segments,
             std::int64_t segment_numel, std::uintptr_t in_ptr, std::int64_t in_stride_bytes, std::uint32_t layout_hash,
             int out_dtype, std::uintptr_t out_ptr, std::int64_t message_stride, std::int64_t segment_stride,
@@ -73,14 +67,9 @@ void Decode(int codec, std::int64_t block, bool is_rotated, std::int64_t num_mes
   const MessageLayout layout = Layout(codec, block, is_rotated, num_segments, segment_numel);
   const auto input = MakeMessages<zcomm::ConstMessages>(in_ptr, in_stride_bytes, num_messages, layout_hash);
   const auto output = MakeRows<zcomm::MutableRows>(out_dtype, out_ptr, message_stride, segment_stride);
-  if constexpr (kRef) {
-    zcomm::DecodeRef(layout, input, output);
-  } else {
-    zcomm::Decode(layout, input, output, Size("num_threads", num_threads));
-  }
+  zcomm::Decode(layout, input, output, Size("num_threads", num_threads));
 }
 
-template <bool kRef>
 void DecodeSum(int codec, std::int64_t block, bool is_rotated, std::int64_t num_messages, std::int64_t num_segments,
                std::int64_t segment_numel, std::uintptr_t in_ptr, std::int64_t in_stride_bytes,
                std::uint32_t layout_hash, int out_dtype, std::uintptr_t out_ptr, std::int64_t segment_stride,
@@ -88,14 +77,9 @@ void DecodeSum(int codec, std::int64_t block, bool is_rotated, std::int64_t num_
   const MessageLayout layout = Layout(codec, block, is_rotated, num_segments, segment_numel);
   const auto input = MakeMessages<zcomm::ConstMessages>(in_ptr, in_stride_bytes, num_messages, layout_hash);
   const auto output = MakeRows<zcomm::MutableRows>(out_dtype, out_ptr, 0, segment_stride);
-  if constexpr (kRef) {
-    zcomm::DecodeSumRef(layout, input, output, divisor);
-  } else {
-    zcomm::DecodeSum(layout, input, output, divisor, Size("num_threads", num_threads));
-  }
+  zcomm::DecodeSum(layout, input, output, divisor, Size("num_threads", num_threads));
 }
 
-template <bool kRef>
 void DecodeSumRequantize(int codec, std::int64_t block, bool is_rotated, std::int64_t num_messages,
                          std::int64_t num_segments, std::int64_t segment_numel, std::uintptr_t in_ptr,
                          std::int64_t in_stride_bytes, std::uint32_t layout_hash, int out_codec, std::int64_t out_block,
@@ -106,12 +90,8 @@ void DecodeSumRequantize(int codec, std::int64_t block, bool is_rotated, std::in
   const auto input = MakeMessages<zcomm::ConstMessages>(in_ptr, in_stride_bytes, num_messages, layout_hash);
   const MessageLayout out_layout = Layout(out_codec, out_block, out_is_rotated, 1, segment_numel);
   const auto output = MakeMessages<zcomm::MutableMessages>(out_ptr, out_stride_bytes, num_segments, out_layout_hash);
-  if constexpr (kRef) {
-    zcomm::DecodeSumRequantizeRef(layout, input, out_layout, output, draw ? &*draw : nullptr);
-  } else {
-    zcomm::DecodeSumRequantize(layout, input, out_layout, output, draw ? &*draw : nullptr,
-                               Size("num_threads", num_threads));
-  }
+  zcomm::DecodeSumRequantize(layout, input, out_layout, output, draw ? &*draw : nullptr,
+                             Size("num_threads", num_threads));
 }
 
 // Addresses and strides in elements of codes and scales; beta
@@ -180,14 +160,12 @@ using FactorsArgument = std::tuple<float, float, float, float, float, float, flo
 // address and dtype
 using ArrayArgument = std::tuple<std::uintptr_t, int>;
 
-template <bool kRef>
-void OptimizerStep(int rule, bool nesterov, const FactorsArgument& factors, std::int64_t numel,
-                   std::uintptr_t param_ptr, const ArrayArgument& grad, std::uintptr_t moment1_ptr,
-                   std::uintptr_t moment2_ptr, int moment_format, std::uintptr_t largest_ptr, const ArrayArgument& out,
-                   const DrawArgument& draw_argument, std::int64_t num_threads) {
+void OptimizerStep(int rule, const FactorsArgument& factors, std::int64_t numel, std::uintptr_t param_ptr,
+                   const ArrayArgument& grad, std::uintptr_t moment1_ptr, std::uintptr_t moment2_ptr, int moment_format,
+                   std::uintptr_t largest_ptr, const ArrayArgument& out, const DrawArgument& draw_argument,
+                   std::int64_t num_threads) {
   const auto& [grad_factor, weight_decay, keep, rate, beta1, mix1, beta2, mix2, eps, inverse_root] = factors;
   const zcomm::StepOptions options{static_cast<zcomm::Rule>(rule),
-                                   nesterov,
                                    grad_factor,
                                    weight_decay,
                                    keep,
@@ -209,36 +187,30 @@ void OptimizerStep(int rule, bool nesterov, const FactorsArgument& factors, std:
                            reinterpret_cast<void*>(std::get<0>(out)),
                            MakeDType(std::get<1>(out))};
   const std::optional<zcomm::Draw> draw = MakeDraw(draw_argument);
-  if constexpr (kRef) {
-    zcomm::OptimizerStepRef(options, shard, draw);
-  } else {
-    zcomm::OptimizerStep(options, shard, draw, Size("num_threads", num_threads));
-  }
+  zcomm::OptimizerStep(options, shard, draw, Size("num_threads", num_threads));
 }
 
-template <bool kRef>
 void DefineOperations(nb::module_& m) {
-  const std::string suffix = kRef ? "_ref" : "";
   const auto release = nb::call_guard<nb::gil_scoped_release>();
-  m.def(("quantize" + suffix).c_str(), &Quantize<kRef>, release, "codec"_a, "block"_a, "is_rotated"_a, "num_messages"_a,
-        "num_segments"_a, "segment_numel"_a, "x_dtype"_a, "x_ptr"_a, "message_stride"_a, "segment_stride"_a,
-        "out_ptr"_a, "out_stride_bytes"_a, "layout_hash"_a, "draw"_a.none(), "num_threads"_a);
-  m.def(("decode" + suffix).c_str(), &Decode<kRef>, release, "codec"_a, "block"_a, "is_rotated"_a, "num_messages"_a,
-        "num_segments"_a, "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a, "layout_hash"_a, "out_dtype"_a,
-        "out_ptr"_a, "message_stride"_a, "segment_stride"_a, "num_threads"_a);
-  m.def(("decode_sum" + suffix).c_str(), &DecodeSum<kRef>, release, "codec"_a, "block"_a, "is_rotated"_a,
-        "num_messages"_a, "num_segments"_a, "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a, "layout_hash"_a,
-        "out_dtype"_a, "out_ptr"_a, "segment_stride"_a, "divisor"_a, "num_threads"_a);
-  m.def(("decode_sum_requantize" + suffix).c_str(), &DecodeSumRequantize<kRef>, release, "codec"_a, "block"_a,
-        "is_rotated"_a, "num_messages"_a, "num_segments"_a, "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a,
-        "layout_hash"_a, "out_codec"_a, "out_block"_a, "out_is_rotated"_a, "out_ptr"_a, "out_stride_bytes"_a,
-        "out_layout_hash"_a, "draw"_a.none(), "num_threads"_a);
-  m.def(("optimizer_step" + suffix).c_str(), &OptimizerStep<kRef>, release, "rule"_a, "nesterov"_a, "factors"_a,
-        "numel"_a, "param_ptr"_a, "grad"_a, "moment1_ptr"_a, "moment2_ptr"_a, "moment_format"_a, "largest_ptr"_a,
-        "out"_a, "draw"_a.none(), "num_threads"_a);
+  m.def("quantize", &Quantize, release, "codec"_a, "block"_a, "is_rotated"_a, "num_messages"_a, "num_segments"_a,
+        "segment_numel"_a, "x_dtype"_a, "x_ptr"_a, "message_stride"_a, "segment_stride"_a, "out_ptr"_a,
+        "out_stride_bytes"_a, "layout_hash"_a, "draw"_a.none(), "num_threads"_a);
+  m.def("decode", &Decode, release, "codec"_a, "block"_a, "is_rotated"_a, "num_messages"_a, "num_segments"_a,
+        "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a, "layout_hash"_a, "out_dtype"_a, "out_ptr"_a,
+        "message_stride"_a, "segment_stride"_a, "num_threads"_a);
+  m.def("decode_sum", &DecodeSum, release, "codec"_a, "block"_a, "is_rotated"_a, "num_messages"_a, "num_segments"_a,
+        "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a, "layout_hash"_a, "out_dtype"_a, "out_ptr"_a,
+        "segment_stride"_a, "divisor"_a, "num_threads"_a);
+  m.def("decode_sum_requantize", &DecodeSumRequantize, release, "codec"_a, "block"_a, "is_rotated"_a, "num_messages"_a,
+        "num_segments"_a, "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a, "layout_hash"_a, "out_codec"_a,
+        "out_block"_a, "out_is_rotated"_a, "out_ptr"_a, "out_stride_bytes"_a, "out_layout_hash"_a, "draw"_a.none(),
+        "num_threads"_a);
+  m.def("optimizer_step", &OptimizerStep, release, "rule"_a, "factors"_a, "numel"_a, "param_ptr"_a, "grad"_a,
+        "moment1_ptr"_a, "moment2_ptr"_a, "moment_format"_a, "largest_ptr"_a, "out"_a, "draw"_a.none(),
+        "num_threads"_a);
 }
 
-// What is made of the operations above: the oracle is the same made of their own.
+// What is made of the operations above.
 void DefineCompoundOperations(nb::module_& m) {
   const auto release = nb::call_guard<nb::gil_scoped_release>();
   m.def("quantize_with_residual", &QuantizeWithResidual, release, "codec"_a, "block"_a, "is_rotated"_a,
@@ -304,7 +276,6 @@ void DefineFileQueue(nb::module_& m) {
           },
           release, "path"_a, "is_checked"_a = false)
       .def("size", &FileQueue::Size, release, "file"_a)
-      .def("is_direct", &FileQueue::IsDirect, release, "file"_a)
       .def("sync", &FileQueue::Sync, release, "file"_a)
       .def("close", &FileQueue::Close, release, "file"_a)
       .def(
@@ -354,8 +325,7 @@ void DefineCudaOperations(nb::module_& m);
 
 NB_MODULE(_native, m) {
   m.doc() = "Native CPU kernels of zcomm's wire formats; see _native.pyi.";
-  DefineOperations<false>(m);
-  DefineOperations<true>(m);
+  DefineOperations(m);
   DefineCompoundOperations(m);
   m.def(
       "message_nbytes",

@@ -95,7 +95,6 @@ constexpr BlockKernels MakeTable() {
   table.step[static_cast<std::size_t>(Rule::kAdamW)] = StepAdam<false>;
   table.step[static_cast<std::size_t>(Rule::kAdagrad)] = StepAdagrad;
   table.step[static_cast<std::size_t>(Rule::kLion)] = StepLion;
-  table.step[static_cast<std::size_t>(Rule::kSgd)] = StepSgd;
   table.step[static_cast<std::size_t>(Rule::kTraffic)] = StepTraffic;
   table.round_at_random = RoundAtRandom;
   table.encode_moments[0] = EncodeMoments<MomentKind::kSigned>;

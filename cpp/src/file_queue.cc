@@ -126,7 +126,6 @@ FileQueue::File FileQueue::OpenFile(const std::string& path, int flags) {
   file.path = path;
   file.descriptor = Descriptor(::open(path.c_str(), flags | O_DIRECT | O_CLOEXEC, S_IRUSR | S_IWUSR));
   if (file.descriptor.number() < 0 && errno == EINVAL) {  // no direct I/O here; O_CREAT may have made the file
-    file.is_direct = false;
     file.descriptor = Descriptor(::open(path.c_str(), (flags & ~O_EXCL) | O_CLOEXEC, S_IRUSR | S_IWUSR));
   }
   if (file.descriptor.number() < 0) throw FileError(errno, path, "cannot open the file");
@@ -152,11 +151,6 @@ std::uint64_t FileQueue::Size(int file) {
   struct stat status{};
   if (::fstat(of.descriptor.number(), &status) != 0) throw FileError(errno, of.path, "cannot ask for the file's size");
   return static_cast<std::uint64_t>(status.st_size);
-}
-
-bool FileQueue::IsDirect(int file) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return At(file).is_direct;
 }
 
 void FileQueue::Sync(int file) {

@@ -58,32 +58,6 @@ void StepLion(const StepOptions& options, const StepArrays& arrays, std::size_t 
   }
 }
 
-template <bool kNesterov>
-void StepMomentum(const StepOptions& options, const StepArrays& arrays, std::size_t numel) {
-  float* __restrict p = arrays.param;
-  const float* __restrict grad = arrays.grad;
-  float* __restrict m = arrays.moment1;
-  const StepOptions o = options;
-  for (std::size_t i = 0; i < numel; ++i) {
-    const float g = grad[i] * o.grad_factor + o.weight_decay * p[i];
-    m[i] = m[i] * o.beta1 + g * o.mix1;
-    p[i] -= o.rate * (kNesterov ? g + m[i] * o.beta1 : m[i]);
-  }
-}
-
-void StepSgd(const StepOptions& options, const StepArrays& arrays, std::size_t numel) {
-  if (arrays.moment1 != nullptr) {
-    return options.nesterov ? StepMomentum<true>(options, arrays, numel) : StepMomentum<false>(options, arrays, numel);
-  }
-  float* __restrict p = arrays.param;
-  const float* __restrict grad = arrays.grad;
-  const StepOptions o = options;
-  for (std::size_t i = 0; i < numel; ++i) {
-    const float g = grad[i] * o.grad_factor + o.weight_decay * p[i];
-    p[i] -= o.rate * g;
-  }
-}
-
 void StepTraffic(const StepOptions& options, const StepArrays& arrays, std::size_t numel) {
   float* __restrict p = arrays.param;
   const float* __restrict grad = arrays.grad;

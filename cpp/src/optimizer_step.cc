@@ -21,7 +21,7 @@ void Check(const StepOptions& options, const Shard& shard, bool has_draw) {
               "unknown rule: rule=", static_cast<int>(options.rule));
   if (shard.numel == 0) return;
   ZCOMM_CHECK(shard.param != nullptr && shard.grad != nullptr, "a step needs parameters and gradients");
-  ZCOMM_CHECK(shard.moment1 != nullptr || options.rule == Rule::kSgd, "this rule needs its first moment");
+  ZCOMM_CHECK(shard.moment1 != nullptr, "a step needs its first moment");
   ZCOMM_CHECK((shard.moment2 != nullptr) == HasSecondMoment(options.rule), "a second moment is Adam's, which needs it");
   ZCOMM_CHECK(shard.largest == nullptr || options.rule <= Rule::kAdamW, "amsgrad is Adam's");
   ZCOMM_CHECK(static_cast<std::size_t>(shard.moment_format) < kNumMomentFormats,
@@ -104,11 +104,11 @@ class Tile {
     } else {
       Convert(shard_.grad_dtype, DType::kFloat32, ElementAt(shard_.grad, shard_.grad_dtype, begin), numel, grad_);
     }
-    if (shard_.moment1 != nullptr) arrays.moment1 = Moment(shard_.moment1, kind, begin, numel, moment1_);
+    arrays.moment1 = Moment(shard_.moment1, kind, begin, numel, moment1_);
     if (shard_.moment2 != nullptr) arrays.moment2 = Moment(shard_.moment2, kKindOfSecondMoment, begin, numel, moment2_);
     if (shard_.largest != nullptr) arrays.largest = shard_.largest + begin;
     kernels_.step[static_cast<std::size_t>(options_.rule)](options_, arrays, numel);
-    if (narrow && shard_.moment1 != nullptr) Keep(moment1_, kind, 0, shard_.moment1, begin, numel);
+    if (narrow) Keep(moment1_, kind, 0, shard_.moment1, begin, numel);
     if (narrow && shard_.moment2 != nullptr) Keep(moment2_, kKindOfSecondMoment, 1, shard_.moment2, begin, numel);
     if (shard_.out != nullptr) {
       Convert(DType::kFloat32, shard_.out_dtype, arrays.param, numel, ElementAt(shard_.out, shard_.out_dtype, begin));

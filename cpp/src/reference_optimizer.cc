@@ -40,15 +40,6 @@ void StepAdagrad(const StepOptions& o, float g, Element* e) {
   e->p = e->p - (o.rate * g) / (std::sqrt(e->m) + o.eps);
 }
 
-void StepSgd(const StepOptions& o, float g, bool has_momentum, Element* e) {
-  g = g + o.weight_decay * e->p;
-  if (has_momentum) {
-    e->m = e->m * o.beta1 + g * o.mix1;
-    g = o.nesterov ? g + e->m * o.beta1 : e->m;
-  }
-  e->p = e->p - o.rate * g;
-}
-
 float Get(DType dtype, const void* data, std::size_t i) { return data == nullptr ? 0.0F : LoadElement(dtype, data, i); }
 
 std::uint16_t RoundAtRandom(float value, float uniform) {
@@ -123,7 +114,6 @@ void OptimizerStepRef(const StepOptions& options, const Shard& shard, const std:
     if (is_adam) StepAdam(options, g, options.rule == Rule::kAdam, shard.largest != nullptr, &e);
     if (options.rule == Rule::kAdagrad) StepAdagrad(options, g, &e);
     if (options.rule == Rule::kLion) StepLion(options, g, &e);
-    if (options.rule == Rule::kSgd) StepSgd(options, g, shard.moment1 != nullptr, &e);
     if (options.rule == Rule::kTraffic) e = {e.p + g, e.m + g, e.v + g, e.w};
     shard.param[i] = e.p;
     moment1.Set(i, e.m);

@@ -22,6 +22,7 @@ struct Fake {
   int num_in_progress = 0;  // how often a call is still under way
   Result then = Result::kSuccess;
   Result send_result = Result::kSuccess;
+  const char* last_error = "no route";
   int blocking = -1;
   int split_blocking = -1;
   int num_polls = 0;
@@ -67,7 +68,7 @@ Library MakeLibrary() {
     return fake.then;
   };
   f.get_error_string = [](Result result) { return result == Result::kSystemError ? "system error" : "other"; };
-  f.get_last_error = [](Comm) { return "no route"; };
+  f.get_last_error = [](Comm) { return fake.last_error; };
   f.comm_init_rank_config = [](Comm* comm, int size, UniqueId id, int rank, Config* config) {
     *comm = &fake.comm;
     fake.blocking = config->blocking;
@@ -219,6 +220,10 @@ void CheckErrors() {
   const std::string later = ErrorOf([&] { transport.Gather(At(1), At(9), 1, 1, nullptr); });
   EXPECT(later == "ncclAllGather: system error (no route)", "%s", later.c_str());
   EXPECT(transport.AsyncError() == "NCCL: system error (no route)", "%s", transport.AsyncError().c_str());
+  for (const char* nothing : {"", static_cast<const char*>(nullptr)}) {  // NCCL has no more to say
+    fake.last_error = nothing;
+    EXPECT(transport.AsyncError() == "NCCL: system error", "%s", transport.AsyncError().c_str());
+  }
   fake.num_in_progress = 1;
   EXPECT(transport.AsyncError().empty(), "in progress is no error");
   EXPECT(ErrorOf([] { MakeUniqueId(library); }) == "ncclGetUniqueId: system error", "id");

@@ -71,7 +71,8 @@ class Copy:
                 shutil.copy2(ROOT / name, folder / name)
         find = "import zcomm._native; print(zcomm._native.__file__)"
         native = subprocess.run([sys.executable, "-c", find], check=True, capture_output=True, text=True).stdout.strip()
-        (folder / "zcomm" / Path(native).name).symlink_to(native)
+        for compiled in (Path(native), Path(native).with_name("_emulated_nccl.so")):
+            (folder / "zcomm" / compiled.name).symlink_to(compiled)
         (folder / "zcomm" / "triton_kernels").symlink_to(folder / "triton_kernels")
 
     def read(self, file: str) -> str:

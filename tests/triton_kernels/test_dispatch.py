@@ -14,7 +14,7 @@ import torch
 
 from zcomm import blocks, on_triton
 from zcomm.errors import BackendUnavailableError
-from zcomm.formats import FORMATS
+from zcomm.formats import FORMATS, get_format
 from zcomm.message import layout_of
 from zcomm.triton_kernels import _run, codecs, kernels, launch, unavailable_reason
 
@@ -193,3 +193,23 @@ def test_a_tuned_launch_passes_what_the_kernel_takes(monkeypatch: pytest.MonkeyP
     assert options["TILE"] == max(tile for tile, _ in _run.CANDIDATES)
     assert options["enable_fp_fusion"] is False
     assert options["grid"](options) == ((1 << 20) // options["TILE"],)
+
+
+def test_a_sum_that_takes_two_launches_goes_on_in_float32_with_a_flag_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks of 48 and of 256 elements have no tile in common."""
+    taken = list[tuple[Any, tuple[Any, ...]]]()
+    monkeypatch.setattr(launch, "run", lambda kernel, arguments, *_, **__: taken.append((kernel, arguments)))
+    received = layout_of("test", get_format("int8/48"), torch.float32, 2, 1000)
+    sent = layout_of("test", get_format("int8/256"), torch.float32, 1, 1000)
+    messages, out = (layout.new(2, torch.device("cpu")) for layout in (received, sent))
+    launch.decode_sum_requantize(messages, received, out, sent, is_valid=torch.ones(1, dtype=torch.int32))
+    assert [kernel for kernel, _ in taken] == [kernels.decode_sum_kernel, kernels.quantize_kernel]
+    summing, encoding = (dict(zip(kernel.arg_names, arguments, strict=False)) for kernel, arguments in taken)
+    total, refused = summing["out_ptr"], summing["refused_ptr"]
+    assert (total.dtype, total.numel()) == (torch.float32, 2 * 1000)
+    assert (refused.dtype, refused.numel()) == (torch.int32, 1)
+    assert not total.data_ptr() <= refused.data_ptr() < total.data_ptr() + total.nbytes
+    assert encoding["x_ptr"].data_ptr() == total.data_ptr()
+    assert encoding["refused_ptr"].data_ptr() == refused.data_ptr()

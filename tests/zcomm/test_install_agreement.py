@@ -39,7 +39,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "'0'] is int8 on ranks 0, 1, 3, int8/64:asym on",
     ),
     ({}, {"shadow": True}, "shadow is False on ranks 0, 1, 3, True on rank 2"),
-    ({"adaptive": True}, {"adaptive": {"bf16_steps": 3}}, "adaptive.bf16_steps is 0 on ranks 0, 1, 3, 3 on rank 2"),
     ({}, {"topology": None}, "topology is "),
 ]
 

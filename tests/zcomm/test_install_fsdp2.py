@@ -270,3 +270,19 @@ def _check_missing_gradients(rank: int) -> None:
 
 def test_a_step_in_which_some_parameters_have_no_gradient() -> None:
     run_ranks(4, _check_missing_gradients)
+
+
+def _check_missing_gradients_of_one_format(rank: int) -> None:
+    """It does not matter whose the gradients are: what is there travels as all would."""
+    model = Given({"a": 3000, "b": 3000})
+    fully_shard(model)
+    installed = zcomm.install_fsdp2(model, TWO_HOPS, topology=topology(2))
+    model({"a": value_of("a", rank, 3000)}).backward()
+    expected = _reduced_sum([[_shards(value_of("a", r, 3000))] for r in range(4)], ("int8", "int4"))[rank]
+    assert torch.equal(model.a.weight.grad.to_local(), torch.from_numpy(expected / np.float32(4)))
+    assert model.b.weight.grad is None
+    assert "had no gradient" not in str(installed.report())
+
+
+def test_a_step_in_which_some_have_no_gradient_and_all_have_one_format() -> None:
+    run_ranks(4, _check_missing_gradients_of_one_format)

@@ -33,6 +33,25 @@ class _Store:
         return f"has ended ({key})".encode()
 
 
+class _Counts:
+    """A store that counts, and in which there is no verdict."""
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+
+    def add(self, key: str, number: int) -> int:
+        assert key == "at/0/waiting"
+        self.num_waiting += number
+        return self.num_waiting
+
+    def set(self, key: str, text: str) -> None:
+        """What the rank does, in words."""
+
+    def check(self, keys: list[str]) -> bool:
+        assert keys == ["at/0/verdict"]
+        return False
+
+
 def _watch_over(store: Any) -> Watch:
     made: Any = object.__new__(Watch)
     made._store, made._store_answers, made._prefix, made._rank, made._world_size = store, True, "at", 0, 2
@@ -76,6 +95,21 @@ def test_a_store_that_fails_once_or_twice_does_not_end_the_watch() -> None:
     looks: Any = _Looks([True, True, False, True, True, True, False])
     watch._serve(weakref.ref(looks), threading.Event())
     assert looks.left == [False]
+
+
+def test_a_rank_that_gets_on_takes_back_what_it_has_told_and_nothing_else() -> None:
+    store = _Counts()
+    over: Any = _watch_over(store)
+    over._rank, over._topologies, over.num_found, over._last, over._has_told = 1, (), 0, None, False
+    before, later = (("waits in a barrier", {"hop": [number]}) for number in (1, 2))
+    for account, num_waiting in [
+        (before, 0), (None, 0), (before, 0), (later, 0),  # never the same twice: it has not told
+        (later, 1), (later, 1), (None, 0), (None, 0),
+        (later, 0), (later, 1), (before, 0), (before, 1),
+    ]:  # fmt: skip
+        over._account = lambda _, account=account: account
+        over.look()
+        assert (store.num_waiting, over.has_told) == (num_waiting, num_waiting == 1)
 
 
 def test_a_rank_takes_part_only_in_what_it_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,19 +127,18 @@ FOLDER = "FOLDER"
 PLUS = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
 NVME = {"device": "nvme", "nvme_path": FOLDER}
 IN_FILES = {"stage": 3, "offload_optimizer": NVME, "offload_param": NVME | {"max_in_cpu": 0, "buffer_size": 600}}
-LEDGER = {"bit_ledger": FOLDER}
 MODES = {
-    "stage 1": Mode({"stage": 1}, LEDGER),
-    "stage 2": Mode({"stage": 2}, LEDGER),
-    "stage 3": Mode({"stage": 3}, LEDGER),
-    "ZeRO++": Mode(PLUS, LEDGER, ranks_per_node=1),
-    "hpZ": Mode(PLUS | {"zero_hpz_partition_size": 2}, LEDGER, num_ranks=4),
-    "delta-hpZ": Mode({"stage": 3}, LEDGER | {"mode": "delta_hpz"}, num_ranks=4),
-    "NVMe": Mode(IN_FILES, LEDGER),
+    "stage 1": Mode({"stage": 1}, {}),
+    "stage 2": Mode({"stage": 2}, {}),
+    "stage 3": Mode({"stage": 3}, {}),
+    "ZeRO++": Mode(PLUS, {}, ranks_per_node=1),
+    "hpZ": Mode(PLUS | {"zero_hpz_partition_size": 2}, {}, num_ranks=4),
+    "delta-hpZ": Mode({"stage": 3}, {"mode": "delta_hpz"}, num_ranks=4),
+    "NVMe": Mode(IN_FILES, {}),
     "NVMe, delayed": Mode(IN_FILES, {"delayed_update": True}),
     "host, overlapped": Mode({"stage": 3, "offload_optimizer": {"device": "cpu"}}, {"overlapped_update": True}),
 }
-"""Late updates exclude a ledger, overlapped ones states in files. No save of states in files is asynchronous."""
+"""Overlapped updates exclude states in files. No save of states in files is asynchronous."""
 
 
 def config_of(mode: Mode, folder: Path) -> dict[str, Any]:

@@ -178,6 +178,25 @@ def test_memory_is_what_the_theory_says(stage: int, grad_nbytes: int, world_size
     run_ranks(world_size, _check_memory, stage, grad_nbytes, world_size)
 
 
+def _check_summed_gradients(rank: int) -> None:
+    for stage in (0, 1):
+        model = _wide_model(torch.bfloat16)
+        before = _storages_of(_all_tensors())
+        with zero_optimizer(model, torch.optim.AdamW(model.parameters()), stage=stage) as wrapped:
+            _step(model, wrapped, rank)
+            held = []
+            for _ in range(3):
+                model(torch.ones(4, WIDTH, dtype=torch.bfloat16)).float().square().mean().backward()
+                after = {k: v for k, v in _storages_of(_all_tensors()).items() if k not in before}
+                held.append(sum(after.values()) - sum(wrapped.memory().buffers.values()))
+        assert max(held) <= 1.01 * held[0], held
+
+
+def test_backwards_that_are_summed_up_hold_no_more_than_one() -> None:
+    """Each is reduced and added to the sum: what the sum was before does not stay beside it."""
+    run_ranks(2, _check_summed_gradients)
+
+
 def _check_exact_masters(rank: int) -> None:
     """Float32 weights that travel quantized: what the forward reads is not what the optimizer updates."""
     before = _storages_of(_all_tensors())
@@ -219,6 +238,20 @@ def _check_exchanges(rank: int) -> None:
 
 def test_bucket_sizes_say_what_an_exchange_carries() -> None:
     run_ranks(2, _check_exchanges)
+
+
+def _check_names(rank: int) -> None:
+    for stage in (0, 1, 2, 3):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        options = {"stage": stage, "reduce_bucket_size": 1}  # each layer by itself
+        with zero_optimizer(model, torch.optim.AdamW(model.parameters()), ranks_per_node=2, **options) as wrapped:
+            model(torch.ones(2, 8)).sum().backward()
+            reductions = [f for f in zcomm.flight_record(wrapped.topology.companion) if f.operation == "all_to_all"]
+        assert [flight.bucket for flight in reductions[-4:]] == ["3", "2", "1", "0"], "modules, as backward comes by"
+
+
+def test_a_reduction_in_the_flight_record_names_its_module() -> None:
+    run_ranks(2, _check_names)
 
 
 def _check_no_sync_memory(rank: int) -> None:

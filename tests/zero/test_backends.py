@@ -48,7 +48,6 @@ CASES: dict[str, dict[str, Any]] = {
     "delta-hpZ": DELTA_HPZ,
     "delta-hpZ, accumulating": DELTA_HPZ | {"gradient_accumulation_steps": 2, "residual_beta": 0.5},
     "frozen weights at rest": {"stage": 3, "quantized_nontrainable_weights": True},
-    "adaptive": QUANTIZED | {"stage": 2, "adaptive": zcomm.AdaptivePrecision(sample_interval=1, bf16_steps=1)},
     "states on the host": HOST | {"stage": 1},
     "all on the host": HOST | {"stage": 3, "offload_param": {"device": "cpu"}},
     "delayed update": HOST | {"stage": 2, "delayed_update": True, "delay_start": 1},

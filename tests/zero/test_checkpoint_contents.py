@@ -270,3 +270,39 @@ def test_states_that_no_checkpoint_could_hold_are_refused_before_training() -> N
             zero.ZeroOptimizer(model, cls, stage=1)
         assert torch.equal(model.weight, before)
     zero.ZeroOptimizer(nn.Linear(8, 8), Momentum, stage=1).close()
+
+
+class Counting(Momentum):
+    """Keeps numbers of every kind beside its momentum."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    steps = state.get("steps", 0) + 1
+                    numbers = {"steps": steps, "decay": 0.5**steps, "seen": torch.tensor(3.0 * steps)}
+                    state.update(numbers, momentum=param.grad.clone())
+                    param.sub_(param.grad, alpha=group["lr"] * state["decay"])
+
+
+def _check_numbers(rank: int, folder: str, saves: bool) -> None:  # noqa: FBT001
+    model = new_model()
+    with zero_optimizer(model, Counting, stage=1 if saves else 3) as optimizer:
+        if saves:
+            train(model, optimizer, rank, steps=2)
+            zero.save_checkpoint(optimizer, folder, "numbers")
+        else:
+            zero.load_checkpoint(optimizer, folder, "numbers")
+        for state in optimizer.state.values():
+            assert (type(state["steps"]), state["steps"]) == (int, 2)
+            assert (type(state["decay"]), state["decay"]) == (float, 0.25)
+            assert torch.equal(state["seen"], torch.tensor(6.0))
+            assert state["momentum"].numel() > 1
+        assert optimizer.state
+
+
+def test_numbers_among_the_states_stay_what_they_are(tmp_path: Path) -> None:
+    run_ranks(2, _check_numbers, str(tmp_path), True)
+    run_ranks(2, _check_numbers, str(tmp_path), False)

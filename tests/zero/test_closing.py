@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,14 @@ from zero import ZeroOptimizer, initialize
 
 
 def _num_threads() -> int:
-    """Of this process, also those that are none of Python's."""
-    return len(list(Path("/proc/self/task").iterdir()))
+    """Of this process, also those that are none of Python's.
+
+    The thread that waits for exchanges that somebody asks about is one for the process, and is started by the first
+    such question: on a slow machine that is in this test.
+    """
+    waiting = sum(thread.name == "zcomm-wait" for thread in threading.enumerate())
+    assert waiting <= 1
+    return len(list(Path("/proc/self/task").iterdir())) - waiting
 
 
 def _groups() -> int:

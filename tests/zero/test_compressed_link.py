@@ -27,7 +27,7 @@ from zero.tiers.moved import moved
 Array = Any
 F32 = np.float32
 SHAPES = {"a": (600,), "b": (17, 31), "c": (1500,)}
-RATE, STEPS = 0.1, 4
+RATE, STEPS = 0.125, 4
 FACTORS: dict[str, list[Any]] = {
     "stage": [1, 2, 3],
     "tier": ["cpu", "nvme"],
@@ -138,7 +138,7 @@ def _backward(model: nn.Module, optimizer: Any, rank: int, step: int, num_micro:
 def _check_bits(rank: int, cases: list[dict[str, Any]], folder: str) -> None:
     for case in cases:
         oracle, model = Oracle(case), Products(DTYPES[case["dtype"]])
-        with zero_optimizer(model, zero.CPUSGD, lr=RATE, **_options(case, folder)) as optimizer:
+        with zero_optimizer(model, torch.optim.SGD, lr=RATE, **_options(case, folder)) as optimizer:
             assert len(optimizer.inside.runtime.tracked) > 0
             for step in range(STEPS):
                 _backward(model, optimizer, rank, step, case["num_micro"])
@@ -242,7 +242,7 @@ def _check_norm(rank: int) -> None:
     """The norm of what was decoded, by which it is clipped."""
     case = {"stage": 2, "num_micro": 1, "dtype": "bf16"}
     model, before = Products(torch.bfloat16), Oracle(case)
-    with zero_optimizer(model, zero.CPUSGD, lr=RATE, stage=2, gradient_clipping=0.5, **LINK) as optimizer:
+    with zero_optimizer(model, torch.optim.SGD, lr=RATE, stage=2, gradient_clipping=0.5, **LINK) as optimizer:
         _backward(model, optimizer, rank, 0, 1)
         optimizer.step()
         moves = {n: zero.utils.safe_get_full_fp32_param(p).numpy() for n, p in model.named_parameters()}

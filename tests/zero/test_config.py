@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -241,7 +242,9 @@ def _accepts(schema: dict[str, Any], value: Any) -> bool:
     if schema["type"] == "integer" and isinstance(value, float):
         return value.is_integer()
     is_kind = isinstance(value, kinds[schema["type"]]) and (schema["type"] == "boolean" or not isinstance(value, bool))
-    return is_kind and not (schema.get("minimum", value) > value if isinstance(value, (int, float)) else False)
+    if not is_kind or not isinstance(value, (int, float)):
+        return is_kind
+    return value >= schema.get("minimum", -math.inf) and value > schema.get("exclusiveMinimum", -math.inf)
 
 
 def test_the_schema_takes_what_the_parser_takes() -> None:
@@ -251,6 +254,32 @@ def test_the_schema_takes_what_the_parser_takes() -> None:
     assert _accepts(schema, {"zero_optimization": {"stage": "auto"}, "bfloat16": {"enabled": True}})
     for wrong in ({"zero_optimization": {"stge": 1}}, {"zero_optimization": {"stage": 7}}, {"fp16": {"enabled": 1}}):
         assert not _accepts(schema, wrong)
+
+
+def _is_parsed(raw: dict[str, Any]) -> bool:
+    try:
+        parse(raw, "dict")
+    except ConfigError:
+        return False
+    return True
+
+
+def test_the_schema_has_the_least_values_that_the_parser_has() -> None:
+    schema = json.loads(json.dumps(json_schema()))
+    for definition in definitions(Config):
+        section, _, name = definition.path.rpartition(".")
+        for value in (-1, 0, 0.5, 1):
+            raw = _within(section, {name: value})
+            assert _accepts(schema, raw) == _is_parsed(raw), raw
+    assert not _is_parsed({"fp16": {"min_loss_scale": 0}})
+
+
+def test_every_default_may_be_written_down() -> None:
+    for definition in definitions(Config):
+        section, _, name = definition.path.rpartition(".")
+        if section_type(definition.kind) is None:
+            value = json.loads(json.dumps(definition.default))
+            assert _is_parsed(_within(section, {name: value})), f"{definition.path}={value!r}"
 
 
 def test_every_key_is_described() -> None:
@@ -300,7 +329,12 @@ def _within(section: str, raw: dict[str, Any]) -> dict[str, Any]:
 def test_every_misspelled_key_is_named_with_its_section_and_the_nearest() -> None:
     sections = {section for section, _ in _places()}
     assert len(sections) > 20
-    assert {"zcomm.adaptive", "checkpoint.writer", "timers.throughput", "zero_optimization.leaf_module"} <= sections
+    assert {
+        "zero_optimization.offload_optimizer",
+        "checkpoint.writer",
+        "timers.throughput",
+        "zero_optimization.leaf_module",
+    } <= sections
     for section, name in _places():
         wrong = f"{name[:-1]}_{name[-1]}"
         with pytest.raises(ConfigError) as caught:

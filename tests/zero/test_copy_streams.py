@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.recorded_streams import DEVICE, OnDevice, Recorded
+from tests.recorded_streams import DEVICE, Event, OnDevice, Recorded
 from zero.activations.copies import Copies
 from zero.tiers.device_copies import DeviceCopies
+from zero.tiers.file_rest import InFile
+from zero.tiers.file_store import FileStore
 from zero.tiers.host import HostMemory
+from zero.tiers.settings import Files
+from zero.tiers.shard_rest import OnHost
+from zero.tiers.staging import Staging
 
 
 class Target(Tensor):
@@ -25,9 +31,15 @@ class Target(Tensor):
         return self
 
 
-def _target(recorded: Recorded) -> Any:
+class Row(Target):
+    """The same, on the GPU."""
+
+    is_cuda = True
+
+
+def _target(recorded: Recorded, kind: type[Target] = Target) -> Any:
     Target.recorded = recorded
-    return torch.empty(4).as_subclass(Target)
+    return torch.empty(4).as_subclass(kind)
 
 
 @pytest.fixture
@@ -58,6 +70,39 @@ def test_parameters_come_to_the_device_beside_the_computation(recorded: Recorded
     assert copies.event() is not None
     assert recorded.log == ["side1 after main", "copy on side1", "event on side1"]
     assert recorded.current.name == "main"
+
+
+def test_a_shard_in_host_memory_is_sent_from_its_row(recorded: Recorded) -> None:
+    """What an exchange sends is on the device: the row, filled, and not the shard."""
+    shard, row = torch.arange(8.0), torch.zeros(4)
+    sent = OnHost(shard, DeviceCopies(torch.device("cpu"))).fetch(2, 6, row)
+    assert sent is row
+    assert row.tolist() == [2, 3, 4, 5]
+    rest, there = OnHost(shard, DeviceCopies(DEVICE)), _target(recorded)
+    with rest.on_stream():
+        assert rest.fetch(2, 6, there) is there
+    assert recorded.log == ["side1 after main", "copy on side1"]
+
+
+def test_a_buffer_of_a_file_is_used_again_once_its_copy_is_made(
+    recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a shard in a file, on its way to the device: not before, and not never."""
+    page, store = 4096, FileStore(tmp_path, files=Files(), name="parameters", topology=None)
+    staging = Staging(store, limit_nbytes=page)
+    file = store.create("shard", page)
+    rest = InFile(torch.empty(1).expand(4), file, [(0, 4)], staging, DeviceCopies(DEVICE))
+    used = []
+    for has_passed in (True, True, False, False, True, True):
+        monkeypatch.setattr(Event, "has_passed", has_passed)
+        recorded.log.clear()
+        with rest.on_stream():
+            rest.fetch(0, 4, _target(recorded, Row))
+        assert recorded.log == ["side1 after main", "copy on side1", "event on side1"]
+        used.append(staging.nbytes // page)
+    assert used == [1, 1, 2, 3, 3, 3], "a buffer more for each copy that is not made yet"
+    staging.forget()
+    store.close()
 
 
 def test_saved_inputs_go_to_the_host_beside_the_computation(recorded: Recorded) -> None:

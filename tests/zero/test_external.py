@@ -184,3 +184,17 @@ def _check_ways(rank: int) -> None:
 
 def test_ways_to_declare() -> None:
     run_ranks(2, _check_ways)
+
+
+def _check_released_after_first_use(rank: int) -> None:
+    model = Borrowing()
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3):
+        for _ in range(2):
+            with torch.no_grad():
+                model(torch.ones(3, 5))
+            with pytest.raises(StateError, match=r"'child\.weight' is released"):
+                model.child.weight.sum()
+
+
+def test_what_a_forward_is_found_to_use_is_released_at_its_end() -> None:
+    run_ranks(2, _check_released_after_first_use)

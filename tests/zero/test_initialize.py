@@ -284,6 +284,29 @@ def test_data_parallel_axis_of_a_mesh() -> None:
     run_ranks(4, _check_mesh)
 
 
+def _check_destroyed(rank: int) -> None:
+    """What is left is a plain model with what it has learned, whose gradients are this rank's alone."""
+    model, plain = nn.Linear(3, 2), nn.Linear(3, 2)
+    config = _config(2, zcomm={"ranks_per_node": 1})
+    engine = deepspeed.initialize(model=model, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), config=config).engine
+    assert (engine.optimizer.topology.num_nodes, engine.optimizer.topology.ranks_per_node) == (2, 1)
+    engine.backward(engine(torch.full((1, 3), float(rank))).sum())
+    engine.step()
+    plain.load_state_dict(model.state_dict())
+    engine.destroy()
+    assert not hasattr(model.weight, "zero_shard")
+    for net in (model, plain):
+        net(torch.full((1, 3), rank + 1.0)).square().sum().backward()
+    for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, expected)
+        assert type(mine.grad) is Tensor
+        assert torch.equal(mine.grad, expected.grad)
+
+
+def test_a_destroyed_engine_leaves_a_plain_model() -> None:
+    run_ranks(2, _check_destroyed)
+
+
 def _check_reports(rank: int) -> None:
     lines: list[str] = []
     handler = logging.Handler()

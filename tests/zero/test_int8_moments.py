@@ -26,7 +26,6 @@ MAKE: dict[str, Callable[[Any, str], CPUOptimizer]] = {
     "amsgrad": lambda p, name: zero.CPUAdam(p, 1e-2, moment_format=name, amsgrad=True),
     "adagrad": lambda p, name: zero.CPUAdagrad(p, 1e-2, moment_format=name, initial_accumulator_value=0.1),
     "lion": lambda p, name: zero.CPULion(p, 1e-3, moment_format=name),
-    "sgd": lambda p, name: zero.CPUSGD(p, 1e-2, momentum=0.9, moment_format=name),
 }
 SQUARES = ("exp_avg_sq", "sum")
 

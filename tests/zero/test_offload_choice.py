@@ -20,7 +20,7 @@ CHOICES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("AdamW", {"lr": 1e-3, "torch_adam": True}, "torch's AdamW", {"weight_decay": 0.0}),
     ("Adagrad", {"lr": 1e-3}, "zero's CPUAdagrad", {"lr": 1e-3}),
     ("Lion", {"lr": 1e-3}, "zero's CPULion", {"lr": 1e-3}),
-    ("SGD", {"lr": 1e-3, "momentum": 0.9}, "zero's CPUSGD", {"momentum": 0.9}),
+    ("SGD", {"lr": 1e-3, "momentum": 0.9}, "torch's SGD", {"momentum": 0.9}),
     ("RMSprop", {"lr": 1e-3}, "torch's RMSprop", {"lr": 1e-3}),
 ]
 

@@ -259,7 +259,6 @@ def test_an_update_that_fails_on_one_rank_raises_on_all_in_the_next_step() -> No
         ({"delayed_update": True}, "exclude one another"),
         ({"offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}, "offload_optimizer.device='nvme'"),
         ({"offload_param": {"device": "nvme", "nvme_path": "/nowhere"}}, "offload_param.device='nvme'"),
-        ({"bit_ledger": "/nowhere"}, "bit_ledger is not combined with overlapped_update"),
     ],
 )
 def test_what_it_is_not_made_for_is_refused(change: dict[str, Any], message: str) -> None:

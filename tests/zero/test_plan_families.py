@@ -110,7 +110,6 @@ def test_the_command_says_what_it_read(tmp_path: Path, capsys: pytest.CaptureFix
     [
         (["plan", "--model", "nothing.json"], "there is no file nothing.json: a model must be one of"),
         (["estimate", "nothing"], "there is no file nothing: a model must be one of"),
-        (["bisect", "nothing", "nothing"], "give the folder that bit_ledger named"),
     ],
 )
 def test_what_is_not_there(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

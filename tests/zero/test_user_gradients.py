@@ -418,6 +418,27 @@ def test_a_backward_that_creates_a_graph_leaves_none(stage: int) -> None:
     run_ranks(2, _check_create_graph, stage)
 
 
+def _check_cleared_sum(rank: int) -> None:
+    """One that came twice is summed beside the 16-bit buffer; the other parameter's stays."""
+    model = nn.Linear(WIDTH, WIDTH).bfloat16()
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2) as optimizer:
+        (grads,) = optimizer.inside.runtime.reducer.all
+        full = torch.full((grads.bucket.layout.numel,), 9.0, dtype=torch.bfloat16)
+        for _ in range(2):
+            for slot, param in enumerate(grads.bucket.params):
+                grads.put(slot, torch.ones_like(param), full)
+        grads.drop(0, row=0)
+        grads.complete(full)
+        expected = torch.zeros_like(full)
+        bias = grads.bucket.layout.slots[1].offset
+        expected[bias : bias + WIDTH] = 2
+        assert torch.equal(full, expected)
+
+
+def test_a_sum_that_is_cleared_leaves_nothing() -> None:
+    run_ranks(1, _check_cleared_sum)
+
+
 def _check_late_hook(rank: int, stage: int) -> None:
     """A hook that was added after construction sees this rank's gradient, and may change it."""
     oracle, model, seen = Oracle(2), _net(), list[bool]()

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from zcomm import backend, errors
-from zcomm.adaptive import AdaptivePrecision
 from zcomm.errors import CommunicationError, ConfigError, ZcommError
 from zcomm.fingerprint import facts
 from zcomm.formats import Format, get_format
@@ -45,7 +44,6 @@ OF_NO_EFFECT = ("name", "error", "description")
 def settings_of(
     recipe: str | Recipe,
     overrides: Mapping[str, Override] | None,
-    adaptive: AdaptivePrecision | Mapping[str, Any] | bool | None,  # noqa: FBT001
     topology: Topology | None,
     **others: object,
 ) -> Settings:
@@ -56,14 +54,7 @@ def settings_of(
         found |= dict(_fields_of(name, value))
     found["topology"] = "torchrun's" if topology is None else f"{topology.num_nodes} nodes x {topology.ranks_per_node}"
     found |= {name: str(value) for name, value in others.items()}
-    found |= facts()
-    try:
-        chosen = AdaptivePrecision.of(adaptive)
-    except ConfigError:
-        return {**found, "adaptive": repr(adaptive)}
-    if chosen is not None:
-        found |= {f"adaptive.{one.name}": str(getattr(chosen, one.name)) for one in fields(chosen)}
-    return found
+    return found | facts()
 
 
 def _fields_of(name: str, value: object) -> Iterator[tuple[str, str]]:

@@ -9,19 +9,11 @@ from dataclasses import replace
 
 import torch
 
-from zcomm.adaptive import AdaptivePrecision
 from zcomm.auto import Choice, table_of
-from zcomm.errors import ConfigError
 from zcomm.recipes import AUTO_RECIPE, Recipe
 from zcomm.topology import Topology
 
-__all__ = ["check_not_adaptive", "for_all_reduce", "for_shards"]
-
-
-def check_not_adaptive(recipe: Recipe, settings: AdaptivePrecision | None) -> None:
-    """Formats that follow the training start from some that were named."""
-    if recipe is AUTO_RECIPE and settings is not None:
-        raise ConfigError("recipe='auto' is not combined with adaptive precision: name a recipe, or leave out adaptive")
+__all__ = ["for_all_reduce", "for_shards"]
 
 
 def for_all_reduce(topology: Topology, nbytes: int, device: torch.device) -> Recipe:

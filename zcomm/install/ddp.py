@@ -23,16 +23,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zcomm import volume
-from zcomm.adaptive import AdaptivePrecision
 from zcomm.all_reduce import FIRST_GATHER_HOP, all_reduce_steps
 from zcomm.backend import sum_
 from zcomm.carrier import BackendWish, KernelsName
 from zcomm.encoder import Encoder
 from zcomm.errors import ConfigError, LayoutError, StateError, TopologyError
 from zcomm.formats import codec_for
-from zcomm.install.adapting import Adapting
 from zcomm.install.agreement import agree, settings_of
-from zcomm.install.automatic import check_not_adaptive, for_all_reduce
+from zcomm.install.automatic import for_all_reduce
 from zcomm.install.choices import Choice, Named, Override, choose, clean_name
 from zcomm.install.ddp_hook import GradBucket, exchange_gradients, new_future, value_or_raise
 from zcomm.install.pieces import Piece, cut
@@ -58,7 +56,6 @@ def install_ddp(
     overrides: Mapping[str, Override] | None = None,
     topology: Topology | None = None,
     shadow: bool = False,
-    adaptive: AdaptivePrecision | Mapping[str, Any] | bool | None = None,
     backend: BackendWish = "auto",
     kernels: KernelsName = "auto",
     scaler: ScalerWish = "auto",
@@ -78,14 +75,12 @@ def install_ddp(
         topology: nodes and ranks of DDP's process group; default: as torchrun started them.
         shadow: train as if nothing were installed, bit for bit, but carry out the compressed exchange beside it and
             report its bytes and its error. Costs time.
-        adaptive: True, a :class:`zcomm.AdaptivePrecision` or its fields as a dict: formats follow the training, up to
-            the recipe's. Then call ``end_step()`` of the installation before every step of the optimizer.
         backend: as in :class:`zcomm.Topology`; "auto": that of ``topology``, if it is given.
         kernels: the same.
         scaler: of the loss: residuals are kept apart from its scale. "auto": the ``torch.amp.GradScaler`` in use, if
             there is one; None: losses are not scaled. Anything else that scales them: an object with ``get_scale()``.
 
-    Returns: An Installation, with ``report()``, ``end_step()`` and ``uninstall()``.
+    Returns: An Installation, with ``report()`` and ``uninstall()``.
 
     Raises:
         ConfigError, FormatError: A recipe, format or module name does not exist (the nearest is given), or differs
@@ -100,31 +95,17 @@ def install_ddp(
     or overridden parameters are in it, and then one copy each way.
     """
     owned = topology is None
-    checked = partial(_checked, model, recipe, overrides or {}, adaptive, topology, (backend, kernels))
+    checked = partial(_checked, model, recipe, overrides or {}, topology, (backend, kernels))
     others = {"shadow": shadow, "backend": backend, "kernels": kernels, "scaler": kind_of(scaler)}
-    given = settings_of(recipe, overrides, adaptive, topology, **others)
-    ddp, recipe, settings, choices = agree("install_ddp", given, _groups(model, topology), checked)
+    given = settings_of(recipe, overrides, topology, **others)
+    ddp, recipe, choices = agree("install_ddp", given, _groups(model, topology), checked)
     state, topology = _state_of(ddp), topology or _topology_of(ddp.process_group, backend, kernels)
     if recipe is AUTO_RECIPE:
         recipe, choices = _automatic(ddp, overrides or {}, topology, closes=owned)
-    account = _account(ddp, recipe, settings, choices, topology, scaler)
+    account = Account((choice.name for choice in choices.values()), recipe, scaler)
     state.compressed = _Compressed(topology, choices, account, has_residual=recipe.residual, is_shadow=shadow)
     title = f"install_ddp, recipe {recipe.name}, {described_topology(topology, shadow=shadow)}"
     return Installation(title, account, partial(_uninstall, state, topology if owned else None))
-
-
-def _account(
-    ddp: DistributedDataParallel,
-    recipe: Recipe,
-    settings: AdaptivePrecision | None,
-    choices: dict[int, Choice],
-    topology: Topology,
-    scaler: ScalerWish,
-) -> Account:
-    account = Account((choice.name for choice in choices.values()), recipe, scaler)
-    if settings is not None:
-        account.adapting = Adapting(settings, ddp.module, recipe, topology)
-    return account
 
 
 def _topology_of(group: dist.ProcessGroup, backend: BackendWish, kernels: KernelsName) -> Topology:
@@ -156,7 +137,6 @@ def _groups(model: nn.Module, topology: Topology | None) -> list[dist.ProcessGro
 class _Checked(NamedTuple):
     ddp: DistributedDataParallel
     recipe: Recipe
-    settings: AdaptivePrecision | None
     choices: dict[int, Choice]
 
 
@@ -164,15 +144,13 @@ def _checked(
     model: nn.Module,
     recipe: str | Recipe,
     overrides: Mapping[str, Override],
-    adaptive: AdaptivePrecision | Mapping[str, Any] | bool | None,  # noqa: FBT001
     topology: Topology | None,
     carrier: tuple[BackendWish, KernelsName],
 ) -> _Checked:
     """What was given, looked up; raises what this rank refuses."""
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"model must be a DistributedDataParallel: got {type(model).__name__}; wrap it first")
-    recipe, settings = get_recipe(recipe), AdaptivePrecision.of(adaptive)
-    check_not_adaptive(recipe, settings)
+    recipe = get_recipe(recipe)
     choices = _choices(model, recipe, overrides)
     _check_hooks(model)
     for device in dict.fromkeys(parameter.device for parameter in model.parameters()):
@@ -185,7 +163,7 @@ def _checked(
             f"the topology must be over the ranks of DDP's process group: {topology}, "
             f"group of {dist.get_world_size(group)}, rank {dist.get_rank(group)}"
         )
-    return _Checked(model, recipe, settings, choices)
+    return _Checked(model, recipe, choices)
 
 
 def _largest_bucket(ddp: DistributedDataParallel) -> tuple[int, torch.device]:
@@ -286,20 +264,11 @@ class _Compressed:
         has_residual: bool,
         is_shadow: bool,
     ) -> None:
-        self._topology, self._asked, self._choices, self._account = topology, choices, choices, account
+        self._topology, self._choices, self._account = topology, choices, account
         self._has_residual, self.is_shadow = has_residual, is_shadow
         self._planned: dict[tuple[int, ...], list[Planned]] = {}
         """By the parameters of a bucket: DDP rebuilds buckets after the first step."""
         self._side = SideStreams()
-        if account.adapting is not None:
-            account.adapting.adapts([self])
-
-    def adapt(self) -> None:
-        """Between steps: take the formats of now; buckets are cut anew when they come."""
-        assert self._account.adapting is not None, "formats change with adaptive precision only"
-        self._forget(tuple(self._asked))
-        chosen = self._account.adapting.adapt(self._asked.values())
-        self._choices = dict(zip(self._asked, chosen, strict=True))
 
     def start(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Begin to average ``bucket`` in place."""
@@ -313,7 +282,6 @@ class _Compressed:
         ended = new_future(buffer.device)
         for one in planned:
             one.begin(self._account.scaling)
-            self._account.measure(one.piece, buffer.view(1, -1))
         keys = [self._account.carried.key_for(*one.wires.gradients, one.wires.reduced) for one in planned]
 
         def end(error: BaseException | None) -> None:

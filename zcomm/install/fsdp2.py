@@ -17,13 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zcomm.adaptive import AdaptivePrecision
 from zcomm.carrier import BackendWish, KernelsName
 from zcomm.errors import ConfigError, FormatError, LayoutError, StateError, TopologyError
 from zcomm.formats import codec_for
-from zcomm.install.adapting import Adapting
 from zcomm.install.agreement import agree, settings_of
-from zcomm.install.automatic import check_not_adaptive, for_shards
+from zcomm.install.automatic import for_shards
 from zcomm.install.choices import Choice, Override, choose
 from zcomm.install.fsdp2_comms import Gather, Plans, Reduce, ReplicaMean, ShadowGather, ShadowReduce
 from zcomm.install.fsdp2_units import Unit, process_groups_of, units_of
@@ -45,7 +43,6 @@ def install_fsdp2(
     topology: Topology | None = None,
     replicate_group: dist.ProcessGroup | None = None,
     shadow: bool = False,
-    adaptive: AdaptivePrecision | Mapping[str, Any] | bool | None = None,
     backend: BackendWish = "auto",
     kernels: KernelsName = "auto",
     scaler: ScalerWish = "auto",
@@ -70,7 +67,6 @@ def install_fsdp2(
             it, as in HSDP.
         shadow: train as if nothing were installed, bit for bit, but carry out the compressed exchanges beside it and
             report their bytes and errors. Costs time.
-        adaptive: as in :func:`zcomm.install_ddp`, for gradients; not with ``replicate_group``.
         backend: as in :class:`zcomm.Topology`; "auto": that of ``topology``, if it is given.
         kernels: the same. Over process groups without a Topology, which part of the ranks have, "auto" alone.
         scaler: as in :func:`zcomm.install_ddp`.
@@ -91,31 +87,28 @@ def install_fsdp2(
     """
     ways, replicates = _Ways(topology, replicate_group, backend, kernels, scaler), replicate_group is not None
     given = settings_of(
-        recipe, overrides, adaptive, topology, shadow=shadow, replicates=replicates, backend=backend, kernels=kernels,
+        recipe, overrides, topology, shadow=shadow, replicates=replicates, backend=backend, kernels=kernels,
         scaler=kind_of(scaler),
     )  # fmt: skip
-    checked = partial(_checked, model, recipe, overrides or {}, adaptive, ways, shadow=shadow)
+    checked = partial(_checked, model, recipe, overrides or {}, ways, shadow=shadow)
     agreed = agree("install_fsdp2", given, _groups(model, topology, replicate_group), checked)
-    return _installed(model, agreed, overrides or {}, ways, shadow=shadow)
+    return _installed(agreed, overrides or {}, ways, shadow=shadow)
 
 
-def _installed(
-    model: nn.Module, agreed: _Checked, overrides: Mapping[str, Override], ways: _Ways, *, shadow: bool
-) -> Installation:
-    units, recipe, settings, of_units = agreed
+def _installed(agreed: _Checked, overrides: Mapping[str, Override], ways: _Ways, *, shadow: bool) -> Installation:
+    units, recipe, of_units = agreed
     replicate_group, topology = ways.replicate_group, ways.topology
     owned = _topology_of_job(units, ways) if topology is None and replicate_group is None else None
     topology = topology or owned
     if recipe is AUTO_RECIPE:
         recipe, of_units = _automatic(units, overrides, topology, owned)
     account = Account((choice.name for chosen in of_units for choice in chosen), recipe, ways.scaler)
-    account.adapting = _adapting(settings, model, recipe, topology)
     before = [_Before(unit, replaces_hook=replicate_group is not None) for unit in units]
     last_hop = (Reduce if replicate_group is None else ReplicaMean) if recipe.residual else None
     backend = ways.backend if topology is None else topology.backend
     of_each = zip(units, of_units, (_topology_of(unit, topology) for unit in units), strict=True)
-    plans = [Plans(*one, account, residual_of=last_hop, backend=backend) for one in of_each]
-    _install(plans, account, replicate_group, shadow=shadow)
+    for one in of_each:
+        _install(Plans(*one, account, residual_of=last_hop, backend=backend), replicate_group, shadow=shadow)
     groups = [unit.process_group for unit in units] + ([] if replicate_group is None else [replicate_group])
     remove = partial(_uninstall, before, owned, groups if backend == "nccl" else [])
     return Installation(_title(recipe, topology, backend, shadow=shadow), account, remove)
@@ -134,7 +127,6 @@ class _Ways(NamedTuple):
 class _Checked(NamedTuple):
     units: list[Unit]
     recipe: Recipe
-    settings: AdaptivePrecision | None
     of_units: list[Sequence[Choice]]
 
 
@@ -142,22 +134,19 @@ def _checked(
     model: nn.Module,
     recipe: str | Recipe,
     overrides: Mapping[str, Override],
-    adaptive: AdaptivePrecision | Mapping[str, Any] | bool | None,  # noqa: FBT001
     ways: _Ways,
     *,
     shadow: bool,
 ) -> _Checked:
     """What was given, looked up; raises what this rank refuses."""
-    units = units_of(model)
-    recipe, settings = get_recipe(recipe), AdaptivePrecision.of(adaptive)
-    check_not_adaptive(recipe, settings)
+    units, recipe = units_of(model), get_recipe(recipe)
     of_units = _choices(units, recipe, overrides)
     _check_replicas(units, ways.replicate_group, ways.topology, shadow=shadow)
     _check_topology(units, ways.topology)
     _check_kernels(units, ways)
     for device in dict.fromkeys(unit.group.device for unit in units):
         check_carrier("install_fsdp2", ways.topology, ways.backend, ways.kernels, device)
-    return _Checked(units, recipe, settings, of_units)
+    return _Checked(units, recipe, of_units)
 
 
 def _groups(
@@ -166,17 +155,6 @@ def _groups(
     """Who must agree: those that share parameters, in the order of the model, and the replicas."""
     others = (topology.world.group if topology is not None else None, replicate_group)
     return [*process_groups_of(model), *(group for group in others if group is not None)]
-
-
-def _adapting(
-    settings: AdaptivePrecision | None, model: nn.Module, recipe: Recipe, topology: Topology | None
-) -> Adapting | None:
-    if settings is not None and topology is None:
-        raise ConfigError(
-            "adaptive precision needs parameters that are sharded over all ranks, or over those of topology=, which "
-            "decide together. It cannot go with replicate_group="
-        )
-    return None if settings is None or topology is None else Adapting(settings, model, recipe, topology)
 
 
 def _automatic(
@@ -247,28 +225,19 @@ class _Before:
             module.set_all_reduce_hook(self._hook)
 
 
-def _install(
-    planned: Sequence[Plans], account: Account, replicate_group: dist.ProcessGroup | None, *, shadow: bool
-) -> None:
-    reduces = [_install_on(plans.unit, plans, replicate_group, shadow=shadow) for plans in planned]
-    if account.adapting is not None:
-        account.adapting.adapts(reduces)
-
-
-def _install_on(unit: Unit, plans: Plans, replicate_group: dist.ProcessGroup | None, *, shadow: bool) -> Reduce:
-    reduce = Reduce(plans)
+def _install(plans: Plans, replicate_group: dist.ProcessGroup | None, *, shadow: bool) -> None:
+    unit = plans.unit
     if shadow:
         group = unit.group
         unit.module.set_custom_all_gather(ShadowGather(group._all_gather_comm, Gather(plans)))
-        unit.module.set_custom_reduce_scatter(ShadowReduce(group._reduce_scatter_comm, reduce, unit))
-        return reduce
+        unit.module.set_custom_reduce_scatter(ShadowReduce(group._reduce_scatter_comm, Reduce(plans), unit))
+        return
     unit.module.reshard()
     unit.module.set_custom_all_gather(Gather(plans))
-    unit.module.set_custom_reduce_scatter(reduce)
+    unit.module.set_custom_reduce_scatter(Reduce(plans))
     unit.module.set_force_sum_reduction_for_comms(True)
     if replicate_group is not None:
         unit.module.set_all_reduce_hook(ReplicaMean(plans, replicate_group))
-    return reduce
 
 
 def _choices(units: Sequence[Unit], recipe: Recipe, overrides: Mapping[str, Override]) -> list[Sequence[Choice]]:

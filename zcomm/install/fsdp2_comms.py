@@ -52,14 +52,8 @@ class Plans:
     ) -> None:
         self._over_nccl = backend == "nccl"
         self.unit, self.choices, self.account = unit, tuple(choices), account
-        self._asked = self.choices
         self._topology, self._residual_of = topology, residual_of
         self._trainable = [i for i, trainable in enumerate(unit.is_trainable) if trainable]
-
-    def adapt(self) -> None:
-        """Take the formats of now; what is planned with those before is worth nothing then."""
-        assert self.account.adapting is not None, "formats change with adaptive precision only"
-        self.choices = tuple(self.account.adapting.adapt(self._asked))
 
     def path(self, group: dist.ProcessGroup) -> Path:
         """The Topology, which is over all ranks of this unit, if ``group`` is, too; else ``group``."""
@@ -208,15 +202,6 @@ class Reduce(_Allocates):
         self._plans = plans
         self._planned: dict[tuple[dist.ProcessGroup, int, torch.dtype], list[Planned]] = {}
 
-    def adapt(self) -> None:
-        """Between steps: take the formats of now, and keep the residuals for what is planned next."""
-        self._plans.adapt()
-        for planned in self._planned.values():
-            for one in planned:
-                if one.residual is not None:
-                    self._plans.account.carried.retire(one.residual)
-        self._planned.clear()
-
     def planned(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> list[Planned]:
         """The pieces over ``group`` of ``numel`` columns."""
         key = (group, numel, dtype)
@@ -236,7 +221,6 @@ class Reduce(_Allocates):
             shard = output_tensor[start:stop] if piece.is_view else output_tensor.new_empty(piece.numel)
             key = self._plans.account.carried.key_for(*(wire if isinstance(wire, tuple) else (wire,)))
             source, residual = piece.take(rows), one.begin(self._plans.account.scaling)
-            self._plans.account.measure(piece, rows)
             how: dict[str, Any] = {"format": wire, "residual": residual, "random": key, "backend": backend}
             reduce_scatter_single(shard, source, op, group=path, **how)
             if not piece.is_view:

@@ -15,11 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcomm.errors import StateError
-from zcomm.install.adapting import Adapting
 from zcomm.install.carried import Carried
 from zcomm.install.choices import Choice
-from zcomm.install.pieces import Piece
 from zcomm.loss_scaling import LossScaling, ScalerWish
 from zcomm.recipes import Recipe
 from zcomm.residual import Residual
@@ -140,15 +137,8 @@ class Account:
         self.tallies: list[Tally] = []
         self.carried = Carried(names, recipe)
         self.scaling = LossScaling(scaler, self.carried.reset)
-        self.adapting: Adapting | None = None
-        """Changes formats between steps; None: they stay."""
         self.notes: list[str] = []
         """What happened that a user should know."""
-
-    def measure(self, piece: Piece, rows: Tensor) -> None:
-        """Let adaptive precision, if it is on, see this rank's gradients [num_rows, n] of a buffer."""
-        if self.adapting is not None and self.adapting.policy.measures:
-            self.adapting.measure(piece, piece.take(rows))
 
     def open(self, choices: tuple[Choice, ...], format: str, sent: Sent, plain: Sent) -> Tally:
         """A tally for a new piece."""
@@ -207,9 +197,7 @@ class Installation:
 
         Call it between two steps, on every rank; each saves its own. A copy: 1 byte for each element of residuals.
         """
-        adapting = self._account.adapting
-        more = {} if adapting is None else {"adaptive": adapting.state_dict()}
-        return {**self._account.carried.state_dict(), **more}
+        return self._account.carried.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave on this rank, on all ranks; before the first backward.
@@ -222,27 +210,6 @@ class Installation:
                 installation has exchanged gradients already.
         """
         self._account.carried.load_state_dict(state)
-        if self._account.adapting is not None and "adaptive" in state:
-            self._account.adapting.load_state_dict(state["adaptive"])
-
-    def end_step(self, *, loss: float | None = None, grad_norm: float | None = None) -> bool:
-        """Let adaptive precision decide: between the last backward of a step and ``optimizer.step()``. Collective.
-
-        Args:
-            loss: Of this rank's batch; the ranks that give one are averaged.
-            grad_norm: The norm of all gradients before clipping, as ``clip_grad_norm_`` returns it; the same on all
-                ranks. Without it outliers are only seen in the loss.
-
-        Returns:
-            Whether to take the step: False if its gradients are an outlier, and ``outlier="skip"``. Formats of the next
-            step are chosen; with ``outlier="clip"`` the gradients are scaled.
-
-        Raises:
-            StateError: Installed without ``adaptive=``.
-        """
-        if self._account.adapting is None:
-            raise StateError("end_step() is for adaptive precision: pass adaptive=True when installing")
-        return self._account.adapting.end_step(self.residuals, loss, grad_norm)
 
     def report(self) -> Report:
         """What this rank has sent since the installation; print it. No communication."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +63,8 @@ def restore(
         if takes_states:
             _restore_inner(optimizer, decoded["inner"], request)
             streamed.stand_ins()
-            _restore_scalars(optimizer, decoded, request, ranks)
+            take = partial(_restore_loss_scale, optimizer, decoded["loss_scale"])
+            agreed(take, ranks, f"{request.index.folder} is damaged; {ANEW}")
             _restore_published(inside, request)
             restore_node_parts(inside, request)
         _restore_random(inside, decoded["random"], request, ranks)
@@ -82,7 +84,6 @@ def _decoded(inside: Inside, request: Request, stateful: Mapping[str, Any], want
         return {"client_state": {}, "extra_state": {}, "stateful": {}, "random": None}
     content = request.index.content
     decoded = {name: request.decoded(content[name]) for name in ("client_state", "loss_scale", "extra_state")}
-    decoded["adaptive"] = request.decoded(content.get("adaptive"))
     decoded["stateful"] = {name: request.decoded(content["stateful"][name]) for name in stateful}
     decoded["random"] = request.random_state()
     if wanted.optimizer_states:
@@ -199,14 +200,6 @@ def _state_value(kind: str, values: Tensor, master: Tensor) -> Any:
     padded = values.new_zeros(master.numel())
     padded[: values.numel()] = values
     return padded.to(master.device)
-
-
-def _restore_scalars(optimizer: ZeroOptimizer, decoded: dict[str, Any], request: Request, ranks: Topology) -> None:
-    def take() -> None:
-        _restore_loss_scale(optimizer, decoded["loss_scale"])
-        optimizer.inside.adaptive.load_state_dict(decoded["adaptive"])
-
-    agreed(take, ranks, f"{request.index.folder} is damaged; {ANEW}")
 
 
 def _restore_random(inside: Inside, state: dict[str, Any] | None, request: Request, ranks: Topology) -> None:

@@ -120,7 +120,6 @@ def _content(
             ],
         },
         "loss_scale": None if loss_scale is None else tree.encode(loss_scale.state_dict(), "loss_scale"),
-        "adaptive": tree.encode(inside.adaptive.state_dict(), "adaptive precision"),
         "residual_layout": residual_layout(runtime),
         "num_updates": None if runtime.delayed is None else runtime.delayed.num_updates,
         "is_behind": runtime.is_behind,

@@ -68,10 +68,6 @@ CONDITIONS = {
         lambda c: c.zcomm.delayed_update and c.zero_optimization.offload_optimizer.device != "none",
         "zcomm.delayed_update is false, or offload_optimizer.device is none",
     ),
-    "adaptive": Condition(
-        lambda c: c.zcomm.adaptive.is_on and c.zero_optimization.stage >= 1,
-        "zcomm.adaptive.enabled is false and there is no max_relative_error, or stage 0 shards nothing",
-    ),
     "comms_logger": Condition(lambda c: c.comms_logger.enabled, "comms_logger is not enabled"),
     "one buffer": Condition(
         lambda c: c.activation_checkpointing.contiguous_memory_optimization,

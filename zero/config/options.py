@@ -58,7 +58,7 @@ SAME = {
     "AdamW": "fusedadamw adamwtorch adamwtorchfused adamwhf adamwapexfused adamw8bit pagedadamw cpuadamw",
     "Lion": "fusedlion cpulion deepspeedcpulion lion8bit",
     "Adagrad": "cpuadagrad deepspeedcpuadagrad",
-    "SGD": "fusedsgd cpusgd momentum nesterov",
+    "SGD": "fusedsgd momentum nesterov",
 }
 """Optimizers of other libraries and front ends, by the one of ours that computes the same: in lower case, without
 underscores."""

@@ -12,7 +12,6 @@ from zcomm import ConfigError
 from zero.activations.settings import ActivationSettings
 from zero.config.activations import activations_of
 from zero.config.activity import check_available, is_float16, settings_of, unused_notes
-from zero.config.adaptive import section_of
 from zero.config.keys import definitions, own_keys, section_type
 from zero.config.legacy import MOVED
 from zero.config.read import Configuration, Source, parse, read_source
@@ -27,8 +26,6 @@ from zero.stages import STAGES
 __all__ = ["Plan", "make_plan", "to_dtype"]
 
 DTYPES = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
-BUDGET = "max_relative_error"
-"""A key of the section ``zcomm.adaptive`` that is a keyword, too."""
 WIRES = {torch.float32: "none", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -77,7 +74,7 @@ def make_plan(config: Source | Configuration | None, options: Mapping[str, Any])
         ConfigError: See :func:`zero.config.read.parse`.
         NotAvailableError: A key asks for what this version cannot do.
     """
-    names = {field.name for field in fields(ZeroSettings)} - {"adaptive"}
+    names = {field.name for field in fields(ZeroSettings)}
     ours = {name: _keyword(name, value) for name, value in options.items() if name in names}
     overlay: dict[str, Any] = {}
     for name, value in options.items():
@@ -113,7 +110,7 @@ def _names(cls: type) -> set[str]:
 
 def _is_key(name: str) -> bool:
     """Whether a keyword is a key of the JSON: of its top level, of zero_optimization or of zcomm."""
-    return name == BUDGET or name in MOVED or any(name in _names(cls) for cls in (Config, ZeroOptimization, Zcomm))
+    return name in MOVED or any(name in _names(cls) for cls in (Config, ZeroOptimization, Zcomm))
 
 
 def _place(overlay: dict[str, Any], name: str, value: Any) -> None:
@@ -121,21 +118,16 @@ def _place(overlay: dict[str, Any], name: str, value: Any) -> None:
         overlay[name] = {**_section(overlay, name), **value} if isinstance(value, Mapping) else value
     elif name in _names(ZeroOptimization) or name in MOVED:
         _section(overlay, "zero_optimization")[name] = value
-    elif name == "adaptive":
-        _section(overlay, "zcomm", name).update(section_of(value))
-    elif name == BUDGET:
-        _section(overlay, "zcomm", "adaptive")[name] = value
     elif name in _names(Zcomm):
         _section(overlay, "zcomm")[name] = value
 
 
-def _section(overlay: dict[str, Any], *path: str) -> dict[str, Any]:
-    """The section at ``path``, which may be new."""
-    for name in path:
-        overlay = overlay.setdefault(name, {})
-        if not isinstance(overlay, dict):
-            raise ConfigError(f"{'.'.join(path)} must be an object: {name}={shown(overlay)}")
-    return overlay
+def _section(overlay: dict[str, Any], name: str) -> dict[str, Any]:
+    """The section ``name``, which may be new."""
+    section = overlay.setdefault(name, {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"{name} must be an object: {name}={shown(section)}")
+    return section
 
 
 def _keyword(name: str, value: Any) -> Any:
@@ -163,8 +155,6 @@ def _settings_of(configuration: Configuration, *, has_config: bool) -> dict[str,
         )
     if config.communication_data_type is not None and not config.zero_optimization.zero_quantized_gradients:
         found.setdefault("gradient_format", WIRES[to_dtype(config.communication_data_type)])
-    if config.zcomm.adaptive.is_on:
-        found["adaptive"] = config.zcomm.adaptive.settings
     if config.data_types.grad_accum_dtype is not None:
         found["gradient_dtype"] = to_dtype(config.data_types.grad_accum_dtype)
     if config.gradient_accumulation_steps is not None:

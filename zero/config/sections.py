@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from zero.config.adaptive import Adaptive
 from zero.config.keys import key, section
 from zero.config.monitors import NAMES, CommsLogger
 from zero.config.options import OPTIMIZER_OPTIONS, SCHEDULER_OPTIONS
@@ -261,13 +260,6 @@ class Zcomm:
         false="4 bytes, without rounding to these formats",
         active_if="offload_optimizer",
     )
-    bit_ledger: str | None = key(
-        None,
-        "folder where every rank writes 64-bit hashes of each parameter's gradient and master at each update, for "
-        "`zero bisect`",
-        setting="bit_ledger",
-    )
-    adaptive: Adaptive = section(Adaptive, "wire formats that follow the training")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,10 +158,10 @@ def probed() -> Cluster:
     return replace(found, **_probed_links())
 
 
-def _seconds(call: Any, times: int = 5) -> float:
-    """Of the fastest of some calls."""
+def _seconds(call: Any) -> float:
+    """Of the fastest of six calls."""
     found = []
-    for _ in range(times + 1):
+    for _ in range(6):
         start = time.perf_counter()
         call()
         if torch.cuda.is_available():

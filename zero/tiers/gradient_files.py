@@ -238,7 +238,6 @@ class FileGradient:
     def _accumulate(self, mean: Tensor) -> None:
         self._files.settle()
         self.raise_error()
-        self.is_nonfinite = False
         settings = self._files.settings
         pipeline: Pipeline[SubGroup, GradientInMemory] = Pipeline(
             lambda group: self.load(group, room=self._wide),

@@ -90,8 +90,6 @@ class FileQueue {
   int Open(const std::string& path, FileKind kind = FileKind::kPlain);
   // Bytes of an open file; of a checked one, of its data.
   std::uint64_t Size(int file);
-  // Whether transfers of the file go past the page cache.
-  bool IsDirect(int file);
   // Waits until what was written is on the disk; a checked file then also holds its checksums, as of the transfers that
   // had ended.
   void Sync(int file);
@@ -110,7 +108,6 @@ class FileQueue {
   struct File {
     std::string path;
     Descriptor descriptor;
-    bool is_direct = true;
     std::size_t num_transfers = 0;
     std::shared_ptr<CheckedFile> checked;  // null: plain
   };

@@ -18,12 +18,10 @@ namespace zcomm {
 //             p -= (rate * m) / (sqrt(v) * inverse_root + eps)
 //   kAdagrad  g += weight_decay * p;  m^ += g * g;  p -= (rate * g) / (sqrt(m) + eps)
 //   kLion     c = m * beta1 + g * mix1;  p = p * keep - rate * sign(c);  m^ = m * beta2 + g * mix2
-//   kSgd      g += weight_decay * p;  [m^ = m * beta1 + g * mix1;  g = m, or g + m * beta1 with nesterov];  p -= rate *
-//   g
 //   kTraffic  p += g;  m^ += g;  v^ += g: the memory traffic of Adam and next to no arithmetic, a bound for benchmarks
-enum class Rule : int { kAdam = 0, kAdamW = 1, kAdagrad = 2, kLion = 3, kSgd = 4, kTraffic = 5 };
+enum class Rule : int { kAdam = 0, kAdamW = 1, kAdagrad = 2, kLion = 3, kTraffic = 4 };
 
-inline constexpr std::size_t kNumRules = 6;
+inline constexpr std::size_t kNumRules = 5;
 
 constexpr bool HasSecondMoment(Rule rule) { return rule <= Rule::kAdamW || rule == Rule::kTraffic; }
 
@@ -35,7 +33,6 @@ inline constexpr MomentKind kKindOfSecondMoment = MomentKind::kNonNegative;
 
 struct StepOptions {
   Rule rule;
-  bool nesterov;
   float grad_factor;
   float weight_decay;
   float keep;
@@ -54,7 +51,7 @@ struct Shard {
   float* param;      // float32 master weights
   const void* grad;  // of grad_dtype
   DType grad_dtype;
-  void* moment1;               // m, of moment_format; null: kSgd without momentum
+  void* moment1;               // m, of moment_format
   void* moment2;               // v, of moment_format; null unless HasSecondMoment
   MomentFormat moment_format;  // but for kFloat32 rounded stochastically by `draw`
   float* largest;              // w of amsgrad; null: no amsgrad

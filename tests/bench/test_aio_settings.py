@@ -1,4 +1,4 @@
-"""Direct file I/O from Python: what is written is read, errors are OSErrors, and ``zero io-bench`` leaves nothing."""
+"""Direct file I/O from Python: what is written is read, errors are OSErrors, and the benchmark leaves no file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.end_to_end.job import ROOT
 from zcomm import ConfigError, kernels
-from zero import cli, io_bench
-from zero.io_bench import Rates
 from zero.tiers.host_buffers import aligned_bytes
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ROOT / "bench"))
+    import aio_settings
 
 KIB = 1024
 
@@ -51,29 +54,33 @@ def test_errors_have_errno_and_path(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_rates_and_a_valid_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["io-bench", str(tmp_path), "--size-mib", "64", "--seconds", "0.05"]) == 0
+    assert aio_settings.main([str(tmp_path), "--size-mib", "64", "--seconds", "0.05"]) == 0
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if "KiB" in line]
-    assert [(row[0], row[2]) for row in rows] == [(str(s // KIB), str(n)) for s, n in io_bench.PATTERNS]
+    assert [(row[0], row[2]) for row in rows] == [(str(s // KIB), str(n)) for s, n in aio_settings.PATTERNS]
     assert re.search("O_DIRECT by (io_uring|threads)$", out.splitlines()[0])
     assert all(float(rate) > 0 for row in rows for rate in row[3:])
     suggested = re.search(r'"aio": (\{.*\})', out)
     assert suggested is not None
     chosen = json.loads(suggested[1])
-    assert (chosen["block_size"], chosen["queue_depth"]) in io_bench.PATTERNS
+    assert (chosen["block_size"], chosen["queue_depth"]) in aio_settings.PATTERNS
     assert not list(tmp_path.iterdir())
 
 
 def test_the_smallest_pattern_of_those_as_fast_is_suggested() -> None:
-    rows = [Rates(2**20, 1, 1, 1, 1.0), Rates(2**20, 4, 2, 2, 1.97), Rates(2**20, 16, 2, 2, 2.0)]
-    assert io_bench._suggested(rows) == rows[1]
+    rows = [
+        aio_settings.Rates(2**20, 1, 1, 1, 1.0),
+        aio_settings.Rates(2**20, 4, 2, 2, 1.97),
+        aio_settings.Rates(2**20, 16, 2, 2, 2.0),
+    ]
+    assert aio_settings._suggested(rows) == rows[1]
 
 
 def test_what_cannot_be_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["io-bench", str(tmp_path / "missing")]) == 1
+    assert aio_settings.main([str(tmp_path / "missing")]) == 1
     assert "missing" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="--size-mib must be at least"):
-        io_bench.measure(tmp_path, nbytes=2**20, seconds=0.1)
+        aio_settings.measure(tmp_path, nbytes=2**20, seconds=0.1)
     with pytest.raises(OSError, match="cannot reserve"):
-        io_bench.measure(tmp_path, nbytes=2**60, seconds=0.1)
+        aio_settings.measure(tmp_path, nbytes=2**60, seconds=0.1)
     assert not list(tmp_path.iterdir())

@@ -1,12 +1,17 @@
-"""``zero io-bench``: how fast the disk under a folder is read, written, and both at once, past the page cache."""
+"""Which ``aio`` settings suit a disk: how fast it is read, written, and both at once, past the page cache.
+
+python bench/aio_settings.py FOLDER [--size-mib 1024] [--seconds 2]
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
+import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +20,7 @@ from typing import Any
 from zcomm import ConfigError, kernels
 from zero.tiers.host_buffers import aligned_bytes
 
-__all__ = ["Rates", "measure", "run"]
-
-Pattern = tuple[int, int]
-PATTERNS: tuple[Pattern, ...] = (
+PATTERNS = (
     (128 * 1024, 16),
     (1024 * 1024, 1),
     (1024 * 1024, 4),
@@ -42,20 +44,20 @@ class Rates:
     """Read plus written, at the same time."""
 
 
-def measure(folder: Path, *, nbytes: int, seconds: float, patterns: tuple[Pattern, ...] = PATTERNS) -> list[Rates]:
-    """Read and write a file in ``folder`` with each of ``patterns``, and remove it.
+def measure(folder: Path, *, nbytes: int, seconds: float) -> list[Rates]:
+    """Read and write a file in ``folder`` with each of :data:`PATTERNS`, and remove it.
 
     Raises:
         OSError: The folder does not exist, cannot be written, or lacks the space.
         ConfigError: ``nbytes`` is less than what the largest pattern has in flight.
     """
-    least = max(size * count for size, count in patterns) * 2
+    least = max(size * count for size, count in PATTERNS) * 2
     if nbytes < least:
         raise ConfigError(f"--size-mib must be at least {least >> 20}: {nbytes >> 20}")
-    path = folder / f"zero-io-bench-{os.getpid()}"
+    path = folder / f"zero-aio-{os.getpid()}"
     rows = []
     try:
-        for request_nbytes, num_requests in patterns:
+        for request_nbytes, num_requests in PATTERNS:
             rows.append(_measure_pattern(path, nbytes, seconds, request_nbytes, num_requests))
             path.unlink()
     finally:
@@ -109,7 +111,7 @@ def _seconds_each(queue: Any, begin: Callable[[int], int], num_in_flight: int, s
 
 
 def run(folder: str, *, nbytes: int, seconds: float) -> str:
-    """The table and the suggestion that ``zero io-bench`` prints."""
+    """The table and the suggestion that are printed."""
     where = Path(folder)
     free = shutil.disk_usage(where).free
     engine = kernels.file_queue(1, int(kernels.native().FILE_ALIGNMENT)).engine
@@ -132,3 +134,22 @@ def run(folder: str, *, nbytes: int, seconds: float) -> str:
 def _suggested(rows: list[Rates]) -> Rates:
     fast = [row for row in rows if row.both >= WITHIN * max(other.both for other in rows)]
     return min(fast, key=lambda row: row.request_nbytes * row.num_requests)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the rates of each pattern and a suggestion; return the exit status."""
+    parser = argparse.ArgumentParser(description="Measure the disk under a folder.")
+    parser.add_argument("path", metavar="FOLDER", help="a folder on the disk; a file is made there and removed")
+    parser.add_argument("--size-mib", type=int, default=1024, metavar="N", help="of the file (default 1024)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each row and direction (default 2)")
+    options = parser.parse_args(arguments)
+    try:
+        print(run(options.path, nbytes=options.size_mib << 20, seconds=options.seconds), end="")
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
