@@ -1,7 +1,8 @@
 """One training step at stage 3 on 4 ranks, event by event: ``torchrun --nproc-per-node 4 bench/one_step.py``.
 
 Prints the table of docs/design/schedule.md. Three layers of one weight each; the step is the third, which goes by the
-recorded order. The columns say what of a layer's weight each rank holds after the event, by the memory behind ``layer.weight``:
+recorded order. The columns say what of a layer's weight each rank holds after the event, by the memory behind
+``layer.weight``:
 
     shard   the rank's own quarter        incoming   and a buffer that is being filled        full   all of it
 """
