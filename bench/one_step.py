@@ -1,7 +1,8 @@
 """One training step at stage 3 on 4 ranks, event by event: ``torchrun --nproc-per-node 4 bench/one_step.py``.
 
-Prints the README's table. Three layers of one weight each; the step is the third, which goes by the recorded order. The
-columns say what of a layer's weight each rank holds after the event, by the memory behind ``layer.weight``:
+Prints the table of docs/design/schedule.md. Three layers of one weight each; the step is the third, which goes by the
+recorded order. The columns say what of a layer's weight each rank holds after the event, by the memory behind
+``layer.weight``:
 
     shard   the rank's own quarter        incoming   and a buffer that is being filled        full   all of it
 """
@@ -96,7 +97,7 @@ def record(topology: Topology) -> tuple[list[Event], list[tuple[int, int]]]:
 
 
 def table(events: list[Event], owned: list[list[tuple[int, int]]]) -> str:
-    """The README's text; ``owned``: of each rank, its elements of each layer."""
+    """The text of the page; ``owned``: of each rank, its elements of each layer."""
     ranges = ", ".join(f"rank {rank} {first} to {stop - 1}" for rank, ((first, stop), *_) in enumerate(owned))
     lines = [
         f"Owners of the {WIDTH * WIDTH} elements of each layer: {ranges}.",

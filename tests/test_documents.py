@@ -4,6 +4,7 @@ A block of a document (a paragraph, an item of a list, a table) that links to a 
 was measured: each of its numbers must be in that file, and those of a table's row in one line of it, in that order. A
 table may be linked to by the paragraph before it. Without a link a block has no decimal figure and no number with a
 unit of measurement. Inline code, fenced code, comments and the generated table of the configuration are no claims.
+Files that a document names exist, and every document is reached from docs/index.md.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CONFIG_TABLE = re.compile(r"<!-- config table: .*?-->.*?<!-- end of config table -->", re.DOTALL)
 """Compared with the program by another test."""
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RESULT = re.compile(r"\]\((?:\.\./)?(bench/results/[\w./-]+\.md)\)")
+README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RESULT = re.compile(r"\]\((?:\.\./)*(bench/results/[\w./-]+\.md)\)")
 NUMBER = re.compile(r"(?<![\w.-])\d+(?:,\d{3})*(?:\.\d+)?(?:e\d+)?(?!\w)")
 MEASURED = re.compile(
     r"\d\.\d|\d\s?(%|ms|us|s|min|hours?|[KMGT]i?B|[KMG]bit|tokens|times|TFLOP|x (as|faster|slower))(?![\w])"
@@ -29,6 +31,11 @@ MEASURED = re.compile(
 NO_FIGURES = re.compile(
     r"<!--.*?-->|^```.*?^```|`[^`\n]*`|\]\([^)]*\)|Apache-2\.0|(?:Python|CUDA|NCCL|torch) \d[\d.]*(?: to \d[\d.]*)?",
     re.DOTALL | re.MULTILINE,
+)
+
+
+FILE = re.compile(
+    r"(?<![\w/.<])((?:zero|zcomm|cpp|triton_kernels|bench|tests|tools|_\w+)/(?:[\w-]+/)*[\w-]+\.(?:py|h|cc|cuh|sh|json))\b"
 )
 
 
@@ -79,7 +86,8 @@ def _missing_in_order(numbers: tuple[str, ...], line: list[str]) -> tuple[str, .
 
 def test_every_measured_number_is_in_its_file() -> None:
     claims = {path.name: list(claims_of(path.read_text())) for path in DOCUMENTS}
-    assert len(claims["README.md"]) > 30
+    assert len(claims["README.md"]) > 10
+    assert len(claims["results.md"]) > 30
     assert sum(map(len, claims.values())) > 60
     for claim in itertools.chain(*claims.values()):
         assert not missing(claim), f"{claim.file} has no {missing(claim)}: {claim.text}"
@@ -105,7 +113,7 @@ def test_an_altered_figure_is_noticed() -> None:
 
 
 def test_tables_are_those_of_the_results() -> None:
-    """Of the README, and of the pages beside the JSON files of bench/compare.py."""
+    """Those of the README and of docs/results.md, and the pages beside the JSON files of bench/compare.py."""
     spec = importlib.util.spec_from_file_location("results", ROOT / "tools" / "results.py")
     assert spec is not None
     assert spec.loader is not None
@@ -114,11 +122,13 @@ def test_tables_are_those_of_the_results() -> None:
         patch.syspath_prepend(str(ROOT / "bench"))
         spec.loader.exec_module(results)
         expected = results.expected()
-    readme = (ROOT / "README.md").read_text()
-    assert sorted(re.findall("<!-- table: (.*) -->", readme)) == sorted(results.TABLES)
+    marked = {path: re.findall("<!-- table: (.*) -->", path.read_text()) for path in DOCUMENTS}
+    assert {path for path, names in marked.items() if names} == set(results.PAGES)
+    assert sorted(marked[ROOT / "docs" / "results.md"]) == sorted(results.TABLES)
     assert len(expected) > 5
     for path, text in expected.items():
         assert path.read_text() == text, f"run python tools/results.py: {path.name}"
+    readme = README.read_text()
     broken = readme.replace("| `zero++` | ", "| `zero++` | 1", 1)
     assert broken != readme
     assert results.with_tables(broken) == readme
@@ -130,22 +140,43 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_somewhere(path: Path) -> None:
+def links_of(path: Path) -> list[str]:
+    """Where a document links to, but for other sites."""
     text = re.sub(r"<!--.*?-->|^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.M)
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        if "://" in link:
-            continue
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    for link in links_of(path):
         file, _, anchor = link.partition("#")
         target = (path.parent / file).resolve() if file else path
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
 
 
-def test_every_document_is_linked_to() -> None:
-    assert {f"docs/{path.name}" for path in DOCUMENTS[1:]} <= set(
-        re.findall(r"\]\((docs/\w+\.md)", (ROOT / "README.md").read_text())
-    )
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_are_named_exist(path: Path) -> None:
+    """With the folder they are in; one that begins with an underscore is in zero or zcomm."""
+    missing_files = [
+        name
+        for name in FILE.findall(path.read_text())
+        if not any((ROOT / package / name).exists() for package in ("", "zero", "zcomm"))
+    ]
+    assert not missing_files
+
+
+def test_every_document_is_found_from_the_index() -> None:
+    """By links between documents; the index from the README."""
+    targets = {
+        path: {(path.parent / link.partition("#")[0]).resolve() for link in links_of(path)} for path in DOCUMENTS
+    }
+    assert INDEX in targets[README]
+    found, new = {README}, {INDEX}  # the README is where a reader comes from: what it links to is not enough
+    while new:
+        found |= new
+        new = {target for path in new for target in targets[path] if target in targets} - found
+    assert found == set(DOCUMENTS)
 
 
 def test_the_version_has_one_place() -> None:

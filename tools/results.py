@@ -1,9 +1,9 @@
-"""Make the tables of README.md from bench/results, and the pages of bench/compare.py from their JSON files.
+"""Make the tables of PAGES from bench/results, and the pages of bench/compare.py from their JSON files.
 
     python tools/results.py             after a benchmark has written new results
     python tools/results.py --check     say what would change; exit code 1 if anything would
 
-A table of README.md stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; TABLES has the names.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; TABLES has the names.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
+"""Documents with tables."""
 sys.path.insert(0, str(ROOT / "bench"))
 
 from comparison.records import Store  # noqa: E402  (bench is a folder of scripts)
@@ -28,6 +30,8 @@ NETWORK_COLUMNS = [
 COMPUTE_COLUMNS = ["system", "step, ms", "tokens/s", "against FSDP2", "RSS, MiB", "model states, MiB"]
 MARKED = re.compile(r"(?<=<!-- table: )([\w -]+)( -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
 
+LINK = "bench/results/"
+"""Where a table of README.md links to. Pages in a folder get ``../`` before it."""
 LOSSES = "convergence/tiny-1500.md"
 CONFIGURATIONS = {
     "bf16-zero3": "no quantization",
@@ -50,7 +54,7 @@ def _compared(file: str, key: str, accumulation: int, columns: Sequence[str]) ->
     rows = [row for row in rows if not row["system"].startswith("alone")]
     for row in rows:
         row["system"] = f"`{row['system']}`"
-    said = f"{bases(runs[key], accumulation)} ([{file}.md](bench/results/{file}.md))"
+    said = f"{bases(runs[key], accumulation)} ([{file}.md]({LINK}{file}.md))"
     return "\n".join([said, "", *table(rows, columns)])
 
 
@@ -77,9 +81,13 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def with_tables(text: str) -> str:
-    """``text`` with every marked table made anew."""
-    return MARKED.sub(lambda found: f"{found[1]}{found[2]}{TABLES[found[1]]()}\n", text)
+def with_tables(text: str, to_root: str = "") -> str:
+    """``text`` with every marked table made anew; ``to_root``: from its page to the root, for links."""
+
+    def table_of(found: re.Match[str]) -> str:
+        return f"{found[1]}{found[2]}{TABLES[found[1]]().replace(f']({LINK}', f']({to_root}{LINK}')}\n"
+
+    return MARKED.sub(table_of, text)
 
 
 def page(store: Store) -> str:
@@ -90,9 +98,9 @@ def page(store: Store) -> str:
 
 def expected() -> dict[Path, str]:
     """What every generated file should hold."""
-    readme = ROOT / "README.md"
+    documents = {path: with_tables(path.read_text(), "../" * (len(path.relative_to(ROOT).parts) - 1)) for path in PAGES}
     pages = {path.with_suffix(".md"): page(Store(path)) for path in sorted(RESULTS.glob("compare*.json"))}
-    return {readme: with_tables(readme.read_text()), **pages}
+    return documents | pages
 
 
 def main() -> int:

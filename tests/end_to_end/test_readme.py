@@ -11,7 +11,7 @@ from tests.end_to_end.job import ROOT
 from tests.forks import run_on_forks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXT = "\n".join(path.read_text() for path in DOCUMENTS)
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
 EXPECTED = {

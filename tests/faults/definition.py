@@ -14,7 +14,7 @@ TIMEOUT_S = 8
 """Of the process groups."""
 ANY = ".*"
 LOST_PEER = "CommunicationError|DivergedError|CheckpointError: (CommunicationError|DivergedError)"
-"""A peer is gone, or has stopped: what the README names for who waits for it, the last of them in a save."""
+"""A peer is gone, or has stopped: what docs/guarantees.md names for who waits for it, the last of them in a save."""
 
 
 @dataclass(frozen=True)

@@ -88,11 +88,11 @@ def test_the_judge_takes_no_other_error() -> None:
     assert list(wrong_errors(spec, {}, {0})) == []
 
 
-def test_only_errors_that_the_readme_names_pass() -> None:
+def test_only_errors_that_the_guarantees_name_pass() -> None:
     """The classes that the definition takes from ranks that suffered nothing."""
-    readme = (ROOT / "README.md").read_text()
-    (named,) = re.findall(r"^- \*\*Errors have names\*\*.*?(?=^- |\n\n)", readme, re.MULTILINE | re.DOTALL)
-    (lost,) = re.findall(r"^- \*\*A lost rank\*\*.*?(?=^- |\n\n)", readme, re.MULTILINE | re.DOTALL)
+    page = (ROOT / "docs" / "guarantees.md").read_text()
+    (named,) = re.findall(r"^- \*\*Errors have names\*\*.*?(?=^- |\n\n)", page, re.MULTILINE | re.DOTALL)
+    (lost,) = re.findall(r"^- \*\*A lost rank\*\*.*?(?=^- |\n\n)", page, re.MULTILINE | re.DOTALL)
     taken = {name for fault in FAULTS.values() for name in re.findall(r"\w+Error", fault.survivors)}
     assert taken == set(re.findall(r"`(\w+Error)`", lost + named))
     assert set(re.findall(r"\w+Error", LOST_PEER)) == set(re.findall(r"`(\w+Error)`", lost))
