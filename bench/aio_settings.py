@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zcomm import ConfigError, kernels
-from zero.tiers.host_buffers import aligned_bytes
+from zcomm import ConfigError
+from zcomm._kernels import kernels
+from zero._storage.transfer_buffers import aligned_bytes
 
 PATTERNS = (
     (128 * 1024, 16),

@@ -25,10 +25,10 @@ import torch.multiprocessing as mp
 
 import zcomm
 from zcomm import DeltaGather, RandomKey, Residual, Topology
+from zcomm._stateful.node_sums import NodeSums
 from zcomm.bench.checking import check
 from zcomm.bench.data import Tiles
 from zcomm.bench.workloads import Wire, Workload, wire_of
-from zcomm.node_sums import NodeSums
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 FORMATS = (

@@ -4,7 +4,7 @@
 
 What a bucket of a few thousand elements costs is the call itself: argument conversion, dispatch, and above 64 Ki
 elements the wake-up of the workers. Arrays are on the GPU where there is one. Each result is compared with the
-reference (``zcomm.quant``).
+reference (``zcomm._formats.reference``).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zcomm import kernels, quant
+from zcomm._formats import reference
+from zcomm._formats.formats import FORMATS, get_format
+from zcomm._formats.message import layout_of
+from zcomm._formats.philox import Draw
+from zcomm._kernels import kernels
 from zcomm.bench.torch_calls import finish
-from zcomm.formats import FORMATS, get_format
-from zcomm.message import layout_of
-from zcomm.philox import Draw
 from zero import CPUAdagrad, CPUAdam, CPULion
 
 OPTIONS = ("int8:asym", "int4:asym", "int8:hadamard", "int4:hadamard", "int8:stochastic", "int4:stochastic")
@@ -47,7 +48,7 @@ class Arrays:
         generator = torch.Generator().manual_seed(0)
         self.x, self.held = (torch.randn(NUM_MESSAGES, numel, generator=generator).to(DEVICE) for _ in range(2))
         self.messages = self.layout.new(NUM_MESSAGES, self.x.device)
-        quant.quantize(self.x, self.layout, self.messages, numel, numel, self.draw)
+        reference.quantize(self.x, self.layout, self.messages, numel, numel, self.draw)
 
     def new_message(self) -> Tensor:
         """Room for one."""
@@ -82,7 +83,7 @@ def test_decode(benchmark: Any, format: str, numel: int) -> None:
     a = Arrays(format, numel)
     out, expected = torch.zeros_like(a.x[0]), torch.zeros_like(a.x[0])
     _run(benchmark, lambda: kernels.decode(a.messages[:1], a.layout, out, numel, numel), out)
-    quant.decode(a.messages[:1], a.layout, expected, numel, numel)
+    reference.decode(a.messages[:1], a.layout, expected, numel, numel)
     assert torch.equal(out, expected)
 
 
@@ -92,7 +93,7 @@ def test_decode_sum(benchmark: Any, format: str, numel: int) -> None:
     a = Arrays(format, numel)
     out, expected = torch.zeros_like(a.x[0]), torch.zeros_like(a.x[0])
     _run(benchmark, lambda: kernels.decode_sum(a.messages, a.layout, out, numel, NUM_MESSAGES), out)
-    quant.decode_sum(a.messages, a.layout, expected, numel, NUM_MESSAGES)
+    reference.decode_sum(a.messages, a.layout, expected, numel, NUM_MESSAGES)
     assert torch.equal(out, expected)
 
 
@@ -102,7 +103,7 @@ def test_decode_sum_requantize(benchmark: Any, format: str, numel: int) -> None:
     a = Arrays(format, numel)
     out, expected = a.new_message(), a.new_message()
     _run(benchmark, lambda: kernels.decode_sum_requantize(a.messages, a.layout, out, a.layout, a.draw), out)
-    quant.decode_sum_requantize(a.messages, a.layout, expected, a.layout, a.draw)
+    reference.decode_sum_requantize(a.messages, a.layout, expected, a.layout, a.draw)
     assert torch.equal(out, expected)
 
 
@@ -112,7 +113,7 @@ def test_quantize_difference(benchmark: Any, format: str, numel: int) -> None:
     a = Arrays(format, numel)
     out, expected = a.new_message(), a.new_message()
     _run(benchmark, lambda: kernels.quantize_difference(a.x[0], a.held[0], a.layout, out, a.draw), out)
-    quant.quantize(a.x[0] - a.held[0], a.layout, expected, numel, numel, a.draw)
+    reference.quantize(a.x[0] - a.held[0], a.layout, expected, numel, numel, a.draw)
     assert torch.equal(out, expected)
 
 
@@ -122,7 +123,7 @@ def test_decode_add(benchmark: Any, format: str, numel: int) -> None:
     a = Arrays(format, numel)
     out, expected = torch.zeros_like(a.x), torch.zeros_like(a.x)
     _run(benchmark, lambda: kernels.decode_add(a.messages, a.layout, out), out)
-    quant.decode(a.messages, a.layout, expected, numel, numel)
+    reference.decode(a.messages, a.layout, expected, numel, numel)
     assert torch.equal(out, expected)
 
 

@@ -40,7 +40,7 @@ from comparison.tables import LOOPBACK
 from contenders.catalogue import COMPARED
 from contenders.job import SHAPE, add_shape
 
-from zcomm.bench.harness import Column, Report
+from zcomm.bench.harness import BenchReport, Column
 
 SYSTEMS = ["zero stage 1", "zero stage 2", "zero stage 3", "zero++", "delta-hpz", "zero stage 3 offload"]
 CONFIDENCE = 0.95
@@ -185,7 +185,7 @@ def row_of(network: str, system: str, before: list[dict[str, Any]], now: list[di
 def main() -> int:
     """Measure; 1 if a row fails."""
     arguments = parse_arguments()
-    table = Report(COLUMNS, as_json=arguments.json)
+    table = BenchReport(COLUMNS, as_json=arguments.json)
     table.start("beside", num_ranks=arguments.num_ranks, dtype=arguments.dtype)
     table.note(f"{arguments.rounds} rounds of {arguments.steps} steps; interval of {CONFIDENCE:.0%}; sent: by a rank")
     for network in arguments.networks:

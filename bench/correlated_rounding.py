@@ -32,9 +32,9 @@ from torch import Tensor
 from torch.distributions import Laplace
 
 from zcomm import get_format
-from zcomm.bench.harness import Column, Report
-from zcomm.blocks import decode_blocks, encode_blocks
-from zcomm.formats import CODECS
+from zcomm._formats.blocks import decode_blocks, encode_blocks
+from zcomm._formats.formats import CODECS
+from zcomm.bench.harness import BenchReport, Column
 
 BLOCK = get_format("int4").block
 RESIDUAL_BLOCK = get_format("int8").block
@@ -226,7 +226,7 @@ def cases(arguments: argparse.Namespace, num_ranks: int) -> Iterator[tuple[str, 
 def main() -> int:
     """Print the table."""
     arguments = parse_arguments()
-    report = Report(COLUMNS, as_json=arguments.json)
+    report = BenchReport(COLUMNS, as_json=arguments.json)
     report.start("correlated rounding", numel=arguments.numel, steps=arguments.steps, nodes=NUM_NODES)
     for ranks in arguments.ranks:
         for name, gradients in cases(arguments, NUM_NODES * ranks):

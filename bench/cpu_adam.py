@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcomm.bench.harness import Column, Report, interleave
+from zcomm.bench.harness import BenchReport, Column, interleave
 from zero import CPUAdam
-from zero.flat_step import Arrays, Factors, Rule, step_
+from zero._optim.cpu_optimizer import Arrays, Factors, Rule, step_
 
 try:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -136,7 +136,7 @@ def count_wrong() -> int:
     return int((stepped[0] - stepped[1]).abs().gt(TOLERANCE * stepped[1].abs().clamp(min=1e-3)).sum())
 
 
-def bench(report: Report, numel: int, num_threads: int, rounds: int) -> None:
+def bench(report: BenchReport, numel: int, num_threads: int, rounds: int) -> None:
     """Print the rows of one size."""
     torch.set_num_threads(num_threads)
     num_wrong = count_wrong()
@@ -170,7 +170,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15, help="times each contender is timed (default 15)")
     parser.add_argument("--json", action="store_true", help="rows as JSON lines")
     options = parser.parse_args()
-    report = Report(COLUMNS, as_json=options.json)
+    report = BenchReport(COLUMNS, as_json=options.json)
     report.start("cpu_adam", rounds=options.rounds)
     for numel in map(_count, options.numel.split(",")):
         for num_threads in map(int, options.threads.split(",")):

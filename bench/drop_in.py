@@ -30,7 +30,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import zcomm
 from zcomm import Recipe, Topology
-from zcomm.bench.harness import Column, Report
+from zcomm.bench.harness import BenchReport, Column
 from zcomm.bench.ranks_setup import choose_topology, process_group, relaunch_under_torchrun
 from zcomm.volume import inter_node_model_units
 
@@ -129,7 +129,7 @@ def compare(arguments: argparse.Namespace, device: torch.device, topology: Topol
     text = load_text(None, max_bytes=arguments.max_bytes, seq_length=arguments.seq_length)
     plain = train(arguments, None, text, device, topology)
     as_bf16 = train(arguments, BF16, text, device, topology)
-    table = Report(COLUMNS, as_json=arguments.json)
+    table = BenchReport(COLUMNS, as_json=arguments.json)
     if topology.rank == 0:
         shape = f"{topology.num_nodes}x{topology.ranks_per_node}"
         table.start("drop_in", backend=dist.get_backend(), nodes_x_ranks=shape, engine=arguments.engine)

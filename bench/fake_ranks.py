@@ -21,8 +21,11 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 from torch import Tensor, nn
 from torch.distributed import HashStore
 
-from zcomm import Topology, kernels, route
-from zero import inputs, model_plan
+from zcomm import Topology
+from zcomm._kernels import kernels
+from zcomm._transport import route
+from zero._model import model_layout
+from zero._runtime import validate
 
 __all__ = ["compute_nothing", "fake_ranks", "num_exchanges"]
 
@@ -31,7 +34,7 @@ ADDRESS_BITS = 48
 """Of a storage; what is above numbers them."""
 
 _real_address, _real_storage_address = Tensor.data_ptr, torch.UntypedStorage.data_ptr
-_check_sendable, _check_model = route.check_sendable, model_plan.check_model
+_check_sendable, _check_model = route.check_sendable, model_layout.check_model
 
 
 def _address(tensor: Tensor) -> int:
@@ -67,7 +70,7 @@ def fake_ranks(world_size: int, ranks_per_node: int) -> Iterator[Topology]:
         stack.enter_context(patch.object(Tensor, "data_ptr", _address))
         stack.enter_context(patch.object(torch.UntypedStorage, "data_ptr", _storage_address))
         stack.enter_context(patch.object(route, "check_sendable", _check_sendable_or_meta))
-        for module in (model_plan, inputs):
+        for module in (model_layout, validate):
             stack.enter_context(patch.object(module, "check_model", _check_model_or_meta))
         for name in KERNELS:
             stack.enter_context(patch.object(kernels, name, compute_nothing))

@@ -23,10 +23,11 @@ from text_data import load_text, training_batch
 from torch import Tensor
 from torch.distributions import Laplace, StudentT
 
-from zcomm import Format, get_format, kernels
-from zcomm.bench.harness import Column, Report, interleave
-from zcomm.message import MessageLayout, layout_of
-from zcomm.philox import Draw
+from zcomm import Format, get_format
+from zcomm._formats.message import MessageLayout, layout_of
+from zcomm._formats.philox import Draw
+from zcomm._kernels import kernels
+from zcomm.bench.harness import BenchReport, Column, interleave
 
 FORMATS = [
     *("bf16", "fp16", "int8/2048", "int8", "int8/64", "int8:asym", "int8:stochastic", "fp8_e4m3", "fp8_e4m3/32"),
@@ -172,7 +173,7 @@ def main() -> int:
     formats = [get_format(name) for name in arguments.formats]
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    report = Report(COLUMNS, as_json=arguments.json)
+    report = BenchReport(COLUMNS, as_json=arguments.json)
     report.start("formats", numel=arguments.numel, threads=torch.get_num_threads())
     for data, x in tensors_of(arguments):
         for format in formats:

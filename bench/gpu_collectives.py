@@ -30,13 +30,13 @@ from gpu_trace import Launches, count_launches, traced
 
 import zcomm
 from zcomm import Topology, control
+from zcomm._transport.backend_choice import BackendName, nccl_unavailable_reason
 from zcomm.bench import torch_calls
 from zcomm.bench.checking import check
 from zcomm.bench.data import Tiles
-from zcomm.bench.harness import Column, Report
+from zcomm.bench.harness import BenchReport, Column
 from zcomm.bench.timing import slowest_of_ranks
 from zcomm.bench.workloads import Wire, Workload, wire_of
-from zcomm.carrier import BackendName, nccl_unavailable_reason
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 BACKENDS: tuple[BackendName, ...] = ("torch", "nccl")
@@ -130,7 +130,7 @@ def measured(workload: Workload, arguments: argparse.Namespace, backend: Backend
         yield case.row(backend) | of_all, case.num_wrong
 
 
-def run(arguments: argparse.Namespace, topology: Topology, device: torch.device, report: Report | None) -> int:
+def run(arguments: argparse.Namespace, topology: Topology, device: torch.device, report: BenchReport | None) -> int:
     """Every backend, size and collective. One that hangs takes what comes after it along: torch's comes first."""
     tiles, left_out = Tiles(torch.bfloat16, device), []
     over = topologies(arguments, topology, device, report)
@@ -155,7 +155,7 @@ def run(arguments: argparse.Namespace, topology: Topology, device: torch.device,
 
 
 def topologies(
-    arguments: argparse.Namespace, topology: Topology, device: torch.device, report: Report | None
+    arguments: argparse.Namespace, topology: Topology, device: torch.device, report: BenchReport | None
 ) -> dict[str, Topology]:
     """``topology`` for each backend; a row says why one cannot be used."""
     over = {"torch": topology}

@@ -25,9 +25,9 @@ from torch import Tensor
 
 import zcomm
 from zcomm import Topology, control
+from zcomm._transport.backend_choice import BackendName, nccl_unavailable_reason
 from zcomm.bench import torch_calls
-from zcomm.bench.harness import Column, Report
-from zcomm.carrier import BackendName, nccl_unavailable_reason
+from zcomm.bench.harness import BenchReport, Column
 
 COLUMNS = [
     Column("ranks", "ranks"),
@@ -127,7 +127,7 @@ def row(case: Case, rounds: int, topology: Topology) -> tuple[dict[str, Any], in
     return ({"error": errors[0]}, 1) if errors else (found, of_all)
 
 
-def run(arguments: argparse.Namespace, topology: Topology, device: torch.device, report: Report | None) -> int:
+def run(arguments: argparse.Namespace, topology: Topology, device: torch.device, report: BenchReport | None) -> int:
     """Each backend, format and collective."""
     reason = " ".join((nccl_unavailable_reason() or refused_by_nccl(device)).split())
     for backend in BACKENDS:

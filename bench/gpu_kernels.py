@@ -33,7 +33,7 @@ from gpu_budget import is_spent
 from gpu_kernels_cases import NUM_SUMMED, Case, Data, device_nbytes, kernels_of, make_cases, reason_against
 from gpu_kernels_timer import Timer
 
-from zcomm.bench.harness import Column, Report
+from zcomm.bench.harness import BenchReport, Column
 
 FORMATS = ("int8", "int4", "nf4", "fp8_e4m3")
 DTYPES = ("bfloat16", "float32", "float16")
@@ -134,7 +134,9 @@ def deepspeed_call(case: Case, data: Data) -> dict[str, Callable[[], object]]:
     return {"deepspeed": lambda: module.quantize(data.x, groups, bits, module.Symmetric)}
 
 
-def run_data(arguments: argparse.Namespace, data: Data, copied: torch.Tensor, timer: Timer, report: Report) -> None:
+def run_data(
+    arguments: argparse.Namespace, data: Data, copied: torch.Tensor, timer: Timer, report: BenchReport
+) -> None:
     """All rows of one format, dtype and size."""
     names = [name for name in arguments.compare if data.x.nbytes <= arguments.compare_mib * 2**20]
     data.fill(kernels_of(arguments.kernels[0]))
@@ -175,7 +177,7 @@ def _bound(case: Case, name: str) -> Callable[[], object]:
 def run(arguments: argparse.Namespace) -> int:
     """Everything, in the order of the sizes; 1 if a result is wrong."""
     start, device = time.monotonic(), torch.device(arguments.device)
-    report = Report(COLUMNS, as_json=arguments.json)
+    report = BenchReport(COLUMNS, as_json=arguments.json)
     report.start("gpu_kernels", device=arguments.device, rounds=arguments.rounds)
     reasons = {name: reason_against(name) for name in arguments.kernels or ("cuda", "triton")}
     for name, reason in reasons.items():

@@ -14,9 +14,10 @@ from torch_forms import CODECS, CodecSpec
 from torch_forms import decode_sum as torch_decode_sum
 from torch_forms import encode as torch_encode
 
-from zcomm import kernels, native_calls, on_cuda, on_triton, quant
-from zcomm.formats import get_format
-from zcomm.message import MessageLayout, layout_of
+from zcomm._formats import reference
+from zcomm._formats.formats import get_format
+from zcomm._formats.message import MessageLayout, layout_of
+from zcomm._kernels import kernels, native_calls, on_cuda, on_triton
 from zcomm.triton_kernels import unavailable_reason
 
 __all__ = ["NUM_SUMMED", "Case", "Data", "device_nbytes", "kernels_of", "make_cases", "reason_against"]
@@ -128,7 +129,7 @@ def _split(message: Tensor, layout: MessageLayout, spec: CodecSpec, where: slice
 def _messages(values: list[Tensor], layout: MessageLayout) -> Tensor:
     made = layout.new(len(values), values[0].device)
     for value, message in zip(values, made, strict=True):
-        quant.quantize(value, layout, message.view(1, -1), 0, 0)
+        reference.quantize(value, layout, message.view(1, -1), 0, 0)
     return made
 
 
@@ -155,7 +156,7 @@ def make_cases(data: Data) -> Iterator[Case]:
         "quantize",
         x.nbytes + layout.nbytes,
         lambda module: module.quantize(x, layout, data.message, 0, 0, None),
-        lambda: data.wrong_bytes(lambda values, small, to: quant.quantize(values[0], small, to, 0, 0)),
+        lambda: data.wrong_bytes(lambda values, small, to: reference.quantize(values[0], small, to, 0, 0)),
         encode,
     )
     yield Case(
@@ -163,7 +164,7 @@ def make_cases(data: Data) -> Iterator[Case]:
         x.nbytes + layout.nbytes,
         lambda module: module.decode(first, layout, out, 0, 0),
         lambda: data.wrong_elements(
-            lambda values, small, to: quant.decode(_messages(values[:1], small), small, to, 0, 0)
+            lambda values, small, to: reference.decode(_messages(values[:1], small), small, to, 0, 0)
         ),
         lambda: torch_decode_sum([of_first], spec, 1).to(x.dtype),
     )
@@ -197,11 +198,11 @@ def _requantize(messages: Tensor, layout: MessageLayout, message: Tensor, module
 
 
 def _expected_sum(count: int, values: list[Tensor], small: MessageLayout, to: Tensor) -> None:
-    quant.decode_sum(_messages(values[:count], small), small, to, small.numel, count)
+    reference.decode_sum(_messages(values[:count], small), small, to, small.numel, count)
 
 
 def _expected_requantized(count: int, values: list[Tensor], small: MessageLayout, to: Tensor) -> None:
-    quant.decode_sum_requantize(_messages(values[:count], small), small, to, small)
+    reference.decode_sum_requantize(_messages(values[:count], small), small, to, small)
 
 
 def _torch_sum(parts: list[Any], spec: CodecSpec, count: int, dtype: torch.dtype) -> Tensor:

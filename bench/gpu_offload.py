@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.optim import AdamW
 
 import zero
-from zcomm.bench.harness import Column, Report
-from zcomm.kernels import native_unavailable_reason
+from zcomm._kernels.kernels import native_unavailable_reason
+from zcomm.bench.harness import BenchReport, Column
 from zero import ZeroOptimizer
 
 HOST_NBYTES, DEVICE_NBYTES = 18, 8
@@ -115,7 +115,7 @@ def share_hidden(events: Iterable[Event]) -> tuple[float, float]:
     return total * 1e-6, sum(covered(copy, of_kernels) for copy in of_copies) / total if total else 0.0
 
 
-def build(arguments: argparse.Namespace, device: torch.device, report: Report) -> tuple[GPT, ZeroOptimizer]:
+def build(arguments: argparse.Namespace, device: torch.device, report: BenchReport) -> tuple[GPT, ZeroOptimizer]:
     """The model on the device, and the optimizer with its states in host memory."""
     num_layers, width = arguments.num_layers, arguments.hidden_size
     if arguments.largest:
@@ -163,7 +163,7 @@ def of_trace(events: Sequence[Event]) -> dict[str, Any]:
 def main() -> int:
     """Build, time, trace; 1 if the loss has not fallen."""
     arguments = parse_arguments()
-    device, report = torch.device(arguments.device), Report(COLUMNS, as_json=arguments.json)
+    device, report = torch.device(arguments.device), BenchReport(COLUMNS, as_json=arguments.json)
     report.start("gpu_offload", device=device.type, steps=arguments.steps)
     model, optimizer = build(arguments, device, report)
     tokens = torch.randint(0, 256, (arguments.batch_size, arguments.seq_length + 1), device=device)

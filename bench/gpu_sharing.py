@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from zcomm import Topology, control
-from zcomm.bench.harness import Column, Report
+from zcomm.bench.harness import BenchReport, Column
 from zcomm.bench.ranks_setup import process_group
 
 __all__ = ["agreed", "begun", "joined", "sharing"]
@@ -49,11 +49,11 @@ def joined(device: str, ranks_per_node: int | None = None) -> Iterator[tuple[Top
 
 def begun(
     name: str, columns: Sequence[Column], topology: Topology, device: torch.device, *, as_json: bool, **facts: object
-) -> Report | None:
+) -> BenchReport | None:
     """The report of benchmark ``name``, whose context has been printed; None on all ranks but the first."""
     if topology.rank:
         return None
-    report = Report(columns, as_json=as_json)
+    report = BenchReport(columns, as_json=as_json)
     report.start(name, device=device.type, ranks=topology.world_size, **facts)
     return report
 

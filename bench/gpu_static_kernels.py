@@ -18,8 +18,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from zcomm.formats import get_format
-from zcomm.message import MessageLayout, layout_of
+from zcomm._formats.formats import get_format
+from zcomm._formats.message import MessageLayout, layout_of
 from zcomm.triton_kernels import _run, launch
 
 __all__ = ["CUDA_TILE", "NUM_SUMMED", "OPERATIONS", "Kernel", "cuda_kernels", "missing_tools", "triton_kernel"]

@@ -32,7 +32,7 @@ from zero_step import LOSS_TOLERANCE
 import zcomm
 from zcomm import Topology, control
 from zcomm.bench import torch_calls
-from zcomm.bench.harness import Column, Report
+from zcomm.bench.harness import BenchReport, Column
 
 PEERS = ("ddp", "fsdp2 reshard=False", "fsdp2 reshard=True", *(f"deepspeed stage {n}" for n in (1, 2, 3)))
 OURS = (*(f"zero stage {n}" for n in (1, 2, 3)), "zero++", "delta-hpz")
@@ -140,7 +140,7 @@ class Training:
             torch.cuda.empty_cache()
 
 
-def run(arguments: argparse.Namespace, topology: Topology, device: torch.device, report: Report | None) -> int:
+def run(arguments: argparse.Namespace, topology: Topology, device: torch.device, report: BenchReport | None) -> int:
     """All that are installed; 1 if one of ours fails or learns something else than DDP."""
     training, left_out = Training(arguments, topology, device), []
     for name in arguments.contenders:

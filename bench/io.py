@@ -26,11 +26,11 @@ from pathlib import Path
 
 import torch
 
-from zcomm import kernels
-from zcomm.bench.harness import Column, Report
-from zero.tiers.file_store import FileStore
-from zero.tiers.host_buffers import aligned_bytes
-from zero.tiers.settings import Files
+from zcomm._kernels import kernels
+from zcomm.bench.harness import BenchReport, Column
+from zero._storage.file_store import FileStore
+from zero._storage.tier_settings import FileSettings
+from zero._storage.transfer_buffers import aligned_bytes
 
 COLUMNS = [
     Column("direction", "direction"),
@@ -65,7 +65,7 @@ class Contender(ABC):
 class Zero(Contender):
     """Transfers of several requests, as many at a time as keep all requests in flight."""
 
-    def __init__(self, nbytes: int, files: Files) -> None:
+    def __init__(self, nbytes: int, files: FileSettings) -> None:
         self.transfer = files.request_nbytes * TRANSFER_REQUESTS
         self.count = nbytes // self.transfer
         self.in_flight = 2 * -(-files.num_requests // TRANSFER_REQUESTS) + 2
@@ -100,7 +100,7 @@ class Zero(Contender):
 class Plain(Zero):
     """The native queue alone."""
 
-    def __init__(self, folder: Path, nbytes: int, files: Files) -> None:
+    def __init__(self, folder: Path, nbytes: int, files: FileSettings) -> None:
         super().__init__(nbytes, files)
         self.path = folder / f"bench-io-{os.getpid()}"
         self.queue = kernels.file_queue(files.num_requests, files.request_nbytes)
@@ -122,7 +122,7 @@ class Checked(Zero):
 
     engine = "checksums"
 
-    def __init__(self, folder: Path, nbytes: int, files: Files) -> None:
+    def __init__(self, folder: Path, nbytes: int, files: FileSettings) -> None:
         super().__init__(nbytes, files)
         self.store = FileStore(folder, files=files, name="bench", topology=None)
         self.file = self.store.create("data", nbytes)
@@ -138,7 +138,7 @@ class Checked(Zero):
 class Fio(Contender):
     """One job of fio, by its own clock."""
 
-    def __init__(self, folder: Path, nbytes: int, files: Files) -> None:
+    def __init__(self, folder: Path, nbytes: int, files: FileSettings) -> None:
         self.path = folder / f"bench-io-fio-{os.getpid()}"
         engines = subprocess.run(["fio", "--enghelp"], capture_output=True, text=True, check=True).stdout
         self.engine = "io_uring" if "io_uring" in engines.split() else "libaio"
@@ -159,7 +159,7 @@ class Fio(Contender):
         self.path.unlink(missing_ok=True)
 
 
-def bench(report: Report, folder: Path, nbytes: int, files: Files, rounds: int) -> None:
+def bench(report: BenchReport, folder: Path, nbytes: int, files: FileSettings, rounds: int) -> None:
     """Print the rows of all directions."""
     contenders: dict[str, Contender] = {}
     try:
@@ -198,10 +198,10 @@ def main() -> int:
     parser.add_argument("--in-flight", type=int, default=16, help="requests at a time (default 16)")
     parser.add_argument("--json", action="store_true", help="rows as JSON lines")
     options = parser.parse_args()
-    files = Files(request_nbytes=options.request_kib * 1024, num_requests=options.in_flight)
+    files = FileSettings(request_nbytes=options.request_kib * 1024, num_requests=options.in_flight)
     step = files.request_nbytes * TRANSFER_REQUESTS
     nbytes = max(options.size_mib * MIB // step, 1) * step
-    report = Report(COLUMNS, as_json=options.json)
+    report = BenchReport(COLUMNS, as_json=options.json)
     report.start(
         "io",
         rounds=options.rounds,

@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 from torch_forms import CODECS, CodecSpec, Forms, TorchForms
 
-from zcomm import _native, formats, kernels
-from zcomm.bench.harness import Column, Report, interleave
-from zcomm.message import MessageLayout
-from zcomm.philox import Draw
+from zcomm import _native
+from zcomm._formats import formats
+from zcomm._formats.message import MessageLayout
+from zcomm._formats.philox import Draw
+from zcomm._kernels import kernels
+from zcomm.bench.harness import BenchReport, Column, interleave
 
 COLUMNS = [
     Column("op", "                   op"),
@@ -173,7 +175,7 @@ def main() -> int:
     numel = int(options.size_mib * 2**20) // 4 // NUMEL_MULTIPLE * NUMEL_MULTIPLE
     if numel == 0:
         parser.error(f"--size-mib must give at least {NUMEL_MULTIPLE} elements")
-    report = Report(COLUMNS, as_json=options.json)
+    report = BenchReport(COLUMNS, as_json=options.json)
     report.start("kernels", isa=_native.isa(), threads=options.threads, numel=numel, rounds=options.rounds)
     for spec in (CODECS[name] for name in options.codecs):
         for dtype in DTYPES:

@@ -30,7 +30,7 @@ import zcomm
 import zero
 from zcomm import Topology
 from zcomm.bench.ranks_setup import process_group, relaunch_under_torchrun
-from zero.tiers.moved import moved
+from zero._storage.transfer_counters import moved
 
 ALLOCATOR = {
     # One arena: freed blocks of a thread's own arena stay resident, and each thread of autograd would have one.

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from gpt_model import GPTConfig
 
-from zero.tiers.moved import Moved
+from zero._storage.transfer_counters import TransferCounts
 
 PLAIN_NBYTES = 16
 SIZES = {
@@ -99,7 +99,7 @@ class Cost:
     """Of all ranks, by kind."""
     written: dict[str, int] = field(default_factory=dict)
 
-    def count(self, moved: Moved, world_size: int) -> None:
+    def count(self, moved: TransferCounts, world_size: int) -> None:
         """Take what this rank has moved for all of them: shards are of equal size."""
         for movement, count in moved.counts.items():
             into = {"read": self.read, "write": self.written}.get(movement.link)

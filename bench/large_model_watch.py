@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import zcomm
 from zcomm import Topology
-from zero.tiers.moved import moved
+from zero._storage.transfer_counters import moved
 
 SAMPLE_S = 0.2
 PSS_SAMPLES = 10

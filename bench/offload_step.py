@@ -38,12 +38,12 @@ from torch import Tensor
 import zcomm
 import zero
 from zcomm import Topology
-from zcomm.bench.harness import Column, Report
+from zcomm.bench.harness import BenchReport, Column
 from zcomm.bench.ranks_setup import process_group, relaunch_under_torchrun
 from zero import ZeroOptimizer
-from zero.tiers.file_store import FileStore, Transfer
-from zero.tiers.moved import moved
-from zero.tiers.settings import Files
+from zero._storage.file_store import FileStore, Transfer
+from zero._storage.tier_settings import FileSettings
+from zero._storage.transfer_counters import moved
 
 TOLERANCE = 2e-2  # relative
 TRANSFER_NBYTES, IN_FLIGHT = 4 * 2**20, 6
@@ -167,7 +167,7 @@ class PlainFiles:
     """A file as large as what a step reads of the states, moved without an update: read and written at once."""
 
     def __init__(self, folder: Path, topology: Topology, nbytes: int) -> None:
-        self.store = FileStore(folder, files=Files(), name="bench", topology=topology)
+        self.store = FileStore(folder, files=FileSettings(), name="bench", topology=topology)
         self.count = max(nbytes // TRANSFER_NBYTES, 1)
         self.file = self.store.create_all({"data": 2 * self.count * TRANSFER_NBYTES})["data"]
         self.buffers = [self.store.buffer(TRANSFER_NBYTES) for _ in range(2 * IN_FLIGHT)]
@@ -193,7 +193,7 @@ class PlainFiles:
 
 def report(arguments: argparse.Namespace, cases: list[Case], files: PlainFiles | None, world_size: int) -> int:
     """One row a case; returns the exit status."""
-    table, of = Report(COLUMNS, as_json=arguments.json), {case.name: case for case in cases}
+    table, of = BenchReport(COLUMNS, as_json=arguments.json), {case.name: case for case in cases}
     num_cores = len(os.sched_getaffinity(0))
     table.start("offload_step", world_size=world_size, stage=arguments.stage, dtype="bfloat16", cores=num_cores)
     needed = 2 * world_size * arguments.threads

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zcomm.blocks import NF4_LEVELS
-from zcomm.philox import Draw, uniform24
+from zcomm._formats.blocks import NF4_LEVELS
+from zcomm._formats.philox import Draw, uniform24
 
 __all__ = ["decode_other", "encode_other", "pack_nibbles", "round_at_random", "scale_up", "uniform_numbers"]
 

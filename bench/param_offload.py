@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zcomm import Topology
-from zcomm.bench.harness import Column, Report, Timing, interleave
+from zcomm.bench.harness import BenchReport, Column, Timing, interleave
 from zcomm.bench.ranks_setup import process_group, relaunch_under_torchrun
 from zero import ZeroOptimizer
-from zero.tiers.file_store import FileStore, Transfer
-from zero.tiers.moved import moved
-from zero.tiers.settings import Files
+from zero._storage.file_store import FileStore, Transfer
+from zero._storage.tier_settings import FileSettings
+from zero._storage.transfer_counters import moved
 from zero.utils import safe_get_full_grad
 
 COLUMNS = [
@@ -98,7 +98,7 @@ class Reads:
     """Reads of files like the shards', and nothing else."""
 
     def __init__(self, folder: Path, topology: Topology, num_layers: int, layer_nbytes: int) -> None:
-        self.store = FileStore(folder, files=Files(), name="bench", topology=topology)
+        self.store = FileStore(folder, files=FileSettings(), name="bench", topology=topology)
         self.nbytes = layer_nbytes
         self.files = [self.store.create(f"layer{i}", layer_nbytes) for i in range(num_layers)]
         buffer = self.store.buffer(layer_nbytes).random_()
@@ -125,7 +125,7 @@ class Reads:
         self.store.give(buffer)
 
 
-def bench(options: argparse.Namespace, topology: Topology, report: Report) -> None:
+def bench(options: argparse.Namespace, topology: Topology, report: BenchReport) -> None:
     """Print the rows of all numbers of tokens."""
     plain, offloaded = (Training(options, topology, folder) for folder in (None, options.folder))
     layer_nbytes = options.width**2 * 2 // topology.world_size
@@ -193,7 +193,7 @@ def main() -> int:
     with process_group():
         torch.set_num_threads(options.threads)
         topology = Topology.from_env()
-        report = Report(COLUMNS, as_json=options.json)
+        report = BenchReport(COLUMNS, as_json=options.json)
         if topology.rank == 0:
             report.start(
                 "param_offload", ranks=topology.world_size, layers=options.layers, width=options.width,

@@ -37,14 +37,14 @@ from comparison.tables import LOOPBACK
 from contenders.catalogue import ENTRIES
 from gpt_model import GPT, GPTConfig
 
-from zcomm.formats import get_format
-from zcomm.message import layout_of
+from zcomm._formats.formats import get_format
+from zcomm._formats.message import layout_of
 from zcomm.volume import Exchanged, Sent
-from zero.config import make_plan
-from zero.formulas import Activations, Setup
+from zero._config import make_plan
 from zero.plan import Cluster, Model
-from zero.plan.exchanges import Exchanges, Moved, kernel_nbytes, step_moved
-from zero.plan.times import LINK_EFFICIENCY, Times, times_of
+from zero.plan.exchanges import Exchanges, MovedBytes, kernel_nbytes, step_moved
+from zero.plan.formulas import Activations, Setup
+from zero.plan.times import LINK_EFFICIENCY, StepTimes, times_of
 
 __all__ = ["Planned", "cluster_of", "page", "planned", "probed", "rate_gbit"]
 
@@ -62,7 +62,7 @@ class Planned(NamedTuple):
 
     key: str
     system: str
-    times: Times
+    times: StepTimes
     measured: float
     """Seconds, the median."""
 
@@ -169,7 +169,7 @@ def _ways(model: Model, dtype: torch.dtype) -> dict[str, Way]:
     }
 
 
-def _of_ring(way: Way, model: Model, cluster: Cluster, dtype: torch.dtype) -> tuple[Moved, float]:
+def _of_ring(way: Way, model: Model, cluster: Cluster, dtype: torch.dtype) -> tuple[MovedBytes, float]:
     """What a ring moves, and bytes that its kernels read and write.
 
     All links are busy at once: the slowest one counts, which is that between nodes if it is slower than one inside. A
@@ -181,11 +181,11 @@ def _of_ring(way: Way, model: Model, cluster: Cluster, dtype: torch.dtype) -> tu
     rounds = others * (2 * way.num_reductions + way.num_gathers)
     kernels = 3 * reduced * others / cluster.world_size
     if cluster.between_gbit / 8 < cluster.within_gbps:
-        return Moved(Sent(0, nbytes // cluster.ranks_per_node), Exchanged(0, rounds)), kernels
-    return Moved(Sent(nbytes, 0), Exchanged(rounds, 0)), kernels
+        return MovedBytes(Sent(0, nbytes // cluster.ranks_per_node), Exchanged(0, rounds)), kernels
+    return MovedBytes(Sent(nbytes, 0), Exchanged(rounds, 0)), kernels
 
 
-def _of_zero(options: dict[str, Any], model: Model, cluster: Cluster, dtype: torch.dtype) -> tuple[Moved, float]:
+def _of_zero(options: dict[str, Any], model: Model, cluster: Cluster, dtype: torch.dtype) -> tuple[MovedBytes, float]:
     """What this library moves, and bytes that its kernels read and write."""
     asked = dict(options)
     num_micro = asked.pop("accumulation", 1)
@@ -195,7 +195,7 @@ def _of_zero(options: dict[str, Any], model: Model, cluster: Cluster, dtype: tor
     exchanges = Exchanges.of(settings, cluster.num_nodes, cluster.ranks_per_node, dtype)
     moved = step_moved(model, exchanges, num_micro).values()
     sent, counts = [part.sent for part in moved], [part.exchanges for part in moved]
-    total = Moved(
+    total = MovedBytes(
         Sent(sum(p.intra for p in sent), sum(p.inter for p in sent)),
         Exchanged(sum(p.intra for p in counts), sum(p.inter for p in counts)),
     )

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import plan_measured
 
-from zero.formulas import Counts, Setup, Tier, usage_of
 from zero.plan import CLUSTERS, Job, Model, Row, largest_model, plan
 from zero.plan.cluster import Cluster
+from zero.plan.formulas import Counts, Setup, ShardTiers, usage_of
 from zero.plan.model import MODELS
 from zero.plan.times import COMPUTE_EFFICIENCY, LINK_EFFICIENCY
 
@@ -119,7 +119,7 @@ def dgx2() -> Iterator[Line]:
 def offload() -> Iterator[Line]:
     """ZeRO-Offload: the device keeps 2 M of 16 M bytes, 4 M cross the bus a step; 13B fit on one V100 of 32 GB."""
     numel = 10**10
-    setup = Setup(stage=2, tier=Tier(states="host"), gradient_nbytes=2, sent_nbytes=2)
+    setup = Setup(stage=2, tier=ShardTiers(states="host"), gradient_nbytes=2, sent_nbytes=2)
     usage = usage_of(Counts(numel=numel), setup)
     device = sum(use.nbytes for use in usage if use.kind in ("parameters", "gradients") and use.place == "device")
     host = sum(use.nbytes for use in usage if use.place == "host")

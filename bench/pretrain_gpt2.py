@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import zcomm
 import zero as deepspeed
-from zero.distributed import local_device
+from zero._ranks.distributed import local_device
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 DEFAULT_BATCH = 4

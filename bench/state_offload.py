@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 import zero
 from zcomm import Topology
-from zcomm.bench.harness import Column, Report
+from zcomm.bench.harness import BenchReport, Column
 from zcomm.bench.ranks_setup import process_group, relaunch_under_torchrun
-from zero.tiers.moved import moved
+from zero._storage.transfer_counters import moved
 
 COLUMNS = [
     Column("states", "states"),
@@ -118,7 +118,7 @@ class Fio:
         self.path.unlink(missing_ok=True)
 
 
-def bench(options: argparse.Namespace, topology: Topology, report: Report) -> None:
+def bench(options: argparse.Namespace, topology: Topology, report: BenchReport) -> None:
     """Print the row."""
     files = {"device": "nvme", "nvme_path": str(options.folder), "pipeline_read": True, "pipeline_write": True}
     in_memory, in_files = Training(options, topology, {"device": "cpu"}), Training(options, topology, files)
@@ -164,7 +164,7 @@ def main() -> int:
     relaunch_under_torchrun(1)
     with process_group():
         topology = Topology(ranks_per_node=1)
-        report = Report(COLUMNS, as_json=options.json)
+        report = BenchReport(COLUMNS, as_json=options.json)
         report.start("state_offload", numel_millions=options.numel_millions, rounds=options.rounds)
         bench(options, topology, report)
         topology.close()

@@ -23,8 +23,8 @@ import torch
 from other_torch_forms import decode_other, encode_other, pack_nibbles, round_at_random, scale_up, uniform_numbers
 from torch import Tensor
 
-from zcomm.philox import Draw
-from zcomm.rotation import rotate, rotate_back
+from zcomm._formats.philox import Draw
+from zcomm._formats.reference import rotate, rotate_back
 
 __all__ = ["CODECS", "CodecSpec", "Forms", "TorchForms"]
 

@@ -28,7 +28,7 @@ import zcomm
 from zcomm import Topology
 from zcomm.bench.ranks_setup import choose_topology, process_group, relaunch_under_torchrun
 from zero import GatheredParameters, ZeroOptimizer
-from zero.tiers.settings import Tier
+from zero._storage.tier_settings import Tier
 
 HELD_OUT_WINDOWS = 64
 PROMPT_NBYTES = 48

@@ -20,7 +20,7 @@ from text_data import Text
 
 from zcomm import Topology, Traffic, volume
 from zero import model_state_nbytes
-from zero.memory import MemoryReport
+from zero._runtime.memory_report import MemoryReport
 
 mpl.use("Agg")
 EXCHANGES_OF_PLAIN_ZERO3 = 3  # gather for forward, gather for backward, reduction of the gradients

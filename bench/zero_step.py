@@ -37,7 +37,7 @@ from contenders.job import SHAPE, add_shape, new_setup
 from contenders.turn import take_steps
 
 from zcomm import Topology
-from zcomm.bench.harness import Column, Report, Timing, interleave
+from zcomm.bench.harness import BenchReport, Column, Timing, interleave
 from zcomm.bench.ranks_setup import process_group
 
 LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}  # relative; after tens of steps, not after one
@@ -110,7 +110,7 @@ def speeds(
 
 def report(arguments: argparse.Namespace, dtype: str, world_size: int, rows: Sequence[dict[str, Any]]) -> int:
     """Print one row a contender; returns the exit status."""
-    table = Report(COLUMNS, as_json=arguments.json)
+    table = BenchReport(COLUMNS, as_json=arguments.json)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     table.start("zero_step", backend=backend, world_size=world_size, dtype=dtype)
     numel = sum(p.numel() for p in new_setup(arguments, dtype, torch.device("cpu")).model.parameters())

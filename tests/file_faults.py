@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zero.tiers.file_store import StoredFile
+from zero._storage.file_store import StoredFile
 
 PAGE = 4096
 

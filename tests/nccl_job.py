@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import pytest
 
-from zcomm import backend, groups, topology
+from zcomm._transport import backend, groups, topology
 
 __all__ = ["nccl_alone"]
 

@@ -29,8 +29,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zcomm import Topology, carrier, env
-from zcomm.nccl_communicators import close_communicators
+from zcomm import Topology
+from zcomm._base import env
+from zcomm._transport import backend_choice
+from zcomm._transport.nccl_communicators import close_communicators
 
 TIMEOUT_S = int(os.environ.get("ZCOMM_TEST_TIMEOUT_S", "240"))
 """For one call: only a hang takes that long, also on a machine whose disk or cores are busy with something else."""
@@ -180,7 +182,7 @@ def use_emulated_nccl() -> None:
     """On a rank that has just been forked: its collectives go over the emulated NCCL."""
     os.environ["ZCOMM_NCCL"] = "emulated"
     env.value.cache_clear()  # what was read before the fork
-    carrier.AUTO = "nccl"  # what is not told otherwise
+    backend_choice.AUTO = "nccl"  # what is not told otherwise
 
 
 def _receive(pipe: Connection) -> tuple[Callable[..., None], tuple[object, ...]] | None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zcomm.work import Steps
+from zcomm._transport.work import Steps
 
 __all__ = ["DEVICE", "OnDevice", "Recorded"]
 

@@ -29,15 +29,15 @@ MORE_PARAMETERS = {
 # optional libraries
 MAY_IMPORT_LATE = {
     "zcomm/install/fsdp2_units.py",
-    "zcomm/kernels.py",
-    "zcomm/native_calls.py",
-    "zcomm/backend.py",
+    "zcomm/_kernels/kernels.py",
+    "zcomm/_kernels/native_calls.py",
+    "zcomm/_transport/backend.py",
     "zcomm/cli.py",
     "zcomm/bench/plot.py",
     "zero/plan/report.py",
 }
 # the backend, its checksums, and what it is compared with
-MAY_COMMUNICATE = {"zcomm/backend.py", "zcomm/checked.py", "zcomm/bench/torch_calls.py"}
+MAY_COMMUNICATE = {"zcomm/_transport/backend.py", "zcomm/_transport/checked.py", "zcomm/bench/torch_calls.py"}
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all",
     "all_to_all_single", "barrier", "broadcast", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter",

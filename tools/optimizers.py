@@ -2,8 +2,8 @@
 
     python tools/optimizers.py [--ranks]     writes bench/results/optimizers.md and the table in docs/optimizer.md
 
-Each is built with its defaults over a small model, asked for the verdict of ``zero.elementwise`` and
-``zero.state_forms``, and then trained twice in float64: whole, and with its parameters laid flat and cut for three
+Each is built with its defaults over a small model, asked for the verdict of ``zero._optim.elementwise_check`` and
+it, and then trained twice in float64: whole, and with its parameters laid flat and cut for three
 ranks, each with an optimizer of its own over its pieces. That needs no code of zero. ``--ranks`` trains what was
 accepted with ZeroOptimizer itself, on two processes at stages 1 and 3. Each is tried in a process of its own, for a
 limited time. Results are written after every optimizer; ``--resume`` goes on with the rows that are there, of the same
@@ -42,9 +42,8 @@ sys.path.insert(0, str(ROOT))
 
 from tests.ranks import close_pools, run_ranks  # noqa: E402  (tests is no installed package)
 from zero import GatheredParameters, ZeroOptimizer  # noqa: E402
-from zero.elementwise import check_elementwise  # noqa: E402
-from zero.optimizer_copies import check_is_new  # noqa: E402
-from zero.state_forms import check_states  # noqa: E402
+from zero._optim.elementwise_check import check_elementwise, check_states  # noqa: E402
+from zero._optim.optimizer_clone import check_is_new  # noqa: E402
 
 RESULTS, DOCUMENT = ROOT / "bench" / "results" / "optimizers.md", ROOT / "docs" / "optimizer.md"
 MARKED = re.compile(r"(?<=<!-- optimizers -->\n).*?(?=<!-- end of optimizers -->)", re.DOTALL)

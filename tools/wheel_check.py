@@ -16,8 +16,9 @@ from torch import nn
 
 import zcomm
 import zero
-from zcomm import env, kernels
-from zcomm.carrier import nccl_unavailable_reason
+from zcomm._base import env
+from zcomm._kernels import kernels
+from zcomm._transport.backend_choice import nccl_unavailable_reason
 
 
 def tell(text: str) -> None:

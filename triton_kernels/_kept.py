@@ -22,7 +22,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["Choice", "Kept", "folder"]
+__all__ = ["Choice", "TunedChoices", "folder"]
 
 Choice = tuple[int, int]
 """Elements and warps of a program."""
@@ -36,7 +36,7 @@ def folder() -> Path:
     return Path(cache or os.path.expanduser("~/.cache")) / "zcomm" / "tuned"  # noqa: PTH111  (Path.home() may raise)
 
 
-class Kept:
+class TunedChoices:
     """Choices by what they were found for: in memory, and behind it in files."""
 
     def __init__(self, candidates: Sequence[Choice]) -> None:

@@ -8,11 +8,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Draw", "Encoding", "Layout", "encoding_of", "random_of", "signed", "typed"]
+__all__ = ["DrawLike", "Encoding", "Layout", "encoding_of", "random_of", "signed", "typed"]
 
 
-class Codec(Protocol):
-    """Of a :class:`zcomm.formats.Codec`."""
+class CodecLike(Protocol):
+    """Of a :class:`zcomm._formats.formats.Codec`."""
 
     @property
     def name(self) -> str: ...
@@ -25,12 +25,12 @@ class Codec(Protocol):
 
 
 class Layout(Protocol):
-    """Of a :class:`zcomm.message.MessageLayout`."""
+    """Of a :class:`zcomm._formats.message.MessageLayout`."""
 
     def __hash__(self) -> int: ...
 
     @property
-    def codec(self) -> Codec: ...
+    def codec(self) -> CodecLike: ...
     @property
     def block(self) -> int: ...
     @property
@@ -49,8 +49,8 @@ class Layout(Protocol):
     def hash(self) -> int: ...
 
 
-class Draw(Protocol):
-    """Of a :class:`zcomm.philox.Draw`."""
+class DrawLike(Protocol):
+    """Of a :class:`zcomm._formats.philox.Draw`."""
 
     @property
     def seed(self) -> int: ...
@@ -115,7 +115,7 @@ def typed(messages: Tensor, layout: Layout) -> Tensor:
     return messages
 
 
-def random_of(draw: Draw | None, layout: Layout, strides: tuple[int, int]) -> tuple[tuple[int, ...], str]:
+def random_of(draw: DrawLike | None, layout: Layout, strides: tuple[int, int]) -> tuple[tuple[int, ...], str]:
     """Seed, tensor, step, hop, rank, first; and how the kernel draws: "", "elements" or "quads"."""
     if draw is None:
         return (0, 0, 0, 0, 0, 0), ""

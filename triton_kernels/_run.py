@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ._kept import Choice, Kept
+from ._kept import Choice, TunedChoices
 from .arithmetic import INTERPRETED
 
 TUNED_NUMEL = 1 << 20
@@ -126,5 +126,5 @@ _tuned = cache(tuner_of)
 
 
 @cache
-def _kept() -> Kept:
-    return Kept(CANDIDATES)
+def _kept() -> TunedChoices:
+    return TunedChoices(CANDIDATES)

@@ -9,7 +9,7 @@ Arguments, in elements where nothing else is said:
     layout_hash                      the 32 bits of a message's trailer, as int32
     num_messages                     that are summed, in their order
     residual_codes, _scales          what earlier messages lost, in rows of blocks: a row for each segment of a message
-    seed ... rank, first             of the random numbers; see zcomm.philox
+    seed ... rank, first             of the random numbers; see zcomm._formats.philox
     is_valid_ptr                     int32 [1], cleared where a message has another hash
     refused_ptr                      int32 [1], written by the sum that is quantized next: 0 if no message has; or None
     expected_ptr, num_expected       messages like those that are written, yet to come: their trailers are cleared, but

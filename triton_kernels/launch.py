@@ -1,7 +1,7 @@
 """Launchers of the kernels: preallocated arrays in, one kernel launch, nothing else on the host.
 
-``layout`` is a :class:`zcomm.message.MessageLayout`, ``draw`` a :class:`zcomm.philox.Draw` (both by their attributes).
-Arrays are float32, bfloat16 or float16 and are addressed as in :mod:`zcomm.quant`: message i, segment s begins at
+``layout`` is a :class:`zcomm._formats.message.MessageLayout`, ``draw`` a :class:`zcomm._formats.philox.Draw` (both by their attributes).
+Arrays are float32, bfloat16 or float16 and are addressed as in :mod:`zcomm._formats.reference`: message i, segment s begins at
 ``i * message_stride + s * segment_stride`` elements. Messages are uint8 [num_messages, nbytes], contiguous and, for
 block codecs, at an address that is a multiple of 16.
 
@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from ._layout import Draw, Layout, encoding_of, random_of, typed
+from ._layout import DrawLike, Layout, encoding_of, random_of, typed
 from ._run import columns, run
 
-__all__ = ["Residual", "decode", "decode_sum", "decode_sum_requantize", "quantize"]
+__all__ = ["ResidualArguments", "decode", "decode_sum", "decode_sum_requantize", "quantize"]
 
 RESIDUAL_BLOCK = 256
 OF_RESIDUAL = ("residual_codes_ptr", "residual_scales_ptr")
 
 
-class Residual(NamedTuple):
+class ResidualArguments(NamedTuple):
     """What earlier messages lost: it is added before encoding, and replaced by what encoding loses (N10).
 
     Row i * num_segments + s belongs to segment s of message i; all rows of one array have the same stride.
@@ -54,7 +54,7 @@ class Summed(NamedTuple):
 
 def quantize(
     x: Tensor | Summed, layout: Layout, out: Tensor, message_stride: int, segment_stride: int,
-    draw: Draw | None = None, *, held: Tensor | None = None, residual: Residual | None = None,
+    draw: DrawLike | None = None, *, held: Tensor | None = None, residual: ResidualArguments | None = None,
     expected: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write messages ``out`` from the array ``x``, or from RN(x - held), ``held`` being addressed as ``x`` is.
@@ -86,7 +86,7 @@ def quantize(
 
 
 def _is_paired(
-    x: Tensor, layout: Layout, strides: tuple[int, int], held: Tensor | None, residual: Residual | None
+    x: Tensor, layout: Layout, strides: tuple[int, int], held: Tensor | None, residual: ResidualArguments | None
 ) -> bool:
     """Whether two elements are loaded as a word, and their codes are a byte: threads then have longer rows."""
     is_plain = held is None and residual is None and not layout.is_rotated and not layout.codec.name.endswith("_asym")
@@ -135,8 +135,8 @@ def decode_sum(
 
 
 def decode_sum_requantize(
-    messages: Tensor, layout: Layout, out: Tensor, out_layout: Layout, draw: Draw | None = None,
-    *, is_valid: Tensor, residual: Residual | None = None, expected: Tensor | None = None,
+    messages: Tensor, layout: Layout, out: Tensor, out_layout: Layout, draw: DrawLike | None = None,
+    *, is_valid: Tensor, residual: ResidualArguments | None = None, expected: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Sum ``messages``; segment s of the sum becomes message s of ``out``, which has one segment a message.
 
@@ -197,7 +197,7 @@ def _largest(dtype: torch.dtype) -> float:
     return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
 
 
-def _encoder(layout: Layout, random: str, residual: Residual | None) -> dict[str, Any]:
+def _encoder(layout: Layout, random: str, residual: ResidualArguments | None) -> dict[str, Any]:
     """The constants of a kernel that encodes."""
     return _decoder(layout) | {
         "QMAX": encoding_of(layout).qmax,
@@ -208,7 +208,7 @@ def _encoder(layout: Layout, random: str, residual: Residual | None) -> dict[str
 
 
 def _residual_arguments(
-    residual: Residual | None, layout: Layout
+    residual: ResidualArguments | None, layout: Layout
 ) -> tuple[Tensor | None, Tensor | None, int, int, float]:
     """Codes, scales, their strides from row to row, beta."""
     if residual is None:

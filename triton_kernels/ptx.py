@@ -26,7 +26,7 @@ __all__ = [
     "capability",
 ]  # fmt: skip
 
-# The levels of the contract's N5, as in zcomm.blocks; a test compares them.
+# The levels of the contract's N5, as in zcomm._formats.blocks; a test compares them.
 NF4_LEVELS = (
     *(-8.0, -5.5625, -4.1875, -3.15625, -2.28125, -1.4765625, -0.7265625, 0.0),
     *(0.63671875, 1.2890625, 1.96875, 2.703125, 3.53125, 4.5, 5.78125, 8.0),

@@ -6,12 +6,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from zcomm import control, functional, volume
-from zcomm.all_gather import all_gather_single
-from zcomm.all_reduce import all_reduce
-from zcomm.all_to_all import all_to_all_single
-from zcomm.buffer_layout import Span
-from zcomm.delta import DeltaGather
-from zcomm.encoded import EncodedShard
+from zcomm._collectives.all_gather import all_gather_single
+from zcomm._collectives.all_reduce import all_reduce
+from zcomm._collectives.all_to_all import all_to_all_single
+from zcomm._collectives.reduce_scatter import reduce_scatter_single
+from zcomm._formats.formats import FORMATS, Format, get_format
+from zcomm._formats.philox import RandomKey
+from zcomm._formats.recipes import RECIPES, Recipe
+from zcomm._kernels.relative_error import relative_error, relative_errors
+from zcomm._residuals.buffer_layout import Span
+from zcomm._residuals.relayout import load_residuals, relayout_residuals
+from zcomm._residuals.residual import Residual
+from zcomm._stateful.delta_gather import DeltaGather
+from zcomm._stateful.encoded_shard import EncodedShard
+from zcomm._stateful.node_replica import NodeReplica
+from zcomm._stateful.node_sums import NodeSums
+from zcomm._stateful.secondary import SecondaryPartition
+from zcomm._transport.flight_record import Flight, flight_record
+from zcomm._transport.topology import Topology
+from zcomm._transport.traffic import Traffic, traffic
+from zcomm._transport.work import Work
 from zcomm.errors import (
     BackendUnavailableError,
     CommunicationError,
@@ -26,20 +40,6 @@ from zcomm.errors import (
     TopologyError,
     ZcommError,
 )
-from zcomm.flight import Flight, flight_record
-from zcomm.formats import FORMATS, Format, get_format
-from zcomm.node_replica import NodeReplica
-from zcomm.node_sums import NodeSums
-from zcomm.philox import RandomKey
-from zcomm.recipes import RECIPES, Recipe
-from zcomm.reduce_scatter import reduce_scatter_single
-from zcomm.relayout import load_residuals, relayout_residuals
-from zcomm.residual import Residual
-from zcomm.sampling import relative_error, relative_errors
-from zcomm.secondary import SecondaryPartition
-from zcomm.topology import Topology
-from zcomm.traffic import Traffic, traffic
-from zcomm.work import Work
 
 if TYPE_CHECKING:
     from zcomm.install import Installation, install_ddp, install_fsdp2

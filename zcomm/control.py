@@ -2,26 +2,38 @@
 
 They are between hosts (:attr:`Topology.on_host`): no device is waited for, but by a broadcast of what is on one. Over
 a process group of NCCL, before there is a Topology, ranks meet in torch.distributed's store instead.
+
+Exchanges between the first rank of a hop and the others, in host memory: what one rank needs goes to that one only.
+
+    gather   rank r --message r--> the first rank          scatter   the first rank --row r--> rank r
+
+Over groups that take host tensors, from whichever thread has the group to itself. Synchronous. Every byte is in the
+traffic counters, every exchange in the hop's :class:`zcomm._transport.collective_log.CollectiveLog`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zcomm import backend, env
-from zcomm.backend import ALONE, Hop, Sent
-from zcomm.calls import here
-from zcomm.debug import compare_calls
+from zcomm._base import env
+from zcomm._base.pending import Pending
+from zcomm._formats.formats import get_format
+from zcomm._transport import backend
+from zcomm._transport.backend import ALONE, Hop, MessageInfo, count, words_of
+from zcomm._transport.call_context import here
+from zcomm._transport.checked import Checks, checked
+from zcomm._transport.collective_log import call_here
+from zcomm._transport.debug import compare_calls
+from zcomm._transport.store_exchange import meet
+from zcomm._transport.tagged import FIRST, tags_of
+from zcomm._transport.topology import Topology, hop_of_group
+from zcomm._transport.traffic import record
 from zcomm.errors import TopologyError
-from zcomm.first_rank import gather_to_first, scatter_from_first
-from zcomm.formats import get_format
-from zcomm.meeting import meet
-from zcomm.topology import Topology, hop_of_group
 
 __all__ = [
     "agree_max",
@@ -31,9 +43,62 @@ __all__ = [
     "gather_beside",
     "gather_float64",
     "gather_texts",
+    "gather_to_first",
+    "scatter_from_first",
     "text_from_first",
     "texts_to_first",
 ]
+
+TO, FROM = FIRST
+
+
+def gather_to_first(message: Tensor, hop: Hop) -> Tensor | None:
+    """Every rank's ``message`` [n] as [hop size, n] on the first rank; None on the others. Not empty."""
+    if hop.group is None:
+        return message.view(1, -1)
+    is_first = hop.rank == 0
+    of_ranks = message.new_empty((hop.size, message.numel())) if is_first else None
+    if not is_first:  # ranks of a node are consecutive
+        link = "intra" if hop.rank <= hop.num_intra_peers else "inter"
+        record(("control", "none", link), 1, message.numel(), message.nbytes)
+    received = {} if of_ranks is None else dict(enumerate(of_ranks.unbind(0)[1:], 1))
+    _run(TO, (message, of_ranks), hop, [message] * hop.size, received)
+    return of_ranks
+
+
+def scatter_from_first(rows: Tensor | None, numel: int, hop: Hop) -> Tensor:
+    """This rank's row of ``rows``, uint8 [hop size, ``numel``], which the first rank has. Not empty."""
+    if hop.group is None:
+        assert rows is not None, "a rank alone is the first"
+        return rows[0]
+    is_first = hop.rank == 0
+    mine = torch.empty(numel, dtype=torch.uint8)
+    parts = [] if rows is None else list(rows.unbind(0))
+    if is_first:
+        count(hop, MessageInfo("control", "none", numel), numel)
+    _run(FROM, (mine, rows), hop, parts, {} if is_first else {0: mine})
+    return mine
+
+
+def _run(
+    operation: str,
+    tensors: tuple[Tensor, Tensor | None],
+    hop: Hop,
+    parts: Sequence[Tensor],
+    received: Mapping[int, Tensor],
+) -> None:
+    """``parts`` go to the ranks, in their order; ``received`` come from them."""
+    mine, rows = tensors
+    call = call_here(operation, mine.nbytes, "cpu")
+    number, words = hop.ledger.start(call), words_of(hop, MessageInfo("control", "none", mine.numel()))
+    tags = tags_of(number, call)
+    with hop.ledger.waiting(number, hop.group):
+        assert hop.group is not None, "a rank alone exchanges nothing"
+        pending: Pending = FIRST[operation](mine, rows, hop.group, tags.own)
+        if env.is_set("ZCOMM_CHECK"):
+            pending = checked(pending, Checks(words, tags, hop.ranks(), parts, received, None))
+        pending.wait()
+
 
 TEXT_NBYTES = 512
 
@@ -126,7 +191,7 @@ def _gather(mine: Tensor, hop: Hop) -> Tensor:
     """Every rank's ``mine``, of any shape, as [hop size, numel]."""
     _compare("all_gather", mine, hop)
     of_ranks = mine.new_empty((hop.size, mine.numel()))
-    work = backend.all_gather(of_ranks, mine, hop, Sent("control", "none", mine.numel()))
+    work = backend.all_gather(of_ranks, mine, hop, MessageInfo("control", "none", mine.numel()))
     if work is not None:
         work.wait()
     return of_ranks

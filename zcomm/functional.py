@@ -18,18 +18,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zcomm import backend
-from zcomm.all_gather import all_gather_single as gather_into
-from zcomm.all_reduce import all_reduce as all_reduce_into
-from zcomm.all_to_all import all_to_all_single as exchange_into
-from zcomm.auto import AUTO
-from zcomm.encoder import check_random
+from zcomm._collectives.all_gather import all_gather_single as gather_into
+from zcomm._collectives.all_reduce import all_reduce as all_reduce_into
+from zcomm._collectives.all_to_all import all_to_all_single as exchange_into
+from zcomm._collectives.auto_format import AUTO
+from zcomm._collectives.encoder import check_random
+from zcomm._collectives.reduce_scatter import reduce_scatter_single as reduce_into
+from zcomm._formats.formats import codec_for
+from zcomm._formats.philox import RandomKey
+from zcomm._transport import backend
+from zcomm._transport.route import Group, WireFormat, check_arguments, check_numbering, divisor_of, find_route
+from zcomm._transport.topology import Numbering, Topology
 from zcomm.errors import FormatError, LayoutError
-from zcomm.formats import codec_for
-from zcomm.philox import RandomKey
-from zcomm.reduce_scatter import reduce_scatter_single as reduce_into
-from zcomm.route import Group, WireFormat, check_arguments, check_numbering, divisor_of, find_route
-from zcomm.topology import Numbering, Topology
 
 __all__ = ["all_gather_single", "all_reduce", "all_to_all_single", "reduce_scatter_single"]
 

@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zcomm import env, kernels, on_cuda, on_triton
-from zcomm.cuda_driver import driver_description, driver_unavailable_reason
+from zcomm._base import env
+from zcomm._kernels import kernels, native_calls, on_cuda, on_triton
+from zcomm._kernels.on_cuda import driver_description, driver_unavailable_reason
+from zcomm._transport.nccl_library import nccl_description
 from zcomm.errors import BackendUnavailableError, ConfigError
-from zcomm.nccl_library import nccl_description
 
 try:
     import fcntl
@@ -95,7 +96,7 @@ def _versions() -> dict[str, str]:
 def _available() -> dict[str, str]:
     """What can be used here; or what is missing, with the command that installs it."""
     return {
-        "native": _or_none(kernels.native_unavailable_reason, kernels.native_description),
+        "native": _or_none(native_calls.unavailable_reason, kernels.native_description),
         "Triton": _or_none(lambda: on_triton.unavailable_reason("cuda"), lambda: _version("triton")),
         "CUDA": _or_none(_no_cuda, lambda: f"built with {kernels.native().build_info()['cuda']}; {_cuda()}"),
         'NCCL of backend="nccl"': nccl_description(),
@@ -123,7 +124,7 @@ def _no_cuda() -> str:
 
 def _kernels() -> dict[str, str]:
     try:
-        reason, is_triton = kernels.native_unavailable_reason(), env.value("ZCOMM_KERNELS") == "triton"
+        reason, is_triton = native_calls.unavailable_reason(), env.value("ZCOMM_KERNELS") == "triton"
     except ConfigError as error:  # a report on a wrong setting must come all the same
         reason, is_triton = str(error), False
     native = f"PyTorch reference: {reason}" if reason else f"native ({kernels.native_description()})"

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from zcomm.chunks import chunks_of
-from zcomm.formats import Format, get_format, is_same_wire
-from zcomm.message import layout_of
+from zcomm._formats.formats import Format, get_format, is_same_wire
+from zcomm._formats.message import layout_of
+from zcomm._transport.chunks import chunks_of
 
 __all__ = [
     "Exchanged",

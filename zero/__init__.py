@@ -4,30 +4,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from zero import checkpointing, checkpoints, utils, zero
-from zero.access import GatheredParameters, register_external_parameter, unregister_external_parameter
+from zero import _checkpoint as checkpoints
+from zero import checkpointing, utils, zero
+from zero._access.auto_tiling import untile_linears
+from zero._access.gathered_parameters import (
+    GatheredParameters,
+    gathered_for_generation,
+    register_external_parameter,
+    unregister_external_parameter,
+)
+from zero._access.pretrained import Loaded, load_pretrained
+from zero._access.tiled_linear import TiledLinear, TiledLinearReturnBias
+from zero._checkpoint import CheckpointError
+from zero._config import NotAvailableError, precision_preset
+from zero._config.settings import Effective, ZeroSettings
+from zero._model.init import Init
+from zero._optim.cpu_optimizers import CPUAdagrad, CPUAdam, CPULion
+from zero._optim.lion import Lion
+from zero._ranks.distributed import init_distributed
+from zero._sharding.stages import model_state_nbytes
 from zero.checkpointing import checkpoint
-from zero.checkpoints import CheckpointError
-from zero.config import NotAvailableError, precision_preset
-from zero.cpu_optimizers import CPUAdagrad, CPUAdam, CPULion
-from zero.distributed import init_distributed
 from zero.engine import Engine
-from zero.estimate import Estimate, estimate
-from zero.formulas import Activations, Counts
-from zero.generation import gathered_for_generation
-from zero.init import Init
 from zero.initialize import Initialized, add_config_arguments, initialize
-from zero.large_linears import untile_linears
-from zero.lion import Lion
-from zero.load import Loaded, load_pretrained
 from zero.offload import offload_states, reload_states
 from zero.optimizer import ZeroOptimizer
-from zero.settings import Effective, ZeroSettings
-from zero.stages import model_state_nbytes
-from zero.tiling import TiledLinear, TiledLinearReturnBias
+from zero.plan.estimate import Estimate, estimate
+from zero.plan.formulas import Activations, Counts
 
 if TYPE_CHECKING:
-    from zero.checkpoints import export_checkpoint, load_checkpoint, save_checkpoint
+    from zero._checkpoint import export_checkpoint, load_checkpoint, save_checkpoint
 
 __all__ = [
     "Activations",
@@ -73,7 +78,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What :mod:`zero.checkpoints` imports when it is first used."""
+    """What :mod:`zero._checkpoint` imports when it is first used."""
     if name in __all__ and name in checkpoints.MODULES:
         return getattr(checkpoints, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,18 +20,18 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 
 from zcomm import ConfigError
-from zero.activations import scope
-from zero.activations.call import Call
-from zero.activations.checkpointer import Checkpointer
-from zero.activations.install import checkpointer_of, new_checkpointer
-from zero.activations.random_states import MODEL_PARALLEL, TRACKER, RandomStates
-from zero.activations.settings import ActivationSettings
-from zero.activations.usage import ActivationMemory
-from zero.config import read_source
-from zero.config.activations import activations_of
-from zero.config.read import Source
-from zero.model_parallel import tensor_parallel_group
-from zero.tiers.settings import Tier
+from zero._activations import routing
+from zero._activations.activation_settings import ActivationSettings
+from zero._activations.call import CheckpointedCall
+from zero._activations.checkpointer import Checkpointer
+from zero._activations.install import checkpointer_of, new_checkpointer
+from zero._activations.random_states import MODEL_PARALLEL, TRACKER, RandomStates
+from zero._activations.usage import ActivationMemory
+from zero._config import read_source
+from zero._config.offload_sections import activations_of
+from zero._config.parse import Source
+from zero._ranks.model_parallel import tensor_parallel_group
+from zero._storage.tier_settings import Tier
 
 __all__ = [
     "ActivationMemory",
@@ -112,12 +112,12 @@ def checkpoint(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Re
     if kwargs.pop("use_reentrant", False):
         raise ConfigError("zero.checkpoint has use_reentrant=False: call torch.utils.checkpoint.checkpoint for True")
     options = {name: kwargs.pop(name) for name in OPTIONS & kwargs.keys()}
-    checkpointer = scope.current() or _CONFIGURED.checkpointer
+    checkpointer = routing.current() or _CONFIGURED.checkpointer
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    call = Call(checkpointer, function, args, kwargs)
+    call = CheckpointedCall(checkpointer, function, args, kwargs)
     del args, kwargs
-    with call.saving(), scope.entered(None):
+    with call.saving(), routing.entered(None):
         result: Result = torch_checkpoint.checkpoint(call, *call.take_leaves(), use_reentrant=False, **options)
     return result
 
@@ -146,7 +146,7 @@ def configure(
         profile: Log times after each backward.
 
     Raises:
-        ConfigError: See :func:`zero.config.read.parse`.
+        ConfigError: See :func:`zero._config.parse.parse`.
     """
     given: dict[str, Any] = {
         "partitions": partition_activations,

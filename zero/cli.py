@@ -18,13 +18,13 @@ from collections.abc import Sequence
 import torch
 
 from zcomm import ConfigError
-from zero.checkpoints import CheckpointError, export_checkpoint
-from zero.checkpoints.weights_out import MAX_SHARD_NBYTES
-from zero.config import explain, json_schema, markdown_table, read_source
-from zero.estimate import estimate
-from zero.formulas import Activations, Counts
+from zero._checkpoint import CheckpointError, export_checkpoint
+from zero._checkpoint.plain_weights import MAX_SHARD_NBYTES
+from zero._config import explain, json_schema, markdown_table, read_source
 from zero.plan.command import add_plan, finite, named_model
 from zero.plan.command import run as run_plan
+from zero.plan.estimate import estimate
+from zero.plan.formulas import Activations, Counts
 
 __all__ = ["main"]
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from zero import checkpoints
-from zero.config import BatchSizes, Config
-from zero.config.plan import to_dtype
-from zero.distributed import RankDataLoader
+from zero import _checkpoint as checkpoints
+from zero._config import BatchSizes, Config
+from zero._config.resolved import to_dtype
+from zero._ranks.distributed import RankDataLoader
 from zero.offload import offload_states, reload_states
 from zero.optimizer import ZeroOptimizer
 from zero.reports import Reports

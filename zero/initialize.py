@@ -13,19 +13,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zcomm import ConfigError, StateError
-from zero.access import GatheredParameters
-from zero.agreement import on_every_rank
-from zero.config import BatchSizes, Configuration, check_available, explain, read_source, solve_batch_sizes
-from zero.config.read import Source
-from zero.config.tiers import tiers_of
-from zero.distributed import DataParallel, RankDataLoader, data_parallel, init_distributed, local_device
+from zero._access.gathered_parameters import GatheredParameters
+from zero._config import BatchSizes, Configuration, check_available, explain, read_source, solve_batch_sizes
+from zero._config.offload_sections import tiers_of
+from zero._config.parse import Source
+from zero._model.cast import move
+from zero._model.model_checks import check_is_plain
+from zero._optim.from_config import build_optimizer
+from zero._optim.lr_schedulers import build_scheduler
+from zero._ranks.distributed import DataParallel, RankDataLoader, data_parallel, init_distributed, local_device
+from zero._ranks.rank_errors import on_every_rank
+from zero._storage.tier_settings import Tier
 from zero.engine import Engine
-from zero.model_checks import check_is_plain
 from zero.optimizer import ZeroOptimizer
-from zero.optimizers import build_optimizer
-from zero.placement import move
-from zero.schedulers import build_scheduler
-from zero.tiers.settings import Tier
 
 __all__ = ["Initialized", "add_config_arguments", "initialize"]
 
@@ -67,7 +67,7 @@ def initialize(
         lr_scheduler: A scheduler, or a function of the optimizer. Default: the configuration's, if it has one.
         distributed_port: For starting torch.distributed where MASTER_PORT is not set.
         mpu: An object with Megatron's ``get_data_parallel_group()`` and ``get_model_parallel_*()``, or a DeviceMesh
-            with an axis for data; see :mod:`zero.model_parallel`. Default: all ranks are data-parallel.
+            with an axis for data; see :mod:`zero._ranks.model_parallel`. Default: all ranks are data-parallel.
         dist_init_required: False: torch.distributed must run already. Default: it is started if it does not.
         collate_fn: For the dataloader.
         config: A dict, or the path of a JSON file.

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from zcomm import ConfigError, StateError
-from zero.away import Away
-from zero.inside import Inside
+from zero._runtime.inside import Inside
+from zero._runtime.runtime import Runtime
+from zero._runtime.suspended_memory import Away
 from zero.optimizer import ZeroOptimizer
-from zero.runtime import Runtime
 
 __all__ = ["KINDS", "offload_states", "reload_states"]
 

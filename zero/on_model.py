@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zero.activations.install import NO_TENSOR_RANKS, install
-from zero.activations.settings import ActivationSettings
-from zero.model_parallel import ModelParallel
-from zero.runtime import Runtime
-from zero.state_dict import StateDicts
+from zero._access.state_dict import StateDicts
+from zero._activations.activation_settings import ActivationSettings
+from zero._activations.install import NO_TENSOR_RANKS, install
+from zero._ranks.model_parallel import ModelParallel
+from zero._runtime.runtime import Runtime
 
 __all__ = ["install_on_model"]
 
@@ -17,7 +17,7 @@ def install_on_model(runtime: Runtime, activations: ActivationSettings, model_pa
     """Saving and loading of its state, and where checkpointed functions keep their inputs. Collective.
 
     Raises:
-        OSError: See :func:`zero.activations.install.install`.
+        OSError: See :func:`zero._activations.install.install`.
     """
     runtime.state_dicts = StateDicts(runtime)
     runtime.hooks.keep(runtime.state_dicts.install())

@@ -22,32 +22,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zcomm import StateError, Topology
-from zcomm.calls import in_no_call
-from zero.agreement import on_every_rank
-from zero.auto_formats import choose_formats
-from zero.clip import clip_grad_norm_, fold_clipping
-from zero.collective import calling_over, collective_methods
-from zero.config.plan import Plan
-from zero.config.read import Configuration, Source
-from zero.distributed import DataParallel, data_parallel
-from zero.final_gradients import BeforeScaler, FinalGradients
-from zero.host_adam import build_updater
-from zero.inputs import announce, check_inputs, choose_topology
-from zero.inside import Inside, values_of
-from zero.large_linears import tile_configured
-from zero.leaf_modules import set_configured
-from zero.loss_scale import LossScale, not_scaled
-from zero.masters import OptimizerStates, as_groups, build_pieces
-from zero.memory import MemoryReport, measure
-from zero.model_parallel import ModelParallel
-from zero.node_state import restore_node_state
+from zcomm._transport.call_context import in_no_call
+from zero._access.auto_tiling import tile_configured
+from zero._config.parse import Configuration, Source
+from zero._config.resolved import ResolvedConfig
+from zero._config.settings import Effective
+from zero._model.cast import cast
+from zero._model.leaf_modules import set_configured
+from zero._optim.host_adam import build_updater
+from zero._optim.loss_scale import LossScale, not_scaled
+from zero._optim.masters import OptimizerStates, as_groups, build_pieces
+from zero._ranks.collective_calls import calling_over, collective_methods
+from zero._ranks.distributed import DataParallel, data_parallel
+from zero._ranks.model_parallel import ModelParallel
+from zero._ranks.rank_errors import on_every_rank
+from zero._runtime.delta_hpz_state import restore_node_state
+from zero._runtime.inside import Inside, values_of
+from zero._runtime.memory_report import MemoryReport, measure
+from zero._runtime.runtime import Runtime
+from zero._runtime.shard_state import RanksState, check_fits, load_masters, restore_parameters, shard_state
+from zero._runtime.timing import time_exchanges
+from zero._runtime.validate import announce, check_inputs, choose_formats, choose_topology
+from zero._step.clip import clip_grad_norm_, fold_clipping
+from zero._step.final_gradients import BeforeScaler, FinalGradients
+from zero._step.update import Update
 from zero.on_model import install_on_model
-from zero.placement import cast
-from zero.runtime import Runtime
-from zero.settings import Effective
-from zero.shard_state import RanksState, check_fits, load_masters, restore_parameters, shard_state
-from zero.timing import time_exchanges
-from zero.update import Update
 
 __all__ = ["ZeroOptimizer"]
 
@@ -66,7 +65,7 @@ class ZeroOptimizer(Optimizer):
         topology: Which ranks share a node, and what carries the exchanges. Default: torchrun's environment.
         ranks_per_node: Instead of ``topology``: so many consecutive ranks stand in for a node.
         group: The data-parallel ranks; default: all. A DeviceMesh or an mpu beside tensor- and pipeline-parallel ranks,
-            with which norms and overflows are agreed on: see :mod:`zero.model_parallel`.
+            with which norms and overflows are agreed on: see :mod:`zero._ranks.model_parallel`.
         options: Any key of the configuration (``stage``, ``zero_quantized_weights``, ``fp16={"enabled": True}``, ...)
             and the fields of :class:`zero.ZeroSettings`, which win over ``config``; what is left goes to the optimizer
             class (``lr``, ``weight_decay``, ...).
@@ -113,7 +112,9 @@ class ZeroOptimizer(Optimizer):
             raise
         announce(plan, self._runtime)
 
-    def _build(self, model: nn.Module, optimizer: type[Optimizer] | Optimizer, topology: Topology, plan: Plan) -> None:
+    def _build(
+        self, model: nn.Module, optimizer: type[Optimizer] | Optimizer, topology: Topology, plan: ResolvedConfig
+    ) -> None:
         values = plan.configuration.values
         on_every_rank(lambda: set_configured(model, values.zero_optimization.leaf_module), topology)
         on_every_rank(lambda: cast(model, plan.dtype, values.data_types.keep_in_fp32_modules), topology)
@@ -142,7 +143,7 @@ class ZeroOptimizer(Optimizer):
         self._is_built = True
         self._share_state()
 
-    def _adopt(self, plan: Plan) -> None:
+    def _adopt(self, plan: ResolvedConfig) -> None:
         self.loss_scale: LossScale | None = plan.new_loss_scale()
         """The loss scale of fp16, or of bf16 with overflow checks; None if the configuration has neither."""
         self.was_step_applied = False
@@ -355,7 +356,7 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def inside(self) -> Inside:
-        """The parts of this optimizer, for :mod:`zero.checkpoints`."""
+        """The parts of this optimizer, for :mod:`zero._checkpoint`."""
         parts = self._runtime, self._inner, self._pieces, self._group_of, self._model_parallel
         return Inside(*parts, self._update.fail)
 

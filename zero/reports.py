@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import zcomm
-from zero.config import Config
+from zero._config import Config
 from zero.optimizer import ZeroOptimizer
 
 __all__ = ["Reports"]

@@ -1,6 +1,6 @@
 """The namespace ``deepspeed.utils``, for code that says ``import zero as deepspeed``."""
 
-from zero.fragments import (
+from zero._access.safe_access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -14,7 +14,7 @@ from zero.fragments import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
-from zero.leaf_modules import (
+from zero._model.leaf_modules import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,

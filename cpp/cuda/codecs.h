@@ -4,7 +4,7 @@
 
 #include "portable.h"
 
-// The block codecs of the numerics contract (zcomm/quant.py), eight elements of a lane at a time: scaled values to the
+// The block codecs of the numerics contract (zcomm/_formats/reference.py), eight elements of a lane at a time: scaled values to the
 // bits of their codes, and bits to levels, which times the scale are values.
 //
 // No code needs a clamp. The scale is absmax / qmax rounded up, so a scaled value is at most qmax * (1 + 2^-22), after

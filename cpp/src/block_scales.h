@@ -1,4 +1,4 @@
-// Headers of blocks, and what their codes are computed with (N1, N2 and N9 of zcomm/quant.py). The loops over blocks
+// Headers of blocks, and what their codes are computed with (N1, N2 and N9 of zcomm/_formats/reference.py). The loops over blocks
 // vectorize without help.
 
 // So many blocks go through the passes of quantization together.

@@ -1,4 +1,4 @@
-// fp8_e4m3 (N5 of zcomm/quant.py): bias 7, no infinities, largest value 448.
+// fp8_e4m3 (N5 of zcomm/_formats/reference.py): bias 7, no infinities, largest value 448.
 
 template <>
 struct Encoder<Codec::kFp8E4m3> {

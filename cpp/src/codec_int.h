@@ -1,4 +1,4 @@
-// int8 and int4, symmetric or with a zero point (N3, N4, N6 and N9 of zcomm/quant.py).
+// int8 and int4, symmetric or with a zero point (N3, N4, N6 and N9 of zcomm/_formats/reference.py).
 
 // Stochastic rounding: |y| up iff uniform < fraction * 2^24, both exact; the sign of y.
 inline I RoundAtRandom(F y, F uniform) {

@@ -1,4 +1,4 @@
-// nf4 (N5 of zcomm/quant.py): a code is the number of midpoints between levels that are below y.
+// nf4 (N5 of zcomm/_formats/reference.py): a code is the number of midpoints between levels that are below y.
 
 constexpr float kNf4Levels[16] = {-8.0F,       -5.5625F, -4.1875F,    -3.15625F,  -2.28125F, -1.4765625F,
                                   -0.7265625F, 0.0F,     0.63671875F, 1.2890625F, 1.96875F,  2.703125F,

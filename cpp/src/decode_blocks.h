@@ -1,4 +1,4 @@
-// The loop that decodes messages and sums them in registers (N4 and N8 of zcomm/quant.py).
+// The loop that decodes messages and sums them in registers (N4 and N8 of zcomm/_formats/reference.py).
 
 // One IEEE division at the end. Multiplying with the reciprocal of a power of two gives the same bits.
 struct Divisor {

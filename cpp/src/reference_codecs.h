@@ -7,7 +7,7 @@
 
 namespace zcomm {
 
-// The codecs in scalar arithmetic, a block at a time, in the order of the numerics contract (zcomm/quant.py): shared by
+// The codecs in scalar arithmetic, a block at a time, in the order of the numerics contract (zcomm/_formats/reference.py): shared by
 // the oracles, and sharing nothing with the vector kernels.
 
 // The header's bits, and one code an element (its low bits count).

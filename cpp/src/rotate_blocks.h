@@ -1,4 +1,4 @@
-// The Hadamard rotation of blocks of 2^k elements: butterflies of stride 1, 2, 4, ... (N7 of zcomm/quant.py). The order
+// The Hadamard rotation of blocks of 2^k elements: butterflies of stride 1, 2, 4, ... (N7 of zcomm/_formats/reference.py). The order
 // in which butterflies of one stride are done does not matter, so several strides are done on a load.
 
 // (a + b, a - b) of lanes j and j + kStride: a lane with a set bit kStride is b, and negates itself.

@@ -33,7 +33,7 @@ struct Case {
   }
 };
 
-// N11 of zcomm/quant.py: the message of RN(new - held), element by element.
+// N11 of zcomm/_formats/reference.py: the message of RN(new - held), element by element.
 void CheckQuantize(const Case& c, Random* random) {
   const DType dtype = SomeDType(random);
   const DType held_dtype = SomeDType(random);

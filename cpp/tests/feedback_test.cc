@@ -37,7 +37,7 @@ Blocks MakeBlocks(std::size_t num_rows, std::size_t numel, Random* random) {
   return blocks;
 }
 
-// N10 of zcomm/quant.py for one row, word by word: u = RN(x + RN(beta * r)), and what is kept of u - `decoded`.
+// N10 of zcomm/_formats/reference.py for one row, word by word: u = RN(x + RN(beta * r)), and what is kept of u - `decoded`.
 std::vector<float> Summed(const std::vector<float>& x, const Blocks& blocks, std::size_t row, float beta) {
   std::vector<float> u(x.size());
   for (std::size_t e = 0; e < x.size(); ++e) {

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests.end_to_end.job import ROOT
-from zcomm import ConfigError, kernels
-from zero.tiers.host_buffers import aligned_bytes
+from zcomm import ConfigError
+from zcomm._kernels import kernels
+from zero._storage.transfer_buffers import aligned_bytes
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(ROOT / "bench"))

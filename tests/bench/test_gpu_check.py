@@ -285,7 +285,7 @@ def test_without_a_build_the_source_tree_gives_figures(bench: Any, tmp_path: Pat
     folder = tmp_path / "source"
     bench.package.copy_source(folder)
     python, environment = _python_without_native(folder)
-    say = "import zcomm, zcomm.triton_kernels, zcomm.native_calls as n; print(zcomm.__file__, n.module)"
+    say = "import zcomm, zcomm.triton_kernels, zcomm._kernels.native_calls as n; print(zcomm.__file__, n.module)"
     done = subprocess.run([*python, "-c", say], env=environment, capture_output=True, text=True, cwd="/", check=True)
     assert done.stdout.split() == [str(folder / "zcomm" / "__init__.py"), "None"]
     ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": _free_port()}

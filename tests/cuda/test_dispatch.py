@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from zcomm import _native, env, kernels, on_cuda, on_triton
-from zcomm import native_calls as calls
+from zcomm import _native
+from zcomm._base import env
+from zcomm._formats.formats import get_format
+from zcomm._formats.message import MessageLayout, layout_of
+from zcomm._formats.philox import Draw
+from zcomm._kernels import kernels, on_cuda, on_triton
+from zcomm._kernels import native_calls as calls
 from zcomm.errors import BackendUnavailableError, MessageError
-from zcomm.formats import get_format
-from zcomm.message import MessageLayout, layout_of
-from zcomm.philox import Draw
 
 HAS_CUDA = bool(_native.build_info()["cuda"])
 ON_GPU: Any = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32)

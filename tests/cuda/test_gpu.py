@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from tests.zcomm.data import mixture, same_values
-from zcomm import native_calls, on_cuda, on_triton, quant
-from zcomm.formats import get_format
-from zcomm.message import MessageLayout, layout_of
+from zcomm._formats import reference
+from zcomm._formats.formats import get_format
+from zcomm._formats.message import MessageLayout, layout_of
+from zcomm._kernels import native_calls, on_cuda, on_triton
 from zcomm.triton_kernels import unavailable_reason
 
 pytestmark = [
@@ -55,7 +56,7 @@ def _layout(wire: str, dtype: torch.dtype, num_segments: int, numel: int) -> Mes
 
 def _same(call: Callable[[Any, Callable[[Tensor], Tensor]], tuple[Tensor, ...]], kernels: Any) -> None:
     """What ``call`` gives with the reference on the CPU, and with ``kernels`` on the GPU."""
-    expected = call(quant, lambda tensor: tensor.clone())
+    expected = call(reference, lambda tensor: tensor.clone())
     got = call(kernels, lambda tensor: tensor.cuda())
     for index, (left, right) in enumerate(zip(expected, got, strict=True)):
         assert same_values(left, right.cpu()), f"result {index}"
@@ -110,11 +111,11 @@ def test_deltas(kernels: Any, wire: str, seed: int) -> None:
     x, held = mixture(numel, seed), mixture(numel, seed + 1, torch.bfloat16)
     layout = _layout(wire, torch.float32, 1, numel)
     expected, got = layout.new(1, x.device), layout.new(1, torch.device("cuda"))
-    quant.quantize(x - held, layout, expected, 0, 0)
+    reference.quantize(x - held, layout, expected, 0, 0)
     kernels.quantize(x.cuda(), layout, got, 0, 0, None, held=held.cuda())
     assert torch.equal(expected, got.cpu())
     decoded, replica = torch.empty(numel), held.cuda()
-    quant.decode(expected, layout, decoded, 0, 0)
+    reference.decode(expected, layout, decoded, 0, 0)
     kernels.decode(got, layout, replica, 0, 0, added=True)
     assert same_values((held + decoded).to(torch.bfloat16), replica.cpu())
 
@@ -195,13 +196,13 @@ def test_ranks_as_threads_of_one_process(seed: int) -> None:
     expected = [_reference_messages(x, layout, world_size) for x in inputs]
     for rank, result in enumerate(results):
         total = torch.empty(numel)
-        quant.decode_sum(torch.stack([messages[rank] for messages in expected]), layout, total, numel, world_size)
+        reference.decode_sum(torch.stack([messages[rank] for messages in expected]), layout, total, numel, world_size)
         assert same_values(total, result), f"rank {rank}"
 
 
 def _reference_messages(x: Tensor, layout: MessageLayout, count: int) -> Tensor:
     messages = layout.new(count, x.device)
-    quant.quantize(x, layout, messages, layout.numel, 0)
+    reference.quantize(x, layout, messages, layout.numel, 0)
     return messages
 
 

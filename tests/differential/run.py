@@ -13,7 +13,8 @@ from tests.differential.programs import Program, simpler
 from tests.differential.training import Sharded, Trained, options, plain, train
 from tests.ranks import run_ranks
 from tests.zero.training import full_values, zero_optimizer
-from zero import patience, register_external_parameter
+from zero import register_external_parameter
+from zero._gradients import reducer
 
 __all__ = ["Result", "largest_difference", "run", "shrink"]
 
@@ -73,13 +74,13 @@ def largest_difference(got: Trained, expected: Trained, rank: int | None = None)
 def _quick_and_quiet() -> Iterator[None]:
     """No rank waits long for another that lacks a layer, and none says so; other tests run in the same processes."""
     logger = logging.getLogger("zero")
-    before = patience.PATIENCE_S, logger.level
-    patience.PATIENCE_S = 1.0
+    before = reducer.PATIENCE_S, logger.level
+    reducer.PATIENCE_S = 1.0
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        patience.PATIENCE_S = before[0]
+        reducer.PATIENCE_S = before[0]
         logger.setLevel(before[1])
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import zero as deepspeed
-from zero.tiers.moved import moved
+from zero._storage.transfer_counters import moved
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

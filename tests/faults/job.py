@@ -31,7 +31,8 @@ from torch import Tensor
 import zero
 from tests.faults.definition import CONFIGS, SAVE_EVERY, STEPS, TIMEOUT_S
 from tests.zero.models import batch, loss_of, new_model
-from zcomm import checked, env, fingerprint
+from zcomm._base import env
+from zcomm._transport import checked, fingerprint
 
 LR, HANG_S = 1e-2, 60
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGSTOP": signal.SIGSTOP}

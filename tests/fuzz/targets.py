@@ -19,20 +19,20 @@ import torch
 import zero
 from tests.zero.test_golden_checkpoints import FOLDER, new_inner, new_small
 from zcomm import ConfigError, LayoutError, ZcommError
-from zcomm.auto import Table
+from zcomm._collectives.auto_format import Table
+from zcomm._formats.formats import get_format
+from zcomm._formats.recipes import get_recipe
 from zcomm.bench import options
-from zcomm.formats import get_format
-from zcomm.recipes import get_recipe
 from zero import CheckpointError
-from zero.checkpoints.export import export_checkpoint
-from zero.checkpoints.index import UNREADABLE, read_index
-from zero.checkpoints.tensor_file import read_header
-from zero.checkpoints.tree import decode
-from zero.checkpoints.weights_in import index_of_weights
+from zero._checkpoint.export import export_checkpoint
+from zero._checkpoint.index import UNREADABLE, read_index
+from zero._checkpoint.json_tree import decode
+from zero._checkpoint.plain_weights import index_of_weights
+from zero._config import explain, read_source
+from zero._storage.safetensors_file import read_header
+from zero._storage.tensor_files import open_tensors
 from zero.cli import main
-from zero.config import explain, read_source
 from zero.plan import command
-from zero.tensor_files import open_tensors
 
 RELEASE = FOLDER / "0.1.0" / "stage1"
 

@@ -107,9 +107,9 @@ def test_all_of_the_source_is_drawn_from() -> None:
 
 
 def test_every_file_has_tests_that_are_near() -> None:
-    assert nearest("zero/clip.py")
-    assert nearest("zcomm/quant.py")[0].startswith("tests/zcomm/")
-    assert any(test.startswith("tests/zero/test_checkpoint") for test in nearest("zero/checkpoints/storage.py")[:4])
+    assert nearest("zero/_step/clip.py")
+    assert nearest("zcomm/_formats/reference.py")[0].startswith("tests/zcomm/")
+    assert any(test.startswith("tests/zero/test_checkpoint") for test in nearest("zero/_checkpoint/dcp.py")[:4])
     assert nearest("cpp/src/quantize.cc")[0] == "cpp/tests/quantize_test.cc::"
     assert "cpp/tests/nccl_communicator_test.cc::" in nearest("cpp/nccl/plans.cc")[:3]
 

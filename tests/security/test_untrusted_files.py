@@ -20,19 +20,20 @@ import torch
 from torch import nn
 
 import zero
-from zcomm import ConfigError, LayoutError, kernels
-from zcomm.auto import Table
+from zcomm import ConfigError, LayoutError
+from zcomm._collectives.auto_format import Table
+from zcomm._kernels import kernels
 from zcomm.bench import probe
 from zero import CheckpointError
-from zero.checkpoints.folder import read_latest
-from zero.checkpoints.weights_in import index_of_weights
+from zero._checkpoint.durability import read_latest
+from zero._checkpoint.plain_weights import index_of_weights
+from zero._config import read_source
+from zero._storage.file_store import FileStore
+from zero._storage.process_folder import ClaimedFolder
+from zero._storage.tensor_files import open_tensors
+from zero._storage.tier_settings import FileSettings
 from zero.cli import main
-from zero.config import read_source
 from zero.plan import command
-from zero.tensor_files import open_tensors
-from zero.tiers.claimed_folder import ClaimedFolder
-from zero.tiers.file_store import FileStore
-from zero.tiers.settings import Files
 
 
 class Evil:
@@ -87,7 +88,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object], type[Exception]]] = {
     "module's weights": ("model.safetensors", lambda p: index_of_weights(p, None), CheckpointError),
     "module's weights by torch": ("model.pt", lambda p: index_of_weights(p, None), CheckpointError),
     "module's index": ("a.safetensors.index.json", lambda p: index_of_weights(p, None), CheckpointError),
-    "checkpoint": ("metadata.json", lambda p: zero.checkpoints.index.read_index(p.parent), CheckpointError),
+    "checkpoint": ("metadata.json", lambda p: zero._checkpoint.index.read_index(p.parent), CheckpointError),
     "export": ("metadata.json", lambda p: zero.checkpoints.export_checkpoint(p.parent, p.parent / "o.safetensors"),
                CheckpointError),
     "latest": ("latest", lambda p: zero.checkpoints.export_checkpoint(p.parent, p.parent / "o.safetensors"),
@@ -139,7 +140,7 @@ def test_a_size_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture
 def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, name: Any, reads: Callable[[Path], object]) -> None:
     folder = tmp_path / "weights"
     folder.mkdir()
-    zero.checkpoints.weights_out.WeightsWriter(tmp_path / "secret.safetensors", {}).finish()
+    zero._checkpoint.plain_weights.WeightsWriter(tmp_path / "secret.safetensors", {}).finish()
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": name}}))
     with pytest.raises((LayoutError, CheckpointError), match=r"outside|own folder|not the index"):
@@ -216,7 +217,9 @@ def umask(mask: int) -> Iterator[None]:
 
 def test_files_on_nvme_are_their_owners_alone(tmp_path: Path) -> None:
     with umask(0):
-        store = FileStore(tmp_path, files=Files(request_nbytes=4096, num_requests=1), name="states", topology=None)
+        store = FileStore(
+            tmp_path, files=FileSettings(request_nbytes=4096, num_requests=1), name="states", topology=None
+        )
         store.create("moments", 10_000)
     assert _mode(store.folder) == 0o700
     assert {path.name: _mode(path) for path in store.folder.iterdir()} == {"owner": 0o600, "moments": 0o600}

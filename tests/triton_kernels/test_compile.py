@@ -16,9 +16,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from zcomm.formats import get_format
-from zcomm.message import MessageLayout, layout_of
-from zcomm.philox import Draw
+from zcomm._formats.formats import get_format
+from zcomm._formats.message import MessageLayout, layout_of
+from zcomm._formats.philox import Draw
 from zcomm.triton_kernels import _run, launch
 
 NVIDIA = [GPUTarget("cuda", capability, 32) for capability in (80, 90, 100)]

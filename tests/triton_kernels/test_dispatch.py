@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from zcomm import blocks, on_triton
+from zcomm._formats import blocks
+from zcomm._formats.formats import FORMATS, get_format
+from zcomm._formats.message import layout_of
+from zcomm._kernels import on_triton
 from zcomm.errors import BackendUnavailableError
-from zcomm.formats import FORMATS, get_format
-from zcomm.message import layout_of
 from zcomm.triton_kernels import _run, codecs, kernels, launch, unavailable_reason
 
 ROOT = Path(__file__).parents[2]

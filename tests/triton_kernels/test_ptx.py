@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.triton_kernels.emulated_ptx import Words, execute, floats, words
-from zcomm import blocks
+from zcomm._formats import blocks
 from zcomm.triton_kernels import ptx
 
 LEVELS = np.array(blocks.NF4_LEVELS, np.float32)

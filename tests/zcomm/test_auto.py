@@ -17,8 +17,10 @@ import torch.distributed as dist
 
 import zcomm
 from tests.ranks import run_ranks
-from zcomm import ConfigError, Topology, ZcommError, auto, cli, env
-from zcomm.auto import NONE, Choice, Table
+from zcomm import ConfigError, Topology, ZcommError, cli
+from zcomm._base import env
+from zcomm._collectives import auto_format
+from zcomm._collectives.auto_format import NONE, ProbedChoice, Table
 from zcomm.bench.probe import confirmed, fastest_of
 
 SHAPE = "2x2 on 1 host"
@@ -150,24 +152,25 @@ def test_a_broken_file_is_the_same_error_on_every_rank(tmp_path: Path, text: str
 
 
 def test_a_choice_holds_from_its_size_on() -> None:
-    rows = {"all_gather": [(1000, Choice.parse("int8", 2)), (5000, Choice.parse("int4", 1))]}
+    rows = {"all_gather": [(1000, ProbedChoice.parse("int8", 2)), (5000, ProbedChoice.parse("int4", 1))]}
     table = Table("cpu", rows)
     found = [str(table.choose("all_gather", n, CPU).inside) for n in (1, 999, 1000, 4999, 5000, 10**9)]
     assert found == ["none", "none", "int8", "int8", "int4", "int4"]
-    assert table.choose("all_reduce", 5000, CPU) == Choice.parse("none", 2)
-    assert table.choose("all_gather", 5000, torch.device("cuda")) == Choice.parse("none", 2)
+    assert table.choose("all_reduce", 5000, CPU) == ProbedChoice.parse("none", 2)
+    assert table.choose("all_gather", 5000, torch.device("cuda")) == ProbedChoice.parse("none", 2)
     assert table.has_one_hop
     small = Table(
-        "cpu", {"all_gather": [(4096, Choice.parse("none", 1))], "all_reduce": [(4096, Choice.parse("int8", 1))]}
+        "cpu",
+        {"all_gather": [(4096, ProbedChoice.parse("none", 1))], "all_reduce": [(4096, ProbedChoice.parse("int8", 1))]},
     )
-    assert small.choose("all_gather", 1, CPU) == Choice.parse("none", 1)  # fewer bytes cost no more hops
-    assert small.choose("all_reduce", 1, CPU) == Choice.parse("none", 2)
+    assert small.choose("all_gather", 1, CPU) == ProbedChoice.parse("none", 1)  # fewer bytes cost no more hops
+    assert small.choose("all_reduce", 1, CPU) == ProbedChoice.parse("none", 2)
     assert not Table().has_one_hop
 
 
 def test_nothing_is_chosen_that_was_not_allowed(capsys: pytest.CaptureFixture[str]) -> None:
     """At any size, of any collective: a row of the table for it, or exact."""
-    rows = {"all_gather": [(1000, Choice.parse("int8", 2)), (5000, Choice.parse("bf16", 1))]}
+    rows = {"all_gather": [(1000, ProbedChoice.parse("int8", 2)), (5000, ProbedChoice.parse("bf16", 1))]}
     table = Table("cpu", rows)
     allowed = {NONE, *(choice for _, choice in rows["all_gather"])}
     sizes = [2**power + shift for power in range(40) for shift in (-1, 0, 1)]
@@ -178,7 +181,7 @@ def test_nothing_is_chosen_that_was_not_allowed(capsys: pytest.CaptureFixture[st
             cli.main(["probe", "--formats", text])
         assert "must be rounded to nearest" in capsys.readouterr().err
         with pytest.raises(ZcommError):
-            Choice.parse(text, 2)
+            ProbedChoice.parse(text, 2)
 
 
 def test_a_choice_must_be_worth_it() -> None:
@@ -220,9 +223,9 @@ def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.delenv("ZCOMM_PROBE", raising=False)
     env.value.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert auto.probe_path() == tmp_path / "zcomm" / "probe.json"
+    assert auto_format.probe_path() == tmp_path / "zcomm" / "probe.json"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert auto.probe_path() == Path.home() / ".cache" / "zcomm" / "probe.json"
+    assert auto_format.probe_path() == Path.home() / ".cache" / "zcomm" / "probe.json"
 
 
 def _check_speed(rank: int, numel: int) -> None:
@@ -250,10 +253,10 @@ def test_auto_is_no_slower_on_links_that_are_not_known_to_be_slow(nbytes: int) -
 
 def test_the_decision_costs_microseconds() -> None:
     t, x = Topology.single(), torch.zeros(1024)
-    auto.table_of(t)
+    auto_format.table_of(t)
     times = []
     for _ in range(200):
         start = time.perf_counter()
-        auto.resolve("auto", "all_gather", t, x, 1024, first="inter")
+        auto_format.resolve("auto", "all_gather", t, x, 1024, first="inter")
         times.append(time.perf_counter() - start)
     assert statistics.median(times) < 20e-6

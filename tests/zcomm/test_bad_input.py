@@ -170,7 +170,7 @@ def test_damaged_message_is_refused_with_checks_on(tmp_path: Path) -> None:
 
 
 def test_wrong_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zcomm import env
+    from zcomm._base import env
 
     env.value.cache_clear()
     monkeypatch.setenv("ZCOMM_KERNELS", "fast")

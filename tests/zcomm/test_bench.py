@@ -22,11 +22,11 @@ from tests.ranks import run_ranks, topology
 from tests.zcomm import oracle
 from tests.zcomm.oracle import Wire as OracleWire
 from zcomm import cli
-from zcomm.auto import Table
-from zcomm.bench import bounds
+from zcomm._collectives.auto_format import Table
+from zcomm.bench import workloads
 from zcomm.bench.checking import check
 from zcomm.bench.data import Tiles
-from zcomm.bench.harness import Column, Report, Timing, interleave
+from zcomm.bench.harness import BenchReport, Column, Timing, interleave
 from zcomm.bench.interface import sent_nbytes
 from zcomm.bench.options import sizes_of
 from zcomm.bench.workloads import Workload, wire_of
@@ -115,7 +115,7 @@ def test_a_bound_holds_and_is_met(text: str, at_least: float) -> None:
     wire = OracleWire(format.name, format.block, format.symmetric, format.rotation is not None, drawn)
     x = np.random.default_rng(0).uniform(-1, 1, 20_000).astype(np.float32)
     off = np.abs(oracle.decode([x], wire)[0].astype(np.float64) - x)
-    bound = bounds.step_bound(torch.from_numpy(x).double().abs(), format, torch.float32).numpy()
+    bound = workloads.step_bound(torch.from_numpy(x).double().abs(), format, torch.float32).numpy()
     assert (off <= bound).all()
     assert (off / bound).max() > at_least
 
@@ -124,7 +124,7 @@ def test_a_cast_to_fp16_may_lose_all_of_the_smallest_values() -> None:
     """They are rounded to multiples of 2^-24, so a bound that is relative alone would call them wrong."""
     x = torch.tensor([1e-7, 3e-6, 1e-5, 6e-5, 1.0, 1234.5])
     off = (x.half().double() - x.double()).abs()
-    bound = bounds.step_bound(x.double().abs(), zcomm.get_format("fp16"), torch.float32)
+    bound = workloads.step_bound(x.double().abs(), zcomm.get_format("fp16"), torch.float32)
     assert (off > x.double() * 2**-11).any()
     assert (off <= bound).all()
     assert (bound[:3] == 2**-25).all()
@@ -206,7 +206,7 @@ class _Terminal(io.StringIO):
 def test_a_terminal_shows_what_is_being_done(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = Report([Column("case", "case")])
+    report = BenchReport([Column("case", "case")])
     report.status("nobody sees this")
     assert capsys.readouterr() == ("", "")
     terminal = _Terminal()

@@ -17,8 +17,11 @@ from torch import Tensor
 
 import zcomm
 from tests.ranks import run_ranks, topology
-from zcomm import DamagedError, DivergedError, MessageError, checked, control, env, kernels
-from zcomm.message import layout_of
+from zcomm import DamagedError, DivergedError, MessageError, control
+from zcomm._base import env
+from zcomm._formats.message import layout_of
+from zcomm._kernels import kernels
+from zcomm._transport import checked
 
 NUMEL = 1200
 VICTIM = 1

@@ -14,8 +14,10 @@ from torch import Tensor
 import zcomm
 from tests.ranks import run_ranks, topology
 from tests.zcomm.data import mixture, same_values
-from zcomm import Format, chunks, nccl_steps, volume
-from zcomm.work import Link, Steps, Work
+from zcomm import Format, volume
+from zcomm._collectives import nccl_steps
+from zcomm._transport import chunks
+from zcomm._transport.work import Link, Steps, Work
 
 INT8, INT4, NONE = (zcomm.get_format(name) for name in ("int8", "int4", "none"))
 NUMEL = 5 * 512 + 77

@@ -10,7 +10,9 @@ import sys
 import pytest
 import torch
 
-from zcomm import cli, env, native_calls, report
+from zcomm import cli, report
+from zcomm._base import env
+from zcomm._kernels import native_calls
 
 
 def test_table_names_every_fact(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,22 +16,25 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.stub_libraries import stub_driver
-from zcomm import BackendUnavailableError, carrier, cuda_driver, env, kernels, nccl_communicators, on_cuda, report
-from zcomm.cuda_driver import driver_unavailable_reason
-from zcomm.topology import hop_of_group
+from zcomm import BackendUnavailableError, report
+from zcomm._base import env
+from zcomm._kernels import kernels, on_cuda
+from zcomm._kernels.on_cuda import driver_unavailable_reason
+from zcomm._transport import backend_choice, nccl_communicators
+from zcomm._transport.topology import hop_of_group
 
 BUILT = "13.0.88 for 80-real, 90-real"
 
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
-    cuda_driver.driver_cuda.cache_clear()
+    on_cuda.driver_cuda.cache_clear()
     yield
-    cuda_driver.driver_cuda.cache_clear()
+    on_cuda.driver_cuda.cache_clear()
 
 
 def _drive(monkeypatch: pytest.MonkeyPatch, cuda: tuple[int, int] | None) -> None:
-    monkeypatch.setattr(cuda_driver, "driver_cuda", lambda: cuda)
+    monkeypatch.setattr(on_cuda, "driver_cuda", lambda: cuda)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,7 @@ def test_what_a_driver_serves(
 
 @pytest.mark.parametrize(("version", "text"), [(12040, "of CUDA 12.4"), (13010, "of CUDA 13.1"), (0, "none: there is")])
 def test_the_driver_is_asked(tmp_path: Path, version: int, text: str) -> None:
-    folder, file = stub_driver(tmp_path, version).parent, cuda_driver.__file__
+    folder, file = stub_driver(tmp_path, version).parent, on_cuda.__file__
     done = subprocess.run(
         [sys.executable, "-c", f"import runpy; print(runpy.run_path({file!r})['driver_description']())"],
         env=os.environ | {"LD_LIBRARY_PATH": str(folder)}, capture_output=True, text=True, check=True,
@@ -85,8 +88,8 @@ def _fake_native() -> Any:
 
 def _check_all_are_told(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(carrier.kernels, "native", _fake_native)
-        patch.setattr(carrier, "nccl_library", lambda: None)
+        patch.setattr(backend_choice.kernels, "native", _fake_native)
+        patch.setattr(backend_choice, "nccl_library", lambda: None)
         _drive(patch, (12, 4) if rank == 1 else (13, 0))
         with pytest.raises(BackendUnavailableError, match=r"cannot be used:\n  rank 1: the NVIDIA driver is too old"):
             nccl_communicators.agree_on_nccl(hop_of_group(None))

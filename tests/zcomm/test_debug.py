@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 import zcomm
 from tests.ranks import run_ranks, topology
-from zcomm import CommunicationError, LayoutError, backend, env
-from zcomm.calls import calling
+from zcomm import CommunicationError, LayoutError
+from zcomm._base import env
+from zcomm._transport import backend
+from zcomm._transport.call_context import calling
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from tests.ranks import run_ranks, topology
 from tests.zcomm import oracle
 from tests.zcomm.data import same_values
 from tests.zcomm.oracle import Wire
-from zcomm import DeltaGather, FormatError, LayoutError, StateError, TopologyError, chunks, volume
+from zcomm import DeltaGather, FormatError, LayoutError, StateError, TopologyError, volume
+from zcomm._transport import chunks
 
 pytestmark = pytest.mark.usefixtures("both_backends")
 

@@ -17,10 +17,13 @@ from tests.forks import run_on_forks
 from tests.zcomm import oracle
 from tests.zcomm.data import mixture, same_values
 from tests.zcomm.oracle import Wire
-from zcomm import _native, env, kernels, quant
+from zcomm import _native
+from zcomm._base import env
+from zcomm._formats import reference
+from zcomm._formats.formats import FORMATS, get_format
+from zcomm._formats.message import layout_of
+from zcomm._kernels import kernels
 from zcomm.errors import BackendUnavailableError
-from zcomm.formats import FORMATS, get_format
-from zcomm.message import layout_of
 
 ROOT = Path(__file__).parents[2]
 ALL_OPERATIONS = """
@@ -114,7 +117,7 @@ def test_reference_does_not_read_what_it_does_not_write() -> None:
     """Messages are made in uninitialised memory: padding is written, too."""
     x = mixture(3 * 77, 1)
     layout = layout_of("test", FORMATS["int4"], torch.float32, 3, 77)
-    for module in (quant, kernels):
+    for module in (reference, kernels):
         first, second = layout.new(1, x.device).fill_(0), layout.new(1, x.device).fill_(255)
         module.quantize(x, layout, first, 0, 77)
         module.quantize(x, layout, second, 0, 77)
@@ -140,7 +143,7 @@ def test_native_equals_reference_on_any_shape(
     x = mixture(num_messages * num_segments * (numel + gap), seed, dtype)
     strides = (num_segments * (numel + gap), numel + gap)  # rows lie ``gap`` apart, which stays as it was
     results = []
-    for module in (quant, kernels):
+    for module in (reference, kernels):
         messages, out = layout.new(num_messages, x.device).fill_(7), last.new(num_segments, x.device).fill_(7)
         values, total = torch.full_like(x, 7), torch.full((num_segments * (numel + gap),), 7, dtype=dtype)
         module.quantize(x, layout, messages, *strides)

@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 import zcomm
 from tests.ranks import forkserver, use_emulated_nccl
-from zcomm import backend
-from zcomm.calls import in_bucket
-from zcomm.first_rank import gather_to_first, scatter_from_first
-from zcomm.groups import new_group
-from zcomm.ledger import failing
-from zcomm.topology import hop_of_group
+from zcomm._transport import backend
+from zcomm._transport.call_context import in_bucket
+from zcomm._transport.collective_log import failing
+from zcomm._transport.groups import new_group
+from zcomm._transport.topology import hop_of_group
+from zcomm.control import gather_to_first, scatter_from_first
 
 TIMEOUT_S = 3
 SLACK_S = 70  # of a slow machine; a hang is for ever

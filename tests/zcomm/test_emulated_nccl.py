@@ -19,9 +19,10 @@ from tests.conftest import SAID
 from tests.ranks import ranks_over, run_ranks, topology
 from tests.zcomm.calls import WORLD_SIZE, assert_same_bits, collectives, kept, with_residual
 from tests.zcomm.test_checked import checking
-from zcomm import chunks, nccl_bytes, nccl_library, nccl_steps
+from zcomm._collectives import nccl_steps
+from zcomm._formats.formats import FORMATS
+from zcomm._transport import chunks, nccl_communicators, nccl_library
 from zcomm.errors import BackendUnavailableError, CommunicationError, DivergedError, FormatError, MessageError
-from zcomm.formats import FORMATS
 
 BLOCKS = (None, 32, 96, 2048)
 """Of float32 tensors; others have the default alone."""
@@ -153,8 +154,8 @@ def test_it_takes_tensors_of_the_host_alone(monkeypatch: pytest.MonkeyPatch) -> 
     nccl_library._forget()
     try:
         assert "emulated in host memory, for tests alone" in nccl_library.nccl_description()
-        nccl_bytes.check_device("all_gather", torch.device("cpu"))
+        nccl_communicators.check_device("all_gather", torch.device("cpu"))
         with pytest.raises(BackendUnavailableError, match="takes CPU tensors, got device=cuda:0"):
-            nccl_bytes.check_device("all_gather", torch.device("cuda", 0))
+            nccl_communicators.check_device("all_gather", torch.device("cuda", 0))
     finally:
         nccl_library._forget()

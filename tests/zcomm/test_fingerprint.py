@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import run_ranks
-from zcomm import ConfigError, Topology, env, fingerprint
+from zcomm import ConfigError, Topology
+from zcomm._base import env
+from zcomm._transport import fingerprint
 from zero import ZeroOptimizer, initialize
 
 DIFFERENT = {"torch": "2.12.0", "zcomm-zero": "0.0.9", "ZCOMM_CHECK": "1"}

@@ -12,8 +12,8 @@ import torch
 import zcomm
 from tests.ranks import run_ranks
 from zcomm import DivergedError, flight_record
-from zcomm.calls import in_bucket
-from zcomm.ledger import NUM_KEPT, Call, Ledger
+from zcomm._transport.call_context import in_bucket
+from zcomm._transport.collective_log import NUM_KEPT, CollectiveCall, CollectiveLog
 
 
 def _gather(t: zcomm.Topology, numel: int) -> None:
@@ -54,12 +54,13 @@ def test_a_rank_that_leaves_out_an_exchange_is_named_with_it() -> None:
 
 
 def test_threads_do_not_disturb_one_another_in_a_ledger() -> None:
-    ledger = Ledger()
+    ledger = CollectiveLog()
     is_over, looks = threading.Event(), 0
 
     def start(thread: int) -> list[tuple[int, int]]:
         return [
-            (ledger.start(Call("all_gather", 10_000 * thread + i, "cpu")), 10_000 * thread + i) for i in range(2000)
+            (ledger.start(CollectiveCall("all_gather", 10_000 * thread + i, "cpu")), 10_000 * thread + i)
+            for i in range(2000)
         ]
 
     def look() -> int:

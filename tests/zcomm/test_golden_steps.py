@@ -11,14 +11,15 @@ import torch
 
 from tests.golden import make
 from tests.zcomm.data import same_values
-from zcomm import kernels, quant
-from zcomm.encoder import Encoder
-from zcomm.formats import Format, get_format
-from zcomm.message import layout_of
-from zcomm.philox import Draw, RandomKey
-from zcomm.residual import Residual
-from zcomm.route import find_route
-from zcomm.topology import Topology
+from zcomm._collectives.encoder import Encoder
+from zcomm._formats import reference
+from zcomm._formats.formats import Format, get_format
+from zcomm._formats.message import layout_of
+from zcomm._formats.philox import Draw, RandomKey
+from zcomm._kernels import kernels
+from zcomm._residuals.residual import Residual
+from zcomm._transport.route import find_route
+from zcomm._transport.topology import Topology
 
 ONE = Topology.single()
 PATHS = sorted((make.FOLDER / "steps").glob("*.npz"))
@@ -34,7 +35,7 @@ def _format_of(golden: np.lib.npyio.NpzFile) -> Format:
     )
 
 
-@pytest.mark.parametrize("module", [quant, kernels], ids=["reference", "native"])
+@pytest.mark.parametrize("module", [reference, kernels], ids=["reference", "native"])
 @pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
 def test_sums(module: ModuleType, path: Path) -> None:
     golden = np.load(path)

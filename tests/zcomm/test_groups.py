@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 import zcomm
 from tests.ranks import device_mesh, run_ranks
-from zcomm import StateError, Topology, groups
+from zcomm import StateError, Topology
+from zcomm._transport import groups
 
 
 def _num_threads() -> int:

@@ -14,8 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from zcomm import BackendUnavailableError, ConfigError, Topology, _native, fingerprint, kernels
-from zcomm.import_failure import import_failure
+from zcomm import BackendUnavailableError, ConfigError, Topology, _native
+from zcomm._kernels import kernels
+from zcomm._kernels.native_calls import import_failure
+from zcomm._transport import fingerprint
 
 ROOT = Path(__file__).parents[2]
 ERROR = ImportError("cannot import name '_native'")

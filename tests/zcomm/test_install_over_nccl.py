@@ -16,7 +16,7 @@ from tests.nccl_job import nccl_alone
 from tests.ranks import ranks_over, run_ranks
 from tests.zcomm import fsdp2
 from tests.zcomm.models import batch, flat_grad, mlp
-from zcomm import nccl_communicators
+from zcomm._transport import nccl_communicators
 
 RECIPE = zcomm.Recipe(weights="int8", gradients=("int8", "int4:asym"), reduced="int8", residual=True, min_numel=256)
 

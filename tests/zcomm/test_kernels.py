@@ -16,11 +16,12 @@ from tests.golden import make
 from tests.zcomm import oracle
 from tests.zcomm.data import KINDS, mixture, same_values, values_of
 from tests.zcomm.oracle import Wire
-from zcomm import kernels, quant
+from zcomm._formats import reference
+from zcomm._formats.formats import CODECS, FORMATS, Format, get_format
+from zcomm._formats.message import MessageLayout, layout_of
+from zcomm._formats.philox import Draw
+from zcomm._kernels import kernels
 from zcomm.errors import MessageError
-from zcomm.formats import CODECS, FORMATS, Format, get_format
-from zcomm.message import MessageLayout, layout_of
-from zcomm.philox import Draw
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CODEC_NAMES = ["f32", "bf16", "fp16", "int8", "int4"]
@@ -88,7 +89,7 @@ def _check_oracle(module: ModuleType, wire: Wire, segments: list[np.ndarray]) ->
 )
 @settings(max_examples=150, deadline=None)
 def test_reference_equals_the_contract(wire: Wire, kinds: list[str], numel: int, seed: int) -> None:
-    _check_oracle(quant, wire, [values_of(kind, numel, seed + i) for i, kind in enumerate(kinds)])
+    _check_oracle(reference, wire, [values_of(kind, numel, seed + i) for i, kind in enumerate(kinds)])
 
 
 def test_fp8_codes_are_the_nearest_values() -> None:
@@ -97,7 +98,7 @@ def test_fp8_codes_are_the_nearest_values() -> None:
     middles = [(a + b) / 2 for a, b in pairwise(magnitudes)]
     beside = [float(np.nextafter(np.float32(m), np.float32(s))) for m in middles for s in (0, 448)]
     values = np.array([*magnitudes, *middles, *beside], np.float32)
-    _check_oracle(quant, Wire("fp8_e4m3", 2048), [np.concatenate([values, -values])])
+    _check_oracle(reference, Wire("fp8_e4m3", 2048), [np.concatenate([values, -values])])
 
 
 def test_stochastic_rounding_is_right_on_average_and_repeats() -> None:
@@ -107,13 +108,13 @@ def test_stochastic_rounding_is_right_on_average_and_repeats() -> None:
     messages = []
     for step in range(400):
         message = layout.new(1, x.device)
-        quant.quantize(x, layout, message, 0, 0, Draw(5, 0, step))
-        quant.decode(message, layout, decoded, 0, 0)
+        reference.quantize(x, layout, message, 0, 0, Draw(5, 0, step))
+        reference.decode(message, layout, decoded, 0, 0)
         mean += decoded / 400
         messages.append(message)
     assert (mean - x).abs().max() < 5 * (1 / 7) / 2 / 400**0.5  # five standard deviations of a coin's mean
     again = layout.new(1, x.device)
-    quant.quantize(x, layout, again, 0, 0, Draw(5, 0, 17))
+    reference.quantize(x, layout, again, 0, 0, Draw(5, 0, 17))
     assert torch.equal(again, messages[17])
     assert not torch.equal(messages[16], messages[17])
 
@@ -126,7 +127,7 @@ def test_native_equals_reference(codec: str, dtype: torch.dtype) -> None:
         for num_messages, num_segments in ((1, 1), (3, 2)):
             layout = _layout(codec, num_segments, numel)
             x = mixture(num_messages * layout.numel, seed, dtype)
-            expected, got = (_quantized(m, x, layout, num_messages) for m in (quant, kernels))
+            expected, got = (_quantized(m, x, layout, num_messages) for m in (reference, kernels))
             if codec in ("int8", "int4"):
                 assert torch.equal(got, expected), (numel, num_messages)
             else:
@@ -134,7 +135,7 @@ def test_native_equals_reference(codec: str, dtype: torch.dtype) -> None:
                 assert same_values(got.view(-1).view(wire), expected.view(-1).view(wire))
             for out_dtype in DTYPES:
                 outs = []
-                for module in (quant, kernels):
+                for module in (reference, kernels):
                     flat = torch.full((num_messages * layout.numel,), 7, dtype=out_dtype)
                     module.decode(expected, layout, flat, layout.numel, numel)
                     total = torch.full((layout.numel,), 7, dtype=out_dtype)
@@ -186,7 +187,7 @@ def _check_native(
     out_layout = layout_of("test", _format_of(out_wire), torch.float32, 1, numel)
     x = mixture(num_messages * layout.numel, seed, dtypes[0])
     results: list[list[torch.Tensor]] = []
-    for module in (quant, kernels):
+    for module in (reference, kernels):
         messages = layout.new(num_messages, x.device).fill_(0xAB)
         module.quantize(x, layout, messages, layout.numel, numel, _draw_of(wire))
         decoded = torch.full((num_messages * layout.numel,), 7, dtype=dtypes[1])
@@ -205,16 +206,16 @@ def _check_native(
 def test_native_requantizes_as_the_reference(codec: str, out_codec: str) -> None:
     for seed, numel in enumerate(SIZES):
         layout, out_layout = _layout(codec, 3, numel), _layout(out_codec, 1, numel)
-        messages = _quantized(quant, mixture(4 * layout.numel, seed), layout, 4)
+        messages = _quantized(reference, mixture(4 * layout.numel, seed), layout, 4)
         outs = [out_layout.new(3, messages.device).fill_(0xAB) for _ in range(2)]
-        for module, out in zip((quant, kernels), outs, strict=True):
+        for module, out in zip((reference, kernels), outs, strict=True):
             module.decode_sum_requantize(messages, layout, out, out_layout)
         wire = CODECS[out_codec].dtype
         expected, got = outs if wire is None else [out.view(-1).view(wire) for out in outs]
         assert same_values(got, expected), numel
 
 
-@pytest.mark.parametrize("module", [quant, kernels], ids=["reference", "native"])
+@pytest.mark.parametrize("module", [reference, kernels], ids=["reference", "native"])
 def test_strides_permute(module: ModuleType) -> None:
     numel, nodes, locals_ = 300, 3, 2
     x = torch.arange(nodes * locals_ * numel, dtype=torch.float32)
@@ -228,10 +229,10 @@ def test_strides_permute(module: ModuleType) -> None:
     assert torch.equal(back, x)
 
 
-@pytest.mark.parametrize("module", [quant, kernels], ids=["reference", "native"])
+@pytest.mark.parametrize("module", [reference, kernels], ids=["reference", "native"])
 def test_another_layout_is_refused_before_anything_is_written(module: ModuleType) -> None:
     layout = _layout("int8", 1, 100)
-    message = _quantized(quant, torch.ones(100), layout, 1)
+    message = _quantized(reference, torch.ones(100), layout, 1)
     other = MessageLayout("another operation", layout.codec, 256, 1, 100)
     out = torch.full((100,), 5.0)
     with pytest.raises(MessageError, match="another operation"):
@@ -239,7 +240,7 @@ def test_another_layout_is_refused_before_anything_is_written(module: ModuleType
     assert torch.equal(out, torch.full((100,), 5.0))
 
 
-@pytest.mark.parametrize("module", [quant, kernels], ids=["reference", "native"])
+@pytest.mark.parametrize("module", [reference, kernels], ids=["reference", "native"])
 @pytest.mark.parametrize("path", sorted(make.FOLDER.glob("*.npz")), ids=lambda p: p.stem)
 def test_golden_vectors(module: ModuleType, path: object) -> None:
     """The wire format is a specification: these bytes never change."""

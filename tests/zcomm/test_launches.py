@@ -16,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zcomm
 from tests.ranks import run_ranks, topology
-from zcomm import backend, chunks, kernels, message, quant
-from zcomm.message import MessageLayout
+from zcomm._formats import message, reference
+from zcomm._formats.message import MessageLayout
+from zcomm._kernels import kernels
+from zcomm._transport import backend, chunks
 
 NUMEL = 4096
 Counts = dict[str, int]
@@ -50,16 +52,16 @@ class _Gpu(TorchDispatchMode):
             self._is_in_kernel = False
 
     def quantize(self, *arguments: Any, expected: Tensor | None = None, **_: Any) -> None:
-        self._kernel("quantize", lambda: _clear_and(quant.quantize, arguments, expected))
+        self._kernel("quantize", lambda: _clear_and(reference.quantize, arguments, expected))
 
     def decode(self, *arguments: Any) -> None:
-        self._kernel("decode", lambda: quant.decode(*arguments))
+        self._kernel("decode", lambda: reference.decode(*arguments))
 
     def decode_sum(self, *arguments: Any) -> None:
-        self._kernel("decode_sum", lambda: quant.decode_sum(*arguments))
+        self._kernel("decode_sum", lambda: reference.decode_sum(*arguments))
 
     def decode_sum_requantize(self, *arguments: Any, expected: Tensor | None = None, **_: Any) -> None:
-        self._kernel("decode_sum_requantize", lambda: _clear_and(quant.decode_sum_requantize, arguments, expected))
+        self._kernel("decode_sum_requantize", lambda: _clear_and(reference.decode_sum_requantize, arguments, expected))
 
 
 def _clear_and(encode: Callable[..., None], arguments: tuple[Any, ...], expected: Tensor | None) -> None:

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks, topology
 from tests.zcomm.fsdp2 import full_grad, value_of
 from tests.zcomm.models import Given, flat_grad
 from zcomm import ConfigError, Recipe, Residual
-from zcomm.loss_scaling import LossScaling
+from zcomm._residuals.loss_scaling import LossScaling
 
 SIZES = {"a": 5000, "b": 3001}
 RECIPE = Recipe(weights="none", gradients=("none", "int4"), reduced="none", residual=True)
@@ -72,7 +72,7 @@ def _check_by_hand(rank: int, engine: str) -> None:
     assert not torch.equal(expected[1] / 1.1, expected[0])  # a residual was added
     state = installed.state_dict()["residuals"][0]
     numel = installed.residuals[0].layout.shard_numel
-    decoded = zcomm.residual.decode_state(state)[:, :numel]
+    decoded = zcomm._residuals.residual.decode_state(state)[:, :numel]
     assert torch.equal(decoded, installed.residuals[0].values())
     assert 0 < float(decoded.abs().max()) < float(expected[-1].abs().max())  # without the scale of 2^20
     again = Residual(

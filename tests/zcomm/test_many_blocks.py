@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from tests.zcomm.data import mixture, same_values
-from zcomm import env, kernels, quant
-from zcomm.encoder import Encoder
-from zcomm.formats import FORMATS, get_format
-from zcomm.message import MessageLayout, layout_of
-from zcomm.philox import Draw, RandomKey
-from zcomm.residual import Residual
-from zcomm.route import find_route
-from zcomm.topology import Topology
+from zcomm._base import env
+from zcomm._collectives.encoder import Encoder
+from zcomm._formats import reference
+from zcomm._formats.formats import FORMATS, get_format
+from zcomm._formats.message import MessageLayout, layout_of
+from zcomm._formats.philox import Draw, RandomKey
+from zcomm._kernels import kernels
+from zcomm._residuals.residual import Residual
+from zcomm._transport.route import find_route
+from zcomm._transport.topology import Topology
 
 BLOCK, NUM_BLOCKS = 16, 10_000
 INTS = [f"{name}/16{asym}{rotated}{drawn}" for name in ("int8", "int4") for asym in ("", ":asym")
@@ -59,13 +61,13 @@ def _same(got: Tensor, expected: Tensor, layout: MessageLayout) -> bool:
 def _encoded(values: Tensor, layout: MessageLayout, draw: Draw | None = None) -> Tensor:
     """One message of ``values``, by the reference."""
     out = layout.new(1, values.device)
-    quant.quantize(values, layout, out, 0, layout.segment_numel, draw)
+    reference.quantize(values, layout, out, 0, layout.segment_numel, draw)
     return out
 
 
 def _decoded(message: Tensor, layout: MessageLayout) -> Tensor:
     out = torch.empty(layout.numel)
-    quant.decode(message, layout, out, 0, layout.segment_numel)
+    reference.decode(message, layout, out, 0, layout.segment_numel)
     return out
 
 
@@ -80,7 +82,7 @@ def test_messages_and_sums(wire: str) -> None:
     layout, after = _layout(wire, 2, numel), _layout(wire, 1, numel)
     x = mixture(4 * numel, 7)
     found: list[list[Tensor]] = []
-    for module in (quant, kernels):
+    for module in (reference, kernels):
         results: list[Tensor] = []
         for strides in ((2 * numel, numel), (numel, 2 * numel)):
             messages, values = layout.new(2, x.device).fill_(0xAB), torch.full_like(x, 7)

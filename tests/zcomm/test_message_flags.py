@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from zcomm import message_flags, on_triton
+from zcomm._formats.formats import get_format
+from zcomm._formats.message import MessageLayout, layout_of
+from zcomm._kernels import message_flags, on_triton
+from zcomm._kernels.message_flags import MessageFlag, flag_of, look_at_all
 from zcomm.errors import MessageError, StateError
-from zcomm.formats import get_format
-from zcomm.message import MessageLayout, layout_of
-from zcomm.message_flags import MessageFlag, flag_of, look_at_all
 
 CPU = torch.device("cpu")
 

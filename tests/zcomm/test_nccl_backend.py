@@ -13,15 +13,17 @@ import torch.distributed as dist
 
 import zcomm
 from tests.ranks import run_ranks
-from zcomm import Topology, carrier, nccl_communicators, nccl_steps
-from zcomm.backend import Hop
-from zcomm.encoder import Encoder
+from zcomm import Topology
+from zcomm._collectives import nccl_steps
+from zcomm._collectives.encoder import Encoder
+from zcomm._formats.formats import get_format
+from zcomm._formats.message import layout_of
+from zcomm._transport import backend_choice, nccl_communicators
+from zcomm._transport.backend import Hop
+from zcomm._transport.route import Route
+from zcomm._transport.topology import hop_of_group
+from zcomm._transport.work import Link
 from zcomm.errors import BackendUnavailableError, CommunicationError, ConfigError
-from zcomm.formats import get_format
-from zcomm.message import layout_of
-from zcomm.route import Route
-from zcomm.topology import hop_of_group
-from zcomm.work import Link
 
 F32 = torch.float32
 
@@ -36,7 +38,7 @@ def test_an_unknown_backend_is_named() -> None:
 
 
 def test_a_build_without_cuda_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carrier.kernels, "native", lambda: SimpleNamespace(build_info=lambda: {"cuda": None}))
+    monkeypatch.setattr(backend_choice.kernels, "native", lambda: SimpleNamespace(build_info=lambda: {"cuda": None}))
     with pytest.raises(BackendUnavailableError, match="without CUDA: build it where nvcc is found"):
         Topology.single(backend="nccl")
     assert Topology.single().backend == "torch"

@@ -18,10 +18,12 @@ import torch.distributed as dist
 import zcomm
 from tests.ranks import ranks_over, run_ranks
 from tests.zcomm.calls import WORLD_SIZE, assert_same_bits, collectives, kept, with_residual
-from zcomm import Topology, backend, chunks, nccl_communicators, nccl_steps
-from zcomm.backend import Hop
-from zcomm.nccl_communicators import Communicator as Over
-from zcomm.topology import hop_of_group
+from zcomm import Topology
+from zcomm._collectives import nccl_steps
+from zcomm._transport import backend, chunks, nccl_communicators
+from zcomm._transport.backend import Hop
+from zcomm._transport.nccl_communicators import Communicator as Over
+from zcomm._transport.topology import hop_of_group
 
 FORMATS = ("int8:stochastic", "int4:asym", "nf4/32:hadamard", "int4/96", "int8", "none")
 

@@ -18,10 +18,12 @@ from torch import Tensor
 import zcomm
 from tests.ranks import ranks_over, run_ranks
 from tests.zcomm.calls import WORLD_SIZE, assert_same_bits, collectives, kept, with_residual
-from zcomm import Topology, chunks, nccl_steps
-from zcomm.carrier import nccl_unavailable_reason
-from zcomm.nccl_communicators import close_communicators
-from zcomm.nccl_library import nccl_library
+from zcomm import Topology
+from zcomm._collectives import nccl_steps
+from zcomm._transport import chunks
+from zcomm._transport.backend_choice import nccl_unavailable_reason
+from zcomm._transport.nccl_communicators import close_communicators
+from zcomm._transport.nccl_library import nccl_library
 
 IS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if IS_GPU else torch.device("cpu")

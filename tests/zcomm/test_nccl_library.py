@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.stub_libraries import stub_nccl
-from zcomm import carrier, nccl_communicators, nccl_library
+from zcomm._transport import backend_choice, nccl_communicators, nccl_library
+from zcomm._transport.topology import hop_of_group
 from zcomm.errors import BackendUnavailableError
-from zcomm.topology import hop_of_group
 
 REAL = os.environ.get("ZCOMM_TEST_NCCL", "")
 
@@ -117,7 +117,7 @@ def _check_all_are_told(rank: int, folder: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         _use(patch, Path(folder) / ("old" if rank == 1 else "new") / "libnccl.so.2")
         patch.setattr(nccl_library.kernels, "native", lambda: native)
-        patch.setattr(carrier, "driver_unavailable_reason", lambda _: "")
+        patch.setattr(backend_choice, "driver_unavailable_reason", lambda _: "")
         nccl_library._forget()
         with pytest.raises(BackendUnavailableError, match=r"cannot be used:\n  rank 1: \S+, NCCL 2.13.4 is too old"):
             nccl_communicators.agree_on_nccl(hop_of_group(None))

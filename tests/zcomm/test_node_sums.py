@@ -11,8 +11,8 @@ from torch import Tensor
 import zcomm
 from tests.ranks import run_ranks, topology
 from zcomm import FormatError, LayoutError, Residual
-from zcomm.node_replica import NodeReplica
-from zcomm.node_sums import NodeSums
+from zcomm._stateful.node_replica import NodeReplica
+from zcomm._stateful.node_sums import NodeSums
 
 pytestmark = pytest.mark.usefixtures("both_backends")
 

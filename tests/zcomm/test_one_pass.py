@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from tests.zcomm.data import mixture, same_values
-from zcomm import kernels, quant
-from zcomm.formats import get_format
-from zcomm.message import MessageLayout, layout_of
-from zcomm.philox import Draw
+from zcomm._formats import reference
+from zcomm._formats.formats import get_format
+from zcomm._formats.message import MessageLayout, layout_of
+from zcomm._formats.philox import Draw
+from zcomm._kernels import kernels
 
 SIZES = (1, 255, 256, 257, 2048, 5001)
 FORMATS = ("int4", "nf4", "int8", "fp8_e4m3", "nf4:hadamard", "int4:asym", "int4/512", "int4:stochastic")
@@ -27,13 +28,13 @@ def _draw(format: str) -> Draw | None:
 
 def _quantized(values: Tensor, layout: MessageLayout, draw: Draw | None = None) -> Tensor:
     out = layout.new(values.shape[0], values.device)
-    quant.quantize(values, layout, out, values.stride(0), layout.segment_numel, draw)
+    reference.quantize(values, layout, out, values.stride(0), layout.segment_numel, draw)
     return out
 
 
 def _decoded(messages: Tensor, layout: MessageLayout) -> Tensor:
     out = torch.empty(messages.shape[0], layout.numel)
-    quant.decode(messages, layout, out, layout.numel, layout.segment_numel)
+    reference.decode(messages, layout, out, layout.numel, layout.segment_numel)
     return out
 
 

@@ -16,7 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 import zcomm
 from tests.nccl_job import nccl_alone
 from tests.ranks import run_ranks
-from zcomm import Topology, backend, carrier, env, functional, kernels, route
+from zcomm import Topology, functional
+from zcomm._base import env
+from zcomm._kernels import kernels
+from zcomm._transport import backend, backend_choice, route
 from zcomm.errors import BackendUnavailableError, ConfigError
 
 F32 = torch.float32
@@ -31,7 +34,7 @@ CHOICES = {
 def nccl_is_there(reason: str = "") -> Iterator[None]:
     """As in a build with CUDA, or where ``reason`` says why not."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(carrier, "nccl_unavailable_reason", lambda: reason)
+        patch.setattr(backend_choice, "nccl_unavailable_reason", lambda: reason)
         yield
 
 
@@ -164,7 +167,7 @@ def _check_hosts_agree_without_a_device(rank: int) -> None:
         assert zcomm.control.agree_max(torch.tensor([rank]), t).tolist() == [3]
         assert zcomm.control.are_equal("same", t)
         assert t.companion.on_host.backend == "gloo"
-        assert len(zcomm.auto.shape_of(t)) > 3
+        assert len(zcomm._collectives.auto_format.shape_of(t)) > 3
         assert t.background.group in made
         t.close()
 

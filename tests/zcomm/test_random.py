@@ -16,7 +16,8 @@ from tests.ranks import run_ranks, topology
 from tests.zcomm import oracle
 from tests.zcomm.data import same_values
 from tests.zcomm.oracle import Wire
-from zcomm import ConfigError, FormatError, RandomKey, Residual, chunks
+from zcomm import ConfigError, FormatError, RandomKey, Residual
+from zcomm._transport import chunks
 
 pytestmark = pytest.mark.usefixtures("both_backends")
 

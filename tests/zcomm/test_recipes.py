@@ -10,7 +10,7 @@ import torch
 import zcomm
 from tests.ranks import run_ranks, topology
 from zcomm import RECIPES, ConfigError, FormatError, Recipe, control, volume
-from zcomm.recipes import DEFAULT_RECIPE, get_recipe
+from zcomm._formats.recipes import DEFAULT_RECIPE, get_recipe
 
 BF16 = Recipe(gradients=("bf16", "bf16"), reduced="bf16", weights="bf16")
 

@@ -14,9 +14,10 @@ from tests.ranks import run_ranks, topology
 from tests.zcomm import oracle
 from tests.zcomm.data import same_values
 from tests.zcomm.oracle import Wire
-from zcomm import ConfigError, LayoutError, Residual, StateError, chunks
-from zcomm.auto import Choice, Table
-from zcomm.route import find_route
+from zcomm import ConfigError, LayoutError, Residual, StateError
+from zcomm._collectives.auto_format import ProbedChoice, Table
+from zcomm._transport import chunks
+from zcomm._transport.route import find_route
 
 pytestmark = pytest.mark.usefixtures("both_backends")
 
@@ -312,7 +313,7 @@ def _check_other_hops(rank: int) -> None:
     for call in (zcomm.all_reduce, zcomm.reduce_scatter_single):  # auto must not choose the hops then
         residual = Residual(t, [("w", 0, 16)], 16)
         out: Any = () if call is zcomm.all_reduce else (torch.zeros(4),)
-        one_hop = [(0, Choice.parse("int4", 1))]
+        one_hop = [(0, ProbedChoice.parse("int4", 1))]
         table = Table("cpu", {"all_reduce": one_hop, "reduce_scatter": one_hop})
         t.auto_table, usual = table, t.auto_table
         try:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_ranks
-from zcomm.stacks import _no_collection, stack, stacks_of
+from zcomm._transport.call_context import _no_collection, stack, stacks_of
 
 NUM_TIMES = 20
 DEPTH = 40

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 import zero
 from tests.ranks import forkserver
-from zcomm import CommunicationError, starts
-from zcomm.meeting import meet
+from zcomm import CommunicationError
+from zcomm._transport import store_exchange
+from zcomm._transport.store_exchange import meet
 
 SHORT, LONG = timedelta(seconds=0.05), timedelta(seconds=60)
 
@@ -37,7 +38,7 @@ def _start(
     def one(rank: int) -> str:
         time.sleep(0.02 * (rank == of[0]))
         try:
-            return starts.prefix_of_start(store, "here", of, rank, timeouts.get(f"r{rank}", timeout))
+            return store_exchange.prefix_of_start(store, "here", of, rank, timeouts.get(f"r{rank}", timeout))
         except CommunicationError as error:
             return str(error)
 
@@ -70,7 +71,7 @@ def test_a_late_rank_is_named_and_only_a_shared_store_costs_anything(monkeypatch
     assert _start(store, [4, 6], (4, 6, 7), timedelta(seconds=0.3)) == [expected] * 2
     assert json.loads(store.get("here/start/offer"))[1][2] is None
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
-    assert starts.prefix_of_start(store, "alone", range(3), 0, SHORT) == "alone"
+    assert store_exchange.prefix_of_start(store, "alone", range(3), 0, SHORT) == "alone"
 
 
 @pytest.mark.parametrize("hasty", [4, 6])
@@ -85,7 +86,7 @@ def test_who_gives_up_first_gives_up_for_all_who_have_come(hasty: int) -> None:
 def test_at_the_deadline_all_go_on_or_none() -> None:
     for gives_up, absent in ((None, ""), (5, "3"), (3, "5")):
         store = dist.HashStore()
-        first, second = (starts._Start(store, (3, 5), rank) for rank in (3, 5))
+        first, second = (store_exchange._NamespaceAgreement(store, (3, 5), rank) for rank in (3, 5))
         for rank in (first, second):
             rank.greet()
         assert first.look() == ""  # an offer
@@ -98,7 +99,7 @@ def test_at_the_deadline_all_go_on_or_none() -> None:
             assert second.look() == ""
             outcomes = [first.give_up(SHORT), second.give_up(SHORT)]
         text = f"of ranks 3, 5 not all came within 0.05 s of a start: {absent}"
-        assert outcomes == [text if gives_up else starts.GO] * 2
+        assert outcomes == [text if gives_up else store_exchange.GO] * 2
 
 
 def _live(rank: int, port: int, folder: Path, start: int) -> None:
@@ -108,13 +109,13 @@ def _live(rank: int, port: int, folder: Path, start: int) -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2",
     }  # fmt: skip
-    agreements, said, agree = [], list[str](), starts._Start.agree
+    agreements, said, agree = [], list[str](), store_exchange._NamespaceAgreement.agree
 
     def counted(start: Any, timeout: timedelta) -> str:
         agreements.append(start)
         return agree(start, timeout)
 
-    starts._Start.agree = counted  # type: ignore[method-assign]
+    store_exchange._NamespaceAgreement.agree = counted  # type: ignore[method-assign]
     zero.init_distributed("gloo", timeout=LONG)
     said += meet([0, 1], f"{start}.{rank}", lane="test", timeout=LONG)
     if rank == 1:  # comes to the next once the other has given it up

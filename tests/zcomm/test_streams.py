@@ -8,8 +8,8 @@ from torch import Tensor
 
 import zcomm
 from tests.recorded_streams import DEVICE, OnDevice, Recorded
-from zcomm.streams import SideStreams
-from zcomm.work import Steps, WorkQueue, run
+from zcomm._transport.streams import SideStreams
+from zcomm._transport.work import Steps, WorkQueue, run
 
 
 @pytest.fixture

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from zcomm import all_gather_single, backend, reduce_scatter_single
-from zcomm.calls import Context, entered, here
-from zcomm.tagged import APART_NBYTES, Exchange, exchange
-from zcomm.work import Steps, run
+from zcomm import all_gather_single, reduce_scatter_single
+from zcomm._transport import backend
+from zcomm._transport.call_context import Context, entered, here
+from zcomm._transport.tagged import APART_NBYTES, TaggedExchange, exchange
+from zcomm._transport.work import Steps, run
 
 SMALL, LARGE = torch.ones(4), torch.ones(APART_NBYTES)
 
@@ -43,7 +44,7 @@ class Ended:
         pass
 
 
-def _exchange(group: Any, tensor: torch.Tensor, *, goes_on: bool = True) -> Exchange:
+def _exchange(group: Any, tensor: torch.Tensor, *, goes_on: bool = True) -> TaggedExchange:
     with entered(Context(goes_on=goes_on)):
         return exchange(group, 4, [(1, tensor.clone())], [(1, tensor)])
 
@@ -63,7 +64,7 @@ def test_only_what_is_not_waited_for_at_once_goes_on() -> None:
 
     def steps() -> Steps:
         seen.append(here().goes_on)
-        yield Exchange([])
+        yield TaggedExchange([])
         seen.append(here().goes_on)
 
     for async_op in (True, False):
@@ -114,7 +115,7 @@ class _Lost:
 
 def test_an_exchange_that_failed_has_ended() -> None:
     """Else a rank that only asks, as one that has many reductions under way, goes on asking for its patience."""
-    pending = Exchange([_Lost()])
+    pending = TaggedExchange([_Lost()])
     end = time.monotonic() + 30
     while not pending.is_completed():
         assert time.monotonic() < end

@@ -6,7 +6,7 @@ import sys
 import threading
 
 import zcomm
-from zcomm.traffic import record
+from zcomm._transport.traffic import record
 
 
 def test_threads_lose_no_counts() -> None:

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from zcomm import watch
-from zcomm.backend import Hop
-from zcomm.ledger import Call
-from zcomm.verdict import Owed
-from zcomm.watch import Watch
-from zcomm.watched import Watched, complete
+from zcomm._transport import deadlock_watch
+from zcomm._transport.backend import Hop
+from zcomm._transport.collective_log import CollectiveCall
+from zcomm._transport.deadlock_analysis import Owed
+from zcomm._transport.deadlock_watch import DeadlockWatch, Watched, complete
 
 
 class _Store:
@@ -52,15 +51,15 @@ class _Counts:
         return False
 
 
-def _watch_over(store: Any) -> Watch:
-    made: Any = object.__new__(Watch)
+def _watch_over(store: Any) -> DeadlockWatch:
+    made: Any = object.__new__(DeadlockWatch)
     made._store, made._store_answers, made._prefix, made._rank, made._world_size = store, True, "at", 0, 2
     return made  # type: ignore[no-any-return]
 
 
 def test_a_store_that_does_not_answer_holds_up_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The network is cut: the error of the exchange comes all the same, and the store is not asked again."""
-    monkeypatch.setattr(watch, "ANSWER_S", 0.2)
+    monkeypatch.setattr(deadlock_watch, "ANSWER_S", 0.2)
     store = _Store()
     over = _watch_over(store)
     begin = time.monotonic()
@@ -93,7 +92,7 @@ class _Looks:
 
 def test_a_store_that_fails_once_or_twice_does_not_end_the_watch() -> None:
     looks: Any = _Looks([True, True, False, True, True, True, False])
-    watch._serve(weakref.ref(looks), threading.Event())
+    deadlock_watch._serve(weakref.ref(looks), threading.Event())
     assert looks.left == [False]
 
 
@@ -113,13 +112,13 @@ def test_a_rank_that_gets_on_takes_back_what_it_has_told_and_nothing_else() -> N
 
 
 def test_a_rank_takes_part_only_in_what_it_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = list[tuple[int, Call]]()
-    monkeypatch.setattr("zcomm.backend.take_part", lambda *asked: taken.append(asked[:2]))
+    taken = list[tuple[int, CollectiveCall]]()
+    monkeypatch.setattr("zcomm._transport.backend.take_part", lambda *asked: taken.append(asked[:2]))
     hop = Hop(None, 2, 0, 1, 0, "gloo")
-    first, second, third = calls = [Call("all_gather", nbytes, "cpu") for nbytes in (16, 32, 48)]
+    first, second, third = calls = [CollectiveCall("all_gather", nbytes, "cpu") for nbytes in (16, 32, 48)]
     for call in calls:
         hop.ledger.start(call)
-    other = Call("all_to_all", 48, "cpu")  # what the other rank has started as its third
+    other = CollectiveCall("all_to_all", 48, "cpu")  # what the other rank has started as its third
     owed = Owed(5, [(1, first), (2, second), (3, other), (3, third), (4, other), (5, first)], 2)
     complete(Watched("hop", hop.ledger, (0, 1), True, hop), owed)
     assert taken == [(3, other), (4, other), (5, first)]

@@ -15,7 +15,7 @@ import torch
 import zcomm
 from tests.ranks import run_ranks
 from zcomm import StateError, Topology
-from zcomm.work import Steps, Work, WorkQueue, nothing, run
+from zcomm._transport.work import Steps, Work, WorkQueue, nothing, run
 
 ANY = torch.empty(0)
 
@@ -152,7 +152,7 @@ def test_the_thread_ends_with_a_forgotten_queue_and_keeps_no_tensors() -> None:
 
 def test_the_thread_does_not_keep_the_process_alive() -> None:
     script = (
-        "from zcomm.work import WorkQueue\nimport threading\nqueue = WorkQueue()\n"
+        "from zcomm._transport.work import WorkQueue\nimport threading\nqueue = WorkQueue()\n"
         "def steps():\n    threading.Event().wait()\n    yield None\nqueue.submit(steps())\nprint('end')"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=True)

@@ -27,9 +27,10 @@ import zcomm
 import zero
 from tests.nccl_job import nccl_alone
 from tests.ranks import close_pools, ranks_over, run_ranks
-from zcomm import DivergedError, env
+from zcomm import DivergedError
+from zcomm._base import env
 from zero import ZeroOptimizer, utils
-from zero.checkpoints import save_model_file
+from zero._checkpoint import save_model_file
 
 AFTER_S, WITHIN_S = 3.0, 10.0
 """What ZCOMM_DIVERGED_AFTER_S is set to here, and by how much later every rank has the error at the latest."""

@@ -24,9 +24,9 @@ from torch import nn
 import zero
 from tests.ranks import close_pools, ranks_over, run_ranks
 from tests.zero.alone import diverged_after
-from zcomm.work import Steps
+from zcomm._transport.work import Steps
 from zero import ZeroOptimizer, utils
-from zero.checkpoints.storage import FolderWriter
+from zero._checkpoint.dcp import FolderWriter
 
 BOUND_S = 3.0
 """What ZCOMM_DIVERGED_AFTER_S is set to by the command."""

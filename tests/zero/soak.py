@@ -21,7 +21,7 @@ from torch.nn import functional
 import zero
 from tests.zero.models import VOCAB, batch, groups_of, loss_of
 from tests.zero.training import full_values
-from zcomm import backend, topology
+from zcomm._transport import backend, topology
 
 SETTLED_AT = 500
 """From this step on everything must stay as it was: caches are full, and both tags of the checkpoints are there."""

@@ -22,7 +22,7 @@ from tests.ranks import device_mesh, run_ranks
 from tests.zero.training import full_values
 from zcomm import ConfigError, IntegrityError, LayoutError, StateError
 from zero import ZeroOptimizer
-from zero.tiers.moved import moved
+from zero._storage.transfer_counters import moved
 
 WIDTH, BATCH, NUM_BLOCKS = 32, 16, 4
 NBYTES = 4 * WIDTH * BATCH

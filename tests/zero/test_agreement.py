@@ -6,7 +6,7 @@ import pytest
 
 from tests.ranks import run_ranks
 from zcomm import StateError
-from zero.agreement import on_every_rank
+from zero._ranks.rank_errors import on_every_rank
 
 
 def _check(rank: int) -> None:

@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 from tests.zero.models import new_model
 from tests.zero.test_checkpoint import assert_equal_bits, whole_state
 from tests.zero.training import train, zero_optimizer
-from zero.checkpoints.storage import FolderWriter
+from zero._checkpoint.dcp import FolderWriter
 
 
 def _check_goes_on(rank: int, folder: str, stage: int, raw: dict[str, Any]) -> None:

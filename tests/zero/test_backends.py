@@ -24,8 +24,10 @@ from tests.nccl_job import nccl_alone
 from tests.ranks import ranks_over, run_ranks
 from tests.zero.models import groups_of, new_model
 from tests.zero.training import assert_same_bits, full_values, train
-from zcomm import BackendUnavailableError, ConfigError, Topology, env, nccl_communicators
-from zcomm.backend import Hop
+from zcomm import BackendUnavailableError, ConfigError, Topology
+from zcomm._base import env
+from zcomm._transport import nccl_communicators
+from zcomm._transport.backend import Hop
 from zero import ZeroOptimizer
 
 STEPS = 2

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.ranks import run_ranks
 from tests.zero.training import zero_optimizer
-from zcomm import backend
+from zcomm._transport import backend
 
 WORLD_SIZE = 2
 LEAST = WORLD_SIZE * 256

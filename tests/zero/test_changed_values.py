@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import zcomm
 from tests.ranks import run_ranks
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
-from zcomm import StateError, env
+from zcomm import StateError
+from zcomm._base import env
 from zero import GatheredParameters, ZeroOptimizer
 
 WIDTH = 8

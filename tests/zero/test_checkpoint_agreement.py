@@ -18,7 +18,7 @@ from tests.zero.test_checkpoint import assert_equal_bits, whole_state
 from tests.zero.test_checkpoint_failures import _refuses
 from tests.zero.training import full_values, train, zero_optimizer
 from zcomm import StateError
-from zero.checkpoints.storage import FolderWriter
+from zero._checkpoint.dcp import FolderWriter
 
 
 def _check_one_for_all(rank: int, folder: Path, stage: int) -> None:

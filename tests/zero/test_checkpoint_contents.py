@@ -19,7 +19,7 @@ from tests.zero.test_checkpoint_failures import _refuses
 from tests.zero.training import train, zero_optimizer
 from zcomm import ConfigError
 from zero import CheckpointError
-from zero.checkpoints.planners import Part
+from zero._checkpoint.dcp import FlatPart
 
 SAFETENSORS = {
     "BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "U16", "I16", "F16", "BF16", "U32", "I32", "F32", "C64", "U64", "I64",
@@ -167,9 +167,9 @@ def _check_proof(rank: int, folder: Path) -> None:
     model = new_model()
     with zero_optimizer(model, stage=1) as optimizer, pytest.MonkeyPatch.context() as patch:
         zero.save_checkpoint(optimizer, folder, "a", client_state={"step": 1})
-        chunks = Part.chunks
+        chunks = FlatPart.chunks
         left_out = ["tree.0"]
-        patch.setattr(Part, "chunks", lambda self: [] if self.key in left_out else chunks(self))
+        patch.setattr(FlatPart, "chunks", lambda self: [] if self.key in left_out else chunks(self))
         for left_out[0], words in (
             ("tree.0", ("'tree.0', of 3 elements, is not there",)),
             ("weight/wte.weight", ("'weight/wte.weight', of ", "is not there")),

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from tests.zero.models import new_model
 from tests.zero.training import full_values, train, zero_optimizer
 from zero import CheckpointError
-from zero.checkpoints import index, planners
+from zero._checkpoint import dcp, index
 from zero.cli import main
 
 
@@ -90,7 +90,7 @@ def test_export_is_what_the_model_holds(tmp_path: Path, stage: int, capsys: pyte
 
 
 def test_export_holds_one_chunk_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planners, "CHUNK_NUMEL", 2**16)
+    monkeypatch.setattr(dcp, "CHUNK_NUMEL", 2**16)
     assert index.CHUNK_NUMEL == 2**24
     model = nn.Linear(1024, 2048)
     optimizer = zero.ZeroOptimizer(model, torch.optim.SGD, lr=0.1)

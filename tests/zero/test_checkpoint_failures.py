@@ -27,8 +27,8 @@ from tests.zero.models import groups_of, loss_of, new_model
 from tests.zero.test_checkpoint import assert_equal_bits, whole_state
 from tests.zero.training import train, zero_optimizer
 from zero import CheckpointError
-from zero.checkpoints import storage
-from zero.checkpoints.planners import SavePartsPlanner
+from zero._checkpoint import dcp
+from zero._checkpoint.dcp import SavePartsPlanner
 
 
 def _refuses(rank: int, call: Callable[[], object], *words: str) -> None:
@@ -156,7 +156,7 @@ def _check_loads_what_was_asked(rank: int, folder: Path, stage: int) -> None:
 
 @contextmanager
 def _disk_full_for(name: str) -> Iterator[None]:
-    replace = storage.replace_file
+    replace = dcp.replace_file
 
     def replace_if_there_is_room(path: Path, *arguments: Any) -> None:
         if path.name == name:
@@ -164,7 +164,7 @@ def _disk_full_for(name: str) -> Iterator[None]:
         replace(path, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "replace_file", replace_if_there_is_room)
+        patch.setattr(dcp, "replace_file", replace_if_there_is_room)
         yield
 
 

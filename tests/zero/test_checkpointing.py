@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import zero
 from zcomm import ConfigError, StateError
-from zero.activations.form import flatten, is_movable
+from zero._activations.checkpointer import flatten, is_movable
 from zero.checkpointing import ActivationMemory
-from zero.formulas import Activations, Counts, Setup, usage_of
+from zero.plan.formulas import Activations, Counts, Setup, usage_of
 
 WIDTH, BATCH, NUM_LAYERS = 32, 16, 4
 NBYTES = 4 * WIDTH * BATCH
@@ -388,7 +388,7 @@ def test_times_are_logged(caplog: Any) -> None:
 
 def test_the_device_is_waited_for_around_each_call_only_if_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = list[None]()
-    monkeypatch.setattr("zero.activations.call.synchronize", lambda: counted.append(None))
+    monkeypatch.setattr("zero._activations.call.synchronize", lambda: counted.append(None))
     for is_set, number in ((False, 0), (True, 4 * NUM_LAYERS)):  # before and after, in forward and in recomputation
         zero.checkpointing.configure(synchronize=is_set)
         counted.clear()

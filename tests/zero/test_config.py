@@ -14,8 +14,7 @@ import torch
 
 from tests.zero.configs import CONFIGS, NEEDS_MORE
 from zcomm import ConfigError
-from zero.cli import main
-from zero.config import (
+from zero._config import (
     Config,
     NotAvailableError,
     explain,
@@ -26,9 +25,10 @@ from zero.config import (
     read_source,
     solve_batch_sizes,
 )
-from zero.config.keys import definitions, section_type
-from zero.optimizers import KNOWN, ON_HOST, build_optimizer
-from zero.schedulers import SCHEDULERS, build_scheduler
+from zero._config.keys import definitions, section_type
+from zero._optim.from_config import KNOWN, ON_HOST, build_optimizer
+from zero._optim.lr_schedulers import SCHEDULERS, build_scheduler
+from zero.cli import main
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 

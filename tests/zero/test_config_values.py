@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from zcomm import ConfigError
-from zero.config import Config, NotAvailableError, explain, json_schema, make_plan, parse, read_source
-from zero.config.keys import definitions
-from zero.optimizers import build_optimizer
-from zero.schedulers import SCHEDULERS, build_scheduler
+from zero._config import Config, NotAvailableError, explain, json_schema, make_plan, parse, read_source
+from zero._config.keys import definitions
+from zero._optim.from_config import build_optimizer
+from zero._optim.lr_schedulers import SCHEDULERS, build_scheduler
 
 
 def _nested(kind: str, levels: int = 10_000) -> Any:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from tests.recorded_streams import DEVICE, Event, OnDevice, Recorded
-from zero.activations.copies import Copies
-from zero.tiers.copy_stream import CopyStream
-from zero.tiers.file_rest import InFile
-from zero.tiers.file_store import FileStore
-from zero.tiers.host import HostMemory
-from zero.tiers.settings import Files
-from zero.tiers.shard_rest import OnHost
-from zero.tiers.staging import Staging
+from zero._activations.copies import Copies
+from zero._storage.copy_stream import CopyStream
+from zero._storage.file_shard_storage import FileShard
+from zero._storage.file_store import FileStore
+from zero._storage.host_memory import HostMemory
+from zero._storage.shard_storage import HostShard
+from zero._storage.staging_buffers import StagingBuffers
+from zero._storage.tier_settings import FileSettings
 
 
 class Target(Tensor):
@@ -75,10 +75,10 @@ def test_parameters_come_to_the_device_beside_the_computation(recorded: Recorded
 def test_a_shard_in_host_memory_is_sent_from_its_row(recorded: Recorded) -> None:
     """What an exchange sends is on the device: the row, filled, and not the shard."""
     shard, row = torch.arange(8.0), torch.zeros(4)
-    sent = OnHost(shard, CopyStream(torch.device("cpu"))).fetch(2, 6, row)
+    sent = HostShard(shard, CopyStream(torch.device("cpu"))).fetch(2, 6, row)
     assert sent is row
     assert row.tolist() == [2, 3, 4, 5]
-    rest, there = OnHost(shard, CopyStream(DEVICE)), _target(recorded)
+    rest, there = HostShard(shard, CopyStream(DEVICE)), _target(recorded)
     with rest.on_stream():
         assert rest.fetch(2, 6, there) is there
     assert recorded.log == ["side1 after main", "copy on side1"]
@@ -88,10 +88,10 @@ def test_a_buffer_of_a_file_is_used_again_once_its_copy_is_made(
     recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a shard in a file, on its way to the device: not before, and not never."""
-    page, store = 4096, FileStore(tmp_path, files=Files(), name="parameters", topology=None)
-    staging = Staging(store, limit_nbytes=page)
+    page, store = 4096, FileStore(tmp_path, files=FileSettings(), name="parameters", topology=None)
+    staging = StagingBuffers(store, limit_nbytes=page)
     file = store.create("shard", page)
-    rest = InFile(torch.empty(1).expand(4), file, [(0, 4)], staging, CopyStream(DEVICE))
+    rest = FileShard(torch.empty(1).expand(4), file, [(0, 4)], staging, CopyStream(DEVICE))
     used = []
     for has_passed in (True, True, False, False, True, True):
         monkeypatch.setattr(Event, "has_passed", has_passed)

@@ -18,8 +18,8 @@ from tests.ranks import run_ranks, topology
 from tests.zero.test_order_check import WRONG, Layers
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
 from zcomm import DivergedError, control
-from zcomm.watch import Watch
-from zcomm.work import Steps
+from zcomm._transport.deadlock_watch import DeadlockWatch
+from zcomm._transport.work import Steps
 from zero import GatheredParameters, ZeroOptimizer
 
 FIRST = r"parameter 'layers\.0\.weight' \(6, 6\) and 1 more of module 'layers\.0'"
@@ -47,7 +47,7 @@ def _raises_soon(message: str, call: Callable[[], object]) -> None:
 
 
 @contextmanager
-def _watched(ranks_per_node: int, period_s: float) -> Iterator[Watch]:
+def _watched(ranks_per_node: int, period_s: float) -> Iterator[DeadlockWatch]:
     """The watch of this pool's topology, which other tests use after this one, looks more often inside."""
     watch = topology(ranks_per_node).watch
     watch.period_s, usual = period_s, watch.period_s

@@ -20,9 +20,9 @@ from tests.ranks import run_ranks
 from tests.zero.models import as_vector, groups_of, new_model, relative_error, train_plain
 from tests.zero.training import full_values, train, zero_optimizer
 from zcomm import ConfigError, StateError
-from zero import elementwise
-from zero.elementwise import check_elementwise
-from zero.lion import Lion
+from zero._optim import elementwise_check
+from zero._optim.elementwise_check import check_elementwise
+from zero._optim.lion import Lion
 
 CPU = torch.device("cpu")
 REFUSED_OF_TORCH = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
@@ -282,7 +282,7 @@ def test_a_class_is_tried_as_an_instance_is(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(OF_TORCH))
 def test_torchs_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tried, also where they are known otherwise. test_optimizer.py and tools/optimizers.py train those accepted."""
-    monkeypatch.setattr(elementwise, "KNOWN", frozenset())
+    monkeypatch.setattr(elementwise_check, "KNOWN", frozenset())
     model = nn.Linear(3, 2, bias=False)
     for optimizer, options in ((OF_TORCH[name](model.parameters(), lr=0.1), {}), (OF_TORCH[name], {"lr": 0.1})):
         if name in REFUSED_OF_TORCH:
@@ -294,8 +294,8 @@ def test_torchs_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_not_tried_is_one_of_those_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = {cls for name, cls in OF_TORCH.items() if name not in REFUSED_OF_TORCH}
-    assert tried | {Lion} >= elementwise.KNOWN
-    monkeypatch.setattr(elementwise, "KNOWN", frozenset())
+    assert tried | {Lion} >= elementwise_check.KNOWN
+    monkeypatch.setattr(elementwise_check, "KNOWN", frozenset())
     check_elementwise(Lion, {"lr": 0.1}, CPU)
 
 

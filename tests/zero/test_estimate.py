@@ -16,8 +16,8 @@ from tests.zero.configs import CONFIGS
 from tests.zero.training import zero_optimizer
 from zcomm import ConfigError
 from zero.cli import main
-from zero.estimate import TIERS
-from zero.formulas import Activations, Counts, Setup, usage_of
+from zero.plan.estimate import TIERS
+from zero.plan.formulas import Activations, Counts, Setup, usage_of
 
 WIDTH, DEPTH = 256, 6
 

@@ -17,7 +17,7 @@ from tests.zero.models import batch, loss_of, new_model
 from tests.zero.training import assert_same_bits, train, zero_optimizer
 from zcomm import ConfigError, LayoutError, StateError, TopologyError
 from zero import ZeroOptimizer, initialize
-from zero.bucket import Bucket
+from zero._sharding.bucket import Bucket
 
 
 class FailingSGD(torch.optim.SGD):

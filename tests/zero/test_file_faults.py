@@ -27,14 +27,15 @@ from tests.file_faults import (
     read_only,
     small_limit,
 )  # fmt: skip
-from zcomm import IntegrityError, env
-from zero.tiers import file_store
-from zero.tiers.file_store import FileStore, StoredFile
-from zero.tiers.settings import Files
+from zcomm import IntegrityError
+from zcomm._base import env
+from zero._storage import file_store
+from zero._storage.file_store import FileStore, StoredFile
+from zero._storage.tier_settings import FileSettings
 
 
 def _store(folder: Path) -> FileStore:
-    return FileStore(folder, files=Files(request_nbytes=4 * PAGE, num_requests=4), name="states", topology=None)
+    return FileStore(folder, files=FileSettings(request_nbytes=4 * PAGE, num_requests=4), name="states", topology=None)
 
 
 @pytest.fixture(params=["threads", "auto"])

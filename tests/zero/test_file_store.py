@@ -19,15 +19,16 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks, topology
-from zcomm import IntegrityError, LayoutError, StateError, Topology, ZcommError, kernels
-from zero.tiers.claimed_folder import ClaimedFolder
-from zero.tiers.file_store import FileStore
-from zero.tiers.host_buffers import HostBuffers
-from zero.tiers.moved import moved
-from zero.tiers.settings import Files
+from zcomm import IntegrityError, LayoutError, StateError, Topology, ZcommError
+from zcomm._kernels import kernels
+from zero._storage.file_store import FileStore
+from zero._storage.process_folder import ClaimedFolder
+from zero._storage.tier_settings import FileSettings
+from zero._storage.transfer_buffers import HostBuffers
+from zero._storage.transfer_counters import moved
 
 KIB = 1024
-FILES = Files(request_nbytes=16 * KIB, num_requests=4)
+FILES = FileSettings(request_nbytes=16 * KIB, num_requests=4)
 
 
 def _store(folder: Path, *, ranks: Topology | None = None) -> FileStore:
@@ -233,7 +234,7 @@ raise RuntimeError("the end")
     assert (done.stdout, done.returncode) == ("True\n", 1), done.stderr
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="num_requests=0"):
-        FileStore(tmp_path, files=Files(num_requests=0), name="states", topology=None)
+        FileStore(tmp_path, files=FileSettings(num_requests=0), name="states", topology=None)
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(os, "write", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):

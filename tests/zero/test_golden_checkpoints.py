@@ -18,7 +18,7 @@ import zero
 from tests.ranks import run_ranks
 from tests.zero.test_checkpoint import whole_state
 from tests.zero.training import zero_optimizer
-from zero.checkpoints import load
+from zero._checkpoint import load
 
 FOLDER = Path(__file__).parents[1] / "golden" / "checkpoints"
 STAGES = (1, 2, 3)

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.zero.models import batch, loss_of, new_model
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
 from zcomm import StateError
-from zero.tiers.moved import moved
+from zero._storage.transfer_counters import moved
 
 LAST = 1
 PAGE = 4096

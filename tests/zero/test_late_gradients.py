@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.ranks import run_ranks
 from tests.zero.training import full_values, zero_optimizer
 from zcomm import DivergedError, StateError
-from zero import patience
+from zero._gradients import reducer
 from zero.utils import safe_get_full_grad
 
 WIDTH = 8
@@ -50,7 +50,7 @@ def _check(rank: int, stage: int, is_everybodys: bool) -> None:  # noqa: FBT001
     for each, is_late in enumerate(twice):
         (plain(x[each], uses_twice=is_late).sum() / len(x)).backward()
     with (
-        mock.patch.object(patience, "PATIENCE_S", 0.3),
+        mock.patch.object(reducer, "PATIENCE_S", 0.3),
         zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=stage, reduce_bucket_size=1),
     ):
         model(x[rank], uses_twice=twice[rank]).sum().backward()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.zero.models import new_model
-from zero.layout import BucketLayout
-from zero.units import find_units
+from zero._sharding.layout import BucketLayout
+from zero._sharding.units import find_units
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=6)
 

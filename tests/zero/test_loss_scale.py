@@ -13,7 +13,7 @@ from tests.zero.models import TinyGPT, as_vector, batch, loss_of, new_model, rel
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
 from zcomm import ConfigError, StateError
 from zero import CPUAdam, ZeroOptimizer
-from zero.loss_scale import DynamicLossScale, StaticLossScale
+from zero._optim.loss_scale import DynamicLossScale, StaticLossScale
 
 
 def scales_by_the_rule(

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from zero.nonfinite import is_nonfinite, nonfinite_flag
+from zero._optim.loss_scale import is_nonfinite, nonfinite_flag
 
 CPU = torch.device("cpu")
 

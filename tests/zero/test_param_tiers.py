@@ -18,8 +18,8 @@ from tests.ranks import run_ranks
 from tests.zero.models import batch, loss_of, new_model
 from tests.zero.training import assert_same_bits, full_values, train, train_and_collect, zero_optimizer
 from zero import GatheredParameters, ZeroOptimizer, load_checkpoint, save_checkpoint
-from zero.tiers import file_store
-from zero.tiers.moved import moved
+from zero._storage import file_store
+from zero._storage.transfer_counters import moved
 from zero.utils import safe_get_full_fp32_param, safe_get_local_fp32_param, safe_set_full_fp32_param
 
 MODEL = {"has_frozen": True, "has_unused": True}

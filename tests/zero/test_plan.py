@@ -17,8 +17,8 @@ import zcomm
 import zero
 from tests.ranks import run_ranks
 from zcomm import ConfigError, Topology
+from zero._config import explain, make_plan, parse
 from zero.cli import main
-from zero.config import explain, make_plan, parse
 from zero.plan import CLUSTERS, Cluster, Job, Model, largest_model, plan
 from zero.plan.exchanges import Exchanges, step_moved
 
@@ -48,7 +48,7 @@ def _check_sent(rank: int) -> None:
 def _check_chunks(rank: int) -> None:
     """Inside nodes the pieces of a chunk may go together, and are counted apart."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zcomm.chunks, "MIN_CHUNK_NUMEL", 4096)
+        patch.setattr(zcomm._transport.chunks, "MIN_CHUNK_NUMEL", 4096)
         _check_each(("stage 1", "ZeRO++", "delta-hpZ"), ("inter",))
 
 

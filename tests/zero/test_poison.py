@@ -18,20 +18,21 @@ import zero
 from tests.ranks import run_ranks
 from tests.zero.models import groups_of, new_model
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
-from zcomm import DivergedError, StateError, Work, env
-from zero import pool
-from zero.activations.arena import Arena, Span
-from zero.bucket import Bucket
-from zero.bucket_grads import BucketGrads
-from zero.gather import Gatherer
-from zero.grads import Reducer
-from zero.pool import BufferPool, storage_of
-from zero.tiers import host_buffers, host_gradient
-from zero.tiers.host import HostMemory
-from zero.tiers.host_buffers import HostBuffers
-from zero.tiers.host_gradient import HostGradient
+from zcomm import DivergedError, StateError, Work
+from zcomm._base import env
+from zero._activations.arena import Arena, ArenaSpan
+from zero._gather.gatherer import Gatherer
+from zero._gradients.bucket_gradients import BucketGrads
+from zero._gradients.reducer import Reducer
+from zero._sharding import buffer_pool
+from zero._sharding.bucket import Bucket
+from zero._sharding.buffer_pool import BufferPool, storage_of
+from zero._storage import host_gradient, transfer_buffers
+from zero._storage.host_gradient import HostGradient
+from zero._storage.host_memory import HostMemory
+from zero._storage.transfer_buffers import HostBuffers
 
-PLACES = {"pool": pool, "files": host_buffers, "gradients": host_gradient}
+PLACES = {"pool": buffer_pool, "files": transfer_buffers, "gradients": host_gradient}
 PLUS = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 CPU = {"offload_optimizer": {"device": "cpu"}}
 CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
@@ -133,7 +134,7 @@ def test_what_is_given_back_is_nan() -> None:
         ticket = inputs.admit(64)
         assert ticket is not None
         slot = inputs.take(64, ticket)
-        saved = inputs.view(Span(0, 64)).fill_(1)
+        saved = inputs.view(ArenaSpan(0, 64)).fill_(1)
         del slot
         assert saved.view(torch.float32).isnan().all()
     taken = buffers.take(100, torch.bfloat16).fill_(1)

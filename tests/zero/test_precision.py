@@ -17,8 +17,9 @@ import zero
 from tests.ranks import run_ranks
 from tests.zero.models import as_vector, batch, loss_of, new_model, relative_error
 from tests.zero.training import full_values, zero_optimizer
-from zcomm import ConfigError, env
-from zero.loss_scale import StaticLossScale
+from zcomm import ConfigError
+from zcomm._base import env
+from zero._optim.loss_scale import StaticLossScale
 
 STAGES = (0, 1, 2, 3)
 

@@ -30,7 +30,7 @@ from tests.ranks import run_ranks, topology
 from tests.zero.models import batch, loss_of, new_model
 from tests.zero.training import assert_same_bits, full_values
 from zcomm import ZcommError
-from zero.tiers.file_store import FileStore, StoredFile
+from zero._storage.file_store import FileStore, StoredFile
 
 NUM_FAULTS = int(os.environ.get("ZERO_TEST_FAULTS", "10"))
 AT_ONCE = 5

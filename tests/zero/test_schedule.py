@@ -16,15 +16,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import nn
 
 from zcomm import StateError, Topology
-from zero.bucket import Bucket, BucketState
-from zero.gather import Gatherer, Mode
-from zero.layout import BucketLayout
-from zero.pool import BufferPool
-from zero.schedule import Limits, Plan, Schedule, Use, make_plan
-from zero.settings import ZeroSettings, resolve
-from zero.sources import gather_options
-from zero.tiers.parameter_rests import ParameterRests
-from zero.tiers.settings import ON_DEVICE
+from zero._config.settings import ZeroSettings, resolve
+from zero._gather.gather_sources import gather_options
+from zero._gather.gatherer import Gatherer, Mode
+from zero._sharding.bucket import Bucket, BucketState
+from zero._sharding.buffer_pool import BufferPool
+from zero._sharding.layout import BucketLayout
+from zero._sharding.prefetch_plan import Limits, PrefetchPlan, Schedule, Use, make_plan
+from zero._storage.parameter_storage import ParameterRests
+from zero._storage.tier_settings import ON_DEVICE
 
 SIZES = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=6)
 LIMITS = st.builds(
@@ -47,7 +47,7 @@ def orders(draw: Any) -> tuple[list[list[int]], list[Use]]:
     return sizes, [Use(bucket, end or len(begun)) for bucket, end in begun]
 
 
-def _replay(plan: Plan, sizes: list[list[int]]) -> list[tuple[int, int, int]]:
+def _replay(plan: PrefetchPlan, sizes: list[list[int]]) -> list[tuple[int, int, int]]:
     """Follow ``plan`` step by step. Returns live, prefetched and needed elements after each use has begun."""
     progress: dict[int, int] = {}  # bucket -> exchanges started since it was last released
     in_use: set[int] = set()

@@ -15,7 +15,7 @@ from torch import nn
 from tests.ranks import run_ranks
 from zcomm import ConfigError
 from zero import initialize
-from zero.schedulers import SCHEDULERS, build_scheduler
+from zero._optim.lr_schedulers import SCHEDULERS, build_scheduler
 
 STEPS = 300
 LR = 0.02

@@ -19,8 +19,8 @@ import zero
 from tests.ranks import run_ranks
 from tests.zero.configs import CONFIGS
 from tests.zero.training import zero_optimizer
+from zero._config import make_plan
 from zero.cli import main
-from zero.config import make_plan
 
 HALF = torch.float16
 

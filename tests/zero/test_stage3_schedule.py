@@ -17,7 +17,7 @@ import zcomm
 from tests.ranks import run_ranks
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
 from zero import ZeroOptimizer, gathered_for_generation
-from zero.units import find_units
+from zero._sharding.units import find_units
 
 WIDTH, VOCAB = 48, 300
 

@@ -22,7 +22,8 @@ from tests.ranks import run_ranks
 from tests.zero.models import batch, loss_of, new_model
 from tests.zero.training import full_values, zero_optimizer
 from zcomm import StateError
-from zero import GatheredParameters, patience
+from zero import GatheredParameters
+from zero._gradients import reducer
 
 Loop = Callable[[nn.Module, int, int], Tensor]
 
@@ -276,7 +277,7 @@ def _check_unused_on_one_rank(rank: int) -> None:
         sgd = torch.optim.SGD(model.parameters(), lr=0.5)
         x = torch.linspace(-1, 1, 64).view(2, 2, 16)
         with (
-            mock.patch.object(patience, "PATIENCE_S", 0.3),
+            mock.patch.object(reducer, "PATIENCE_S", 0.3),
             zero_optimizer(model, sgd, stage=3, overlap_comm=overlap) as optimizer,
         ):
             for _ in range(steps):

@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 from tests.zero.models import new_model
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
 from zero import GatheredParameters, ZeroOptimizer
-from zero.checkpoints.model_file import save_model_file
+from zero._checkpoint.model_file import save_model_file
 
 
 def _differs_from_masters(saved: dict[str, torch.Tensor], model: nn.Module, optimizer: ZeroOptimizer) -> list[str]:

@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 from tests.zero.training import full_values, zero_optimizer
 from zcomm import StateError
 from zero import GatheredParameters
-from zero.checkpoints.model_file import save_model_file
+from zero._checkpoint.model_file import save_model_file
 
 WIDTH = 6
 OPTIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from tests.zero.models import batch, groups_of, loss_of, new_model
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
 from zcomm import ConfigError, StateError
-from zero.tiers.moved import moved
+from zero._storage.transfer_counters import moved
 
 LAST = 1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 from tests.zero.training import full_values, zero_optimizer
 from zcomm import ConfigError, DivergedError, Topology
 from zero import ZeroOptimizer, load_checkpoint, save_checkpoint
-from zero.checkpoints.model_file import save_model_file
+from zero._checkpoint.model_file import save_model_file
 from zero.utils import safe_get_full_fp32_param
 
 STAGES = [0, 1, 2, 3]

@@ -25,8 +25,8 @@ from tests.ranks import run_ranks
 from tests.zero.models import new_model
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
 from zcomm import StateError
-from zero.tiers.file_store import FileStore
-from zero.tiers.settings import Files
+from zero._storage.file_store import FileStore
+from zero._storage.tier_settings import FileSettings
 
 LAST = 1
 M_MMAP_THRESHOLD = -3  # glibc's malloc.h
@@ -221,7 +221,7 @@ def _check_two_jobs(rank: int, folder: str) -> None:
 
 def test_two_jobs_on_one_path(tmp_path: Path) -> None:
     """One begins and ends while another is between two steps, and a third process has files there, too."""
-    other = FileStore(tmp_path, files=Files(), name="states", topology=None)
+    other = FileStore(tmp_path, files=FileSettings(), name="states", topology=None)
     file, data = other.create("masters", 4096), other.buffer(4096).fill_(7)
     other.write(file, 0, data).wait()
     run_ranks(2, _check_two_jobs, str(tmp_path))

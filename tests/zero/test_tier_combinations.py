@@ -18,7 +18,7 @@ from tests.covering import covering_set, full_product
 from tests.ranks import run_ranks
 from tests.zero.models import batch, groups_of, loss_of, new_model
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
-from zero.tiers.moved import moved
+from zero._storage.transfer_counters import moved
 
 IS_FULL = os.environ.get("ZERO_DIFFERENTIAL") == "full"
 pytestmark = [pytest.mark.timeout(1800)] if IS_FULL else []

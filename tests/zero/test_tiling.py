@@ -16,9 +16,9 @@ from tests.ranks import run_ranks
 from tests.zero.models import as_vector, new_model, relative_error, train_plain
 from tests.zero.training import full_values, train, zero_optimizer
 from zcomm import ConfigError, LayoutError
-from zero.checkpoints.model_file import save_model_file
-from zero.checkpoints.tensor_file import read_header
-from zero.tensor_files import open_tensors
+from zero._checkpoint.model_file import save_model_file
+from zero._storage.safetensors_file import read_header
+from zero._storage.tensor_files import open_tensors
 
 ABOVE = 500
 """Tiles of the test model's MLPs (53 x 24) have at most so many elements: 3 tiles each."""

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from zcomm import control
+from zcomm._transport.topology import Topology
 from zcomm.bench.workloads import Wire, Workload
-from zcomm.topology import Topology
-
-__all__ = ["Verdict", "check"]
 
 COMPARED_NUMEL = 2**16
 """Elements of one checksum that ranks compare."""

@@ -17,18 +17,17 @@ import torch
 
 import zcomm
 from zcomm import Topology, control
-from zcomm.auto import AUTO
+from zcomm._collectives.auto_format import AUTO
+from zcomm._kernels import native_calls
 from zcomm.bench import torch_calls
 from zcomm.bench.checking import Verdict, check
 from zcomm.bench.data import Tiles
-from zcomm.bench.harness import Column, Report, Timing
+from zcomm.bench.harness import BenchReport, Column, Timing
 from zcomm.bench.interface import sent_nbytes
 from zcomm.bench.options import Options
 from zcomm.bench.plot import draw
 from zcomm.bench.timing import slowest_of_ranks
 from zcomm.bench.workloads import BUSBW_FACTOR, REDUCTIONS, Wire, Workload, auto_wire, wire_of
-
-__all__ = ["run"]
 
 COLUMNS = [
     Column("nbytes", "      size(B)"),
@@ -108,13 +107,13 @@ class Case:
 
 def run(options: Options, topology: Topology, device: torch.device) -> int:
     """Run everything; the exit status. Collective; the first rank prints."""
-    report = Report(COLUMNS, as_json=options.json) if topology.rank == 0 else None
+    report = BenchReport(COLUMNS, as_json=options.json) if topology.rank == 0 else None
     if report is not None:
         report.start(
             "collectives", backend=topology.backend, device=device.type,
             world_size=topology.world_size, nodes=topology.num_nodes,
             ranks_per_node=topology.ranks_per_node, iters=options.iters, warmup=options.warmup,
-            kernels=zcomm.kernels.native_unavailable_reason() or "native",
+            kernels=native_calls.unavailable_reason() or "native",
         )  # fmt: skip
     status = report.status if report is not None else lambda _: None
     rows: list[dict[str, Any]] = []

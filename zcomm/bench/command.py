@@ -7,14 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zcomm import auto
+from zcomm._collectives import auto_format
 from zcomm.bench import collectives, options
 from zcomm.bench.interface import check_interface
 from zcomm.bench.launch import Work, on_ranks
 from zcomm.bench.probe import ProbeOptions, check_output, probe
 from zcomm.errors import ZcommError
-
-__all__ = ["add_bench", "add_probe", "run"]
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +47,7 @@ def _bench(arguments: argparse.Namespace) -> Work:
 
 
 def _probe(arguments: argparse.Namespace) -> Work:
-    output = Path(arguments.output) if arguments.output else auto.probe_path()
+    output = Path(arguments.output) if arguments.output else auto_format.probe_path()
     check_output(output)
     chosen = ProbeOptions(
         sizes=options.sizes_of(arguments), formats=arguments.formats, dtype=arguments.datatype,

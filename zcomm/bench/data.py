@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Tiles"]
-
 PERIOD = 65537
 TURN = 7919
 

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["INTERFACE", "Node", "emulated_nodes", "signals_put_off", "unavailable_reason"]
-
 SUBNET = "10.77.0"
 INTERFACE = "eth0"
 STOPPING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}

@@ -5,7 +5,7 @@
       decode     4096       12.3         0          one row a case, correctness in the row
 
 While a case runs, a terminal's last line shows what is being done. A row that is wrong shows no times, and
-:meth:`Report.finish` then ends the process with status 1. With ``--json`` the same rows are JSON lines on standard
+:meth:`BenchReport.finish` then ends the process with status 1. With ``--json`` the same rows are JSON lines on standard
 output.
 """
 
@@ -27,8 +27,6 @@ from random import Random
 from typing import Any, TypeVar
 
 import torch
-
-__all__ = ["Column", "Report", "Timing", "interleave"]
 
 CLEAR_LINE = "\x1b[K"
 
@@ -100,7 +98,7 @@ class Column:
         return max(len(self.header), 8)
 
 
-class Report:
+class BenchReport:
     """Prints context, header and rows; remembers whether any row was wrong."""
 
     def __init__(self, columns: Sequence[Column], *, as_json: bool = False) -> None:

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from zcomm.errors import ConfigError
 
-__all__ = ["check_interface", "sent_nbytes"]
-
 TABLE = Path("/proc/net/dev")
 
 

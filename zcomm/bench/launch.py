@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 
+from zcomm._transport.topology import Topology
 from zcomm.bench.emulated_nodes import Node, emulated_nodes, signals_put_off
 from zcomm.bench.ranks_setup import choose_topology, process_group, relaunch_under_torchrun
-from zcomm.topology import Topology
-
-__all__ = ["Work", "on_ranks"]
 
 Work = Callable[[Topology, torch.device], int]
 """What a rank does; the device is that of its tensors."""

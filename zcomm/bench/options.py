@@ -11,23 +11,12 @@ from pathlib import Path
 
 import torch
 
-from zcomm.auto import AUTO
+from zcomm._collectives.auto_format import AUTO
+from zcomm._formats.formats import get_format
+from zcomm._transport.backend_choice import BackendName, nccl_unavailable_reason
+from zcomm._transport.route import WireFormat
 from zcomm.bench.emulated_nodes import unavailable_reason
-from zcomm.carrier import BackendName, nccl_unavailable_reason
 from zcomm.errors import BackendUnavailableError, ConfigError
-from zcomm.formats import get_format
-from zcomm.route import WireFormat
-
-__all__ = [
-    "COLLECTIVES",
-    "Options",
-    "add_arguments",
-    "add_launch_arguments",
-    "add_probe_arguments",
-    "check_launch",
-    "options_of",
-    "sizes_of",
-]
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "secondary_gather")
 DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -20,19 +20,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from zcomm import Topology, kernels
-from zcomm.auto import VERSION, Table, shape_of
-from zcomm.backend import Hop
+from zcomm import Topology
+from zcomm._collectives.auto_format import VERSION, Table, shape_of
+from zcomm._formats.formats import get_format
+from zcomm._formats.message import layout_of
+from zcomm._kernels import kernels
+from zcomm._transport.backend import Hop
 from zcomm.bench import torch_calls
 from zcomm.bench.data import Tiles
-from zcomm.bench.harness import Column, Report, Timing
+from zcomm.bench.harness import BenchReport, Column, Timing
 from zcomm.bench.timing import slowest_of_ranks
 from zcomm.bench.workloads import Workload, wire_of
 from zcomm.errors import ConfigError
-from zcomm.formats import get_format
-from zcomm.message import layout_of
-
-__all__ = ["ProbeOptions", "check_output", "confirmed", "fastest_of", "probe"]
 
 Key = TypeVar("Key")
 Way = tuple[str, int]
@@ -76,7 +75,7 @@ class ProbeOptions:
 
 def probe(options: ProbeOptions, topology: Topology, device: torch.device) -> int:
     """Measure, print, and write the file for ``format="auto"``; the exit status. Collective; the first rank writes."""
-    report = Report(COLUMNS, as_json=options.json) if topology.rank == 0 else None
+    report = BenchReport(COLUMNS, as_json=options.json) if topology.rank == 0 else None
     shape = shape_of(topology)
     if report is not None:
         report.start("probe", shape=shape, iters=options.iters, dtype=options.dtype)
@@ -190,7 +189,7 @@ def _kernel_rates(options: ProbeOptions, topology: Topology, tiles: Tiles) -> di
     return rates
 
 
-def _note_rates(report: Report, facts: dict[str, Any]) -> None:
+def _note_rates(report: BenchReport, facts: dict[str, Any]) -> None:
     for name, link in facts["links"].items():
         report.note(f"{name} nodes: {link['latency_us']:.0f} us, {link['bandwidth_gbps']:.3f} GB/s")
     for name, rates in facts["kernels_gbps"].items():

@@ -10,10 +10,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from zcomm.carrier import BackendName
-from zcomm.topology import Topology
-
-__all__ = ["choose_topology", "process_group", "relaunch_under_torchrun"]
+from zcomm._transport.backend_choice import BackendName
+from zcomm._transport.topology import Topology
 
 
 def relaunch_under_torchrun(num_ranks: int | None, command: Sequence[str] | None = None) -> None:

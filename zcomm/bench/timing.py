@@ -8,11 +8,9 @@ from typing import Any, TypeVar
 import torch
 
 from zcomm import control
+from zcomm._transport.topology import Topology
 from zcomm.bench import torch_calls
 from zcomm.bench.harness import Timing, interleave
-from zcomm.topology import Topology
-
-__all__ = ["slowest_of_ranks"]
 
 Key = TypeVar("Key")
 

@@ -1,6 +1,11 @@
 """The collectives of ``zcomm bench``: each on its tensors, as zcomm and as torch.distributed do it, and what is exact.
 
 Wires are in the order of a reduction's hops, (inside the node, between nodes); a gather's go the other way.
+
+How far a format may move a value: from its codes' definition, sharing nothing with the kernels.
+
+A block codec rounds to the nearest level, so an element is off by at most half the widest gap between its levels,
+times the scale: ``RELATIVE * absmax`` of its block. Scales are rounded up to bf16, by at most 2^-7 of themselves.
 """
 
 from __future__ import annotations
@@ -14,13 +19,43 @@ from torch import Tensor
 
 import zcomm
 from zcomm import Topology
-from zcomm.auto import AUTO, table_of
+from zcomm._collectives.auto_format import AUTO, table_of
+from zcomm._formats.formats import Format, codec_for, get_format
 from zcomm.bench import torch_calls
-from zcomm.bench.bounds import rounding_of, step_bound
 from zcomm.bench.data import Tiles
-from zcomm.formats import Format, codec_for, get_format
 
-__all__ = ["BUSBW_FACTOR", "Part", "Wire", "Workload", "auto_wire", "wire_of"]
+# Half the widest gap between levels over the largest level.
+RELATIVE = {
+    "int8": 1 / 2 / 127,
+    "int4": 1 / 2 / 7,
+    "nf4": (8 - 5.5625) / 2 / 8,
+    "fp8_e4m3": 16 / 448,
+}
+RELATIVE_ASYMMETRIC = {"int8": 1 / 255, "int4": 1 / 15}  # the levels span at most twice absmax
+SCALE_ROUNDING = 1 + 2**-7
+SLACK = 1 + 2**-12
+"""For the float32 arithmetic."""
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """Half a unit in the last place, over the value."""
+    return torch.finfo(dtype).eps / 2
+
+
+def step_bound(magnitudes: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
+    """How far one encoding and decoding may move elements of such ``magnitudes`` [n], which start with a block."""
+    casts = {"none": dtype, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if format.name in casts:
+        wire = casts[format.name]
+        return magnitudes.clamp(min=torch.finfo(wire).smallest_normal) * rounding_of(wire)  # below it, of fixed size
+    relative = (RELATIVE if format.symmetric else RELATIVE_ASYMMETRIC)[format.name] * SCALE_ROUNDING * SLACK
+    relative *= 2 if format.is_random else 1
+    padding = -magnitudes.numel() % format.block
+    blocks = torch.nn.functional.pad(magnitudes, (0, padding)).view(-1, format.block)
+    # A rotation adds up all elements of a block; back, it averages their errors.
+    largest = blocks.sum(1) if format.rotation is not None else blocks.amax(1)
+    return (largest * relative).repeat_interleave(format.block)[: magnitudes.numel()]
+
 
 BUSBW_FACTOR: dict[str, Callable[[int], float]] = {
     "all_gather": lambda ranks: (ranks - 1) / ranks,
@@ -58,7 +93,7 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Part:
+class OutputPart:
     """Elements of the output: where they are, and which elements of the ranks' tensors they come from."""
 
     begin: int
@@ -141,37 +176,37 @@ class Workload:
         return zcomm.RandomKey(0, 0, self._num_random)
 
     @staticmethod
-    def _formats(wire: Wire) -> tuple[zcomm.route.WireFormat, zcomm.route.WireFormat]:
+    def _formats(wire: Wire) -> tuple[zcomm._transport.route.WireFormat, zcomm._transport.route.WireFormat]:
         if wire.is_auto:
             return AUTO, AUTO
         if wire.num_hops == 1:
             return wire.inside, wire.inside
         return (wire.inside, wire.between), (wire.between, wire.inside)
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[OutputPart]:
         """What this rank checks: all of the output, of an all-reduce's its own row (ranks compare the rest)."""
         n, rank, everyone = self.shard_numel, self.topology.rank, range(self.topology.world_size)
         if self.collective == "all_gather":
-            yield from (Part(r * n, n, 0, range(r, r + 1)) for r in everyone)
+            yield from (OutputPart(r * n, n, 0, range(r, r + 1)) for r in everyone)
         elif self.collective == "reduce_scatter":
-            yield Part(0, n, rank * n, everyone)
+            yield OutputPart(0, n, rank * n, everyone)
         elif self.collective == "all_reduce":
-            yield Part(rank * n, n, rank * n, everyone)
+            yield OutputPart(rank * n, n, rank * n, everyone)
         elif self.collective == "all_to_all":
-            yield from (Part(r * n, n, rank * n, range(r, r + 1)) for r in everyone)
+            yield from (OutputPart(r * n, n, rank * n, range(r, r + 1)) for r in everyone)
         else:
-            yield Part(0, self.numel, 0, range(1))
+            yield OutputPart(0, self.numel, 0, range(1))
 
     @property
     def is_replicated(self) -> bool:
         """Whether all ranks end with the same."""
         return self.collective in ("all_gather", "all_reduce", "secondary_gather")
 
-    def exact(self, part: Part, start: int, stop: int) -> Tensor:
+    def exact(self, part: OutputPart, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of ``part``, float64."""
         return self.tiles.sum_of(part.ranks, part.source + start, part.source + stop) / self.divisor
 
-    def bound(self, part: Part, start: int, stop: int, wire: Wire | None) -> Tensor:
+    def bound(self, part: OutputPart, start: int, stop: int, wire: Wire | None) -> Tensor:
         """How far they may be off; None: of torch's own call, in whatever order it adds. ``start`` starts a block."""
         span = (part.source + start, part.source + stop)
         if self.collective in REDUCTIONS:
@@ -187,7 +222,7 @@ class Workload:
                 off = off + step_bound(magnitudes + off, format, self.dtype)
         return off + (off > 0) * rounding_of(self.dtype) * (magnitudes + off)
 
-    def _reduction_bound(self, part: Part, span: tuple[int, int], wire: Wire | None) -> Tensor:
+    def _reduction_bound(self, part: OutputPart, span: tuple[int, int], wire: Wire | None) -> Tensor:
         total, magnitudes = (f(part.ranks, *span) for f in (self.tiles.sum_of, self.tiles.magnitudes))
         unit = rounding_of(self.dtype)
         if wire is None:

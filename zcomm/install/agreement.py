@@ -4,7 +4,7 @@ Compared are the settings as they were given, formats looked up: ``"int8"`` and 
 them goes what this rank's model is refused for, so that no rank installs, or waits, where another one cannot. What a
 rank learns in one group it passes on in the next, so ranks of several groups (shards, replicas) all know the same.
 
-Cost: a meeting in torch.distributed's store for each group (:mod:`zcomm.meeting`); no collective.
+Cost: a meeting in torch.distributed's store for each group (:mod:`zcomm._transport.store_exchange`); no collective.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from zcomm import backend, errors
+from zcomm import errors
+from zcomm._formats.formats import Format, get_format
+from zcomm._formats.recipes import AUTO_RECIPE, Recipe, get_recipe
+from zcomm._transport import backend
+from zcomm._transport.fingerprint import facts
+from zcomm._transport.store_exchange import meet
+from zcomm._transport.topology import Topology
 from zcomm.errors import CommunicationError, ConfigError, ZcommError
-from zcomm.fingerprint import facts
-from zcomm.formats import Format, get_format
 from zcomm.install.choices import Override
-from zcomm.meeting import meet
-from zcomm.recipes import AUTO_RECIPE, Recipe, get_recipe
-from zcomm.topology import Topology
-
-__all__ = ["agree", "settings_of"]
 
 Settings = dict[str, str]
 Result = TypeVar("Result")

@@ -16,17 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zcomm.buffer_layout import Span
+from zcomm._formats.formats import Format
+from zcomm._formats.philox import RandomKey
+from zcomm._formats.recipes import Recipe
+from zcomm._residuals.buffer_layout import Span
+from zcomm._residuals.relayout import relayout_residuals
+from zcomm._residuals.residual import Residual, check_damping
+from zcomm._transport.route import Group
+from zcomm._transport.topology import Numbering
 from zcomm.errors import StateError
-from zcomm.formats import Format
-from zcomm.philox import RandomKey
-from zcomm.recipes import Recipe
-from zcomm.relayout import relayout_residuals
-from zcomm.residual import Residual, check_damping
-from zcomm.route import Group
-from zcomm.topology import Numbering
-
-__all__ = ["Carried"]
 
 
 class Carried:

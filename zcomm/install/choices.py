@@ -2,19 +2,26 @@
 
 override    {"lm_head": "bf16", "transformer.h.0": "none"}: by the longest dotted prefix of the parameter's name
 small       fewer than ``recipe.min_numel`` elements: as it is
+
+The recipe ``"auto"``: formats that ``zcomm probe`` found fastest on these links for the largest exchange.
+
+Chosen once, at the installation, from the table that the first rank has (:mod:`zcomm._collectives.auto_format`): all ranks have the same.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
-from zcomm.errors import ConfigError, FormatError
-from zcomm.formats import FORMATS, Format, get_format
-from zcomm.recipes import Recipe, Wires
+import torch
 
-__all__ = ["Choice", "Named", "Override", "choose", "clean_name"]
+from zcomm._collectives.auto_format import ProbedChoice, table_of
+from zcomm._formats.formats import FORMATS, Format, get_format
+from zcomm._formats.recipes import AUTO_RECIPE, Recipe, Wires
+from zcomm._transport.topology import Topology
+from zcomm.errors import ConfigError, FormatError
 
 Override = str | Format | Recipe
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -29,7 +36,7 @@ class Named(NamedTuple):
     numel: int
 
 
-class Choice(NamedTuple):
+class FormatChoice(NamedTuple):
     """What a parameter was given, and why that is not the recipe's."""
 
     name: str
@@ -48,7 +55,7 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def choose(named: Iterable[Named], recipe: Recipe, overrides: Mapping[str, Override]) -> list[Choice]:
+def choose(named: Iterable[Named], recipe: Recipe, overrides: Mapping[str, Override]) -> list[FormatChoice]:
     """The formats of every parameter, in order.
 
     Raises:
@@ -71,15 +78,15 @@ def _wires_of(name: str, override: Override) -> Wires:
     return Recipe(weights=wire, gradients=(wire, wire), reduced=wire).wires()
 
 
-def _choose(parameter: Named, recipe: Recipe, wires: Wires, overrides: Mapping[str, Wires]) -> Choice:
+def _choose(parameter: Named, recipe: Recipe, wires: Wires, overrides: Mapping[str, Wires]) -> FormatChoice:
     matches = [prefix for name in parameter.names for prefix in _prefixes(name) if prefix in overrides]
     name = parameter.names[0]
     if matches:
         longest = max(matches, key=len)
-        return Choice(name, parameter.numel, overrides[longest], f"override {longest!r}")
+        return FormatChoice(name, parameter.numel, overrides[longest], f"override {longest!r}")
     if parameter.numel < recipe.min_numel:
-        return Choice(name, parameter.numel, AS_IS, f"fewer than {recipe.min_numel} elements")
-    return Choice(name, parameter.numel, wires, "")
+        return FormatChoice(name, parameter.numel, AS_IS, f"fewer than {recipe.min_numel} elements")
+    return FormatChoice(name, parameter.numel, wires, "")
 
 
 def _prefixes(name: str) -> Iterator[str]:
@@ -94,3 +101,29 @@ def _check_matches(overrides: Iterable[str], names: list[str]) -> None:
             close = difflib.get_close_matches(override, known, n=1, cutoff=0)
             nearest = f"; the nearest name is {close[0]!r}" if close else ""
             raise ConfigError(f"overrides must name modules or parameters of the model: {override!r}{nearest}")
+
+
+def for_all_reduce(topology: Topology, nbytes: int, device: torch.device) -> Recipe:
+    """What averages whole gradients of ``nbytes`` fastest. Collective."""
+    chosen = table_of(topology).choose("all_reduce", nbytes, device)
+    # One format brings values back over both hops, as it is: that of the hop which is rounded least.
+    name = f"auto ({_text(chosen)} for {nbytes:,} bytes)"
+    return replace(AUTO_RECIPE, name=name, gradients=(chosen.inside, chosen.between), reduced=chosen.inside)
+
+
+def for_shards(topology: Topology | None, nbytes: tuple[int, int], device: torch.device) -> Recipe:
+    """What gathers and reduces ``nbytes`` of weights, of gradients, fastest. Collective.
+
+    Without a Topology nothing is known of the links, and nothing is quantized.
+    """
+    if topology is None:
+        return replace(AUTO_RECIPE, name="auto (none: no topology, and so no probe)")
+    table = table_of(topology)
+    weights = table.choose("all_gather", nbytes[0], device)
+    gradients = table.choose("reduce_scatter", nbytes[1], device)
+    name = f"auto (weights {weights.between} for {nbytes[0]:,}, gradients {_text(gradients)} for {nbytes[1]:,} bytes)"
+    return replace(AUTO_RECIPE, name=name, weights=weights.between, gradients=(gradients.inside, gradients.between))
+
+
+def _text(choice: ProbedChoice) -> str:
+    return str(choice.inside) if choice.inside == choice.between else f"{choice.inside},{choice.between}"

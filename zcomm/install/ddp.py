@@ -20,31 +20,29 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from zcomm import volume
-from zcomm.all_reduce import FIRST_GATHER_HOP, all_reduce_steps
-from zcomm.backend import sum_
-from zcomm.carrier import BackendWish, KernelsName
-from zcomm.encoder import Encoder
+from zcomm._collectives.all_reduce import FIRST_GATHER_HOP, all_reduce_steps
+from zcomm._collectives.encoder import Encoder
+from zcomm._formats.formats import codec_for
+from zcomm._formats.philox import RandomKey
+from zcomm._formats.recipes import AUTO_RECIPE, DEFAULT_RECIPE, Recipe, Wires, get_recipe
+from zcomm._residuals.loss_scaling import ScalerWish, kind_of
+from zcomm._transport.backend import sum_
+from zcomm._transport.backend_choice import BackendWish, KernelsName
+from zcomm._transport.route import check_carrier, find_route
+from zcomm._transport.streams import SideStreams
+from zcomm._transport.topology import Topology
+from zcomm._transport.work import Steps, run_then
 from zcomm.errors import ConfigError, LayoutError, StateError, TopologyError
-from zcomm.formats import codec_for
 from zcomm.install.agreement import agree, settings_of
-from zcomm.install.automatic import for_all_reduce
-from zcomm.install.choices import Choice, Named, Override, choose, clean_name
-from zcomm.install.ddp_hook import GradBucket, exchange_gradients, new_future, value_or_raise
-from zcomm.install.pieces import Piece, cut
+from zcomm.install.choices import FormatChoice, Named, Override, choose, clean_name, for_all_reduce
+from zcomm.install.ddp_hook import exchange_gradients, new_future, value_or_raise
+from zcomm.install.pieces import FormatPiece, cut
 from zcomm.install.planned import Planned
-from zcomm.install.report import Account, Installation, Tally, described_topology
-from zcomm.loss_scaling import ScalerWish, kind_of
-from zcomm.philox import RandomKey
-from zcomm.recipes import AUTO_RECIPE, DEFAULT_RECIPE, Recipe, Wires, get_recipe
-from zcomm.route import check_carrier, find_route
-from zcomm.streams import SideStreams
-from zcomm.topology import Topology
-from zcomm.work import Steps, run_then
-
-__all__ = ["install_ddp"]
+from zcomm.install.report import Installation, InstallationTally, Tally, described_topology
 
 OPERATION = "all_reduce"
 
@@ -102,7 +100,7 @@ def install_ddp(
     state, topology = _state_of(ddp), topology or _topology_of(ddp.process_group, backend, kernels)
     if recipe is AUTO_RECIPE:
         recipe, choices = _automatic(ddp, overrides or {}, topology, closes=owned)
-    account = Account((choice.name for choice in choices.values()), recipe, scaler)
+    account = InstallationTally((choice.name for choice in choices.values()), recipe, scaler)
     state.compressed = _Compressed(topology, choices, account, has_residual=recipe.residual, is_shadow=shadow)
     title = f"install_ddp, recipe {recipe.name}, {described_topology(topology, shadow=shadow)}"
     return Installation(title, account, partial(_uninstall, state, topology if owned else None))
@@ -116,7 +114,7 @@ def _topology_of(group: dist.ProcessGroup, backend: BackendWish, kernels: Kernel
 
 def _automatic(
     ddp: DistributedDataParallel, overrides: Mapping[str, Override], topology: Topology, *, closes: bool
-) -> tuple[Recipe, dict[int, Choice]]:
+) -> tuple[Recipe, dict[int, FormatChoice]]:
     """The recipe for ``"auto"``, and each parameter's formats; the topology is closed if there is none, and it says."""
     try:
         recipe = for_all_reduce(topology, *_largest_bucket(ddp))
@@ -134,10 +132,10 @@ def _groups(model: nn.Module, topology: Topology | None) -> list[dist.ProcessGro
     return [topology.world.group] if topology is not None and topology.world.group is not None else []
 
 
-class _Checked(NamedTuple):
+class _CheckedArguments(NamedTuple):
     ddp: DistributedDataParallel
     recipe: Recipe
-    choices: dict[int, Choice]
+    choices: dict[int, FormatChoice]
 
 
 def _checked(
@@ -146,7 +144,7 @@ def _checked(
     overrides: Mapping[str, Override],
     topology: Topology | None,
     carrier: tuple[BackendWish, KernelsName],
-) -> _Checked:
+) -> _CheckedArguments:
     """What was given, looked up; raises what this rank refuses."""
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"model must be a DistributedDataParallel: got {type(model).__name__}; wrap it first")
@@ -163,7 +161,7 @@ def _checked(
             f"the topology must be over the ranks of DDP's process group: {topology}, "
             f"group of {dist.get_world_size(group)}, rank {dist.get_rank(group)}"
         )
-    return _Checked(model, recipe, choices)
+    return _CheckedArguments(model, recipe, choices)
 
 
 def _largest_bucket(ddp: DistributedDataParallel) -> tuple[int, torch.device]:
@@ -178,7 +176,9 @@ def _uninstall(state: _State, topology: Topology | None) -> None:
         topology.close()
 
 
-def _choices(ddp: DistributedDataParallel, recipe: Recipe, overrides: Mapping[str, Override]) -> dict[int, Choice]:
+def _choices(
+    ddp: DistributedDataParallel, recipe: Recipe, overrides: Mapping[str, Override]
+) -> dict[int, FormatChoice]:
     """Each parameter's formats, by its id; LayoutError for what cannot be served."""
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -258,8 +258,8 @@ class _Compressed:
     def __init__(
         self,
         topology: Topology,
-        choices: dict[int, Choice],
-        account: Account,
+        choices: dict[int, FormatChoice],
+        account: InstallationTally,
         *,
         has_residual: bool,
         is_shadow: bool,
@@ -334,7 +334,7 @@ class _Compressed:
                 if one.residual is not None:
                     self._account.carried.retire(one.residual)
 
-    def _plan(self, piece: Piece, buffer: Tensor) -> Planned:
+    def _plan(self, piece: FormatPiece, buffer: Tensor) -> Planned:
         tally = self._tally(piece, buffer.dtype)
         if not self._has_residual or not tally.choices[0].wires.gradients[1].block:
             return Planned(piece, tally)
@@ -343,7 +343,7 @@ class _Compressed:
         )
         return Planned(piece, tally, residual)
 
-    def _tally(self, piece: Piece, dtype: torch.dtype) -> Tally:
+    def _tally(self, piece: FormatPiece, dtype: torch.dtype) -> Tally:
         wires = piece.choices[0].wires
         plain = volume.all_reduce_sent(piece.numel, dtype, *self._shape, ("none", "none"))
         shard_numel = -(-piece.numel // self._topology.world_size)
@@ -357,7 +357,7 @@ class _Compressed:
         return self._topology.num_nodes, self._topology.ranks_per_node
 
 
-def _gradient_formats(choice: Choice) -> object:
+def _gradient_formats(choice: FormatChoice) -> object:
     # The reason is no format: what is left alone is told apart in the report by its rows, not by its messages.
     return choice.wires.gradients, choice.wires.reduced
 

@@ -8,17 +8,15 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-__all__ = ["Exchange", "GradBucket", "exchange_gradients", "new_future", "value_or_raise"]
 
-
-class Exchange(Protocol):
+class HookState(Protocol):
     """What the hook needs of its state."""
 
     def start(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Begin to average a bucket."""
 
 
-def exchange_gradients(state: Exchange, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def exchange_gradients(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Begin to average ``bucket`` over all ranks; the future is complete when the bucket holds the mean."""
     return state.start(bucket)
 

@@ -17,22 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zcomm.carrier import BackendWish, KernelsName
+from zcomm._formats.formats import codec_for
+from zcomm._formats.recipes import AUTO_RECIPE, DEFAULT_RECIPE, Recipe, get_recipe
+from zcomm._residuals.loss_scaling import ScalerWish, kind_of
+from zcomm._transport.backend_choice import BackendWish, KernelsName
+from zcomm._transport.nccl_communicators import close_communicators
+from zcomm._transport.route import check_carrier
+from zcomm._transport.topology import Topology
 from zcomm.errors import ConfigError, FormatError, LayoutError, StateError, TopologyError
-from zcomm.formats import codec_for
 from zcomm.install.agreement import agree, settings_of
-from zcomm.install.automatic import for_shards
-from zcomm.install.choices import Choice, Override, choose
+from zcomm.install.choices import FormatChoice, Override, choose, for_shards
 from zcomm.install.fsdp2_comms import Gather, Plans, Reduce, ReplicaMean, ShadowGather, ShadowReduce
-from zcomm.install.fsdp2_units import Unit, process_groups_of, units_of
-from zcomm.install.report import Account, Installation, described_topology
-from zcomm.loss_scaling import ScalerWish, kind_of
-from zcomm.nccl_communicators import close_communicators
-from zcomm.recipes import AUTO_RECIPE, DEFAULT_RECIPE, Recipe, get_recipe
-from zcomm.route import check_carrier
-from zcomm.topology import Topology
-
-__all__ = ["install_fsdp2"]
+from zcomm.install.fsdp2_units import FSDPUnit, process_groups_of, units_of
+from zcomm.install.report import Installation, InstallationTally, described_topology
 
 
 def install_fsdp2(
@@ -102,7 +99,7 @@ def _installed(agreed: _Checked, overrides: Mapping[str, Override], ways: _Ways,
     topology = topology or owned
     if recipe is AUTO_RECIPE:
         recipe, of_units = _automatic(units, overrides, topology, owned)
-    account = Account((choice.name for chosen in of_units for choice in chosen), recipe, ways.scaler)
+    account = InstallationTally((choice.name for chosen in of_units for choice in chosen), recipe, ways.scaler)
     before = [_Before(unit, replaces_hook=replicate_group is not None) for unit in units]
     last_hop = (Reduce if replicate_group is None else ReplicaMean) if recipe.residual else None
     backend = ways.backend if topology is None else topology.backend
@@ -125,9 +122,9 @@ class _Ways(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    units: list[Unit]
+    units: list[FSDPUnit]
     recipe: Recipe
-    of_units: list[Sequence[Choice]]
+    of_units: list[Sequence[FormatChoice]]
 
 
 def _checked(
@@ -158,8 +155,8 @@ def _groups(
 
 
 def _automatic(
-    units: Sequence[Unit], overrides: Mapping[str, Override], topology: Topology | None, owned: Topology | None
-) -> tuple[Recipe, list[Sequence[Choice]]]:
+    units: Sequence[FSDPUnit], overrides: Mapping[str, Override], topology: Topology | None, owned: Topology | None
+) -> tuple[Recipe, list[Sequence[FormatChoice]]]:
     """The recipe for ``"auto"``, and the formats of every unit's parameters; ``owned`` is closed if there is none."""
     weights = max(sum(unit.padded_numels) * max(dtype.itemsize for dtype in unit.gather_dtypes) for unit in units)
     gradients = max(sum(unit.padded_numels) * _gradient_nbytes(unit) for unit in units)
@@ -172,13 +169,13 @@ def _automatic(
         raise
 
 
-def _gradient_nbytes(unit: Unit) -> int:
+def _gradient_nbytes(unit: FSDPUnit) -> int:
     """Bytes of an element on its way to the shards."""
     wanted: torch.dtype | None = unit.group.mp_policy.reduce_dtype
     return wanted.itemsize if wanted is not None else max(dtype.itemsize for dtype in unit.gather_dtypes)
 
 
-def _check_kernels(units: Sequence[Unit], ways: _Ways) -> None:
+def _check_kernels(units: Sequence[FSDPUnit], ways: _Ways) -> None:
     """Exchanges over a process group take the kernels that ``ZCOMM_KERNELS`` says: there is no Topology to own any."""
     everyone = tuple(range(dist.get_world_size()))
     has_topology = ways.topology is not None or any(unit.ranks == everyone for unit in units)
@@ -208,7 +205,7 @@ def _uninstall(before: Sequence[_Before], topology: Topology | None, groups: Seq
 class _Before:
     """What a unit had before, to be given back."""
 
-    def __init__(self, unit: Unit, *, replaces_hook: bool) -> None:
+    def __init__(self, unit: FSDPUnit, *, replaces_hook: bool) -> None:
         self._unit, self._replaces_hook = unit, replaces_hook
         group = unit.group
         self._gather, self._reduce = group._all_gather_comm, group._reduce_scatter_comm
@@ -240,10 +237,12 @@ def _install(plans: Plans, replicate_group: dist.ProcessGroup | None, *, shadow:
         unit.module.set_all_reduce_hook(ReplicaMean(plans, replicate_group))
 
 
-def _choices(units: Sequence[Unit], recipe: Recipe, overrides: Mapping[str, Override]) -> list[Sequence[Choice]]:
+def _choices(
+    units: Sequence[FSDPUnit], recipe: Recipe, overrides: Mapping[str, Override]
+) -> list[Sequence[FormatChoice]]:
     """The formats of every unit's parameters."""
     choices = choose((named for unit in units for named in unit.parameters), recipe, overrides)
-    parts: list[Sequence[Choice]] = []
+    parts: list[Sequence[FormatChoice]] = []
     start = 0
     for unit in units:
         parts.append(choices[start : start + len(unit.parameters)])
@@ -252,7 +251,7 @@ def _choices(units: Sequence[Unit], recipe: Recipe, overrides: Mapping[str, Over
     return parts
 
 
-def _topology_of_job(units: Sequence[Unit], ways: _Ways) -> Topology | None:
+def _topology_of_job(units: Sequence[FSDPUnit], ways: _Ways) -> Topology | None:
     """As torchrun has it, if anything is sharded over all ranks."""
     everyone = tuple(range(dist.get_world_size()))
     if all(unit.ranks != everyone for unit in units):
@@ -260,11 +259,11 @@ def _topology_of_job(units: Sequence[Unit], ways: _Ways) -> Topology | None:
     return Topology.from_env(backend=ways.backend, kernels=ways.kernels)
 
 
-def _topology_of(unit: Unit, topology: Topology | None) -> Topology | None:
+def _topology_of(unit: FSDPUnit, topology: Topology | None) -> Topology | None:
     return topology if topology is not None and topology.global_ranks == unit.ranks else None
 
 
-def _check_topology(units: Sequence[Unit], topology: Topology | None) -> None:
+def _check_topology(units: Sequence[FSDPUnit], topology: Topology | None) -> None:
     if topology is not None and all(_topology_of(unit, topology) is None for unit in units):
         raise TopologyError(
             f"the topology must be over the ranks that share parameters: {topology}, but {units[0].label} is sharded "
@@ -272,7 +271,7 @@ def _check_topology(units: Sequence[Unit], topology: Topology | None) -> None:
         )
 
 
-def _check_dtypes(unit: Unit, choices: Sequence[Choice]) -> None:
+def _check_dtypes(unit: FSDPUnit, choices: Sequence[FormatChoice]) -> None:
     """Refuse what only turns out with the formats known."""
     if len(unit.gather_dtypes) > 1:
         dtypes = ", ".join(sorted(str(dtype) for dtype in unit.gather_dtypes))
@@ -291,7 +290,7 @@ def _check_dtypes(unit: Unit, choices: Sequence[Choice]) -> None:
 
 
 def _check_replicas(
-    units: Sequence[Unit], group: dist.ProcessGroup | None, topology: Topology | None, *, shadow: bool
+    units: Sequence[FSDPUnit], group: dist.ProcessGroup | None, topology: Topology | None, *, shadow: bool
 ) -> None:
     if group is None:
         return

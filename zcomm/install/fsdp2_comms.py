@@ -19,20 +19,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zcomm import volume
-from zcomm.all_gather import all_gather_single
-from zcomm.all_reduce import all_reduce
-from zcomm.carrier import BackendName, BackendWish
-from zcomm.formats import Format
-from zcomm.install.choices import AS_IS, Choice
-from zcomm.install.fsdp2_units import Unit
-from zcomm.install.pieces import Piece, cut
+from zcomm._collectives.all_gather import all_gather_single
+from zcomm._collectives.all_reduce import all_reduce
+from zcomm._collectives.reduce_scatter import reduce_scatter_single
+from zcomm._formats.formats import Format
+from zcomm._residuals.residual import Residual
+from zcomm._transport.backend_choice import BackendName, BackendWish
+from zcomm._transport.topology import Topology, hop_of_group
+from zcomm.install.choices import AS_IS, FormatChoice
+from zcomm.install.fsdp2_units import FSDPUnit
+from zcomm.install.pieces import FormatPiece, cut
 from zcomm.install.planned import Planned
-from zcomm.install.report import Account, Tally
-from zcomm.reduce_scatter import reduce_scatter_single
-from zcomm.residual import Residual
-from zcomm.topology import Topology, hop_of_group
-
-__all__ = ["Gather", "Plans", "Reduce", "ReplicaMean", "ShadowGather", "ShadowReduce"]
+from zcomm.install.report import InstallationTally, Tally
 
 Path = Topology | dist.ProcessGroup
 
@@ -42,10 +40,10 @@ class Plans:
 
     def __init__(
         self,
-        unit: Unit,
-        choices: Sequence[Choice],
+        unit: FSDPUnit,
+        choices: Sequence[FormatChoice],
         topology: Topology | None,
-        account: Account,
+        account: InstallationTally,
         *,
         residual_of: type[Reduce] | type[ReplicaMean] | None = None,
         backend: BackendWish = "auto",
@@ -99,7 +97,7 @@ class Plans:
         return bool((wire[1] if isinstance(wire, tuple) else wire).block)
 
     def residual(
-        self, kind: type[Reduce] | type[ReplicaMean], piece: Piece, path: Path, num_rows: int
+        self, kind: type[Reduce] | type[ReplicaMean], piece: FormatPiece, path: Path, num_rows: int
     ) -> Residual | None:
         """Of exchanges of ``piece`` by ``kind``, if the recipe has one there and it is known whose values they are."""
         if kind is not self._residual_of or any(choice.name == self._label for choice in piece.choices):
@@ -108,8 +106,8 @@ class Plans:
         return self.account.carried.open(path, spans, numel, device=self.unit.group.device)
 
     def gradient_pieces(
-        self, group: dist.ProcessGroup, numel: int, formats_of: Callable[[Choice], object]
-    ) -> tuple[Piece, ...]:
+        self, group: dist.ProcessGroup, numel: int, formats_of: Callable[[FormatChoice], object]
+    ) -> tuple[FormatPiece, ...]:
         """The pieces of gradients of ``numel`` columns: FSDP2 does not say whose, if some have none in a step."""
         columns = self._columns(self._trainable, group)
         if numel == sum(columns):
@@ -118,11 +116,11 @@ class Plans:
         if len(formats) == 1:
             return (self._part(self.choices[0]._replace(name=self._label, numel=numel)),)
         self.account.note(f"{self.unit.label}: some parameters had no gradient; the others' travelled as they are")
-        return (self._part(Choice(self._label, numel, AS_IS, "unknown part of the module")),)
+        return (self._part(FormatChoice(self._label, numel, AS_IS, "unknown part of the module")),)
 
     @staticmethod
-    def _part(choice: Choice) -> Piece:
-        return Piece((choice,), (choice.numel,), ((0, choice.numel),))
+    def _part(choice: FormatChoice) -> FormatPiece:
+        return FormatPiece((choice,), (choice.numel,), ((0, choice.numel),))
 
     @property
     def _label(self) -> str:
@@ -137,7 +135,7 @@ class Plans:
     def _columns(self, indices: Sequence[int], group: dist.ProcessGroup) -> list[int]:
         return [self.unit.padded_numels[i] // group.size() for i in indices]
 
-    def _tally(self, kind: str, piece: Piece, wire: Any, path: Path, dtype: torch.dtype) -> Tally:
+    def _tally(self, kind: str, piece: FormatPiece, wire: Any, path: Path, dtype: torch.dtype) -> Tally:
         def bytes_of(wire: Any) -> volume.Sent:
             if not isinstance(path, Topology):
                 hop = hop_of_group(path)
@@ -272,12 +270,12 @@ class ReplicaMean:
             self._planned[key] = [self._plan(piece, reduce_output.dtype) for piece in pieces]
         return self._planned[key]
 
-    def _plan(self, piece: Piece, dtype: torch.dtype) -> Planned:
+    def _plan(self, piece: FormatPiece, dtype: torch.dtype) -> Planned:
         loses = piece.choices[0].wires.gradients[1].block
         residual = self._plans.residual(ReplicaMean, piece, self._group, 1) if loses else None
         return Planned(piece, self._tally(piece, dtype), residual)
 
-    def _tally(self, piece: Piece, dtype: torch.dtype) -> Tally:
+    def _tally(self, piece: FormatPiece, dtype: torch.dtype) -> Tally:
         hop, wires = hop_of_group(self._group), piece.choices[0].wires
         shard_numel = -(-piece.numel // hop.size)
 
@@ -314,7 +312,7 @@ class ShadowGather:
 class ShadowReduce:
     """torch's own reduce-scatter; ours beside it."""
 
-    def __init__(self, own: Any, compressed: Reduce, unit: Unit) -> None:
+    def __init__(self, own: Any, compressed: Reduce, unit: FSDPUnit) -> None:
         self._own, self._compressed, self._unit = own, compressed, unit
         self.allocate = own.allocate
 

@@ -19,13 +19,11 @@ from torch import nn
 from zcomm.errors import ConfigError, LayoutError, StateError
 from zcomm.install.choices import Named, clean_name
 
-__all__ = ["Unit", "process_groups_of", "units_of"]
-
 DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 
 
 @dataclass(frozen=True)
-class Unit:
+class FSDPUnit:
     """One FSDPModule and its parameter group."""
 
     name: str
@@ -55,7 +53,7 @@ class Unit:
         return f"module {self.name or '(root)'!r}"
 
 
-def units_of(model: nn.Module) -> list[Unit]:
+def units_of(model: nn.Module) -> list[FSDPUnit]:
     """Every parameter group of ``model``, in order.
 
     Raises:
@@ -106,7 +104,7 @@ def _groups_of(module: Any, name: str) -> list[Any]:
     return groups
 
 
-def _unit(module: nn.Module, group: Any, names: dict[int, str]) -> Unit:
+def _unit(module: nn.Module, group: Any, names: dict[int, str]) -> FSDPUnit:
     name = names[id(module)]
     label = f"module {name or '(root)'!r}"
     mesh_info = group.mesh_info
@@ -134,7 +132,7 @@ def _unit(module: nn.Module, group: Any, names: dict[int, str]) -> Unit:
         if not dtype.is_floating_point:
             raise LayoutError(f"{label}: parameter {known.names[0]!r} must be real floating point: dtype={dtype}")
     shard_size = mesh_info.shard_process_group.size()
-    return Unit(
+    return FSDPUnit(
         name,
         module,
         group,

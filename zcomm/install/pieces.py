@@ -14,17 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zcomm.buffer_layout import Span
-from zcomm.install.choices import Choice
-
-__all__ = ["Piece", "cut"]
+from zcomm._residuals.buffer_layout import Span
+from zcomm.install.choices import FormatChoice
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FormatPiece:
     """Columns that are exchanged as one."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[FormatChoice, ...]
     """Whose columns, in order; all have the formats of the first."""
     sizes: tuple[int, ...]
     """Columns of each."""
@@ -61,9 +59,11 @@ class Piece:
             rows[:, start:stop].copy_(part)
 
 
-def cut(choices: Sequence[Choice], sizes: Sequence[int], formats_of: Callable[[Choice], Hashable]) -> tuple[Piece, ...]:
+def cut(
+    choices: Sequence[FormatChoice], sizes: Sequence[int], formats_of: Callable[[FormatChoice], Hashable]
+) -> tuple[FormatPiece, ...]:
     """The pieces of a buffer whose parameters have ``sizes`` columns each, in order; one for each of ``formats_of``."""
-    members: dict[Hashable, list[tuple[Choice, int]]] = {}
+    members: dict[Hashable, list[tuple[FormatChoice, int]]] = {}
     ranges: dict[Hashable, list[tuple[int, int]]] = {}
     start = 0
     for choice, size in zip(choices, sizes, strict=True):
@@ -79,5 +79,5 @@ def cut(choices: Sequence[Choice], sizes: Sequence[int], formats_of: Callable[[C
     for key, of_key in members.items():
         if ranges[key]:
             chosen, columns = zip(*of_key, strict=True)
-            pieces.append(Piece(chosen, columns, tuple(ranges[key])))
+            pieces.append(FormatPiece(chosen, columns, tuple(ranges[key])))
     return tuple(pieces)

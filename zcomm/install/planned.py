@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zcomm.install.pieces import Piece
+from zcomm._formats.recipes import Wires
+from zcomm._residuals.loss_scaling import LossScaling
+from zcomm._residuals.residual import Residual
+from zcomm.install.pieces import FormatPiece
 from zcomm.install.report import Tally
-from zcomm.loss_scaling import LossScaling
-from zcomm.recipes import Wires
-from zcomm.residual import Residual
-
-__all__ = ["Planned"]
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
     """One exchange, as often as it happens."""
 
-    piece: Piece
+    piece: FormatPiece
     tally: Tally
     residual: Residual | None = None
     """By parameter; what an exchange has lost is added to the next one, whatever the optimizer did with the step."""

@@ -15,15 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zcomm._formats.recipes import Recipe
+from zcomm._residuals.loss_scaling import LossScaling, ScalerWish
+from zcomm._residuals.residual import Residual
+from zcomm._transport.topology import Topology
 from zcomm.install.carried import Carried
-from zcomm.install.choices import Choice
-from zcomm.loss_scaling import LossScaling, ScalerWish
-from zcomm.recipes import Recipe
-from zcomm.residual import Residual
-from zcomm.topology import Topology
+from zcomm.install.choices import FormatChoice
 from zcomm.volume import Sent
-
-__all__ = ["Account", "Installation", "Report", "Row", "Tally", "described_topology"]
 
 
 def described_topology(topology: Topology, *, shadow: bool) -> str:
@@ -37,7 +35,7 @@ def described_topology(topology: Topology, *, shadow: bool) -> str:
 class Tally:
     """The exchanges of one piece."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[FormatChoice, ...]
     format: str
     """What travels and how, such as ``gradients int4,int4 int8``."""
     sent: Sent
@@ -61,7 +59,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class Row:
+class ReportRow:
     """Parameters that were treated alike."""
 
     modules: str
@@ -87,7 +85,7 @@ class Report:
     """What was sent since the installation, by module."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[ReportRow, ...]
     sent: Sent
     """This rank's bytes, inside its node and to other nodes."""
     plain: Sent
@@ -130,7 +128,7 @@ class Report:
         return "\n".join([*lines, *self.notes])
 
 
-class Account:
+class InstallationTally:
     """The tallies of one installation, of parameters ``names``, and what it carries from step to step."""
 
     def __init__(self, names: Iterable[str], recipe: Recipe, scaler: ScalerWish = "auto") -> None:
@@ -140,7 +138,7 @@ class Account:
         self.notes: list[str] = []
         """What happened that a user should know."""
 
-    def open(self, choices: tuple[Choice, ...], format: str, sent: Sent, plain: Sent) -> Tally:
+    def open(self, choices: tuple[FormatChoice, ...], format: str, sent: Sent, plain: Sent) -> Tally:
         """A tally for a new piece."""
         tally = Tally(choices, format, sent, plain)
         self.tallies.append(tally)
@@ -153,14 +151,14 @@ class Account:
 
     def report(self, title: str) -> Report:
         """Everything so far."""
-        rows: dict[tuple[str, str, str], Row] = {}
+        rows: dict[tuple[str, str, str], ReportRow] = {}
         counted: dict[tuple[str, str, str], set[str]] = {}
         for tally in self.tallies:
             numel = sum(choice.numel for choice in tally.choices)
             for choice in tally.choices:
                 modules = re.sub(r"\b\d+\b", "*", choice.module) or "(root)"
                 key = (modules, tally.format, choice.reason)
-                row = rows.setdefault(key, Row(*key))
+                row = rows.setdefault(key, ReportRow(*key))
                 if choice.name not in counted.setdefault(key, set()):
                     counted[key].add(choice.name)
                     row.parameters += 1
@@ -182,7 +180,7 @@ class Account:
 class Installation:
     """What install_ddp and install_fsdp2 return."""
 
-    def __init__(self, title: str, account: Account, remove: Callable[[], None]) -> None:
+    def __init__(self, title: str, account: InstallationTally, remove: Callable[[], None]) -> None:
         self._title, self._account, self._remove = title, account, remove
         self.is_installed = True
         """Until :meth:`uninstall`."""

@@ -3,7 +3,7 @@
     Model, Cluster, Job --choices--> configurations --zero.estimate--> bytes in memory   --fits?--+
                                                     --exchanges-->     bytes sent --times--> seconds --> ranked Rows
 
-Bytes in memory are those of :mod:`zero.formulas`, bytes sent those of :mod:`zcomm.volume`; what they take in time is in
+Bytes in memory are those of :mod:`zero.plan.formulas`, bytes sent those of :mod:`zcomm.volume`; what they take in time is in
 :mod:`zero.plan.times`, with its sources.
 """
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from zcomm import ConfigError
 
-__all__ = ["CLUSTERS", "Cluster"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:

@@ -14,13 +14,11 @@ from typing import Any
 import torch
 
 from zcomm import ConfigError
-from zcomm.auto import probe_path
+from zcomm._collectives.auto_format import probe_path
 from zero.plan.cluster import CLUSTERS, Cluster
 from zero.plan.model import MODELS, Model
 from zero.plan.planner import Job, largest_model, plan
 from zero.plan.report import as_json, draw, table
-
-__all__ = ["add_plan", "finite", "named_model", "run"]
 
 UNREADABLE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
 """What reading a document of another form raises."""

@@ -9,7 +9,7 @@ peer on a link is one exchange, and so is an agreement of all ranks. At stage 3 
     stage 3           k reductions, 2k gathers: for forward and for backward,       ZeRO, section 7
                       also of embeddings and the last layer, which backward does without
       hpZ             of them one over all ranks, the others inside the node        ZeRO++, section 3.2
-      delta-hpZ       2k gathers inside the node; k first hops, one second;         zero.node_mode
+      delta-hpZ       2k gathers inside the node; k first hops, one second;         zero._config.delta_hpz_settings
                       and the changes of the shards once
 """
 
@@ -21,7 +21,7 @@ from typing import NamedTuple, cast
 import torch
 
 from zcomm import Topology
-from zcomm.carrier import BackendName, KernelsName
+from zcomm._transport.backend_choice import BackendName, KernelsName
 from zcomm.volume import (
     Exchanged,
     Sent,
@@ -31,32 +31,30 @@ from zcomm.volume import (
     reduce_scatter_sent,
     secondary_gather_sent,
 )
-from zero.layout import BucketLayout
-from zero.model_plan import MERGED_NUMEL
-from zero.node_mode import resolve_mode
+from zero._config.delta_hpz_settings import resolve_mode
+from zero._config.settings import Effective, ZeroSettings
+from zero._gather.gather_sources import GatherOptions, gather_options
+from zero._gradients.reduction import WIRE_NAMES
+from zero._model.model_layout import MERGED_NUMEL
+from zero._sharding.layout import BucketLayout
 from zero.plan.model import Model
-from zero.reduction import WIRE_NAMES
-from zero.settings import Effective, ZeroSettings
-from zero.sources import GatherOptions, gather_options
-
-__all__ = ["KINDS", "Exchanges", "Moved", "kernel_nbytes", "step_moved"]
 
 KINDS = ("gathers", "gathers inside the node", "reductions", "new parameters", "agreements")
 """What is sent for, in the order of a step."""
 
 
-class Moved(NamedTuple):
+class MovedBytes(NamedTuple):
     """What a rank moves."""
 
     sent: Sent
     exchanges: Exchanged
 
 
-NOTHING = Moved(Sent(0, 0), Exchanged(0, 0))
+NOTHING = MovedBytes(Sent(0, 0), Exchanged(0, 0))
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TopologyShape:
     """As much of a Topology as decisions need that are made without communication."""
 
     num_nodes: int
@@ -78,32 +76,32 @@ class Exchanges:
     settings: ZeroSettings
     effective: Effective
     options: GatherOptions
-    shape: Shape
+    shape: TopologyShape
     dtype: torch.dtype
     gradient_dtype: torch.dtype
 
     @classmethod
     def of(cls, settings: ZeroSettings, num_nodes: int, ranks_per_node: int, dtype: torch.dtype) -> Exchanges:
         """With parameters of ``dtype``; ConfigError for what cannot be combined."""
-        shape = Shape(num_nodes, ranks_per_node)
+        shape = TopologyShape(num_nodes, ranks_per_node)
         topology = cast(Topology, shape)
         effective = resolve_mode(settings, topology)
         options = gather_options(settings, effective, topology)
         return cls(settings, effective, options, shape, dtype, settings.gradient_dtype or torch.float32)
 
-    def gather(self, layout: BucketLayout) -> Moved:
+    def gather(self, layout: BucketLayout) -> MovedBytes:
         """All of a bucket's parameters, from all ranks."""
         wire = (self.effective.weight_format,) * 2
         return self._gathered([stop - start for start, stop in self.options.columns(layout)], self.dtype, wire)
 
-    def gather_inside(self, layout: BucketLayout) -> Moved:
+    def gather_inside(self, layout: BucketLayout) -> MovedBytes:
         """The same from the node's own copy."""
         parts = [(stop - start) * layout.world_size for start, stop in self.options.columns(layout)]
         per_node = self.shape.ranks_per_node
         sent = [secondary_gather_sent(n, self.dtype, per_node) for n in parts]
-        return _total([Moved(part, Exchanged(int(per_node > 1), 0)) for part in sent])
+        return _total([MovedBytes(part, Exchanged(int(per_node > 1), 0)) for part in sent])
 
-    def reduce(self, layout: BucketLayout) -> Moved:
+    def reduce(self, layout: BucketLayout) -> MovedBytes:
         """A bucket's gradients to the shards."""
         wire = self.effective.gradient_formats
         if wire is None:
@@ -113,16 +111,18 @@ class Exchanges:
         parts = [stop - start for start, stop in ends] if self.effective.change_format is None else [layout.shard_numel]
         return _total(
             [
-                Moved(reduce_scatter_sent(n, self.gradient_dtype, *self._nodes, wire), exchanged(n, *self._nodes, wire))
+                MovedBytes(
+                    reduce_scatter_sent(n, self.gradient_dtype, *self._nodes, wire), exchanged(n, *self._nodes, wire)
+                )
                 for n in parts
             ]
         )
 
-    def publish(self, layout: BucketLayout) -> Moved:
+    def publish(self, layout: BucketLayout) -> MovedBytes:
         """Below stage 3: new parameters, or at stage 0 whole gradients. In delta-hpZ the changes."""
         if (wire := self.effective.change_format) is not None:
             sent = one_hop_sent(layout.shard_numel, torch.float32, 0, self.shape.num_nodes - 1, wire)
-            return Moved(sent, Exchanged(0, int(self.shape.num_nodes > 1)))  # one hop, never cut
+            return MovedBytes(sent, Exchanged(0, int(self.shape.num_nodes > 1)))  # one hop, never cut
         if self.effective.stage.shards_parameters:
             return NOTHING
         if not self.effective.stage.shards_states:
@@ -131,22 +131,22 @@ class Exchanges:
             parts, wire, dtype = layout.chunks(self.options.max_numel), self.effective.weight_format, self.dtype
         return self._gathered([stop - start for start, stop in parts], dtype, (wire, wire))
 
-    def _gathered(self, parts: list[int], dtype: torch.dtype, wire: tuple[str, str]) -> Moved:
+    def _gathered(self, parts: list[int], dtype: torch.dtype, wire: tuple[str, str]) -> MovedBytes:
         of_parts = [(all_gather_sent(n, dtype, *self._nodes, wire), exchanged(n, *self._nodes, wire)) for n in parts]
-        return _total([Moved(*part) for part in of_parts])
+        return _total([MovedBytes(*part) for part in of_parts])
 
-    def agree(self, num_micro: int) -> Moved:
+    def agree(self, num_micro: int) -> MovedBytes:
         """The agreements of a step: one on what each reduction takes, one on the update; their bytes do not count."""
         if self.shape.world_size == 1:
             return NOTHING
         count = 1 + (num_micro if self.effective.stage.reduces_every_micro_batch else 1)
-        return Moved(Sent(0, 0), Exchanged(0, count) if self.shape.num_nodes > 1 else Exchanged(count, 0))
+        return MovedBytes(Sent(0, 0), Exchanged(0, count) if self.shape.num_nodes > 1 else Exchanged(count, 0))
 
     @property
     def _nodes(self) -> tuple[int, int]:
         return self.shape.num_nodes, self.shape.ranks_per_node
 
-    def of_bucket(self, layout: BucketLayout, num_micro: int, *, is_trainable: bool) -> dict[str, Moved]:
+    def of_bucket(self, layout: BucketLayout, num_micro: int, *, is_trainable: bool) -> dict[str, MovedBytes]:
         """What one bucket moves in a step of ``num_micro`` micro-batches, by kind."""
         stage, has_copy = self.effective.stage, self.effective.change_format is not None
         whole, inside = (0, 0) if not stage.shards_parameters else (2 * num_micro, 0)
@@ -167,14 +167,14 @@ class Exchanges:
             found[KINDS[2]] = _times(once, times)
             if has_copy:  # the second hop once
                 sent, counts = found[KINDS[2]]
-                found[KINDS[2]] = Moved(
+                found[KINDS[2]] = MovedBytes(
                     sent._replace(inter=once.sent.inter), counts._replace(inter=once.exchanges.inter)
                 )
             found[KINDS[3]] = self.publish(layout)
         return found
 
 
-def step_moved(model: Model, exchanges: Exchanges, num_micro: int = 1) -> dict[str, Moved]:
+def step_moved(model: Model, exchanges: Exchanges, num_micro: int = 1) -> dict[str, MovedBytes]:
     """Bytes that each rank sends in a step, and exchanges that it takes part in, by kind and link."""
     settings, shape = exchanges.settings, exchanges.shape
     merged = min(MERGED_NUMEL, settings.reduce_bucket_size, settings.allgather_bucket_size)
@@ -220,16 +220,16 @@ def _wire_nbytes(wire: str, dtype: torch.dtype) -> float:
     return one_hop_sent(numel, dtype, 1, 0, wire).intra / numel
 
 
-def _times(moved: Moved, factor: int) -> Moved:
+def _times(moved: MovedBytes, factor: int) -> MovedBytes:
     sent, counts = moved
-    return Moved(
+    return MovedBytes(
         Sent(sent.intra * factor, sent.inter * factor), Exchanged(counts.intra * factor, counts.inter * factor)
     )
 
 
-def _total(parts: list[Moved]) -> Moved:
+def _total(parts: list[MovedBytes]) -> MovedBytes:
     sent, counts = [part.sent for part in parts], [part.exchanges for part in parts]
-    return Moved(
+    return MovedBytes(
         Sent(sum(part.intra for part in sent), sum(part.inter for part in sent)),
         Exchanged(sum(part.intra for part in counts), sum(part.inter for part in counts)),
     )

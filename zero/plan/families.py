@@ -18,9 +18,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from zcomm import ConfigError
-from zero.plan.unit import Unit
 
-__all__ = ["FAMILIES", "Shape", "shape_of"]
+
+@dataclass(frozen=True, slots=True)
+class PlannedUnit:
+    """Parameters of one kind that are gathered together, ``repeats`` times the same."""
+
+    numels: tuple[int, ...]
+    """Elements of each parameter."""
+    repeats: int = 1
+    is_trainable: bool = True
+    is_layer: bool = False
+    """Whether it is there once for each layer of the model."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of one."""
+        return sum(self.numels)
+
 
 REMEDY = (
     "give the model on the meta device to zero.plan.Model.of_module, or its size by --parameters and --layers"
@@ -32,10 +47,10 @@ LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ModelShape:
     """What a configuration says."""
 
-    units: tuple[Unit, ...]
+    units: tuple[PlannedUnit, ...]
     num_layers: int
     hidden: int
     positions: int
@@ -72,7 +87,7 @@ class _Fields:
         return value
 
 
-def shape_of(values: Mapping[str, Any]) -> Shape:
+def shape_of(values: Mapping[str, Any]) -> ModelShape:
     """Of the dict of a ``config.json``, with the head of a language model.
 
     Raises:
@@ -100,9 +115,9 @@ def _linear(inputs: int, outputs: int, *, has_bias: bool) -> tuple[int, ...]:
     return (inputs * outputs, outputs) if has_bias else (inputs * outputs,)
 
 
-def _units(*numels: tuple[int, ...] | Unit) -> tuple[Unit, ...]:
+def _units(*numels: tuple[int, ...] | PlannedUnit) -> tuple[PlannedUnit, ...]:
     """Those that have parameters."""
-    units = [found if isinstance(found, Unit) else Unit(found) for found in numels]
+    units = [found if isinstance(found, PlannedUnit) else PlannedUnit(found) for found in numels]
     return tuple(unit for unit in units if unit.numels)
 
 
@@ -110,15 +125,15 @@ def _tied(*, is_tied: bool) -> str:
     return "tied embeddings" if is_tied else "embeddings not tied"
 
 
-def _gpt2(fields: _Fields) -> Shape:
+def _gpt2(fields: _Fields) -> ModelShape:
     h, layers, vocabulary = fields.whole("n_embd"), fields.whole("n_layer"), fields.whole("vocab_size")
     positions, inner = fields.whole("n_positions"), fields.whole("n_inner", 4 * h)
     is_tied = fields.flag("tie_word_embeddings", default=True)
     attention = _linear(h, 3 * h, has_bias=True) + _linear(h, h, has_bias=True)
     mlp = _linear(h, inner, has_bias=True) + _linear(inner, h, has_bias=True)
-    layer = Unit((h, h, *attention, h, h, *mlp), layers, is_layer=True)
+    layer = PlannedUnit((h, h, *attention, h, h, *mlp), layers, is_layer=True)
     head = () if is_tied else (vocabulary * h,)
-    return Shape(
+    return ModelShape(
         units=_units((vocabulary * h,), (positions * h,), layer, (h, h), head),
         num_layers=layers,
         hidden=h,
@@ -128,7 +143,7 @@ def _gpt2(fields: _Fields) -> Shape:
     )
 
 
-def _opt(fields: _Fields) -> Shape:
+def _opt(fields: _Fields) -> ModelShape:
     h, layers, vocabulary = fields.whole("hidden_size"), fields.whole("num_hidden_layers"), fields.whole("vocab_size")
     positions, inner = fields.whole("max_position_embeddings"), fields.whole("ffn_dim")
     width = fields.whole("word_embed_proj_dim", h)
@@ -141,13 +156,13 @@ def _opt(fields: _Fields) -> Shape:
     mlp = _linear(h, inner, has_bias=has_bias) + _linear(inner, h, has_bias=has_bias)
     projection = () if width == h else (width * h,)
     tied = _tied(is_tied=is_tied)
-    return Shape(
+    return ModelShape(
         units=_units(
             (vocabulary * width,),
             ((positions + 2) * h,),  # two are for padding
             *(projection, projection),
             norm if ends_with_norm else (),
-            Unit((*attention, *norm, *mlp, *norm), layers, is_layer=True),
+            PlannedUnit((*attention, *norm, *mlp, *norm), layers, is_layer=True),
             () if is_tied else (vocabulary * width,),
         ),
         num_layers=layers,
@@ -158,14 +173,14 @@ def _opt(fields: _Fields) -> Shape:
     )
 
 
-def _gpt_neox(fields: _Fields) -> Shape:
+def _gpt_neox(fields: _Fields) -> ModelShape:
     h, layers, vocabulary = fields.whole("hidden_size"), fields.whole("num_hidden_layers"), fields.whole("vocab_size")
     inner, is_tied = fields.whole("intermediate_size"), fields.flag("tie_word_embeddings", default=False)
     has_bias = fields.flag("attention_bias", default=True)
     attention = _linear(h, 3 * h, has_bias=has_bias) + _linear(h, h, has_bias=has_bias)
     mlp = _linear(h, inner, has_bias=True) + _linear(inner, h, has_bias=True)
-    layer = Unit((h, h, h, h, *attention, *mlp), layers, is_layer=True)
-    return Shape(
+    layer = PlannedUnit((h, h, h, h, *attention, *mlp), layers, is_layer=True)
+    return ModelShape(
         units=_units((vocabulary * h,), layer, (h, h), () if is_tied else (vocabulary * h,)),
         num_layers=layers,
         hidden=h,
@@ -174,7 +189,7 @@ def _gpt_neox(fields: _Fields) -> Shape:
     )
 
 
-def _llama(fields: _Fields) -> Shape:
+def _llama(fields: _Fields) -> ModelShape:
     """All that descend from it."""
     family, h, layers = fields.family, fields.whole("hidden_size"), fields.whole("num_hidden_layers")
     vocabulary, inner, heads = (fields.whole(n) for n in ("vocab_size", "intermediate_size", "num_attention_heads"))
@@ -190,8 +205,8 @@ def _llama(fields: _Fields) -> Shape:
     mlp, idle, of_mlp = _gated_mlp(fields, h, inner)
     is_tied = fields.flag("tie_word_embeddings", default=False)
     tied = _tied(is_tied=is_tied)
-    layer = Unit((*q, *kv, *kv, *out, *norms_of_heads, *mlp, h, h), layers, is_layer=True)
-    return Shape(
+    layer = PlannedUnit((*q, *kv, *kv, *out, *norms_of_heads, *mlp, h, h), layers, is_layer=True)
+    return ModelShape(
         units=_units((vocabulary * h,), layer, (h,), () if is_tied else (vocabulary * h,)),
         num_layers=layers,
         hidden=h,
@@ -213,7 +228,7 @@ def _gated_mlp(fields: _Fields, h: int, inner: int) -> tuple[tuple[int, ...], in
     return mlp, (experts - used) * 3 * inner * h, f"{experts} experts of 3 x {inner} and {used} of them a token"
 
 
-FAMILIES: Mapping[str, tuple[Callable[[_Fields], Shape], tuple[str, ...]]] = {
+FAMILIES: Mapping[str, tuple[Callable[[_Fields], ModelShape], tuple[str, ...]]] = {
     "gpt2": (_gpt2, ()),
     "opt": (_opt, ()),
     "gpt_neox": (_gpt_neox, ()),

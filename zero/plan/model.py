@@ -9,20 +9,17 @@ from typing import Any
 from torch import nn
 
 from zcomm import ConfigError
-from zero.formulas import Counts
-from zero.layout import BucketLayout, runs
-from zero.plan.families import shape_of
-from zero.plan.unit import Unit
-from zero.units import find_units
-
-__all__ = ["MODELS", "Model", "Unit"]
+from zero._sharding.layout import BucketLayout, runs
+from zero._sharding.units import find_units
+from zero.plan.families import PlannedUnit, shape_of
+from zero.plan.formulas import Counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """Units, and the shape of the transformer that they are."""
 
-    units: tuple[Unit, ...]
+    units: tuple[PlannedUnit, ...]
     num_layers: int
     hidden: int
     sequence: int
@@ -41,9 +38,9 @@ class Model:
             )
         h = hidden
         norms, attention = (h, h, h, h), (3 * h * h, 3 * h, h * h, h)
-        block = Unit((*norms, *attention, 4 * h * h, 4 * h, 4 * h * h, h), num_layers, is_layer=True)
-        ends = (Unit((vocabulary * h,)), Unit((sequence * h,)))
-        return cls(units=(*ends, block, Unit((h, h))), num_layers=num_layers, hidden=h, sequence=sequence)
+        block = PlannedUnit((*norms, *attention, 4 * h * h, 4 * h, 4 * h * h, h), num_layers, is_layer=True)
+        ends = (PlannedUnit((vocabulary * h,)), PlannedUnit((sequence * h,)))
+        return cls(units=(*ends, block, PlannedUnit((h, h))), num_layers=num_layers, hidden=h, sequence=sequence)
 
     @classmethod
     def of_numel(cls, numel: float, num_layers: int, *, sequence: int = 1024) -> Model:
@@ -52,7 +49,7 @@ class Model:
         if of_layer < 1:
             raise ConfigError(f"there must be parameters and layers: parameters={numel}, layers={num_layers}")
         hidden = max(int((of_layer / 12) ** 0.5), 1)
-        layers = Unit((of_layer,), num_layers, is_layer=True)
+        layers = PlannedUnit((of_layer,), num_layers, is_layer=True)
         return cls(units=(layers,), num_layers=num_layers, hidden=hidden, sequence=sequence)
 
     @classmethod
@@ -65,7 +62,7 @@ class Model:
             kinds: dict[Any, list[int]] = {}
             for _, param in unit.parameters:
                 kinds.setdefault((param.dtype, param.requires_grad), []).append(param.numel())
-            units += [Unit(tuple(n), is_trainable=is_trainable) for (_, is_trainable), n in kinds.items()]
+            units += [PlannedUnit(tuple(n), is_trainable=is_trainable) for (_, is_trainable), n in kinds.items()]
         return cls(units=tuple(units), num_layers=num_layers, hidden=hidden, sequence=sequence, idle_numel=idle_numel)
 
     @classmethod
@@ -104,7 +101,7 @@ class Model:
 
     def cut(self, max_numel: int) -> Model:
         """The same with units of more than ``max_numel`` elements cut into their parameters, as stage 3 does."""
-        units: list[Unit] = []
+        units: list[PlannedUnit] = []
         for unit in self.units:
             if unit.numel <= max_numel:
                 units.append(unit)
@@ -124,7 +121,7 @@ class Model:
 
     def layouts(self, world_size: int, merged_numel: int = 0) -> Iterator[tuple[BucketLayout, int, bool]]:
         """Each bucket, how often it is there, whether it trains; small units share one up to ``merged_numel``."""
-        small: list[Unit] = []
+        small: list[PlannedUnit] = []
         for unit in self.units:
             if unit.numel <= merged_numel:
                 small += [replace(unit, repeats=1)] * unit.repeats
@@ -144,7 +141,7 @@ class Model:
         )
 
 
-def _merged(units: list[Unit], world_size: int, max_numel: int) -> Iterator[tuple[BucketLayout, int, bool]]:
+def _merged(units: list[PlannedUnit], world_size: int, max_numel: int) -> Iterator[tuple[BucketLayout, int, bool]]:
     for run in runs([unit.numel for unit in units], max_numel):
         for is_trainable in (True, False):
             numels = tuple(n for i in run if units[i].is_trainable == is_trainable for n in units[i].numels)

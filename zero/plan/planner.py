@@ -11,16 +11,14 @@ import torch
 
 from zcomm import ConfigError
 from zcomm.volume import Sent
-from zero.config.plan import make_plan
-from zero.config.read import parse
-from zero.estimate import TIERS, Estimate, estimate, tiers_of_stage
-from zero.formulas import Activations
+from zero._config.parse import parse
+from zero._config.resolved import make_plan
 from zero.plan.cluster import Cluster
-from zero.plan.exchanges import Exchanges, Moved, kernel_nbytes, step_moved
+from zero.plan.estimate import TIERS, Estimate, estimate, tiers_of_stage
+from zero.plan.exchanges import Exchanges, MovedBytes, kernel_nbytes, step_moved
+from zero.plan.formulas import Activations
 from zero.plan.model import Model
-from zero.plan.times import Times, times_of
-
-__all__ = ["VARIANTS", "Job", "Row", "largest_model", "plan"]
+from zero.plan.times import StepTimes, times_of
 
 VARIANTS = ("plain", "ZeRO++", "delta-hpZ")
 DEVICES = {"device": "none", "host": "cpu", "nvme": "nvme"}
@@ -73,14 +71,14 @@ class Row:
     variant: str
     """Of :data:`VARIANTS`."""
     tier: str
-    """A key of :data:`zero.estimate.TIERS`."""
+    """A key of :data:`zero.plan.estimate.TIERS`."""
     config: Mapping[str, Any]
     """DeepSpeed's JSON, as :func:`zero.initialize` takes it."""
     memory: Estimate
     """Bytes of a rank, by kind and place."""
-    moved: Mapping[str, Moved]
+    moved: Mapping[str, MovedBytes]
     """Bytes that a rank sends in a step, and the exchanges they go in, by kind."""
-    times: Times
+    times: StepTimes
     tokens: int
     """Of all ranks in a step."""
     lacks: tuple[str, ...]

@@ -10,8 +10,6 @@ from zero.plan.cluster import Cluster
 from zero.plan.model import Model
 from zero.plan.planner import Row
 
-__all__ = ["as_json", "draw", "table"]
-
 PLACES = ("device", "host", "nvme")
 HEADER = (
     f"{'stage':>5}  {'variant':<9}  {'tier':<14} {'device':>8} {'host':>8} {'nvme':>8} {'within':>8} {'between':>8} "

@@ -33,11 +33,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zero.formulas import RECOMPUTATION, Activations, Setup
 from zero.plan.cluster import Cluster
-from zero.plan.exchanges import Moved
-
-__all__ = ["COMPUTE_EFFICIENCY", "LINK_EFFICIENCY", "Times", "flops_of", "times_of"]
+from zero.plan.exchanges import MovedBytes
+from zero.plan.formulas import RECOMPUTATION, Activations, Setup
 
 COMPUTE_EFFICIENCY = 0.45
 """Of a device's peak, that a transformer's layers reach."""
@@ -46,7 +44,7 @@ LINK_EFFICIENCY = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
+class StepTimes:
     """Seconds of one step."""
 
     computation: float
@@ -103,12 +101,12 @@ def times_of(
     shape: Activations,
     setup: Setup,
     cluster: Cluster,
-    moved: Mapping[str, Moved],
+    moved: Mapping[str, MovedBytes],
     *,
     kernels_nbytes: float,
     num_micro: int,
     active_numel: int | None = None,
-) -> Times:
+) -> StepTimes:
     """The times of a step of ``num_micro`` micro-batches.
 
     Args:
@@ -136,7 +134,7 @@ def times_of(
         if setup.tier.parameters == "nvme":
             read += 2 * num_micro * setup.param_nbytes * own * per_node
             written += setup.param_nbytes * own * per_node
-    return Times(
+    return StepTimes(
         ranks_per_processor=cluster.ranks_per_processor,
         computation=flops_of(active_numel or numel, tokens, shape) / _rate(cluster.tflops * 1e12, COMPUTE_EFFICIENCY),
         within=sum(part.intra for part in sent) / _rate(cluster.within_gbps * 1e9),

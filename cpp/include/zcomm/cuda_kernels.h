@@ -48,7 +48,7 @@ inline Bytes CodesOfRange(const MessageLayout& layout, std::size_t segment, cons
   return {layout.codes_offset + segment * layout.segment_codes_nbytes + first, (range.end * bits + 7) / 8 - first};
 }
 
-// What earlier messages lost (N10 of zcomm/quant.py), int8 blocks of 256: row i * num_segments + s belongs to segment s
+// What earlier messages lost (N10 of zcomm/_formats/reference.py), int8 blocks of 256: row i * num_segments + s belongs to segment s
 // of message i and is added, times beta, before it is encoded; what encoding loses replaces it, but for blocks that are
 // not finite. Row r has its codes from codes + r * codes_stride on, in whole blocks and aligned to 8 bytes, and its
 // bf16 scales from scales + r * scales_stride on; element e of the segment is element e of the row.

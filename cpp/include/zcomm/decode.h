@@ -9,7 +9,7 @@ namespace zcomm {
 
 // Decodes `input.count` messages into the rows of `output` (message i into the rows of message i).
 //
-//   block codec:  value of the code (N4 to N9 of zcomm/quant.py) in float32, clamped to the finite range of
+//   block codec:  value of the code (N4 to N9 of zcomm/_formats/reference.py) in float32, clamped to the finite range of
 //                 output.dtype, then rounded to it; a NaN scale gives NaN
 //   cast codec:   the element rounded to output.dtype to nearest, overflow to infinity
 //

@@ -8,7 +8,7 @@
 
 namespace zcomm {
 
-// Deltas (N11 of zcomm/quant.py), each one pass over the data. Both throw std::invalid_argument on bad arguments and on
+// Deltas (N11 of zcomm/_formats/reference.py), each one pass over the data. Both throw std::invalid_argument on bad arguments and on
 // a wrong trailer, before anything is written. Thread-safe. Nothing may overlap. The bits do not depend on num_threads,
 // the ISA level or denormal modes.
 

@@ -26,7 +26,7 @@ struct ResidualRows {
 // Whether a residual can follow messages of `layout`: a block codec whose blocks do not straddle those of a residual.
 bool MayKeepResidual(const MessageLayout& layout);
 
-// Both are one pass over the data, with the arithmetic N10 of zcomm/quant.py: what is to become message i has beta x
+// Both are one pass over the data, with the arithmetic N10 of zcomm/_formats/reference.py: what is to become message i has beta x
 // the residual's row i added before it is quantized, and the row takes what the message lacks of that. Blocks of a
 // residual with a value that is not finite stay as they are.
 //

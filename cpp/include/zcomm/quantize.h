@@ -10,7 +10,7 @@ namespace zcomm {
 
 // Writes `output.count` messages from the rows of `input` (message i from the rows of message i), whole: headers,
 // codes, padding, trailer with output.layout_hash and checksum 0. The arithmetic is the numerics contract N1 to N9 of
-// zcomm/quant.py, in float32; for a block b of a symmetric codec, in short:
+// zcomm/_formats/reference.py, in float32; for a block b of a symmetric codec, in short:
 //
 //   absmax = max |x| over b        scale[b] = absmax / qmax rounded up to bf16        code = nearest code of x / scale
 //

@@ -5,7 +5,7 @@
 
 namespace zcomm {
 
-// Which random numbers an encoding takes (N6 of zcomm/quant.py): one for each element, by its position e in memory.
+// Which random numbers an encoding takes (N6 of zcomm/_formats/reference.py): one for each element, by its position e in memory.
 // With n = first + e it is word n % 4 of Philox4x32-10 at the counter (n / 4 mod 2^32, step, hop + 256 * (n / 2^34),
 // rank) under the key (seed, tensor), shifted right by 8.
 struct Draw {

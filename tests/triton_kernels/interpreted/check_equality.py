@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.zcomm.data import mixture, same_values
-from zcomm import kernels, on_triton, quant
-from zcomm.formats import Format, get_format
-from zcomm.message import MessageLayout, layout_of
-from zcomm.philox import Draw
+from zcomm._formats import reference
+from zcomm._formats.formats import Format, get_format
+from zcomm._formats.message import MessageLayout, layout_of
+from zcomm._formats.philox import Draw
+from zcomm._kernels import kernels, on_triton
 
 DRAWS = int(os.environ.get("ZCOMM_TEST_DRAWS", "200"))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -71,7 +72,7 @@ class Case:
         x = mixture(self.num_messages * layout.numel, self.seed, self.dtype)
         draw = _draw_of(get_format(self.format), 2**34 + self.seed)
         rooms = [_guarded_messages(layout, self.num_messages) for _ in range(2)]
-        for module, (_, messages) in zip((quant, kernels), rooms, strict=True):
+        for module, (_, messages) in zip((reference, kernels), rooms, strict=True):
             module.quantize(x, layout, messages, *self.strides, draw)
         assert _same_messages(rooms[0][1], rooms[1][1], layout), "quantize"
         assert torch.equal(rooms[0][0][:16], rooms[1][0][:16])
@@ -82,7 +83,7 @@ class Case:
     def _check_decode(self, messages: Tensor, layout: MessageLayout) -> None:
         values = [_guarded(self.num_messages * layout.numel, self.out_dtype) for _ in range(2)]
         sums = [_guarded(layout.numel, self.out_dtype) for _ in range(2)]
-        for module, (_, flat), (_, total) in zip((quant, kernels), values, sums, strict=True):
+        for module, (_, flat), (_, total) in zip((reference, kernels), values, sums, strict=True):
             module.decode(messages, layout, flat, *self.strides)
             module.decode_sum(messages, layout, total, self.numel, 3)
         assert same_values(values[0][0], values[1][0]), "decode"
@@ -92,7 +93,7 @@ class Case:
         format = get_format(self.out_format)
         out_layout = layout_of("after", format, self.dtype, 1, self.numel)
         outs = [_guarded_messages(out_layout, self.num_segments) for _ in range(2)]
-        for module, (_, out) in zip((quant, kernels), outs, strict=True):
+        for module, (_, out) in zip((reference, kernels), outs, strict=True):
             module.decode_sum_requantize(messages, layout, out, out_layout, _draw_of(format, self.seed))
         assert _same_messages(outs[0][1], outs[1][1], out_layout), "decode_sum_requantize"
         assert torch.equal(outs[0][0][-16:], outs[1][0][-16:])

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from tests.zcomm.data import mixture, same_values
-from zcomm import kernels, quant
-from zcomm.encoder import Encoder
+from zcomm._collectives.encoder import Encoder
+from zcomm._formats import reference
+from zcomm._formats.formats import FORMATS, get_format
+from zcomm._formats.message import MessageLayout, layout_of
+from zcomm._formats.philox import Draw, RandomKey
+from zcomm._kernels import kernels
+from zcomm._residuals.residual import Residual
+from zcomm._transport.route import Route, find_route
+from zcomm._transport.topology import Topology
 from zcomm.errors import MessageError
-from zcomm.formats import FORMATS, get_format
-from zcomm.message import MessageLayout, layout_of
-from zcomm.philox import Draw, RandomKey
-from zcomm.residual import Residual
-from zcomm.route import Route, find_route
-from zcomm.topology import Topology
 from zcomm.triton_kernels import _layout, launch
 
 WIRES = ["int4", "nf4", "int8", "fp8_e4m3", "int4:asym", "int4/512:hadamard", "int8/2", "int4:asym:hadamard:stochastic"]
@@ -29,13 +30,13 @@ BETA = 0.9
 def _quantized(x: Tensor, layout: MessageLayout, draw: Draw | None = None) -> Tensor:
     """Rows of ``x`` as messages of the reference."""
     out = layout.new(x.shape[0], x.device)
-    quant.quantize(x, layout, out, x.shape[1], 0, draw)
+    reference.quantize(x, layout, out, x.shape[1], 0, draw)
     return out
 
 
 def _decoded(messages: Tensor, layout: MessageLayout) -> Tensor:
     out = torch.empty(messages.shape[0], layout.numel)
-    quant.decode(messages, layout, out, layout.numel, 0)
+    reference.decode(messages, layout, out, layout.numel, 0)
     return out
 
 
@@ -118,9 +119,9 @@ def test_residual_of_a_sum(format: str, received: str) -> None:
         incoming = layout_of("test", get_format(received), torch.float32, 2, numel)
         x = mixture(3 * incoming.numel, seed)
         messages = incoming.new(3, x.device)
-        quant.quantize(x, incoming, messages, incoming.numel, numel)
+        reference.quantize(x, incoming, messages, incoming.numel, numel)
         total = torch.empty(2, numel)
-        quant.decode_sum(messages, incoming, total, numel, 1)
+        reference.decode_sum(messages, incoming, total, numel, 1)
         layout = layout_of("after", get_format(format), torch.float32, 1, numel)
         expected = _Expected(total, layout, None)
         residual, out = expected.residual(), layout.new(2, x.device).fill_(0xAB)
@@ -222,11 +223,11 @@ def test_what_is_made_of_a_refused_message_is_refused(received: str, format: str
     incoming = layout_of("test", get_format(received), torch.float32, num_segments, numel)
     layout = layout_of("after", get_format(format), torch.float32, 1, numel)
     messages = incoming.new(count, torch.device("cpu"))
-    quant.quantize(torch.ones(count * incoming.numel), incoming, messages, incoming.numel, numel)
+    reference.quantize(torch.ones(count * incoming.numel), incoming, messages, incoming.numel, numel)
     for damaged in range(count + 1):
         got, decoded = layout.new(num_segments, messages.device), []
         is_valid = torch.tensor([int(damaged < count)], dtype=torch.int32)
-        quant.decode_sum_requantize(messages, incoming, got, layout)
+        reference.decode_sum_requantize(messages, incoming, got, layout)
         wrong = messages.clone()
         if damaged < count:
             wrong[damaged, -8] ^= 1

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from tests.zcomm.data import mixture
-from zcomm import quant
-from zcomm.formats import get_format
-from zcomm.message import MessageLayout, layout_of
-from zcomm.philox import Draw
+from zcomm._formats import reference
+from zcomm._formats.formats import get_format
+from zcomm._formats.message import MessageLayout, layout_of
+from zcomm._formats.philox import Draw
 from zcomm.triton_kernels import launch
 
 GUARD = 4096
@@ -72,7 +72,7 @@ def _messages(layout: MessageLayout, num_messages: int) -> Tensor:
     """By the reference."""
     x = mixture(num_messages * layout.numel, 1)
     out = layout.new(num_messages, x.device)
-    quant.quantize(x, layout, out, layout.numel, layout.segment_numel)
+    reference.quantize(x, layout, out, layout.numel, layout.segment_numel)
     return out
 
 

@@ -1,0 +1,229 @@
+"""All-gather: every rank's shard, whole on every rank, in any wire format (qwZ of "ZeRO++", arXiv:2306.10209).
+
+    one hop     shard --quantize--> message --all-gather--> messages --decode--> output
+    two hops    between the nodes among equal local ranks first, then inside the node: each byte crosses the network
+                once per node. The same format on both hops: bytes are forwarded. Otherwise decoded and encoded again.
+
+A shard that travels in its own dtype into rows of that dtype is gathered in place, without staging; small ones on two
+hops if the rows are contiguous and numbered local. On two hops large shards go in chunks: hop 2 of one overlaps hop 1
+of the next (:mod:`zcomm._transport.chunks`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from zcomm._collectives.auto_format import resolve
+from zcomm._collectives.encoder import Encoder, check_random
+from zcomm._collectives.nccl_steps import gather_over_nccl, is_native
+from zcomm._formats.formats import Format, codec_for, is_same_wire
+from zcomm._formats.message import MessageLayout
+from zcomm._formats.philox import RandomKey
+from zcomm._kernels import kernels
+from zcomm._transport import backend
+from zcomm._transport.backend import MessageInfo
+from zcomm._transport.backend_choice import BackendName
+from zcomm._transport.chunks import chunks_of, pipelined
+from zcomm._transport.route import (
+    Group,
+    Route,
+    WireFormat,
+    check_arguments,
+    check_own_row,
+    check_shard,
+    find_route,
+    rows_of,
+)
+from zcomm._transport.topology import Numbering
+from zcomm._transport.work import Steps, Work, nothing, run
+
+
+def all_gather_single(
+    output: Tensor,
+    input: Tensor,
+    group: Group = None,
+    *,
+    format: WireFormat = "none",
+    numbering: Numbering = "rank",
+    random: RandomKey | None = None,
+    async_op: bool = False,
+    backend: BackendName | None = None,
+) -> Work | None:
+    """Gather ``input`` of every rank into ``output``.
+
+    Args:
+        output: floating point, [world_size * n] contiguous, or [world_size, n] with contiguous rows. Every rank ends
+            with the same bits in it, its own shard included, which is decoded from its own message.
+        input: this rank's shard, floating point, [n] contiguous; may be its own place in ``output``. The same n on
+            every rank.
+        group: a ProcessGroup (default: all ranks) for one hop, or a :class:`zcomm.Topology` for two.
+        format: a wire format; with a Topology also a pair, (between nodes, inside the node). ``"none"`` is ``input``'s
+            dtype, ``"auto"`` what was measured to be fastest (:mod:`zcomm._collectives.auto_format`). The same on every rank.
+        numbering: which row is whose; "rank" as in torch, or "local" (:mod:`zcomm._transport.topology`).
+        random: for formats that round stochastically, and for those alone; another key for each call.
+        async_op: return a Work at once; ``output`` may be read, and ``input`` changed, after its ``wait()``.
+        backend: "torch" or "nccl"; default: the Topology's, or torch over a ProcessGroup. The same on every rank.
+
+    Returns:
+        A Work if ``async_op``, else None.
+
+    Raises:
+        LayoutError, FormatError: Sizes, dtypes, formats or random do not fit. Raised before any communication.
+        BackendUnavailableError: The backend does not serve the device. Raised before any communication.
+        MessageError: Another rank sent something else, or bytes were damaged (with ZCOMM_CHECK=1).
+
+    Cost for each rank: sends its message to every other rank; with two hops its message to one rank of every other
+    node, and as many messages as there are nodes inside the node. No host sync on CUDA beyond the process group's.
+    """
+    output, input = check_arguments(group, format, numbering=numbering, async_op=async_op, output=output, input=input)
+    chosen = resolve(format, "all_gather", group, input, output.numel(), first="inter", numbering=numbering)
+    route = find_route("all_gather", group, chosen.format, first="inter", num_hops=chosen.num_hops, backend=backend)
+    rows = rows_of("output", output, route.world_size)
+    check_shard("input", input, "output", rows)
+    check_own_row(input, rows, route.own_row(numbering))
+    for _, hop_format in route.hops:
+        codec_for(hop_format, input.dtype)
+    check_random(random, chosen.format)
+    route.compare(numel=input.numel(), dtype=input.dtype, numbering=numbering, random=random)
+    steps = gather_steps(rows, input, numbering, Encoder(route, input.numel(), random))
+    return run(steps, output, input, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
+
+
+def gather_steps(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
+    """The steps of :func:`all_gather_single` on checked arguments."""
+    if not shard.numel():
+        return nothing()
+    route = encoder.route
+    if is_native(encoder, rows, shard):
+        return gather_over_nccl(rows, shard, numbering, encoder)
+    if len(route.hops) == 1:
+        return _one_hop(rows, shard, encoder)
+    steps = _two_hops_recoded
+    (_, wire), (_, wire_inside) = route.hops
+    chunks = chunks_of(shard.numel(), wire, wire_inside, least=route.least_chunk(shard.device))
+    if is_same_wire(wire, wire_inside, shard.dtype):
+        is_plain = codec_for(wire, shard.dtype).dtype == shard.dtype
+        if is_plain and len(chunks) > 1:
+            steps = _two_hops_in_pieces
+        elif is_plain and numbering == "local" and rows.dtype == shard.dtype and rows.is_contiguous():
+            steps = _two_hops_in_place
+        else:
+            steps = _two_hops_forwarded
+    if len(chunks) == 1:
+        return steps(rows, shard, numbering, encoder)
+    return pipelined([steps(rows[:, c], shard[c], numbering, encoder.at(c.start)) for c in chunks], num_exchanges=2)
+
+
+def own_message(messages: Tensor, route: Route) -> Tensor:
+    """This rank's of ``messages``, uint8 [1, nbytes], for :func:`gather_messages`."""
+    index = route.own_row("local" if len(route.hops) == 2 else "rank")
+    return messages[index : index + 1]
+
+
+def gather_messages(messages: Tensor, layout: MessageLayout, route: Route) -> Steps:
+    """Forward every rank's message to all ranks; ``messages`` uint8 [world_size, nbytes] holds this rank's.
+
+    One hop: in rank order. Two hops, in the order inter, intra: numbered local.
+    """
+    hop, wire = route.hops[0]
+    if len(route.hops) == 1:
+        yield backend.all_gather(messages, own_message(messages, route), hop, _sent(layout, wire))
+        return
+    of_nodes = messages.view(route.ranks_per_node, route.num_nodes, -1)[route.local_rank]
+    yield backend.all_gather(of_nodes, of_nodes[hop.rank : hop.rank + 1], hop, _sent(layout, wire))
+    hop, wire = route.hops[1]
+    yield backend.all_gather(
+        messages, of_nodes, hop, MessageInfo(route.operation, str(wire), route.num_nodes * layout.numel)
+    )
+
+
+def _sent(layout: MessageLayout, format: Format) -> MessageInfo:
+    return MessageInfo(layout.operation, str(format), layout.numel)
+
+
+def _one_hop(rows: Tensor, shard: Tensor, encoder: Encoder) -> Steps:
+    route = encoder.route
+    hop, wire = route.hops[0]
+    layout = route.layout(wire, shard.dtype, 1, shard.numel())
+    if layout.codec.dtype == shard.dtype == rows.dtype:
+        yield backend.all_gather(rows, shard, hop, _sent(layout, wire))
+        return
+    messages = layout.new(hop.size, shard.device)
+    kernels.quantize(shard, layout, own_message(messages, route), 0, 0, encoder.draw(0), expected=messages)
+    yield from gather_messages(messages, layout, route)
+    kernels.decode(messages, layout, rows, rows.stride(0), 0)
+
+
+def _two_hops_in_place(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
+    assert numbering == "local", "only then are the shards of equal local ranks neighbours"
+    route = encoder.route
+    (inter, wire), (intra, wire_inside) = route.hops
+    of_nodes = rows.view(route.ranks_per_node, -1)[route.local_rank]
+    yield backend.all_gather(of_nodes, shard, inter, MessageInfo(route.operation, str(wire), shard.numel()))
+    yield backend.all_gather(rows, of_nodes, intra, MessageInfo(route.operation, str(wire_inside), of_nodes.numel()))
+
+
+def _two_hops_in_pieces(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
+    """In place whatever the numbering and strides: inside the node, one gather for each node's shards.
+
+    Rows of another dtype, which another rank may have, are gathered in the same way into a buffer.
+    """
+    route = encoder.route
+    (inter, wire), (intra, wire_inside) = route.hops
+    shape = (route.ranks_per_node, route.num_nodes, shard.numel())
+    target = rows.as_strided(shape, (*route.strides(numbering, rows.stride(0)), 1), rows.storage_offset())
+    gathered = target if rows.dtype == shard.dtype else shard.new_empty(shape)
+    of_nodes = gathered[route.local_rank]
+    yield backend.all_gather(of_nodes, shard, inter, MessageInfo(route.operation, str(wire), shard.numel()))
+    sent = MessageInfo(route.operation, str(wire_inside), shard.numel())
+    yield backend.together([backend.all_gather(gathered[:, n], of_nodes[n], intra, sent) for n in range(shape[1])])
+    if gathered is not target:
+        target.copy_(gathered)
+
+
+def _two_hops_forwarded(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
+    route = encoder.route
+    layout = route.layout(route.hops[0][1], shard.dtype, 1, shard.numel())
+    messages = layout.new(route.world_size, shard.device)
+    kernels.quantize(shard, layout, own_message(messages, route), 0, 0, encoder.draw(0), expected=messages)
+    yield from gather_messages(messages, layout, route)
+    if numbering == "local":
+        kernels.decode(messages, layout, rows, rows.stride(0), 0)
+        return
+    for local_rank, of_nodes in enumerate(messages.view(route.ranks_per_node, route.num_nodes, -1)):
+        kernels.decode(of_nodes, layout, rows[local_rank:], route.ranks_per_node * rows.stride(0), 0)
+
+
+def _two_hops_recoded(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
+    route = encoder.route
+    (inter, wire), (intra, wire_inside) = route.hops
+    numel, device = shard.numel(), shard.device
+    layout = route.layout(wire, shard.dtype, 1, numel)
+    inside = route.layout(wire_inside, shard.dtype, route.num_nodes, numel)
+    of_nodes = layout.new(route.num_nodes, device)
+    messages = inside.new(route.ranks_per_node, device)
+    mine = of_nodes[inter.rank : inter.rank + 1]
+    kernels.quantize(shard, layout, mine, 0, 0, encoder.draw(0), expected=of_nodes)
+    yield backend.all_gather(of_nodes, mine, inter, _sent(layout, wire))
+    mine = messages[intra.rank : intra.rank + 1]
+    _recode((of_nodes, layout), (mine, inside), messages, encoder)
+    yield backend.all_gather(messages, mine, intra, _sent(inside, wire_inside))
+    kernels.decode(messages, inside, rows, *route.strides(numbering, rows.stride(0)))
+
+
+def _recode(
+    source: tuple[Tensor, MessageLayout], target: tuple[Tensor, MessageLayout], expected: Tensor, encoder: Encoder
+) -> None:
+    """Decode a message a node, and encode all values as one; a plain array is decoded into directly."""
+    (of_nodes, layout), (message, inside) = source, target
+    numel = layout.segment_numel
+    if inside.codec.dtype is not None:
+        kernels.decode(of_nodes, layout, message.view(-1).view(inside.codec.dtype), numel, 0)
+        return
+    dtype = inside.codec.dtype_between(layout.codec)
+    values = encoder.buffer(1, inside.num_segments, numel, dtype, message.device)
+    kernels.decode(of_nodes, layout, values, values.stride(0), 0)
+    same = replace(encoder, rank=encoder.route.local_rank)  # all nodes encode these values, and must get the same bits
+    kernels.quantize(values, inside, message, 0, values.stride(0), same.draw(1), expected=expected)

@@ -1,0 +1,139 @@
+"""All-reduce in place: a reduce-scatter, then an all-gather of the reduced shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcomm._collectives.all_gather import gather_steps
+from zcomm._collectives.auto_format import AUTO, resolve
+from zcomm._collectives.encoder import Encoder, check_random
+from zcomm._collectives.reduce_scatter import reduce_steps
+from zcomm._formats.formats import Format, codec_for
+from zcomm._formats.philox import RandomKey
+from zcomm._residuals.residual import Residual
+from zcomm._transport.backend_choice import BackendName
+from zcomm._transport.route import Group, Route, WireFormat, check_arguments, check_flat, divisor_of, find_route
+from zcomm._transport.topology import Numbering
+from zcomm._transport.work import Steps, Work, nothing, run
+
+FIRST_GATHER_HOP = 2
+"""Random numbers: hops of the reduce-scatter are 0 and 1, those of the gather 2 and 3."""
+
+
+def all_reduce(
+    tensor: Tensor,
+    op: Any = "sum",
+    group: Group = None,
+    *,
+    format: WireFormat = "none",
+    gather_format: WireFormat | None = None,
+    residual: Residual | None = None,
+    random: RandomKey | None = None,
+    async_op: bool = False,
+    backend: BackendName | None = None,
+) -> Work | None:
+    """Sum or average ``tensor`` over all ranks, in place; the same bits on every rank.
+
+    Args:
+        tensor: floating point, [n] contiguous, any n (padded inside). The same n on every rank.
+        op: "sum" or "avg", or ``ReduceOp.SUM`` / ``AVG``.
+        group: a ProcessGroup (default: all ranks), or a :class:`zcomm.Topology`.
+        format: of the reduce-scatter, as there; also ``"auto"``.
+        gather_format: of the all-gather, as there; default: ``format``, each kind of link as in the reduce-scatter.
+        residual: of the reduce-scatter, as there; what the gather loses is not kept.
+        random: for formats that round stochastically, and for those alone; another key for each call.
+        async_op: return a Work at once. Over a Topology everything overlaps; over a ProcessGroup the gather begins in
+            ``wait()``, so call that at the same point of the program on every rank.
+        backend: "torch" or "nccl"; default: the Topology's, or torch over a ProcessGroup.
+
+    Returns: A Work if ``async_op``, else None.
+
+    Raises:
+        LayoutError, FormatError: As the two collectives. Raised before any communication.
+    Cost for each rank: that of both collectives on shards of ceil(n / world_size) elements; copies if n is uneven.
+    """
+    wires = format, format if gather_format is None else gather_format
+    (tensor,) = check_arguments(group, *wires, async_op=async_op, residual=residual, tensor=tensor)
+    check_flat("tensor", tensor)
+    if gather_format is None:
+        gather_format = format if isinstance(format, (str, Format)) else format[::-1]
+    reducing, gathering = _routes(tensor, group, format, gather_format, is_bound=residual is not None, backend=backend)
+    hops = *reducing.hops, *gathering.hops
+    for _, hop_format in hops:
+        codec_for(hop_format, tensor.dtype)
+    check_random(random, *(wire for wire in (format, gather_format) if wire != AUTO))
+    shard_numel = -(-tensor.numel() // reducing.world_size)
+    numbering: Numbering = "local" if len(reducing.hops) == 2 else "rank"
+    if residual is not None:
+        numbering = residual.layout.numbering
+        residual.check(reducing, numbering, shard_numel, tensor)
+    reducer = Encoder(reducing, shard_numel, random, residual)
+    gatherer = Encoder(gathering, shard_numel, random, first_hop=FIRST_GATHER_HOP)
+    divisor = divisor_of(op, reducing.world_size)
+    facts = {
+        "op": "avg" if divisor > 1 else "sum",
+        "gather_format": " -> ".join(str(wire) for _, wire in gathering.hops),
+        "random": random,
+        "residual": residual is not None,
+    }
+    reducing.compare(numel=tensor.numel(), dtype=tensor.dtype, **facts)
+    steps = all_reduce_steps(tensor, reducer, gatherer, numbering, divisor)
+    work = run(steps, tensor, async_op=async_op, queue=reducing.queue, num_exchanges=len(hops))
+    return work if residual is None else residual.watch(work)
+
+
+def _routes(
+    tensor: Tensor,
+    group: Group,
+    format: WireFormat,
+    gather_format: WireFormat,
+    *,
+    is_bound: bool,
+    backend: BackendName | None,
+) -> tuple[Route, Route]:
+    """Both ways over the same hops: two where only one is automatic, or where a residual ``is_bound`` to two."""
+    there = resolve(format, "all_reduce", group, tensor, tensor.numel(), first="intra")
+    back = resolve(gather_format, "all_reduce", group, tensor, tensor.numel(), first="inter")
+    num_hops = 2 if is_bound else max(there.num_hops, back.num_hops)
+    return (
+        find_route("all_reduce", group, there.format, first="intra", num_hops=num_hops, backend=backend),
+        find_route("all_reduce", group, back.format, first="inter", num_hops=num_hops, backend=backend),
+    )
+
+
+def all_reduce_steps(tensor: Tensor, reducer: Encoder, gatherer: Encoder, numbering: Numbering, divisor: int) -> Steps:
+    """The steps of :func:`all_reduce` on checked arguments."""
+    if not tensor.numel():
+        return nothing()
+    return _exchanges(tensor, reducer, gatherer, numbering, divisor)
+
+
+def _exchanges(tensor: Tensor, reducer: Encoder, gatherer: Encoder, numbering: Numbering, divisor: int) -> Steps:
+    rows = _padded_rows(tensor, reducer.route.world_size)
+    if any(wire.name == "none" for _, wire in gatherer.route.hops):
+        shard = rows[reducer.route.own_row(numbering)]  # every rank has sent its rows before sums are written
+    else:
+        shard = torch.empty(rows.shape[1], dtype=_sum_dtype(tensor.dtype), device=tensor.device)
+    yield from reduce_steps(shard, rows, numbering, divisor, reducer)
+    yield from gather_steps(rows, shard, numbering, gatherer)
+    if rows.data_ptr() != tensor.data_ptr():
+        tensor.copy_(rows.view(-1)[: tensor.numel()])
+
+
+def _padded_rows(tensor: Tensor, num_rows: int) -> Tensor:
+    """``tensor`` as [num_rows, n]: itself if it divides, else a copy that ends in zeros."""
+    numel = tensor.numel()
+    if numel % num_rows == 0:
+        return tensor.view(num_rows, -1)
+    rows = tensor.new_empty(num_rows, -(-numel // num_rows))
+    rows.view(-1)[:numel].copy_(tensor)
+    rows.view(-1)[numel:].zero_()
+    return rows
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Sums are in float32 or float64; they are rounded once, by the format of the gather."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

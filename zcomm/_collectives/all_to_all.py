@@ -1,0 +1,129 @@
+"""All-to-all in any wire format: part i of the input goes to rank i.
+
+two hops    inside the node to the local rank of the destination, then between nodes: each pair of nodes exchanges one
+            message per local rank instead of one per pair of ranks; large parts go in chunks (:mod:`zcomm._transport.chunks`)
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zcomm._collectives.auto_format import resolve
+from zcomm._collectives.encoder import Encoder, check_random
+from zcomm._collectives.nccl_steps import exchange_over_nccl, is_native
+from zcomm._formats.formats import codec_for
+from zcomm._formats.philox import RandomKey
+from zcomm._kernels import kernels
+from zcomm._transport import backend
+from zcomm._transport.backend import MessageInfo
+from zcomm._transport.backend_choice import BackendName
+from zcomm._transport.chunks import chunks_of, pipelined
+from zcomm._transport.route import Group, WireFormat, check_apart, check_arguments, check_flat, find_route
+from zcomm._transport.work import Steps, Work, nothing, run
+from zcomm.errors import LayoutError
+
+
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    group: Group = None,
+    *,
+    format: WireFormat = "none",
+    random: RandomKey | None = None,
+    async_op: bool = False,
+    backend: BackendName | None = None,
+) -> Work | None:
+    """Send part i of ``input`` to rank i; part j of ``output`` comes from rank j.
+
+    Args:
+        output: floating point, [world_size * n] contiguous.
+        input: floating point, [world_size * n] contiguous, equal parts. The same n on every rank.
+        group: a ProcessGroup (default: all ranks) for one hop, or a :class:`zcomm.Topology` for two.
+        format: a wire format; with a Topology also a pair, (inside the node, between nodes); or
+            ``"auto"``, what was measured to be fastest (:mod:`zcomm._collectives.auto_format`).
+        random: for formats that round stochastically, and for those alone; another key for each call.
+        async_op: return a Work at once.
+        backend: "torch" or "nccl"; default: the Topology's, or torch over a ProcessGroup. The same on every rank.
+
+    Returns:
+        A Work if ``async_op``, else None.
+
+    Raises:
+        LayoutError, FormatError: Sizes, dtypes, formats or random do not fit. Raised before any communication.
+
+    Cost for each rank: one message to every other rank; with two hops num_nodes messages to every other rank of the
+    node and ranks_per_node messages to one rank of every other node.
+    """
+    output, input = check_arguments(group, format, async_op=async_op, output=output, input=input)
+    chosen = resolve(format, "all_to_all", group, input, input.numel(), first="intra")
+    route = find_route("all_to_all", group, chosen.format, first="intra", num_hops=chosen.num_hops, backend=backend)
+    check_flat("input", input)
+    check_flat("output", output)
+    if input.numel() % route.world_size or output.numel() != input.numel() or output.device != input.device:
+        raise LayoutError(
+            "input and output must be equally long, divide over the ranks and be on one device: "
+            f"input numel={input.numel()} on {input.device}, output numel={output.numel()} on {output.device}, "
+            f"world_size={route.world_size}"
+        )
+    check_apart("output", output, "input", input)
+    for _, hop_format in route.hops:
+        codec_for(hop_format, input.dtype)
+    check_random(random, chosen.format)
+    route.compare(numel=input.numel(), dtype=input.dtype, random=random)
+    steps = _steps(output, input, Encoder(route, input.numel() // route.world_size, random))
+    return run(steps, output, input, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
+
+
+def _steps(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
+    if not source.numel():
+        return nothing()
+    route = encoder.route
+    parts, source_parts = output.view(route.world_size, -1), source.view(route.world_size, -1)
+    if is_native(encoder, parts, source_parts):
+        return exchange_over_nccl(parts, source_parts, encoder)
+    if len(route.hops) == 1:
+        return _one_hop(parts, source_parts, encoder)
+    least = route.least_chunk(source.device)
+    chunks = chunks_of(parts.shape[1], *(wire for _, wire in route.hops), least=least)
+    return pipelined([_two_hops(parts[:, c], source_parts[:, c], encoder.at(c.start)) for c in chunks], num_exchanges=2)
+
+
+def _one_hop(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
+    route = encoder.route
+    hop, wire = route.hops[0]
+    numel = source.shape[1]
+    layout = route.layout(wire, source.dtype, 1, numel)
+    sent = MessageInfo(route.operation, str(wire), numel)
+    if source.dtype == output.dtype == layout.codec.dtype:
+        yield backend.all_to_all(output, source, hop, sent)
+        return
+    messages, received = layout.new(hop.size, source.device), layout.new(hop.size, source.device)
+    kernels.quantize(source, layout, messages, numel, 0, encoder.draw(0), expected=received)
+    yield backend.all_to_all(received, messages, hop, sent)
+    kernels.decode(received, layout, output, numel, 0)
+
+
+def _two_hops(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
+    """``output`` and ``source`` [world_size, n] may be a chunk of every part."""
+    route = encoder.route
+    (intra, wire), (inter, wire_between) = route.hops
+    nodes, locals_, numel = route.num_nodes, route.ranks_per_node, source.shape[1]
+    layout = route.layout(wire, source.dtype, 1, numel)
+    messages = layout.new(route.world_size, source.device)
+    num_hops = 2 if wire == wire_between else 1  # what is forwarded is not encoded again: cleared for both hops
+    received = layout.new(num_hops * route.world_size, source.device)
+    kernels.quantize(source, layout, messages, source.stride(0), 0, encoder.draw(0), expected=received)
+    received, last = received[: route.world_size], received[route.world_size :]
+    messages = messages.view(nodes, locals_, -1).transpose(0, 1).contiguous()  # to [local rank, node]
+    yield backend.all_to_all(received, messages, intra, MessageInfo(route.operation, str(wire), nodes * numel))
+    messages = received.view(locals_, nodes, -1).transpose(0, 1).contiguous()  # [to node, from local rank]
+    if wire != wire_between:
+        between = codec_for(wire_between, source.dtype)
+        values = encoder.buffer(1, route.world_size, numel, between.dtype_between(layout.codec), source.device)
+        kernels.decode(messages.view(route.world_size, -1), layout, values, values.stride(0), 0)
+        layout = route.layout(wire_between, source.dtype, 1, numel)
+        messages = layout.new(route.world_size, source.device)
+        last = layout.new(route.world_size, source.device)
+        encoder.encode(1, values, messages, layout, expected=last)
+    yield backend.all_to_all(last, messages, inter, MessageInfo(route.operation, str(wire_between), locals_ * numel))
+    kernels.decode(last, layout, output, output.stride(0), 0)  # [from node, from local rank]: rank order

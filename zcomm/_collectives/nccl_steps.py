@@ -1,0 +1,192 @@
+"""The collectives over NCCL: arguments for the communicator in C++ (``cpp/nccl``), which does everything else.
+
+    one call    queued on the current stream, behind what is there; what is queued there later runs after it
+    chunks      each a message of its own, of the layouts of :mod:`zcomm._formats.message`: the bits are those of one message
+
+Invariants:
+    Q1  Sizes and formats alone decide on chunks: all ranks cut alike.
+    Q2  What the pipeline does not do goes hop by hop over the same communicator, with the same bits. Nothing is refused
+        but tensors that are not on a GPU, and, after the ranks have told one another, ranks without NCCL.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcomm._base import env
+from zcomm._collectives.encoder import Encoder
+from zcomm._formats.formats import Format, is_same_wire
+from zcomm._formats.message import MessageLayout, layout_of
+from zcomm._kernels.message_flags import flag_of
+from zcomm._kernels.native_calls import DTYPE_NUMBERS
+from zcomm._transport import backend
+from zcomm._transport.backend import MessageInfo
+from zcomm._transport.chunks import fewest_of_all_ranks
+from zcomm._transport.collective_log import call_here
+from zcomm._transport.device_streams import on_device
+from zcomm._transport.nccl_communicators import check_device, communicator_over, inside_first
+from zcomm._transport.route import Route
+from zcomm._transport.topology import Numbering
+from zcomm._transport.work import Link, Steps
+from zcomm.errors import CommunicationError, MessageError
+
+NATIVE_S = 60e-6
+"""What a chunk costs the host: some 5 launches, 2 groups of NCCL's and 10 calls for events, without Python."""
+MIN_CHUNK_NUMEL = max(2**24, fewest_of_all_ranks(NATIVE_S))
+"""Elements of all ranks in a chunk over links of which nothing is known."""
+MAX_CHUNKS = 16
+MIN_BLOCK, MAX_BLOCK = 8, 1024
+"""Of the CUDA kernels."""
+
+Rows = tuple[int, int, int, int]
+"""dtype, address, elements from local rank to local rank, and from node to node."""
+
+
+def is_native(encoder: Encoder, *tensors: Tensor) -> bool:
+    """Whether the pipeline in C++ runs this call; False: Python does, over the same route (:mod:`zcomm._transport.nccl_communicators`).
+
+    What has no CUDA kernels, or what they do not do: options of formats, float64, residuals, checksums; and a Topology
+    with other ``kernels=`` than "auto" and "cuda". It depends on what all ranks have alike.
+
+    Raises:
+        BackendUnavailableError: The tensors are not on a GPU.
+    """
+    route = encoder.route
+    if route.backend != "nccl":
+        return False
+    for tensor in tensors:
+        check_device(route.operation, tensor.device)
+    is_plain = encoder.residual is None and not env.is_set("ZCOMM_CHECK") and route.kernels in ("auto", "cuda")
+    has_dtypes = all(tensor.dtype in DTYPE_NUMBERS for tensor in tensors)
+    return is_plain and has_dtypes and all(_has_kernels(wire) for _, wire in route.hops)
+
+
+def _has_kernels(wire: Format) -> bool:
+    is_plain = wire.symmetric and wire.rotation is None and not wire.is_random
+    is_power = MIN_BLOCK <= wire.block <= MAX_BLOCK and wire.block & (wire.block - 1) == 0
+    return is_plain and (is_power or not wire.block)
+
+
+def chunk_numel(numel: int, num_ranks: int, *formats: Format, links: Sequence[Link] = ()) -> int:
+    """Elements of each rank in a chunk, whole blocks: as many of all as are worth a chunk, at most ``MAX_CHUNKS``.
+
+    ``links`` as for :func:`zcomm._transport.chunks.least_chunk`.
+    """
+    multiple = math.lcm(*(format.block or 1 for format in formats), 256)
+    fewest = max(2**24, fewest_of_all_ranks(NATIVE_S, links)) if links else MIN_CHUNK_NUMEL
+    wanted = max(-(-fewest // num_ranks), -(-numel // MAX_CHUNKS))
+    return -(-wanted // multiple) * multiple
+
+
+def gather_over_nccl(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
+    """As :func:`zcomm._collectives.all_gather.gather_steps`."""
+    route = encoder.route
+    segments = (1,) * len(route.hops)
+    wires = [wire for _, wire in route.hops]
+    if len(wires) == 2 and not is_same_wire(wires[0], wires[1], shard.dtype):
+        segments = (1, route.num_nodes)
+    carried = (1, route.num_nodes)[: len(wires)]  # messages that a rank sends at once
+    sizes = _sizes(route, shard.dtype, shard.numel(), segments)
+    output = _rows(rows, route, numbering)
+    _count(route, shard.dtype, sizes, segments, [c // s for c, s in zip(carried, segments, strict=True)])
+    yield from _queued(
+        route, (shard, rows), lambda native, place: native.all_gather(sizes, _flat(shard), output, place)
+    )
+
+
+def reduce_over_nccl(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, encoder: Encoder) -> Steps:
+    """As :func:`zcomm._collectives.reduce_scatter.reduce_steps`."""
+    route = encoder.route
+    segments = (route.num_nodes, 1) if len(route.hops) == 2 else (1,)
+    sizes = _sizes(route, rows.dtype, output.numel(), segments)
+    source = _rows(rows, route, numbering)
+    _count(route, rows.dtype, sizes, segments, [1] * len(segments))
+    yield from _queued(
+        route, (rows, output), lambda native, place: native.reduce_scatter(sizes, source, _flat(output), divisor, place)
+    )
+
+
+def exchange_over_nccl(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
+    """The steps of :func:`zcomm.all_to_all_single`, of [world_size, n] both."""
+    route = encoder.route
+    segments = (1,) * len(route.hops)
+    sizes = _sizes(route, source.dtype, source.shape[1], segments)
+    carried = [route.num_nodes, route.ranks_per_node] if len(segments) == 2 else [1]
+    _count(route, source.dtype, sizes, segments, carried)
+    sent, received = _rows(source, route, "rank"), _rows(output, route, "rank")
+    tensors = (source, output)
+    yield from _queued(route, tensors, lambda native, place: native.all_to_all(sizes, sent, received, place))
+
+
+def _sizes(route: Route, dtype: torch.dtype, numel: int, segments: tuple[int, ...]) -> tuple[Any, ...]:
+    """numel, elements of a chunk, and of each hop codec, block, and hashes of a chunk's and the last's layout."""
+    links = () if route.queue is None else route.queue.links
+    step = min(numel, chunk_numel(numel, route.world_size, *(wire for _, wire in route.hops), links=links))
+    wires = []
+    for (_, wire), count in zip(route.hops, segments, strict=True):
+        whole, last = (layout_of(route.operation, wire, dtype, count, n) for n in (step, _last(numel, step)))
+        wires.append((whole.codec.number, whole.block, whole.hash, last.hash))
+    return numel, step, wires
+
+
+def _last(numel: int, step: int) -> int:
+    """Elements of the last chunk."""
+    return numel - (numel - 1) // step * step
+
+
+def _flat(tensor: Tensor) -> Rows:
+    return DTYPE_NUMBERS[tensor.dtype], tensor.data_ptr(), 0, 0
+
+
+def _rows(rows: Tensor, route: Route, numbering: Numbering) -> Rows:
+    row = rows.stride(0)
+    if len(route.hops) == 1:  # ranks of one hop, one row after the other
+        return DTYPE_NUMBERS[rows.dtype], rows.data_ptr(), row, 0
+    return DTYPE_NUMBERS[rows.dtype], rows.data_ptr(), *route.strides(numbering, row)
+
+
+def _count(
+    route: Route, dtype: torch.dtype, sizes: tuple[Any, ...], segments: tuple[int, ...], messages: list[int]
+) -> None:
+    """Count what goes to each peer of each hop, chunk by chunk."""
+    numel, step, _ = sizes
+    for (hop, wire), count, carried in zip(route.hops, segments, messages, strict=True):
+        for begin in range(0, numel, step):
+            layout: MessageLayout = layout_of(route.operation, wire, dtype, count, min(step, numel - begin))
+            backend.count(hop, MessageInfo(route.operation, str(wire), carried * layout.numel), carried * layout.nbytes)
+
+
+def _queued(route: Route, tensors: tuple[Tensor, Tensor], call: Callable[[Any, Any], int]) -> Steps:
+    """``call`` of the communicator, on input and output ``tensors``, on the current stream of their device;
+    ``call(native, None)``: the room that it needs while a graph is captured."""
+    device = tensors[0].device
+    with on_device(device):
+        flag = _flag(device, route.operation)
+        over = communicator_over(inside_first([hop for hop, _ in route.hops]), device)
+        room = torch.empty(0, dtype=torch.uint8, device=device)
+        if over.streams.is_captured():
+            room = torch.empty(call(over.native, None), dtype=torch.uint8, device=device)  # of the graph's own memory
+        made = call_here(route.operation, tensors[0].nbytes, device.type)
+        with over.streams.calls(device, (*tensors, flag), made) as lane:
+            try:
+                call(over.native, (lane.address, flag.data_ptr(), room.data_ptr(), room.numel()))
+            except RuntimeError as error:
+                raise CommunicationError(f"{route.operation} over NCCL: {error}") from error
+            ended = lane.ended()
+    yield ended
+    if device.type == "cpu" and not flag.item():
+        raise MessageError(
+            f"a message of {route.operation} is not what this rank expects: sizes or formats differ between ranks"
+        )
+
+
+def _flag(device: torch.device, operation: str) -> Tensor:
+    """int32 [1] on ``device``, cleared by a message of another layout: the GPU's, or on the host this call's."""
+    if device.type == "cuda":
+        return flag_of(device).used_by(operation)
+    return torch.ones(1, dtype=torch.int32, device=device)

@@ -1,0 +1,160 @@
+"""Reduce-scatter by exchange and local sum, in rank order, in any wire format (qgZ of "ZeRO++", arXiv:2306.10209).
+
+    one hop     rows --quantize--> messages --all-to-all--> messages --decode, sum--> output
+    two hops    rows --quantize, permuted--> inside the node --decode, sum, requantize--> between nodes --decode, sum-->
+
+With N nodes of L ranks and shards of m elements, hop 1 sends each local rank the N shards that its ranks of all nodes
+own, [N, m]; hop 2 sends each node its one, 1 / L of what one hop would send between nodes. Sums are in float32, in
+rank order (then node order), so the bits do not depend on timing or on the backend's algorithm. Large shards go in
+chunks: hop 2 of one overlaps hop 1 of the next (:mod:`zcomm._transport.chunks`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcomm._collectives.auto_format import resolve
+from zcomm._collectives.encoder import Encoder, check_random
+from zcomm._collectives.nccl_steps import is_native, reduce_over_nccl
+from zcomm._formats.formats import codec_for
+from zcomm._formats.message import MessageLayout
+from zcomm._formats.philox import RandomKey
+from zcomm._kernels import kernels
+from zcomm._residuals.residual import Residual
+from zcomm._transport import backend
+from zcomm._transport.backend import MessageInfo
+from zcomm._transport.backend_choice import BackendName
+from zcomm._transport.chunks import chunks_of, pipelined
+from zcomm._transport.route import Group, WireFormat, check_arguments, check_shard, divisor_of, find_route, rows_of
+from zcomm._transport.topology import Numbering
+from zcomm._transport.work import Steps, Work, nothing, run
+
+
+def reduce_scatter_single(
+    output: Tensor,
+    input: Tensor,
+    op: Any = "sum",
+    *,
+    group: Group = None,
+    format: WireFormat = "none",
+    numbering: Numbering = "rank",
+    residual: Residual | None = None,
+    random: RandomKey | None = None,
+    async_op: bool = False,
+    backend: BackendName | None = None,
+) -> Work | None:
+    """Sum or average ``input`` over all ranks; each ends with its shard.
+
+    Args:
+        output: this rank's shard, floating point, [n] contiguous; its dtype may be wider than ``input``'s.
+        input: floating point, [world_size * n] contiguous, or [world_size, n] with contiguous rows. Unchanged; must not
+            be changed before an asynchronous call has been waited for.
+        op: "sum" or "avg", or ``ReduceOp.SUM`` / ``AVG``. A mean is one division, after the last hop.
+        group: a ProcessGroup (default: all ranks) for one hop, or a :class:`zcomm.Topology` for two.
+        format: a wire format; with a Topology also a pair, (inside the node, between nodes). ``"none"`` is ``input``'s
+            dtype on both hops, ``"auto"`` what was measured to be fastest (:mod:`zcomm._collectives.auto_format`). The same on every rank.
+        numbering: which row is whose; "rank" as in torch, or "local" (:mod:`zcomm._transport.topology`).
+        residual: what earlier calls have lost on the last hop is added back on it, and what this one loses is kept,
+            until ``residual.commit()``. Given on every rank or on none.
+        random: for formats that round stochastically, and for those alone; another key for each call.
+        async_op: return a Work at once.
+        backend: "torch" or "nccl"; default: the Topology's, or torch over a ProcessGroup. The same on every rank.
+
+    Returns: A Work if ``async_op``, else None.
+
+    Raises:
+        LayoutError, FormatError: Sizes, dtypes, op, formats, residual or random do not fit. Before any communication.
+        MessageError: Another rank sent something else, or bytes were damaged (with ZCOMM_CHECK=1).
+
+    Cost for each rank: sends one message to every other rank; with two hops one of num_nodes segments to every other
+    rank of the node, and one segment to one rank of every other node. Scratch: the messages sent and received; with
+    a residual also the sums in float32, three times.
+    """
+    output, input = check_arguments(
+        group, format, numbering=numbering, async_op=async_op, residual=residual, output=output, input=input
+    )
+    hops_of = numbering if residual is None else "local"  # a residual belongs to two hops
+    chosen = resolve(format, "reduce_scatter", group, input, input.numel(), first="intra", numbering=hops_of)
+    route = find_route("reduce_scatter", group, chosen.format, first="intra", num_hops=chosen.num_hops, backend=backend)
+    divisor = divisor_of(op, route.world_size)
+    rows = rows_of("input", input, route.world_size)
+    check_shard("output", output, "input", rows)
+    for _, hop_format in route.hops:
+        codec_for(hop_format, input.dtype)
+    check_random(random, chosen.format)
+    if residual is not None:
+        residual.check(route, numbering, rows.shape[1], rows)
+    op = "avg" if divisor > 1 else "sum"
+    facts = {"op": op, "numbering": numbering, "random": random, "residual": residual is not None}
+    route.compare(numel=output.numel(), dtype=rows.dtype, **facts)
+    steps = reduce_steps(output, rows, numbering, divisor, Encoder(route, rows.shape[1], random, residual))
+    work = run(steps, output, input, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
+    return work if residual is None else residual.watch(work)
+
+
+def reduce_steps(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, encoder: Encoder) -> Steps:
+    """The steps of :func:`reduce_scatter_single` on checked arguments."""
+    if not output.numel():
+        return nothing()
+    route = encoder.route
+    if is_native(encoder, output, rows):
+        return reduce_over_nccl(output, rows, numbering, divisor, encoder)
+    if len(route.hops) == 1:
+        return _one_hop(output, rows, divisor, encoder)
+    least = route.least_chunk(output.device)
+    chunks = chunks_of(output.numel(), *(wire for _, wire in route.hops), least=least)
+    of_chunks = [_two_hops(output[c], rows[:, c], numbering, divisor, encoder.at(c.start)) for c in chunks]
+    return pipelined(of_chunks, num_exchanges=2)
+
+
+def _one_hop(output: Tensor, rows: Tensor, divisor: int, encoder: Encoder) -> Steps:
+    route = encoder.route
+    hop, wire = route.hops[0]
+    numel = output.numel()
+    layout = route.layout(wire, rows.dtype, 1, numel)
+    received = layout.new(hop.size, output.device)
+    if encoder.residual is None:
+        sending = _encoded(rows, layout, received, (rows.stride(0), 0), encoder, is_in_order=True)
+    else:
+        sending = layout.new(hop.size, rows.device)
+        encoder.encode(0, rows.to(torch.float32, copy=True), sending, layout, expected=received)
+    yield backend.all_to_all(received, sending, hop, MessageInfo(route.operation, str(wire), numel))
+    kernels.decode_sum(received, layout, output, 0, divisor)
+
+
+def _two_hops(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, encoder: Encoder) -> Steps:
+    """``output`` and ``rows`` [world_size, n] may be a chunk of a larger shard."""
+    route = encoder.route
+    (intra, wire), (inter, wire_between) = route.hops
+    numel, device = output.numel(), output.device
+    layout = route.layout(wire, rows.dtype, route.num_nodes, numel)
+    received = layout.new(intra.size, device)
+    strides = route.strides(numbering, rows.stride(0))
+    sending = _encoded(rows, layout, received, strides, encoder, is_in_order=numbering == "local")
+    yield backend.all_to_all(received, sending, intra, MessageInfo(route.operation, str(wire), layout.numel))
+    between = route.layout(wire_between, rows.dtype, 1, numel)
+    partial = between.new(inter.size, device)
+    last = between.new(inter.size, device)
+    encoder.sum_and_encode(received, layout, partial, between, expected=last)
+    yield backend.all_to_all(last, partial, inter, MessageInfo(route.operation, str(wire_between), numel))
+    kernels.decode_sum(last, between, output, 0, divisor)
+
+
+def _encoded(
+    rows: Tensor,
+    layout: MessageLayout,
+    received: Tensor,
+    strides: tuple[int, int],
+    encoder: Encoder,
+    *,
+    is_in_order: bool,
+) -> Tensor:
+    """The messages of hop 1, for as many as will be ``received``; ``rows`` where they are the bytes to send."""
+    if is_in_order and rows.is_contiguous() and layout.codec.dtype == rows.dtype:
+        return rows
+    messages = layout.new(received.shape[0], rows.device)
+    kernels.quantize(rows, layout, messages, *strides, encoder.draw(0), expected=received)
+    return messages

@@ -1,0 +1,145 @@
+"""Block codecs on float32 blocks [..., block]: header bits and codes, and back. The arithmetic of the contract's N1-N6.
+
+A header is an int32 tensor [..., 1]: the scale's 16 bits, and with a zero point its 16 bits above them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from zcomm._formats.formats import Codec
+
+TINY_BITS = 0x0D800000  # 2^-100
+INFINITY_BITS = 0x7F800000
+NAN_SCALE_BITS = 0x7FC00000
+LARGEST_SCALE_BITS = 0x7F7F0000
+UPPER_HALF = -0x10000  # 0xFFFF0000 as int32
+LARGEST_ASYMMETRIC = 2.0**126
+"""Asymmetric codecs saturate here, so that the range of a block is finite."""
+
+# The 16 levels of NF4 ("QLoRA", arXiv:2305.14314, appendix E), times 8 and rounded to bf16.
+NF4_LEVELS = (
+    *(-8.0, -5.5625, -4.1875, -3.15625, -2.28125, -1.4765625, -0.7265625, 0.0),
+    *(0.63671875, 1.2890625, 1.96875, 2.703125, 3.53125, 4.5, 5.78125, 8.0),
+)
+FP8_LARGEST = 0x7E  # 448
+
+
+def encode_blocks(blocks: Tensor, codec: Codec, uniform: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Float32 [..., block] to header bits int32 [..., 1] and codes int8 [..., block].
+
+    ``uniform``: whole numbers in [0, 2^24) for stochastic rounding. Unsigned codes keep their bits in int8.
+    """
+    if codec.has_zero_point:
+        return _encode_asymmetric(blocks, codec.qmax, uniform)
+    absmax_bits = (blocks.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
+    is_finite, is_tiny = absmax_bits < INFINITY_BITS, absmax_bits < TINY_BITS
+    scale_bits = _scale_up(divided(absmax_bits.view(torch.float32), codec.qmax))
+    is_normal = is_finite & ~is_tiny
+    inverse = torch.where(is_normal, 1 / scale_bits.view(torch.float32), 0.0)
+    scaled = torch.where(is_normal, blocks, 0.0) * inverse
+    codes = torch.where(is_finite, _codes_of(scaled, codec, uniform), 0)
+    header = torch.where(is_tiny, 0, torch.where(is_finite, scale_bits, NAN_SCALE_BITS)) >> 16
+    return header.to(torch.int32), codes.to(torch.int8)
+
+
+def _scale_up(quotients: Tensor) -> Tensor:
+    """The bits of non-negative float32 values, rounded up to bf16, at most the largest finite one."""
+    bits = quotients.view(torch.int32)
+    return torch.where(bits >= LARGEST_SCALE_BITS, LARGEST_SCALE_BITS, (bits + 0xFFFF) & UPPER_HALF)
+
+
+def _codes_of(scaled: Tensor, codec: Codec, uniform: Tensor | None) -> Tensor:
+    if codec.name == "nf4":
+        return torch.bucketize(scaled, _nf4_midpoints(scaled.device))  # midpoints below: ties go down
+    if codec.name == "fp8_e4m3":
+        return _fp8_codes(scaled)
+    return _rounded(scaled, uniform).clamp(-codec.qmax, codec.qmax)
+
+
+def _rounded(values: Tensor, uniform: Tensor | None) -> Tensor:
+    if uniform is None:
+        return values.round()  # half to even
+    magnitude = values.abs()
+    floor = magnitude.floor()
+    return torch.copysign(floor + (uniform < (magnitude - floor) * 2.0**24), values)
+
+
+@cache
+def _nf4_levels(device: torch.device) -> Tensor:
+    return torch.tensor(NF4_LEVELS, dtype=torch.float32, device=device)
+
+
+@cache
+def _nf4_midpoints(device: torch.device) -> Tensor:
+    levels = _nf4_levels(device)
+    return (levels[1:] + levels[:-1]) / 2  # exact
+
+
+def _fp8_codes(values: Tensor) -> Tensor:
+    """Float8 e4m3 (bias 7, no infinities) of values up to 448, half to even, without a negative zero."""
+    bits = values.contiguous().view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    denormal = (magnitude.view(torch.float32) * 2.0**9).round().to(torch.int32)
+    codes = torch.where(magnitude < 0x3C800000, denormal, normal).clamp(max=FP8_LARGEST)  # below 2^-6
+    return torch.where((bits < 0) & (codes > 0), codes | 0x80, codes)
+
+
+def _fp8_values(codes: Tensor) -> Tensor:
+    bits = codes.to(torch.int32) & 0xFF
+    exponent, mantissa = (bits >> 3) & 0xF, bits & 7
+    normal = (((exponent + (127 - 7)) << 23) | (mantissa << 20)).view(torch.float32)
+    values = torch.where(exponent > 0, normal, mantissa * 2.0**-9)
+    return torch.where(bits >= 0x80, -values, values)
+
+
+def _encode_asymmetric(blocks: Tensor, qmax: int, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
+    is_finite = ((blocks.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)) < INFINITY_BITS
+    values = torch.where(is_finite, blocks, 0.0).clamp(-LARGEST_ASYMMETRIC, LARGEST_ASYMMETRIC)
+    zero_bits = _zero_point_bits(values.amin(-1, keepdim=True))
+    zero = zero_bits.view(torch.float32)
+    spread = values.amax(-1, keepdim=True) - zero
+    is_tiny = spread.clamp(min=0.0).view(torch.int32) < TINY_BITS
+    scale_bits = _scale_up(divided(torch.where(is_tiny, 1.0, spread), qmax))
+    inverse = torch.where(is_tiny, 0.0, 1 / scale_bits.view(torch.float32))
+    codes = _rounded((values - zero) * inverse, uniform).clamp(0, qmax)
+    header = torch.where(is_tiny, 0, scale_bits >> 16) & 0xFFFF
+    header = torch.where(is_finite, header | (zero_bits & UPPER_HALF), NAN_SCALE_BITS >> 16)
+    return header.to(torch.int32), codes.to(torch.int32).to(torch.int8)
+
+
+def _zero_point_bits(lowest: Tensor) -> Tensor:
+    """The bits of the lowest values rounded down to bf16; +0 for magnitudes below 2^-100."""
+    bits = lowest.contiguous().view(torch.int32)
+    down = torch.where(bits < 0, bits + 0xFFFF, bits) & UPPER_HALF  # a negative number's magnitude goes up
+    return torch.where((bits & 0x7FFFFFFF) < TINY_BITS, 0, down).to(torch.int32)
+
+
+def decode_blocks(headers: Tensor, codes: Tensor, codec: Codec) -> Tensor:
+    """Header bits int32 [..., 1] and codes int8 [..., block] to float32 values, in the finite range or NaN."""
+    scales = ((headers & 0xFFFF) << 16).view(torch.float32)
+    if codec.has_zero_point:
+        mask = 2**codec.bits - 1
+        values = (headers & UPPER_HALF).view(torch.float32) + (codes.to(torch.int32) & mask).float() * scales
+    elif codec.name == "nf4":
+        values = _nf4_levels(codes.device)[codes.to(torch.int64) & 0xF] * scales
+    elif codec.name == "fp8_e4m3":
+        values = _fp8_values(codes) * scales
+    else:
+        values = codes.float() * scales
+    return clamped(values, torch.float32)
+
+
+def divided(values: Tensor, divisor: float) -> Tensor:
+    """IEEE division: by a Python number, torch multiplies with the reciprocal on CUDA."""
+    return values / torch.full((1,), divisor, dtype=values.dtype, device=values.device)
+
+
+def clamped(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decoded values in the finite range of ``dtype``; NaN stays NaN."""
+    largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)  # decoded values are float32
+    return values.clamp(-largest, largest)

@@ -1,0 +1,204 @@
+"""Wire formats: how an element of a tensor becomes bits in a message. One table; everything else is derived.
+
+A *cast* codec sends a plain array of its dtype. A *block* codec sends codes, and a header for each ``block`` elements:
+a bf16 scale, or a bf16 scale and a bf16 zero point. The format ``none`` is the cast codec of the tensor's own dtype.
+The numerics contract stands in :mod:`zcomm._formats.reference`.
+
+    x ~ code * scale              int8, int4: codes symmetric in [-qmax, qmax]
+    x ~ level[code] * scale       nf4: 16 levels, dense near 0;  fp8_e4m3: the levels are 8-bit floats
+    x ~ zero + code * scale       int8, int4 with symmetric=False: codes in [0, 2^bits - 1]
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from zcomm.errors import FormatError
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """What the kernels know of a format."""
+
+    name: str
+    number: int
+    """Its id in the native kernels."""
+    bits: int
+    dtype: torch.dtype | None
+    """Cast codecs: the dtype on the wire. Block codecs: None."""
+    qmax: int = 0
+    """Block codecs: the largest magnitude of a scaled value; what absmax is divided by."""
+    has_zero_point: bool = False
+
+    @property
+    def is_block(self) -> bool:
+        """Whether messages hold scales and codes, rather than a plain array."""
+        return self.dtype is None
+
+    @property
+    def header_nbytes(self) -> int:
+        """Bytes a block beside its codes."""
+        return (4 if self.has_zero_point else 2) if self.is_block else 0
+
+    def dtype_between(self, before: Codec) -> torch.dtype:
+        """Of values decoded from ``before`` to be encoded with this codec: its own, or wide enough for exact values."""
+        if self.dtype is not None:
+            return self.dtype
+        return torch.float64 if before.dtype == torch.float64 else torch.float32
+
+
+CODECS = {
+    codec.name: codec
+    for codec in (
+        Codec("f32", 0, 32, torch.float32),
+        Codec("bf16", 1, 16, torch.bfloat16),
+        Codec("fp16", 2, 16, torch.float16),
+        Codec("int8", 3, 8, None, 127),
+        Codec("int4", 4, 4, None, 7),
+        Codec("f64", 5, 64, torch.float64),
+        Codec("nf4", 6, 4, None, 8),
+        Codec("fp8_e4m3", 7, 8, None, 448),
+        Codec("int8_asym", 8, 8, None, 255, has_zero_point=True),
+        Codec("int4_asym", 9, 4, None, 15, has_zero_point=True),
+    )
+}
+CODEC_OF_DTYPE = {codec.dtype: codec for codec in CODECS.values() if codec.dtype is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A wire format with its options."""
+
+    name: str
+    block: int = 0
+    """Elements that share a scale; 0 for formats without scales."""
+    symmetric: bool = True
+    """False, for int8 and int4: a scale and a zero point, so that the codes span [min, max] of the block."""
+    rounding: str = "nearest"
+    """``"stochastic"``, for int8 and int4: up or down by chance, right on average; a collective then needs
+    ``random=``."""
+    rotation: str | None = None
+    """``"hadamard"``: every whole block is rotated before it is quantized, and back after decoding, which spreads an
+    outlier over its block. The block is a power of two, and a last short block is not rotated."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no kernel takes."""
+        if self.name not in _BLOCKS:
+            close = difflib.get_close_matches(self.name, _BLOCKS, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise FormatError(f"format must be one of {', '.join(_BLOCKS)}: format={self.name!r}{hint}")
+        if not _BLOCKS[self.name]:
+            if self.block:
+                raise FormatError(f"format {self.name!r} has no blocks: block={self.block}")
+        elif self.block % 2 or not 2 <= self.block <= 65536:
+            raise FormatError(f"block must be even and from 2 to 65536: format={self.name!r}, block={self.block}")
+        self._check_options()
+
+    def _check_options(self) -> None:
+        is_int = self.name in ("int8", "int4")
+        if self.rounding not in ("nearest", "stochastic"):
+            raise FormatError(f"rounding must be 'nearest' or 'stochastic': rounding={self.rounding!r}")
+        if self.rotation not in (None, "hadamard"):
+            raise FormatError(f"rotation must be None or 'hadamard': rotation={self.rotation!r}")
+        if not is_int and (not self.symmetric or self.rounding != "nearest"):
+            raise FormatError(
+                "symmetric=False and rounding='stochastic' are options of int8 and int4: "
+                f"format={self.name!r}, symmetric={self.symmetric}, rounding={self.rounding!r}"
+            )
+        if self.rotation is not None and (self.block & (self.block - 1) or not self.block):
+            raise FormatError(
+                f"rotation needs a block that is a power of two: format={self.name!r}, block={self.block}, "
+                f"rotation={self.rotation!r}"
+            )
+
+    @property
+    def is_random(self) -> bool:
+        """Whether encoding takes random numbers."""
+        return self.rounding == "stochastic"
+
+    @property
+    def bits_per_element(self) -> float:
+        """Of a long message, headers included; 0 for ``none``, which depends on the tensor."""
+        if self.name == "none":
+            return 0.0
+        codec = CODECS[_codec_name(self)]
+        return codec.bits + (8 * codec.header_nbytes / self.block if self.block else 0)
+
+    def __str__(self) -> str:
+        """Its name, with what is not the default: ``int4/64:asym:hadamard:stochastic``."""
+        name = self.name if self.block == _BLOCKS[self.name] else f"{self.name}/{self.block}"
+        options = ("" if self.symmetric else "asym", self.rotation or "", "stochastic" if self.is_random else "")
+        return ":".join([name, *filter(None, options)])
+
+
+_BLOCKS = {"none": 0, "bf16": 0, "fp16": 0, "int8": 256, "int4": 128, "nf4": 64, "fp8_e4m3": 128}
+"""Every format's default block."""
+FORMATS = {name: Format(name, block) for name, block in _BLOCKS.items()}
+
+
+def get_format(
+    format: str | Format,
+    *,
+    block: int | None = None,
+    symmetric: bool | None = None,
+    rounding: str | None = None,
+    rotation: str | None = None,
+) -> Format:
+    """The format called ``format``, with the options that are given.
+
+    ``format`` may be a Format, a name, or what ``str()`` of a Format gives: ``"int4/64:asym:hadamard:stochastic"``.
+
+    Raises:
+        FormatError: There is no such format (the nearest name is given), or it does not take that option.
+    """
+    if isinstance(format, str):
+        format = FORMATS.get(format) or _parsed(format)
+    if not isinstance(format, Format):
+        raise FormatError(f"format must be a name or a zcomm.Format: got {format!r}")
+    if block is None and symmetric is None and rounding is None and rotation is None:
+        return format
+    given = {"block": block, "symmetric": symmetric, "rounding": rounding, "rotation": rotation}
+    changed: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    return replace(format, **changed) if changed else format
+
+
+def _parsed(text: str) -> Format:
+    head, *options = text.split(":")
+    name, _, block = head.partition("/")
+    if block and not block.isdecimal():
+        raise FormatError(f"the block after '/' must be a number: format={text!r}")
+    known: dict[str, dict[str, Any]] = {
+        "asym": {"symmetric": False},
+        "hadamard": {"rotation": "hadamard"},
+        "stochastic": {"rounding": "stochastic"},
+    }
+    chosen: dict[str, Any] = {}
+    for option in options:
+        if option not in known:
+            raise FormatError(f"options after ':' must be of {', '.join(known)}: format={text!r}")
+        chosen |= known[option]
+    return Format(name, int(block) if block else _BLOCKS.get(name, 0), **chosen)
+
+
+@cache
+def codec_for(format: Format, dtype: torch.dtype) -> Codec:
+    """The codec that ``format`` means for tensors of ``dtype``."""
+    if dtype not in CODEC_OF_DTYPE:
+        known = ", ".join(str(d).removeprefix("torch.") for d in CODEC_OF_DTYPE)
+        raise FormatError(f"dtype must be one of {known}: format={format}, dtype={dtype}")
+    return CODEC_OF_DTYPE[dtype] if format.name == "none" else CODECS[_codec_name(format)]
+
+
+def _codec_name(format: Format) -> str:
+    return format.name if format.symmetric else f"{format.name}_asym"
+
+
+def is_same_wire(first: Format, second: Format, dtype: torch.dtype) -> bool:
+    """Whether messages of both formats are of one kind for tensors of ``dtype``; roundings may differ."""
+    kinds = [(codec_for(format, dtype), format.block, format.rotation) for format in (first, second)]
+    return kinds[0] == kinds[1]

@@ -1,0 +1,138 @@
+"""Recipes: which wire format each kind of data travels in, by name. The table of what install_ddp and install_fsdp2 do.
+
+    weights     FSDP2's parameters, gathered before use
+    gradients   (inside the node, between nodes) of the two-hop reduce-scatter
+    reduced     DDP's reduced gradients, gathered so that every rank has them all
+
+The error of a recipe is the relative error of the mean of 8 ranks' Gaussian gradients over 2 nodes x 4 ranks, after
+the reduce-scatter; bytes between nodes are relative to the same exchange in bf16.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zcomm._formats.formats import Format, get_format
+from zcomm.errors import ConfigError, FormatError
+
+Wire = str | Format
+DEFAULT_RECIPE = "zeropp"
+
+
+class Wires(NamedTuple):
+    """The formats of one parameter."""
+
+    weights: Format
+    gradients: tuple[Format, Format]
+    reduced: Format
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Formats of everything that a training step sends.
+
+    A format is a name (``"int8"``), one with options (``"int8/2048"``) or a :class:`zcomm.Format`. Change a row of
+    the table with ``dataclasses.replace(zcomm.RECIPES["zeropp"], weights="none")``.
+    """
+
+    name: str = "own"
+    """For reports."""
+    weights: Wire = "int8"
+    """Of FSDP2's parameters; rounded to nearest, for they are gathered again for backward."""
+    gradients: tuple[Wire, Wire] = ("int4", "int4")
+    """Of the reduce-scatter: inside the node, between nodes."""
+    reduced: Wire = "int8"
+    """Of DDP's reduced gradients on their way back."""
+    residual: bool = False
+    """Whether what the second hop loses is added back in the next step."""
+    residual_beta: float = 1.0
+    """What the residual is multiplied with before it is added back, in (0, 1]: below 1 old losses fade (LoCo's
+    damping), and a share of 1 - beta of each loss stays lost."""
+    residual_reset_interval: int = 0
+    """After so many exchanges of a buffer its residual is forgotten (LoCo's reset); 0: never."""
+    seed: int = 0
+    """Of the random numbers of gradients that are rounded stochastically: those of an installation's exchange number
+    ``i`` are ``RandomKey(seed, i // 2**32, i % 2**32)``; :meth:`Installation.state_dict` has the number."""
+    error: float = math.nan
+    """Relative error of a mean, measured as the module says; NaN if no one has."""
+    min_numel: int = 2048
+    """Parameters of fewer elements travel as they are: norms and biases cost little and count much."""
+    description: str = ""
+    """One sentence."""
+
+    def wires(self) -> Wires:
+        """The formats, looked up.
+
+        Raises:
+            FormatError: There is no such format, or ``gradients`` is not a pair.
+        """
+        if not isinstance(self.gradients, tuple) or len(self.gradients) != 2:
+            raise FormatError(f"gradients must be a pair (inside the node, between nodes): got {self.gradients!r}")
+        inside, between = self.gradients
+        return Wires(get_format(self.weights), (get_format(inside), get_format(between)), get_format(self.reduced))
+
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            name="zeropp",
+            error=0.168,
+            description="INT8 B256 weights, INT4 B128 gradients on both hops: ZeRO++ in small blocks",
+        ),
+        Recipe(
+            name="zeropp-paper",
+            weights="int8/2048",
+            gradients=("int4/2048", "int4/2048"),
+            reduced="int8/2048",
+            error=0.215,
+            description="ZeRO++ as published, in blocks of 2048: a fiftieth fewer bytes, a quarter more error",
+        ),
+        Recipe(
+            name="accurate",
+            gradients=("int8", "nf4"),
+            residual=True,
+            error=0.093,
+            description="INT8 inside the node, NF4 B64 with a residual between nodes: errors do not add up over steps",
+        ),
+        Recipe(
+            name="smallest",
+            gradients=("nf4/128", "nf4/128"),
+            reduced="nf4/128",
+            error=0.136,
+            description="4 bits an element for gradients both ways; weights stay INT8, 4 bits would cost quality",
+        ),
+    )
+}
+"""By name."""
+
+
+AUTO_RECIPE = Recipe(
+    name="auto",
+    weights="none",
+    gradients=("none", "none"),
+    reduced="none",
+    description="what `zcomm probe` found fastest on these links; without its table nothing is quantized",
+)
+"""Without its formats, which an installation takes from the table that all ranks have agreed on."""
+
+
+def get_recipe(recipe: str | Recipe) -> Recipe:
+    """The recipe of that name, or ``recipe`` itself.
+
+    Raises:
+        ConfigError: There is no recipe of that name (the nearest is given), or it is no recipe.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str):
+        raise ConfigError(f"recipe must be a name or a zcomm.Recipe: got {recipe!r}")
+    known = {**RECIPES, AUTO_RECIPE.name: AUTO_RECIPE}
+    if recipe not in known:
+        close = difflib.get_close_matches(recipe, known, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ConfigError(f"recipe must be one of {', '.join(known)}, or a zcomm.Recipe: recipe={recipe!r}{hint}")
+    return known[recipe]

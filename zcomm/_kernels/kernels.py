@@ -1,0 +1,273 @@
+"""One dispatch table: operation -> Triton or CUDA (CUDA tensors), native (CPU tensors) or the PyTorch reference.
+
+The choice depends on formats, dtypes, device and on ``MessageLayout.kernels`` (a Topology's ``kernels=``, or with
+"auto" ZCOMM_KERNELS) alone, never on sizes or values, and all have the same bits. float64 has the reference only.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache, wraps
+from types import ModuleType
+from typing import Any, ParamSpec
+
+import torch
+from torch import Tensor
+
+from zcomm._base import env
+from zcomm._formats import message, reference
+from zcomm._formats.message import MessageLayout
+from zcomm._formats.philox import Draw
+from zcomm._kernels import native_calls as calls
+from zcomm._kernels import on_cuda, on_triton
+from zcomm._kernels.native_calls import unavailable_reason as native_unavailable_reason
+from zcomm._kernels.on_triton import ResidualBlocks
+from zcomm._kernels.profiling import is_profiling, span
+from zcomm.errors import BackendUnavailableError
+
+P = ParamSpec("P")
+DECODED_NUMEL = 2**22
+"""Elements decoded at a time, where that takes memory."""
+
+
+def native() -> Any:
+    """The native module, for operations that have no other kernel.
+
+    Raises:
+        BackendUnavailableError: It is not built, or ``ZCOMM_KERNELS=reference``.
+    """
+    if reason := native_unavailable_reason():
+        raise BackendUnavailableError(f"this operation has a native kernel only, and {reason}")
+    return calls.module
+
+
+def file_queue(num_requests: int, request_nbytes: int) -> Any:
+    """A native ``FileQueue``, which reads and writes files asynchronously, with the engine of ``ZCOMM_FILES``.
+
+    Raises:
+        BackendUnavailableError: The native module, or the engine, cannot be used here.
+        ValueError: ``num_requests`` is not 1 to 256, or ``request_nbytes`` no multiple of 4096.
+    """
+    wanted = env.value("ZCOMM_FILES")
+    queue = native().FileQueue(num_requests, request_nbytes, may_use_ring=wanted != "threads")
+    if wanted not in ("auto", queue.engine):
+        raise BackendUnavailableError(f"ZCOMM_FILES={wanted}, but built without liburing, or refused by the kernel")
+    return queue
+
+
+def native_description() -> str:
+    """Instruction set and compiler of the native kernels, which must be available."""
+    built = calls.module.build_info()
+    cuda = f"with CUDA {built['cuda']}" if built["cuda"] else "without CUDA"
+    return f"{calls.module.isa()} of {', '.join(built['isa_levels'])}; {built['compiler']}; {cuda}"
+
+
+def refusal() -> str:
+    """Why this process cannot compute as ``ZCOMM_KERNELS`` says, whatever the formats; empty if it can.
+
+    A native module that was not built is no reason unless it is asked for; one that is built for another machine is.
+    """
+    if reason := _native_refusal():
+        return reason
+    if env.value("ZCOMM_KERNELS") == "cuda" and torch.cuda.is_available() and (reason := on_cuda.unavailable_reason()):
+        return f"ZCOMM_KERNELS=cuda, but {reason}"
+    return ""
+
+
+def _native_refusal(chosen: str = "auto") -> str:
+    (setting, said_by), reason = env.kernels(chosen), native_unavailable_reason(chosen)
+    if not reason or setting == "reference":
+        return ""
+    if setting == "native":
+        return f"{said_by}, but {reason}"
+    return f"{reason}; or set ZCOMM_KERNELS=reference, which is slow" if calls.IS_MISFIT else ""
+
+
+@cache
+def _native_is_chosen(chosen: str) -> bool:
+    if refused := _native_refusal(chosen):
+        raise BackendUnavailableError(refused)
+    reason = native_unavailable_reason(chosen)
+    if calls.UNBUILT_REASON and env.kernels(chosen)[0] == "auto":
+        warnings.warn(f"zcomm uses its slow PyTorch reference kernels: {reason}", RuntimeWarning, stacklevel=4)
+    return not reason
+
+
+def _uses_native(array: Tensor, *layouts: MessageLayout) -> bool:
+    return (
+        array.device.type == "cpu"
+        and (array.dtype in calls.DTYPE_NUMBERS or array.dtype == torch.uint8)
+        and all(layout.codec.dtype != torch.float64 for layout in layouts)
+        and _native_is_chosen(layouts[0].kernels)
+    )
+
+
+def _call(name: str, layout: MessageLayout, *arguments: Any) -> None:
+    calls.call(name, layout, *arguments, torch.get_num_threads())
+
+
+def _on_gpu(array: Tensor, *layouts: MessageLayout, draw: Draw | None = None) -> ModuleType | None:
+    """The GPU kernels that encode or decode ``array``, if any do."""
+    if on_cuda.serves(array, *layouts, draw=draw):
+        return on_cuda
+    return on_triton if on_triton.serves(array, *layouts) else None
+
+
+def fuses_residual(array: Tensor, layout: MessageLayout, *others: MessageLayout, draw: Draw | None = None) -> bool:
+    """Whether ``array`` is encoded as ``layout``, after decoding ``others``, and its residual renewed in one pass."""
+    if not layout.codec.is_block:
+        return False
+    if on_cuda.serves(array, layout, *others, draw=draw) or on_triton.fuses_residual(array, layout, *others):
+        return True
+    return _uses_native(array, layout, *others) and calls.may_keep_residual(layout)
+
+
+def _draw(draw: Draw | None) -> tuple[int, ...] | None:
+    if draw is None:
+        return None
+    words = (draw.seed, draw.tensor, draw.step, draw.hop, draw.rank)
+    return *(word & 0xFFFFFFFF for word in words), draw.first
+
+
+def _shown(kernel: Callable[P, None]) -> Callable[P, None]:
+    """``kernel``, as a span of a profiler's trace with the names of its codecs."""
+
+    @wraps(kernel)
+    def shown(*args: P.args, **kwargs: P.kwargs) -> None:
+        if not is_profiling():
+            return kernel(*args, **kwargs)
+        with span(kernel.__name__, *(a.codec.name for a in args if isinstance(a, MessageLayout))):
+            return kernel(*args, **kwargs)
+
+    return shown
+
+
+def _cleared(expected: Tensor | None, layout: MessageLayout, gpu: ModuleType | None) -> Tensor | None:
+    """What is left for the kernel of ``gpu`` to clear; where there is none, it is done here."""
+    if expected is None or not layout.codec.is_block:
+        return None
+    if gpu is None:
+        message.clear_trailers(expected)
+        return None
+    return expected
+
+
+@_shown
+def quantize(
+    x: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None = None,
+    *, residual: ResidualBlocks | None = None, expected: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write messages ``out`` [num_messages, nbytes] from the array that begins at ``x``; see :mod:`zcomm._formats.reference`.
+
+    ``residual``, of a row for each message, is added and renewed: only where :func:`fuses_residual` says so.
+    ``expected`` [m, nbytes], of the same layout, are the messages that the exchange which follows will bring: they lose
+    their trailers, but for those of ``out`` that are among them. On a GPU in the same launch.
+    """
+    assert residual is None or fuses_residual(x, layout, draw=draw), f"a residual with {layout}"
+    gpu = _on_gpu(x, layout, draw=draw) if out.numel() else None
+    expected = _cleared(expected, layout, gpu)
+    if gpu is not None:
+        gpu.quantize(x, layout, out, message_stride, segment_stride, draw, residual=residual, expected=expected)
+    elif out.numel() and _uses_native(x, layout):
+        source = *calls.rows(layout, out.shape[0]), *calls.array(x), message_stride, segment_stride
+        target = out.data_ptr(), layout.nbytes, layout.hash, _draw(draw)
+        if residual is None:
+            _call("quantize", layout, *source, *target)
+        else:
+            _call("quantize_with_residual", layout, *source, *target, calls.residual(residual))
+    else:
+        reference.quantize(x, layout, out, message_stride, segment_stride, draw)
+    message.sign(out, layout)
+
+
+@_shown
+def decode(messages: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int) -> None:
+    """Write the values of ``messages`` into the array that begins at ``out``."""
+    message.verify(messages, layout)
+    if messages.numel() and (gpu := _on_gpu(out, layout)):
+        gpu.decode(messages, layout, out, message_stride, segment_stride)
+    elif messages.numel() and _uses_native(out, layout):
+        _call("decode", layout, *calls.incoming(messages, layout), *calls.array(out), message_stride, segment_stride)
+    else:
+        reference.decode(messages, layout, out, message_stride, segment_stride)
+
+
+@_shown
+def decode_sum(messages: Tensor, layout: MessageLayout, out: Tensor, segment_stride: int, divisor: float) -> None:
+    """Write the sum of ``messages`` over ``divisor`` into ``out``."""
+    message.verify(messages, layout)
+    if messages.numel() and (gpu := _on_gpu(out, layout)):
+        gpu.decode_sum(messages, layout, out, segment_stride, divisor)
+    elif messages.numel() and _uses_native(out, layout):
+        _call("decode_sum", layout, *calls.incoming(messages, layout), *calls.array(out), segment_stride, divisor)
+    else:
+        reference.decode_sum(messages, layout, out, segment_stride, divisor)
+
+
+@_shown
+def decode_sum_requantize(
+    messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout, draw: Draw | None = None,
+    *, residual: ResidualBlocks | None = None, expected: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Sum ``messages``; segment s of the sum becomes message s of ``out``. Options are those of :func:`quantize`."""
+    assert residual is None or fuses_residual(out, out_layout, layout, draw=draw), f"a residual with {out_layout}"
+    message.verify(messages, layout)
+    gpu = _on_gpu(out, layout, out_layout, draw=draw) if messages.numel() else None
+    options = {"residual": residual, "expected": _cleared(expected, out_layout, gpu)}
+    if gpu is not None:
+        gpu.decode_sum_requantize(messages, layout, out, out_layout, draw, **options)
+    elif messages.numel() and _uses_native(out, layout, out_layout):
+        source = *calls.incoming(messages, layout), *calls.wire(out_layout)
+        target = out.data_ptr(), out_layout.nbytes, out_layout.hash, _draw(draw)
+        if residual is None:
+            _call("decode_sum_requantize", layout, *source, *target)
+        else:
+            _call("decode_sum_requantize_with_residual", layout, *source, *target, calls.residual(residual))
+    else:
+        reference.decode_sum_requantize(messages, layout, out, out_layout, draw)
+    message.sign(out, out_layout)
+
+
+@_shown
+def quantize_difference(
+    x: Tensor, held: Tensor, layout: MessageLayout, out: Tensor, draw: Draw | None = None,
+    *, expected: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write message ``out`` [1, nbytes] from RN(x - held), both [n] (N11). ``expected`` as in :func:`quantize`."""
+    gpu = _on_gpu(x, layout, draw=draw) if x.numel() else None
+    if gpu is not None and not gpu.serves(held, layout):
+        gpu = None
+    expected = _cleared(expected, layout, gpu)
+    if gpu is not None:
+        gpu.quantize(x, layout, out, 0, 0, draw, held=held, expected=expected)
+        message.sign(out, layout)
+    elif x.numel() and _uses_native(x, layout) and _uses_native(held, layout):
+        arrays = *calls.array(x), *calls.array(held), 0, 0
+        target = out.data_ptr(), layout.nbytes, layout.hash, _draw(draw)
+        _call("quantize_difference", layout, *calls.rows(layout, 1), *arrays, *target)
+        message.sign(out, layout)
+    else:
+        wide = torch.float64 if torch.float64 in (x.dtype, held.dtype) else torch.float32
+        quantize(x.to(wide, copy=True).sub_(held).float(), layout, out, 0, 0, draw)
+
+
+@_shown
+def decode_add(messages: Tensor, layout: MessageLayout, out: Tensor) -> None:
+    """Add the values of message i of ``messages`` [m, nbytes] to row i of ``out`` [m, n], contiguous rows (N11)."""
+    if out.numel() and (gpu := _on_gpu(out, layout)):
+        message.verify(messages, layout)
+        gpu.decode(messages, layout, out, out.stride(0), 0, added=True)
+        return
+    if out.numel() and _uses_native(out, layout):
+        message.verify(messages, layout)
+        _call("decode_add", layout, *calls.incoming(messages, layout), *calls.array(out), out.stride(0), 0)
+        return
+    at_a_time = max(DECODED_NUMEL // max(out.shape[1], 1), 1)
+    for some, rows in zip(torch.split(messages, at_a_time), torch.split(out, at_a_time), strict=True):
+        decoded = torch.empty(rows.shape, dtype=torch.float32, device=out.device)
+        decode(some, layout, decoded, decoded.stride(0), 0)
+        if out.dtype.itemsize < decoded.dtype.itemsize:  # the same bits as rows.add_(decoded), and several times faster
+            rows.copy_(decoded.add_(rows))
+        else:
+            rows.add_(decoded)

@@ -1,0 +1,49 @@
+"""Named spans for ``torch.profiler``: quantize, each hop, decode. They cost nothing while no profiler runs.
+
+    with torch.profiler.profile() as profile:
+        step()
+    profile.export_chrome_trace("trace.json")     open in https://ui.perfetto.dev
+
+Two-hop collectives with ``async_op=True`` run in a thread on CPU; the profiler follows threads only with
+``experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from zcomm._base.pending import Pending, ends_within
+
+_NOTHING = nullcontext()
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether a profiler watches this thread."""
+
+
+def span(*words: object) -> AbstractContextManager[Any]:
+    """Show what runs inside as ``zcomm::`` and the words."""
+    return record_function("zcomm::" + " ".join(map(str, words))) if is_profiling() else _NOTHING
+
+
+class _NamedWait:
+    def __init__(self, pending: Pending, name: str) -> None:
+        self._pending, self._name = pending, name
+
+    def wait(self) -> None:
+        with record_function(self._name):
+            self._pending.wait()
+
+    def is_completed(self) -> bool:
+        return self._pending.is_completed()
+
+    def ends_within(self, seconds: float) -> bool:
+        return ends_within(self._pending, seconds)
+
+
+def named_wait(pending: Pending, *words: object) -> Pending:
+    """``pending``, whose ``wait()`` shows as a span while a profiler runs."""
+    return _NamedWait(pending, "zcomm::" + " ".join(map(str, words))) if is_profiling() else pending

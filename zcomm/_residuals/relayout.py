@@ -1,0 +1,138 @@
+"""Residuals on the move: to another layout of the same parameters, or to other ranks.
+
+    relayout_residuals    buckets change, ranks stay: a node's ranks hold its residual of the whole buffer once, so
+                          values are gathered inside the node, a buffer at a time, and cut anew
+    load_residuals        ranks change: the sum over all old ranks, parameter by parameter, split equally among the
+                          new ranks that hold an element
+
+What counts is the sum of the residuals of all ranks: the part of all gradients so far that has not arrived. Both keep
+it, but for encoding the values in int8 again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcomm._formats.blocks import divided
+from zcomm._residuals.buffer_layout import BufferLayout, RowPiece, Span
+from zcomm._residuals.residual import Residual, decode_state
+from zcomm.errors import LayoutError, StateError
+
+
+class _RelayoutRows:
+    """Float32 rows of new residuals, to which pieces of old ones are added."""
+
+    def __init__(self, targets: Sequence[Residual]) -> None:
+        self.targets = targets
+        self.pieces: dict[Hashable, list[tuple[RowPiece, Tensor]]] = {}
+        self.rows = []
+        for target in targets:
+            layout = target.layout
+            rows = torch.zeros((layout.num_rows, layout.shard_numel), dtype=torch.float32, device=target.device)
+            self.rows.append(rows)
+            for piece in layout.pieces_of(target.route.local_rank):
+                self.pieces.setdefault(piece.key, []).append((piece, rows))
+
+    def add(self, layout: BufferLayout, local_rank: int, values: Tensor) -> None:
+        """Add what a rank of that local rank holds: float32 [num_rows, shard_numel]."""
+        for source in layout.pieces_of(local_rank):
+            for target, rows in self.pieces.get(source.key, []):
+                low = max(source.offset, target.offset)
+                numel = min(source.offset + source.numel, target.offset + target.numel) - low
+                if numel > 0:
+                    column = target.column + low - target.offset
+                    start = source.column + low - source.offset
+                    part = values[source.row, start : start + numel]
+                    rows[target.row, column : column + numel] += part.to(rows.device)
+
+    def store(self, num_commits: int, divisor: int | None = None) -> None:
+        """Encode the rows, divided by the number of ranks that hold each if not given, as the new residuals."""
+        for target, rows in zip(self.targets, self.rows, strict=True):
+            target.set_values(divided(rows, target.layout.num_rows if divisor is None else divisor))
+            target.num_commits = num_commits
+
+
+def relayout_residuals(old: Sequence[Residual], new: Sequence[Residual], *, subset: bool = False) -> None:
+    """Move what residuals ``old`` hold into residuals ``new`` of the same parameters in other buffers.
+
+    Args:
+        old: One for each buffer, in the same order on every rank. Unchanged.
+        new: Over the same nodes and ranks; what they hold is overwritten.
+        subset: ``new`` may hold some of the parameters only, each of them whole.
+
+    Raises:
+        LayoutError: Not the same parameters, nodes or ranks. Raised before any communication.
+        StateError: An old residual has exchanges since its last commit.
+
+    Cost for each rank: collective. With two hops sends its codes and scales to the other ranks of its node, buffer by
+    buffer, nothing between nodes; with one hop sends nothing. Scratch: an old buffer's codes, 1 / L of it in float32,
+    and the new rows in float32.
+    """
+    for residual in old:
+        residual.check_committed("relayout_residuals()")
+    _check_same_parameters([r.layout for r in old], [r.layout for r in new], subset=subset)
+    ranks = {(r.layout.num_nodes, r.layout.ranks_per_node) for r in (*old, *new)}
+    if len(ranks) > 1:
+        raise LayoutError(
+            f"residuals must be over the same nodes and ranks per node, got {sorted(ranks)}: pass the state_dict() of "
+            "all ranks to load_residuals()"
+        )
+    staging = _RelayoutRows(new)
+    for residual in old:
+        for local_rank, values in residual.values_of_node():
+            staging.add(residual.layout, local_rank, values)
+    staging.store(max((r.num_commits for r in old), default=0), divisor=1)
+
+
+def load_residuals(states: Iterable[Mapping[str, Any]], new: Sequence[Residual]) -> None:
+    """Restore residuals that other ranks, or buffers, have saved: each parameter's sum, split equally.
+
+    Args:
+        states: The ``state_dict()`` of every rank and buffer, in any order; read one at a time.
+        new: This rank's residuals of the same parameters; what they hold is overwritten.
+
+    Raises:
+        LayoutError: Not the same parameters.
+        StateError: The states of some ranks are missing, or given twice.
+
+    Cost for each rank: no communication. Scratch: one state's values and the new rows, in float32.
+    """
+    staging, seen, num_commits = _RelayoutRows(new), dict[BufferLayout, list[tuple[int, int]]](), 0
+    for state in states:
+        saved = dict(state["layout"])
+        layout = BufferLayout(**{**saved, "spans": tuple(Span(*span) for span in saved["spans"])})
+        seen.setdefault(layout, []).append((state["node_rank"], state["local_rank"]))
+        num_commits = max(num_commits, int(state["num_commits"]))
+        staging.add(layout, state["local_rank"], decode_state(state))
+    for layout, ranks in seen.items():
+        expected = [(n, local) for n in range(layout.num_nodes) for local in range(layout.ranks_per_node)]
+        if sorted(ranks) != expected:
+            raise StateError(
+                f"the states of all ranks must be given, once: (node, local rank) {expected}, got {sorted(ranks)}, of "
+                f"a buffer of {layout.numel} elements"
+            )
+    _check_same_parameters(list(seen), [r.layout for r in new])
+    staging.store(num_commits)
+
+
+def _check_same_parameters(old: Sequence[BufferLayout], new: Sequence[BufferLayout], *, subset: bool = False) -> None:
+    before, after = _lengths(old), _lengths(new)
+    for key in after if subset else (*before, *after):
+        if before.get(key) != after.get(key):
+            raise LayoutError(
+                f"old and new layouts must hold the same elements of the same parameters: {key!r} has "
+                f"{before.get(key, 0)} elements in the old ones, {after.get(key, 0)} in the new ones"
+            )
+
+
+def _lengths(layouts: Sequence[BufferLayout]) -> dict[Hashable, int]:
+    """Elements of each parameter."""
+    lengths: dict[Hashable, int] = {}
+    for layout in layouts:
+        for span in layout.spans:
+            lengths[span.key] = lengths.get(span.key, 0) + span.numel
+    return lengths

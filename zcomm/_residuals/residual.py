@@ -1,0 +1,395 @@
+"""Residuals (error feedback): what an encoding lost, kept in int8 and added back at the next exchange.
+
+    sums x --+--> u --quantize--> message ---------------> other ranks
+             |    '--- minus what the message decodes to --> new residual, aside until commit()
+    residual r
+
+It pays on the last hop of a reduction, whose errors nothing averages: with two hops (N nodes, L ranks a node) a rank
+keeps 1 / L byte for each element of the buffer, with one hop 1 byte; between an exchange and ``commit()`` twice that.
+The arithmetic is N10 of :mod:`zcomm._formats.reference`.
+
+Invariants:
+    R1  Exchanges read and write a copy; ``commit()`` makes it current, ``rollback()`` drops it. So a skipped step
+        leaves no trace, and several exchanges before a commit (micro-batches) pass the residual on.
+    R2  Blocks start at multiples of 256 in a row, as chunks do: chunks change nothing.
+    R3  A block that is not finite keeps its residual: one bad step does not cost what was saved up.
+    R4  Residuals are in the units of the gradients that are sent. ``set_loss_scale`` says by what those are multiplied:
+        what is held is rescaled when that changes. What is shown and saved is in units of gradients without it.
+
+Source: "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training" (arXiv:2407.04480) stores the error in 8
+bits, damps and resets it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from zcomm._base.arguments import as_count, as_device, as_positive
+from zcomm._formats.formats import FORMATS, codec_for
+from zcomm._formats.message import MessageLayout, layout_of
+from zcomm._kernels import kernels
+from zcomm._kernels.on_triton import ResidualBlocks
+from zcomm._residuals.buffer_layout import BufferLayout, Span
+from zcomm._transport import backend
+from zcomm._transport.backend import MessageInfo
+from zcomm._transport.route import Group, Route, find_route
+from zcomm._transport.topology import Numbering
+from zcomm._transport.work import Steps, Work, run
+from zcomm.errors import ConfigError, LayoutError, StateError
+
+FORMAT = FORMATS["int8"]
+BLOCK = FORMAT.block
+
+
+@dataclass
+class _Blocks:
+    """Rows as int8 blocks: codes int8 [num_rows, num_blocks, BLOCK], scales bf16 [num_rows, num_blocks]."""
+
+    codes: Tensor
+    scales: Tensor
+
+    @classmethod
+    def zeros(cls, num_rows: int, numel: int, device: torch.device | str) -> _Blocks:
+        num_blocks = -(-numel // BLOCK)
+        codes = torch.zeros((num_rows, num_blocks, BLOCK), dtype=torch.int8, device=device)
+        return cls(codes, torch.zeros((num_rows, num_blocks), dtype=torch.bfloat16, device=device))
+
+    def clone(self) -> _Blocks:
+        return _Blocks(self.codes.clone(), self.scales.clone())
+
+    def decode(self, first: int, numel: int) -> Tensor:
+        """Columns ``first`` to ``first + numel``, float32 [num_rows, numel]."""
+        part = _blocks_of(first, numel)
+        values = self.codes[:, part] * self.scales[:, part].float().unsqueeze(-1)  # exact
+        largest = torch.finfo(torch.float32).max
+        return values.clamp_(-largest, largest).flatten(1)[:, :numel]
+
+    def rescale_(self, factor: float | Tensor) -> None:
+        """Multiply by ``factor``: exactly, if that is a power of 2; what becomes too large stays finite."""
+        largest = torch.finfo(torch.bfloat16).max
+        self.scales.copy_((self.scales.float() * factor).clamp_(max=largest))
+
+    def take_over_(self, other: _Blocks, *, where: Tensor) -> None:
+        """Become ``other`` if ``where``, one element, is true."""
+        self.scales.copy_(torch.where(where, other.scales, self.scales))
+        self.codes.copy_(torch.where(where, other.codes, self.codes))
+
+    def to_bytes(self) -> Tensor:
+        """Both tensors, uint8 [n]."""
+        return torch.cat([self.scales.flatten().view(torch.uint8), self.codes.flatten().view(torch.uint8)])
+
+    def of_bytes(self, content: Tensor) -> _Blocks:
+        """Blocks as many as these from what :meth:`to_bytes` gave."""
+        scales, codes = content[: self.scales.nbytes], content[self.scales.nbytes :]
+        return _Blocks(
+            codes.view(torch.int8).view(self.codes.shape),
+            scales.clone().view(torch.bfloat16).view(self.scales.shape),  # clone: aligned
+        )
+
+    def encode(self, values: Tensor, first: int, chosen: str = "auto") -> None:
+        """Overwrite columns from ``first`` by float32 ``values`` [num_rows, numel]; blocks not finite stay."""
+        num_rows, numel = values.shape
+        layout = layout_of("residual", FORMAT, torch.float32, num_rows, numel, chosen)
+        message = layout.new(1, values.device)
+        kernels.quantize(values, layout, message, 0, values.stride(0))
+        part, num_blocks = _blocks_of(first, numel), layout.blocks_per_segment
+        scales = message[0, : 2 * num_rows * num_blocks].view(torch.bfloat16).view(num_rows, num_blocks)
+        codes = message[0, layout.codes_offset :][: num_rows * numel].view(torch.int8).view(num_rows, numel)
+        codes = pad(codes, (0, num_blocks * BLOCK - numel)).view(num_rows, num_blocks, BLOCK)
+        is_kept = scales.isnan()
+        self.scales[:, part] = torch.where(is_kept, self.scales[:, part], scales)
+        self.codes[:, part] = torch.where(is_kept.unsqueeze(-1), self.codes[:, part], codes)
+
+
+def decode_state(state: Mapping[str, Any]) -> Tensor:
+    """The values of a :meth:`Residual.state_dict`, float32 [num_rows, shard_numel], padded to whole blocks."""
+    blocks = _Blocks(state["codes"], state["scales"])
+    return blocks.decode(0, blocks.codes[0].numel())
+
+
+def check_damping(beta: float, reset_interval: int, *, prefix: str = "") -> None:
+    """Raise ConfigError for a ``beta`` or ``reset_interval`` of a :class:`Residual` that cannot be meant."""
+    if as_positive(f"{prefix}beta", beta) > 1:
+        raise ConfigError(f"{prefix}beta must be at most 1: {prefix}beta={beta}")
+    as_count(f"{prefix}reset_interval", reset_interval, error=ConfigError)
+
+
+def _blocks_of(first: int, numel: int) -> slice:
+    assert first % BLOCK == 0, f"chunks start on whole blocks: first={first}"
+    return slice(first // BLOCK, -(-(first + numel) // BLOCK))
+
+
+class Residual:
+    """What the last hop of a reduction of one flat buffer has lost on this rank, by parameter.
+
+    Pass it as ``residual=`` to :func:`zcomm.reduce_scatter_single` or :func:`zcomm.all_reduce`, then call
+    :meth:`commit` once the result has been used, or :meth:`rollback` if the step is skipped. Where the loss is scaled,
+    call :meth:`set_loss_scale` before the exchange.
+
+    Args:
+        group: As in the collective: a ProcessGroup, or a :class:`zcomm.Topology`.
+        spans: Where the parameters lie in the buffer: :class:`zcomm.Span`, or (key, first element, numel). The same
+            on every rank.
+        numel: Elements of the buffer: the input's of a reduce-scatter, the tensor's of an all-reduce.
+        numbering: As in the reduce-scatter; an all-reduce takes any.
+        beta: The residual is multiplied with it before it is added, in (0, 1]; less than 1 damps what is carried on.
+        reset_interval: The residual becomes zero after so many commits; 0: never.
+        device: Of the tensors that are exchanged.
+
+    Raises:
+        LayoutError: Spans overlap or leave the buffer.
+        ConfigError: ``beta`` or ``reset_interval`` cannot be meant.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        spans: Iterable[Span | tuple[Any, ...]],
+        numel: int,
+        *,
+        numbering: Numbering = "rank",
+        beta: float = 1.0,
+        reset_interval: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        check_damping(beta, reset_interval)
+        self.route = find_route("residual", group, "none", first="intra", backend="torch")
+        self.layout = BufferLayout.of(spans, numel, self.route, numbering)
+        self.beta, self.reset_interval = float(beta), int(reset_interval)
+        self.num_commits = 0
+        self._loss_scale: float | Tensor = 1.0
+        place = as_device("device", device)
+        self._current = _Blocks.zeros(self.layout.num_rows, self.layout.shard_numel, place)
+        self._next: _Blocks | None = None
+        self._works: list[Work] = []
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is kept."""
+        return self._current.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on this rank after a commit."""
+        return self._current.codes.nbytes + self._current.scales.nbytes
+
+    def values(self) -> Tensor:
+        """The committed residual, float32 [num_rows, shard_numel]: rows ``layout.rows_of(local_rank)``."""
+        return self._unscaled(self._current).decode(0, self.layout.shard_numel).contiguous()
+
+    def values_of_node(self) -> Iterator[tuple[int, Tensor]]:
+        """The committed residual of this node, rank by rank: (local rank, values).
+
+        Collective inside the node if there are two hops. With one hop it is this rank's alone.
+        """
+        if not self.layout.has_two_hops:
+            yield self.route.local_rank, self.values()
+            return
+        mine = self._unscaled(self._current).to_bytes()
+        of_ranks = mine.new_empty((self.layout.ranks_per_node, mine.numel()))
+        run(self._gather_steps(of_ranks, mine), mine, async_op=False, queue=self.route.queue)
+        for local_rank, content in enumerate(of_ranks):
+            yield local_rank, self._current.of_bytes(content).decode(0, self.layout.shard_numel)
+
+    def _gather_steps(self, of_ranks: Tensor, mine: Tensor) -> Steps:
+        hop, _ = self.route.hops[0]
+        yield backend.all_gather(of_ranks, mine, hop, MessageInfo("residual", str(FORMAT), self._current.codes.numel()))
+
+    def _unscaled(self, blocks: _Blocks) -> _Blocks:
+        """``blocks`` in units of gradients without the loss scale; themselves where there is none."""
+        if isinstance(self._loss_scale, float) and self._loss_scale == 1:
+            return blocks
+        blocks = blocks.clone()
+        blocks.rescale_(_quotient(1.0, self._loss_scale))
+        return blocks
+
+    def set_loss_scale(self, scale: float | Tensor) -> None:
+        """From the next exchange on gradients are multiplied by ``scale``: rescale what is held, if that is another.
+
+        Waits for exchanges that have not ended, where the scale changes.
+
+        Args:
+            scale: Of the loss, greater than 0; 1 at first. A tensor of one element is read on its device, and a copy is
+                kept: a GPU's never makes the host wait.
+
+        Cost: none for a number that is as before; else a pass over 2 bytes of each 256 elements.
+        """
+        if isinstance(scale, Tensor):
+            scale = scale.detach().to(self.device, torch.float32, copy=True)
+        elif scale == self._loss_scale:
+            return
+        for work in self._works:
+            with suppress(Exception):  # raised where the caller waits for it
+                work.wait()
+        factor = _quotient(scale, self._loss_scale)
+        for blocks in (self._current, self._next):
+            if blocks is not None:
+                blocks.rescale_(factor)
+        self._loss_scale = scale
+
+    def exceeds(self, scale: float | Tensor) -> bool | Tensor:
+        """Whether the loss scale was larger than ``scale``."""
+        return scale < self._loss_scale
+
+    def norm(self) -> float:
+        """The Euclidean norm of this rank's committed residual."""
+        return math.sqrt(float(self.values().double().square().sum()))
+
+    def commit(self, *, unless: bool | Tensor = False) -> None:
+        """What the exchanges since the last commit have left becomes current; waits for them, and raises their errors.
+
+        An exchange that failed has left nothing to rely on: call :meth:`rollback`.
+
+        Args:
+            unless: As :meth:`rollback` if it is true; a tensor of one element is not waited for.
+        """
+        while self._works:
+            self._works.pop().wait()
+        if unless is True:
+            self._next = None
+            return
+        if self._next is not None:
+            if isinstance(unless, Tensor):
+                self._next.take_over_(self._current, where=unless)
+            self._current, self._next = self._next, None
+        self.num_commits += 1
+        if self.reset_interval and self.num_commits % self.reset_interval == 0:
+            self.reset()
+
+    def rollback(self) -> None:
+        """Forget what the exchanges since the last commit have left, after they have ended: their step was skipped."""
+        while self._works:
+            with suppress(Exception):  # raised where the caller waits for it
+                self._works.pop().wait()
+        self._next = None
+
+    def reset(self) -> None:
+        """Forget everything: nothing is added to the next exchange."""
+        self.rollback()
+        self._current.codes.zero_()
+        self._current.scales.zero_()
+        self._loss_scale = 1.0
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether there has been no exchange since the last commit or rollback."""
+        return not self._works and self._next is None
+
+    def check_committed(self, call: str) -> None:
+        """Raise StateError if there is something to commit."""
+        if not self.is_committed:
+            raise StateError(f"exchanges since the last commit: call commit() or rollback() before {call}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's committed residual and its layout: tensors, numbers, strings and tuples, as keys allow.
+
+        Raises:
+            StateError: Exchanges since the last commit.
+        """
+        self.check_committed("state_dict()")
+        blocks = self._unscaled(self._current).clone()
+        return {
+            "codes": blocks.codes,
+            "scales": blocks.scales,
+            "local_rank": self.route.local_rank,
+            "node_rank": self.route.node_rank,
+            "num_commits": self.num_commits,
+            "layout": {
+                "spans": tuple(tuple(span) for span in self.layout.spans),
+                "numel": self.layout.numel,
+                "num_nodes": self.layout.num_nodes,
+                "ranks_per_node": self.layout.ranks_per_node,
+                "numbering": self.layout.numbering,
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned on this rank, bit for bit.
+
+        Raises:
+            StateError: It is of another rank, layout or topology; :func:`zcomm.load_residuals` takes those.
+        """
+        mine = self.state_dict()
+        for name in ("layout", "node_rank", "local_rank"):
+            if state[name] != mine[name]:
+                raise StateError(
+                    f"the state is of another {name}: {_shortened(state[name])}, here {_shortened(mine[name])}; pass "
+                    "the states of all ranks to zcomm.load_residuals()"
+                )
+        self._current.codes.copy_(state["codes"])
+        self._current.scales.copy_(state["scales"])
+        self._loss_scale, self.num_commits = 1.0, int(state["num_commits"])
+
+    def set_values(self, values: Tensor) -> None:
+        """Encode float32 ``values`` [num_rows, shard_numel] as the committed residual."""
+        self.reset()
+        self._current.encode(values, 0)
+
+    def check(self, route: Route, numbering: Numbering, shard_numel: int, source: Tensor) -> None:
+        """Raise LayoutError if a reduction of ``source`` to such shards over ``route`` is not what this belongs to."""
+        layout = self.layout
+        if len(route.hops) != len(self.route.hops):
+            raise LayoutError(
+                f"the residual is kept for {len(self.route.hops)} hops, the exchange takes {len(route.hops)}: pass the "
+                "group that the residual was made for"
+            )
+        expected = (layout.num_nodes, layout.ranks_per_node, layout.shard_numel, self.device)
+        got = (route.num_nodes, route.ranks_per_node, shard_numel, source.device)
+        if got != expected or (layout.has_two_hops and numbering != layout.numbering):
+            raise LayoutError(
+                "the residual belongs to another exchange: (nodes, ranks per node, shard numel, device), numbering = "
+                f"{expected}, {layout.numbering!r}; got {got}, {numbering!r}"
+            )
+        if codec_for(route.hops[-1][1], source.dtype).dtype == torch.float64:
+            raise LayoutError("a residual is float32, and cannot follow an exchange in float64: use a format or dtype")
+
+    def watch(self, work: Work | None) -> Work | None:
+        """Remember ``work``, of an exchange with this residual, and return it; None: the exchange has ended."""
+        if work is not None:
+            self._works.append(work)
+        return work
+
+    def add_to_(self, values: Tensor, first: int) -> None:
+        """u of N10: add the residual to float32 ``values`` [num_rows, numel], columns from ``first``."""
+        blocks = self._current if self._next is None else self._next
+        residual = blocks.decode(first, values.shape[1])
+        if self.beta != 1:
+            residual = residual.mul_(self.beta)
+        values.add_(residual)
+
+    def blocks_to_renew(self, first: int, numel: int) -> ResidualBlocks:
+        """Columns from ``first`` for a kernel that adds them and overwrites them by the new residual of N10."""
+        part = _blocks_of(first, numel)
+        blocks = self._uncommitted()
+        return blocks.codes[:, part], blocks.scales[:, part], self.beta
+
+    def _uncommitted(self) -> _Blocks:
+        if self._next is None:
+            self._next = self._current.clone()
+        return self._next
+
+    def keep(self, values: Tensor, messages: Tensor, layout: MessageLayout, first: int) -> None:
+        """The new residual of N10: u, ``values`` [num_rows, numel], less what ``messages`` decode to; u is lost."""
+        decoded = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+        kernels.decode(messages, layout, decoded, values.shape[1], 0)
+        self._uncommitted().encode(values.sub_(decoded), first, layout.kernels)
+
+
+def _quotient(new: float | Tensor, old: float | Tensor) -> float | Tensor:
+    """``new`` / ``old``; 0 where either is none: then nothing is known of the units of what is held."""
+    if isinstance(new, Tensor) or isinstance(old, Tensor):
+        return torch.nan_to_num(new / old, nan=0.0, posinf=0.0).clamp_(min=0)  # type: ignore[arg-type]
+    return new / old if 0 < new < math.inf and 0 < old < math.inf else 0.0
+
+
+def _shortened(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 300 else f"{text[:300]}..."

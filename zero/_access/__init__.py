@@ -1,0 +1,6 @@
+"""Sharded parameters as a user sees them: whole ones, state dicts, single values, pretrained weights, tiled layers.
+
+In:  modules or parameters of a model under ZeRO, or plain weights to load.
+Out: full tensors (GatheredParameters, state_dict, safe_get_*), or changed shards and masters.
+Called by: users, through zero and zero.utils; and by _checkpoint.
+"""

@@ -1,0 +1,179 @@
+"""Reading and changing sharded parameters, and declaring their use outside the module that owns them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+from torch import nn
+
+from zcomm import StateError, Topology, TopologyError
+from zero._ranks.collective_calls import calling_over, on_exit
+from zero._ranks.rank_errors import is_agreed, on_every_rank, raise_on_every_rank
+from zero._runtime.runtime import Runtime
+from zero._sharding.bucket import Bucket, ShardInfo, num_writes
+from zero._sharding.units import EXTERNAL, external_parameters
+
+BLOCK_END = "has come to the end of zero.GatheredParameters"
+
+
+class ShardOwner(Protocol):
+    """Who holds the shards: a :class:`zero._runtime.runtime.Runtime` or a :class:`zero._model.init_shards.Construction`."""
+
+    topology: Topology
+    is_closed: bool
+
+    def compare(self, call: str, detail: str = "", /) -> None:
+        """Where ranks may be in different exchanges, raise on every rank unless all make the same ``call``."""
+
+    def gathered(self, buckets: list[Bucket], /) -> AbstractContextManager[None]:
+        """Hold ``buckets`` full."""
+
+    def modified(self, slots: Mapping[Bucket, Collection[int]], rank: int, /) -> AbstractContextManager[None]:
+        """Take over what ``rank`` changes inside."""
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
+    params: nn.Parameter | Iterable[nn.Parameter],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,  # noqa: FBT001  (DeepSpeed's signature)
+) -> Iterator[None]:
+    """Hold ``params`` whole inside the block; collective, the same parameters on every rank.
+
+    What autograd records inside may run backward later: parameters are gathered again for it. At stage 3 a view that
+    is kept after the block has the values of the block, until they change: using it then is a StateError.
+
+    Args:
+        params: One parameter or several, of one or more models. Those that are not sharded are whole anyway.
+        modifier_rank: None: nothing may be changed inside. A rank: what it changes in ``params`` is taken over by every
+            rank, and by the float32 masters, when the block ends. Elements that it does not change keep their masters.
+        fwd_module: Its forward uses ``params``, too: see :func:`register_external_parameter`.
+        enabled: False: nothing is done.
+
+    Raises:
+        TopologyError: ``modifier_rank`` is not a rank. Raised before any communication.
+        StateError: ``params`` were changed without a ``modifier_rank`` (changes by way of ``param.data`` are not seen:
+            at stage 3 they are discarded); or the block raised on another rank. Raised on every rank.
+
+    Cost for each rank: one all-gather of every bucket that holds one of ``params``, 512 bytes to every other rank; if
+    ``modifier_rank`` is given also one broadcast of it, and a copy of this rank's part of it inside the block.
+    """
+    if not enabled:
+        yield
+        return
+    given = [params] if isinstance(params, nn.Parameter) else list(params)
+    by_owner: dict[Any, dict[Bucket, list[int]]] = {}
+    for param in given:
+        if fwd_module is not None:
+            register_external_parameter(fwd_module, param)
+        info: ShardInfo | None = getattr(param, "zero_shard", None)
+        if info is not None:
+            by_owner.setdefault(info.owner, {}).setdefault(info.bucket, []).append(info.slot)
+    with ExitStack() as stack:
+        name = f"zero.GatheredParameters(modifier_rank={modifier_rank})"
+        for owner, unordered in by_owner.items():
+            _check_owner(owner, modifier_rank)
+            has_all = on_exit(stack, owner.topology, name)
+            with calling_over(owner.topology, name):
+                if modifier_rank is not None and isinstance(owner, Runtime):
+                    owner.finish_update(publishes=True)
+                slots = dict(sorted(unordered.items(), key=lambda item: item[0].index))  # the same on every rank
+                stack.enter_context(owner.gathered(list(slots)))
+                if modifier_rank is not None:
+                    stack.enter_context(owner.modified(slots, modifier_rank))
+                stack.enter_context(_agreed_block(owner, [] if modifier_rank is not None else _of(slots)))
+                if isinstance(owner, Runtime):
+                    stack.enter_context(owner.hooks.saving())
+            has_all()
+        yield
+
+
+def _of(slots: Mapping[Bucket, Iterable[int]]) -> list[tuple[str, nn.Parameter]]:
+    return [(bucket.layout.slots[i].name, bucket.params[i]) for bucket, chosen in slots.items() for i in chosen]
+
+
+def _check_owner(owner: ShardOwner, modifier_rank: int | None) -> None:
+    if owner.is_closed:
+        raise StateError(
+            "the ZeroOptimizer of these parameters is closed: close it inside "
+            "zero.GatheredParameters(model.parameters()) to keep them"
+        )
+    world_size = owner.topology.world_size
+    if modifier_rank is not None and not 0 <= modifier_rank < world_size:
+        raise TopologyError(f"modifier_rank must be a rank: modifier_rank={modifier_rank}, world_size={world_size}")
+
+
+@contextmanager
+def _agreed_block(owner: ShardOwner, read_only: list[tuple[str, nn.Parameter]]) -> Iterator[None]:
+    """A block that ends alike on every rank, and leaves ``read_only`` parameters as they are."""
+    writes = [num_writes(param) for _, param in read_only]
+    try:
+        yield
+    except Exception as error:
+        if owner.is_closed or is_agreed(error):
+            raise
+        owner.compare(BLOCK_END, f"has raised {type(error).__name__} inside zero.GatheredParameters: {error}")
+        raise_on_every_rank(error, owner.topology)
+    if not owner.is_closed:
+        owner.compare(BLOCK_END)
+        on_every_rank(lambda: _check_same(read_only, writes), owner.topology)
+
+
+def _check_same(read_only: list[tuple[str, nn.Parameter]], writes: list[int]) -> None:
+    changed = [name for (name, param), old in zip(read_only, writes, strict=True) if num_writes(param) != old]
+    if changed:
+        raise StateError(
+            f"{len(changed)} parameters were changed inside zero.GatheredParameters, first {changed[:3]}: pass "
+            "modifier_rank=, the rank whose changes all ranks take over"
+        )
+
+
+def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
+    """Declare that ``module.forward`` uses ``param``, which another module owns: it is gathered for that forward too.
+
+    At any time, in the constructor of ``module`` too. Without it, the first use in a forward gathers it then, and
+    declares it for the innermost module with parameters that runs.
+    """
+    if all(param is not known for known in external_parameters(module)):
+        module.__dict__[EXTERNAL] = [*external_parameters(module), param]
+    info: ShardInfo | None = getattr(param, "zero_shard", None)
+    if info is not None and isinstance(info.owner, Runtime):
+        info.owner.hooks.declare_use(module, info.bucket)
+
+
+def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
+    """Take :func:`register_external_parameter` back; a running ZeroOptimizer goes on gathering ``param``.
+
+    Raises:
+        StateError: It was not registered.
+    """
+    left = [known for known in external_parameters(module) if known is not param]
+    if len(left) == len(external_parameters(module)):
+        raise StateError(f"the parameter is not registered as an external parameter of this {type(module).__name__}")
+    module.__dict__[EXTERNAL] = left
+
+
+@contextmanager
+def gathered_for_generation(model: nn.Module) -> Iterator[None]:
+    """Hold all parameters of ``model`` whole inside the block, so that forwards without gradients do not communicate.
+
+    Ranks may generate sequences of different lengths inside. Entering is collective.
+
+    Args:
+        model: A model whose parameters a ZeroOptimizer manages, or a part of one; of any stage.
+
+    Cost for each rank: one all-gather of every bucket, and the memory of the whole model until the block ends.
+    """
+    owners: dict[Runtime, None] = {}
+    for param in model.parameters():
+        info: ShardInfo | None = getattr(param, "zero_shard", None)
+        if info is not None:
+            assert isinstance(info.owner, Runtime), "zero_shard without a runtime"
+            owners[info.owner] = None
+    with GatheredParameters(model.parameters()), ExitStack() as stack:
+        for owner in owners:
+            stack.enter_context(owner.hooks.idle_without_gradients())
+        yield

@@ -1,0 +1,136 @@
+"""Calls of torch.utils.checkpoint inside a model's forward, however they were imported, become the model's own.
+
+``torch.utils.checkpoint.checkpoint`` looks two names up in its module when it is called: one for each value of
+use_reentrant. While some model asks for it, they are ours, and pass on calls of other models as they came.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.utils.checkpoint import CheckpointFunction
+
+from zcomm import BackendUnavailableError
+from zero._activations.call import CheckpointedCall
+from zero._activations.checkpointer import Checkpointer
+
+
+class _RunningForwards(threading.local):
+    """Innermost last."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[object, Checkpointer | None]] = []
+
+
+_RUNNING = _RunningForwards()
+
+
+def current() -> Checkpointer | None:
+    """The innermost; None: checkpoints are torch's own."""
+    return _RUNNING.entries[-1][1] if _RUNNING.entries else None
+
+
+def push(owner: object, checkpointer: Checkpointer | None) -> None:
+    """``owner`` begins to run."""
+    _RUNNING.entries.append((owner, checkpointer))
+
+
+def pop(owner: object) -> None:
+    """``owner``'s last run has ended, and what began in it and was broken off."""
+    entries = _RUNNING.entries
+    for index in range(len(entries) - 1, -1, -1):
+        if entries[index][0] is owner:
+            del entries[index:]
+            return
+
+
+@contextmanager
+def entered(checkpointer: Checkpointer | None) -> Iterator[None]:
+    """Inside, checkpoints are of ``checkpointer``."""
+    owner = object()
+    push(owner, checkpointer)
+    try:
+        yield
+    finally:
+        pop(owner)
+
+
+REENTRANT, OTHER = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
+
+
+class _RoutedFunction(CheckpointFunction):
+    """``use_reentrant=True``."""
+
+    @classmethod
+    def apply(cls, function: Any, preserve_rng_state: bool, *args: Any) -> Any:  # noqa: FBT001  (torch's signature)
+        """Save ``args`` as the running model has it."""
+        checkpointer = current()
+        if checkpointer is None or not torch.is_grad_enabled():
+            return CheckpointFunction.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+        call = CheckpointedCall(checkpointer, function, args, {}, is_reentrant=True)
+        call.take_leaves()
+        with call.saving():
+            return CheckpointFunction.apply(call, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+
+
+class Routing:
+    """Puts the names in place as long as there is a model that needs them."""
+
+    def __init__(self) -> None:
+        self._num_models = 0
+        self._original: Any = None
+
+    def add(self) -> None:
+        """One model more."""
+        if self._num_models == 0:
+            check_routable()
+            self._original = getattr(torch_checkpoint, OTHER)
+            self._num_options = _num_options(self._original)
+            setattr(torch_checkpoint, REENTRANT, _RoutedFunction)
+            setattr(torch_checkpoint, OTHER, self._routed)
+        self._num_models += 1
+
+    def remove(self) -> None:
+        """One less."""
+        self._num_models -= 1
+        if self._num_models == 0:
+            setattr(torch_checkpoint, REENTRANT, CheckpointFunction)
+            setattr(torch_checkpoint, OTHER, self._original)
+
+    def _routed(self, function: Any, *args: Any, **kwargs: Any) -> Generator[None, None, None]:
+        """``use_reentrant=False``: before, and after, the forward, which torch runs between."""
+        checkpointer = current()
+        if checkpointer is None or not torch.is_grad_enabled():
+            yield from self._original(function, *args, **kwargs)
+            return
+        options, inputs = args[: self._num_options], args[self._num_options :]
+        call = CheckpointedCall(checkpointer, function, inputs, kwargs, has_run=True)
+        del args, inputs, kwargs
+        with call.saving(), call.forward():
+            yield from self._original(call, *options, *call.take_leaves())
+
+
+ROUTING = Routing()
+"""The process's."""
+
+
+def check_routable() -> None:
+    """Raise BackendUnavailableError if this torch has other names."""
+    missing = [name for name in (REENTRANT, OTHER) if not hasattr(torch_checkpoint, name)]
+    if missing:
+        raise BackendUnavailableError(
+            f"torch {torch.__version__} has no torch.utils.checkpoint.{missing[0]}: activation_checkpointing of the "
+            "configuration cannot act on its calls; call zero.checkpoint(function, *args) instead"
+        )
+
+
+def _num_options(function: Any) -> int:
+    """Positional parameters between the function and its arguments."""
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    return kinds.index(inspect.Parameter.VAR_POSITIONAL) - 1

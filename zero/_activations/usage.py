@@ -1,0 +1,119 @@
+"""How much memory saved checkpoints hold, and where."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.autograd import Variable
+
+from zero._ranks.distributed import is_first_of_job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationMemory:
+    """Bytes of saved inputs of checkpointed functions on this rank."""
+
+    device: int
+    """In device memory now; with them what is saved as it is, which others may hold, too."""
+    host: int
+    files: int
+    peak_device: int
+    """The most at a time."""
+    peak_host: int
+    peak_files: int
+    arena: int
+    """Of the contiguous buffer, used or not."""
+    num_allocations: int
+    """Pieces of memory or files that were made for saved inputs so far."""
+
+
+class ActivationUsage:
+    """Counts what is held."""
+
+    def __init__(self) -> None:
+        self._now = {"device": 0, "host": 0, "files": 0}
+        self._peak = dict(self._now)
+        self.num_allocations = 0
+
+    def hold(self, place: str, nbytes: int) -> Holding:
+        """Count ``nbytes`` until what is returned is dropped."""
+        self._now[place] += nbytes
+        self._peak[place] = max(self._peak[place], self._now[place])
+        return Holding(self, place, nbytes)
+
+    def give(self, place: str, nbytes: int) -> None:
+        """They are free."""
+        self._now[place] -= nbytes
+
+    def report(self, arena_nbytes: int, num_allocations: int) -> ActivationMemory:
+        """The counts, with those of an arena."""
+        return ActivationMemory(
+            **self._now,
+            **{f"peak_{place}": nbytes for place, nbytes in self._peak.items()},
+            arena=arena_nbytes,
+            num_allocations=self.num_allocations + num_allocations,
+        )
+
+
+class Holding:
+    """Bytes that are held as long as this object is."""
+
+    __slots__ = ("_nbytes", "_place", "_usage")
+
+    def __init__(self, usage: ActivationUsage, place: str, nbytes: int) -> None:
+        self._usage, self._place, self._nbytes = usage, place, nbytes
+
+    def __del__(self) -> None:
+        self._usage.give(self._place, self._nbytes)
+
+
+logger = logging.getLogger("zero")
+
+
+class CallTimes:
+    """Adds up, from one backward's end to the next."""
+
+    def __init__(self) -> None:
+        self._seconds = {"forward": 0.0, "recomputation": 0.0}
+        self._counts = dict.fromkeys(self._seconds, 0)
+        self._backward_started: float | None = None
+
+    @contextmanager
+    def measured(self, kind: str) -> Iterator[None]:
+        """Add what happens inside to ``kind``, "forward" or "recomputation"."""
+        synchronize()
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            synchronize()
+            self._seconds[kind] += time.perf_counter() - started
+            self._counts[kind] += 1
+
+    def begin_backward(self) -> None:
+        """A backward asks for saved inputs: log when it has ended."""
+        if self._backward_started is None and torch._C._current_graph_task_id() != -1:
+            self._backward_started = time.perf_counter()
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        synchronize()
+        assert self._backward_started is not None, "a backward that ends has begun"
+        seconds = time.perf_counter() - self._backward_started
+        parts = [f"{self._counts[kind]} x {kind} {1e3 * self._seconds[kind]:.1f} ms" for kind in self._seconds]
+        if is_first_of_job():
+            logger.info("activation checkpoints: %s, backward %.1f ms", ", ".join(parts), 1e3 * seconds)
+        self._backward_started = None
+        for kind in self._seconds:
+            self._seconds[kind], self._counts[kind] = 0.0, 0
+
+
+def synchronize() -> None:
+    """Wait for the device, if there is one that works on its own."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()

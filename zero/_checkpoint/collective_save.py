@@ -1,0 +1,131 @@
+"""The steps of a save that ranks do together: DCP's planners and our storage, and JSON between the ranks.
+
+    every rank's items -> the first plans -> each writes its shard -> the first writes metadata.json
+
+Items and what was written go to the first rank, and from it to each rank only what concerns that rank: an answer for
+every round, which is the same error on all ranks if one could not do its part.
+
+DCP's own driver sends plans, results and errors as pickles, which the receiver runs; here they are read as data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from zcomm import control
+from zero._checkpoint.dcp import FolderWriter, SavePartsPlanner
+from zero._checkpoint.index import StoredChunk
+from zero._storage.safetensors_file import CODES, DTYPES
+from zero.errors import CheckpointError
+
+Row = Sequence[Any]
+"""A WriteItem or a WriteResult as JSON."""
+
+
+def write_together(planner: SavePartsPlanner, writer: FolderWriter, group: dist.ProcessGroup | None) -> None:
+    """Write a checkpoint. Collective over ``group``; None: this process alone.
+
+    Raises:
+        CheckpointError: A rank could not do its part. The same on every rank.
+
+    Cost for each rank: a line for each of its chunks to the first rank, twice.
+    """
+    is_first = group is None or group.rank() == 0
+    metadata: list[Metadata] = []
+
+    def propose() -> list[Row]:
+        planner.set_up_planner({}, is_coordinator=is_first)
+        writer.set_up_storage_writer(is_first)
+        return [_row_of(item) for item in planner.create_local_plan().items]
+
+    def plan(of_ranks: list[list[Row]]) -> list[Any]:
+        plans, of_all = planner.create_global_plan([SavePlan([_item_of(row) for row in rows]) for rows in of_ranks])
+        metadata.append(of_all)
+        named = writer.prepare_global_plan(plans)
+        return [[one.storage_data, _kept(one, rows)] for one, rows in zip(named, of_ranks, strict=True)]
+
+    name, kept = _by_the_first(propose, plan, group)
+
+    def write() -> list[Row]:
+        items = planner.plan.items
+        own = planner.finish_plan(SavePlan([items[number] for number in kept], storage_data=name))
+        return [_row_of_result(result) for result in writer.write_data(own, planner).value()]
+
+    def finish(of_ranks: list[list[Row]]) -> list[Any]:
+        writer.finish(metadata[0], [[_result_of(row) for row in rows] for rows in of_ranks])
+        return [None] * len(of_ranks)
+
+    _by_the_first(write, finish, group)
+
+
+def _by_the_first(
+    call: Callable[[], Any], judge: Callable[[list[Any]], list[Any]], group: dist.ProcessGroup | None
+) -> Any:
+    """What the first rank's ``judge`` gives this rank, from what ``call`` returned on every rank, in rank order.
+
+    Raises:
+        CheckpointError: The error of the first rank whose ``call`` failed, or of ``judge``; on all ranks.
+    """
+    texts = control.texts_to_first(json.dumps(_said(call)), group)
+    answers = []
+    if texts:
+        of_ranks = [json.loads(text) for text in texts]
+        failed = [said for said in of_ranks if "error" in said]
+        said = failed[0] if failed else _said(lambda: judge([said["value"] for said in of_ranks]))
+        of_each = [said] * len(texts) if "error" in said else [{"value": value} for value in said["value"]]
+        answers = [json.dumps(one) for one in of_each]
+    answer = json.loads(control.text_from_first(answers, group))
+    if "error" in answer:
+        raise CheckpointError(answer["error"])
+    return answer["value"]
+
+
+def _said(call: Callable[[], Any]) -> dict[str, Any]:
+    """What ``call`` returns, or its error, as JSON for the other ranks, which wait for it."""
+    try:
+        return {"value": call()}
+    except CheckpointError as error:
+        return {"error": str(error)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _kept(plan: SavePlan, rows: Sequence[Row]) -> list[int]:
+    """Which of the items that a rank has proposed, as ``rows``, are in its plan."""
+    numbers = {(row[0], row[1]): number for number, row in enumerate(rows)}
+    return [numbers[item.index.fqn, item.index.offset[0]] for item in plan.items if item.index.offset is not None]
+
+
+def _row_of(item: WriteItem) -> Row:
+    assert item.index.offset is not None, "chunks have offsets"
+    assert item.tensor_data is not None, "parts are tensors"
+    data = item.tensor_data
+    dtype = CODES[data.properties.dtype]
+    return [item.index.fqn, item.index.offset[0], data.chunk.sizes[0], data.size[0], dtype]
+
+
+def _item_of(row: Row) -> WriteItem:
+    key, start, numel, size, dtype = row
+    chunk = ChunkStorageMetadata(torch.Size((start,)), torch.Size((numel,)))
+    data = TensorWriteData(chunk, TensorProperties(dtype=DTYPES[dtype]), torch.Size((size,)))
+    return WriteItem(index=MetadataIndex(key, (start,)), type=WriteItemType.SHARD, tensor_data=data)
+
+
+def _row_of_result(result: WriteResult) -> Row:
+    chunk, file_nbytes, header = result.storage_data
+    row = [result.index.fqn, result.size_in_bytes, file_nbytes, header]
+    return [*row, chunk.offset, chunk.numel, chunk.file, chunk.position, chunk.crc32]
+
+
+def _result_of(row: Row) -> WriteResult:
+    key, nbytes, file_nbytes, header, *chunk = row
+    stored = StoredChunk(*chunk)
+    return WriteResult(MetadataIndex(key, (stored.offset,)), nbytes, (stored, file_nbytes, tuple(header)))

@@ -1,0 +1,127 @@
+"""Plain Python values as JSON and tensors, and back. Decoding builds the types named here and runs nothing.
+
+JSON's own types stand for themselves; anything else is an object with the key ``"$"``, its kind:
+
+    tuple, set, frozenset, dict with other keys than strings, OrderedDict, Counter   items
+    float (inf, nan), torch.dtype                                            text
+    torch.Tensor, numpy.ndarray, numpy scalars, bytes                        a tensor stored beside the JSON
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zero._storage.safetensors_file import CODES, DTYPES, is_storable
+from zero.errors import CheckpointError
+
+KIND = "$"
+
+
+class Tree:
+    """Encodes values; what they hold of tensors is collected in ``tensors``.
+
+    Args:
+        prefix: Of the tensors' keys.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self.tensors: dict[str, Tensor] = {}
+
+    def encode(self, value: Any, path: str) -> Any:
+        """``value`` as JSON.
+
+        Raises:
+            CheckpointError: It holds something else than the types of this module; names it by ``path``.
+        """
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {KIND: "float", "text": repr(value)}
+        if kind is torch.dtype and value in CODES:
+            return {KIND: "dtype", "text": CODES[value]}
+        if kind is list:
+            return self._items(value, path)
+        if kind in (tuple, torch.Size):
+            return {KIND: "tuple", "items": self._items(value, path)}
+        if kind in (set, frozenset):
+            return {KIND: kind.__name__, "items": self._items(sorted(value, key=repr), path)}
+        if kind in (dict, OrderedDict, Counter):
+            return self._dict(value, path)
+        return self._tensor(value, path)
+
+    def _items(self, values: Any, path: str) -> list[Any]:
+        return [self.encode(value, f"{path}[{index}]") for index, value in enumerate(values)]
+
+    def _dict(self, value: dict[Any, Any], path: str) -> Any:
+        if type(value) is dict and all(type(key) is str for key in value) and KIND not in value:
+            return {key: self.encode(item, f"{path}[{key!r}]") for key, item in value.items()}
+        items = [[self.encode(k, f"a key of {path}"), self.encode(v, f"{path}[{k!r}]")] for k, v in value.items()]
+        return {KIND: type(value).__name__, "items": items}
+
+    def _tensor(self, value: Any, path: str) -> Any:
+        if isinstance(value, Tensor) and is_storable(value):
+            return self._store("tensor", value.detach())
+        is_array = type(value) in (np.ndarray, np.memmap) or isinstance(value, np.generic)  # a masked one is no array
+        if is_array and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+            array = np.ascontiguousarray(value, value.dtype.newbyteorder("="))
+            return self._store("scalar" if isinstance(value, np.generic) else "array", torch.from_numpy(array), value)
+        if type(value) is bytes:
+            return self._store("bytes", torch.tensor(list(value), dtype=torch.uint8))
+        more = "".join(f" {getattr(value, name)}" for name in ("dtype", "layout", "device") if hasattr(value, name))
+        raise CheckpointError(
+            f"{path} is a {type(value).__module__}.{type(value).__qualname__}{more}, which a checkpoint does not "
+            "store: it holds None, bool, int, float, str, bytes, list, tuple, set, dict, tensors and numpy arrays. "
+            "Convert it (vars(), str(), .state_dict(), ...), or leave it out"
+        )
+
+    def _store(self, kind: str, tensor: Tensor, original: Any = None) -> dict[str, Any]:
+        key = f"{self._prefix}.{len(self.tensors)}"
+        self.tensors[key] = tensor
+        shape = list(tensor.shape if original is None else original.shape)
+        return {KIND: kind, "key": key, "shape": shape}
+
+
+def decode(document: Any, tensor_of: Callable[[str], Tensor]) -> Any:
+    """The value of ``document``; ``tensor_of(key)`` gives a stored tensor, flat.
+
+    Raises:
+        CheckpointError: A kind that this version does not know.
+    """
+    if isinstance(document, list):
+        return [decode(item, tensor_of) for item in document]
+    if not isinstance(document, dict):
+        return document
+    if KIND not in document:
+        return {key: decode(item, tensor_of) for key, item in document.items()}
+    kind = document[KIND]
+    if kind == "float":
+        return float(document["text"])
+    if kind == "dtype":
+        return DTYPES[document["text"]]
+    if kind in ("tuple", "set", "frozenset"):
+        items = [decode(item, tensor_of) for item in document["items"]]
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
+    if kind in ("dict", "OrderedDict", "Counter"):
+        pairs = {decode(key, tensor_of): decode(item, tensor_of) for key, item in document["items"]}
+        return {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[kind](pairs)
+    return _decode_tensor(kind, document, tensor_of)
+
+
+def _decode_tensor(kind: str, document: dict[str, Any], tensor_of: Callable[[str], Tensor]) -> Any:
+    if kind not in ("tensor", "array", "scalar", "bytes"):
+        raise CheckpointError(f"the checkpoint holds a value of kind {kind!r}: it was saved by a newer version")
+    tensor = tensor_of(document["key"]).clone().view(document["shape"])
+    if kind == "tensor":
+        return tensor
+    if kind == "bytes":
+        return bytes(tensor.tolist())
+    return tensor.numpy() if kind == "array" else tensor.numpy()[()]

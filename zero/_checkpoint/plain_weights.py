@@ -1,0 +1,274 @@
+"""Weights as Hugging Face has them: safetensors files of limited size, and their index if there are several.
+
+    model.safetensors                     one file, or
+    model-00001-of-00003.safetensors ...  several, and model.safetensors.index.json, which says where each tensor is
+
+Tensors are written in pieces, in the order they were announced; the files get their names once all is on the disk.
+
+Plain weights as a checkpoint: safetensors files, their index, or a state_dict of torch.save without other objects.
+
+Safetensors are read where they are: each rank reads the bytes of its own parts. A file of torch.save is mapped into
+memory, with weights_only=True: nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from zero._access.auto_tiling import rows_by_key
+from zero._checkpoint.durability import make_folder, remove_file, replace_file, sync_folder
+from zero._checkpoint.flat_parts import named_buffers
+from zero._checkpoint.index import CHUNK_NUMEL, Index, StoredChunk, StoredTensor
+from zero._runtime.inside import Inside
+from zero._storage.safetensors_file import CODES, TensorEntry, as_bytes, make_header, read_header
+from zero._storage.tensor_files import is_plain_name
+from zero.errors import CheckpointError
+
+MAX_SHARD_NBYTES = 5_000_000_000
+
+Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""dtype and shape of every tensor, in order."""
+
+
+class WeightsWriter:
+    """Writes the tensors of ``layout`` to ``output``, a path that ends with ``.safetensors``.
+
+    Args:
+        output: Replaced if it is there. With several files, their names are derived from it.
+        layout: What will be written.
+        max_shard_nbytes: Largest file; a larger tensor has a file of its own.
+
+    Raises:
+        CheckpointError: The name does not end with ``.safetensors``, a dtype is none of the format's, or the files
+            cannot be written.
+    """
+
+    def __init__(self, output: Path, layout: Layout, max_shard_nbytes: int = MAX_SHARD_NBYTES) -> None:
+        if output.suffix != ".safetensors":
+            raise CheckpointError(f"the name of the output must end with .safetensors: {output}")
+        for name, (dtype, _) in layout.items():
+            if dtype is torch.complex128 or dtype not in CODES:
+                raise CheckpointError(
+                    f"{name!r} is {dtype}, which safetensors do not hold: convert it, or leave it out"
+                )
+        self._output, self._layout = output, dict(layout)
+        self._shards = _divide(layout, max_shard_nbytes)
+        self._save_id = secrets.token_hex(4)
+        self._pending = [
+            (name, number) for number, shard in enumerate(self._shards) for name in shard if self._numel(name)
+        ]
+        self._missing = 0
+        """Bytes that are still to come of the tensor that is being written."""
+        self._number = -1
+        self._file: BinaryIO | None = None
+        try:
+            make_folder(output.parent)
+        except OSError as error:
+            raise CheckpointError(f"the folder {output.parent} cannot be made: {error.strerror}") from error
+
+    def write(self, name: str, values: Tensor) -> None:
+        """The next elements of tensor ``name``, of any shape and device, in the announced dtype."""
+        if not values.numel():
+            return
+        try:
+            if not self._missing:
+                self._begin(name)
+            data = as_bytes(values)
+            assert self._file is not None, "a tensor begins in a file"
+            assert len(data) <= self._missing, f"more elements of {name!r} than were announced"
+            self._missing -= len(data)
+            self._file.write(data)
+        except OSError as error:
+            raise CheckpointError(f"{self._output} could not be written: {error.strerror}") from error
+
+    def finish(self) -> list[Path]:
+        """Make the files durable and give them their names, which are returned, the index last.
+
+        Raises:
+            CheckpointError: They cannot be written; what was there before is then untouched.
+        """
+        try:
+            if self._number < 0:
+                self._open(0)
+            assert not self._pending, f"never written: {self._pending[:3]}"
+            self._end_file()
+            return self._publish()
+        except OSError as error:
+            raise CheckpointError(f"{self._output} could not be written: {error.strerror}") from error
+
+    def discard(self) -> None:
+        """Remove what was written without a name; nothing is left to do after :meth:`finish`."""
+        if self._file is not None:
+            self._file.close()
+        for number in range(self._number + 1):
+            remove_file(self._temporary(number))
+
+    def _numel(self, name: str) -> int:
+        return torch.Size(self._layout[name][1]).numel()
+
+    def _begin(self, name: str) -> None:
+        expected, number = self._pending.pop(0)
+        assert expected == name, f"{name!r} was announced after {expected!r}"
+        if number != self._number:
+            self._open(number)
+        self._missing = self._numel(name) * self._layout[name][0].itemsize
+
+    def _open(self, number: int) -> None:
+        self._end_file()
+        self._file = self._temporary(number).open("xb")
+        self._number = number
+        header, _ = make_header({name: self._layout[name] for name in self._shards[number]}, {"format": "pt"})
+        self._file.write(header)
+
+    def _end_file(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+    def _temporary(self, number: int) -> Path:
+        return self._output.with_name(f".{self._output.name}.{number}.{self._save_id}")
+
+    def _publish(self) -> list[Path]:
+        count = len(self._shards)
+        if count == 1:
+            self._temporary(0).replace(self._output)
+            sync_folder(self._output.parent)
+            return [self._output]
+        stem = self._output.name.removesuffix(".safetensors")
+        paths = [self._output.with_name(f"{stem}-{n + 1:05d}-of-{count:05d}.safetensors") for n in range(count)]
+        for number, path in enumerate(paths):
+            self._temporary(number).replace(path)
+        index = {
+            "metadata": {"total_size": sum(self._numel(n) * d.itemsize for n, (d, _) in self._layout.items())},
+            "weight_map": {name: path.name for path, shard in zip(paths, self._shards, strict=True) for name in shard},
+        }
+        index_path = self._output.with_name(f"{self._output.name}.index.json")
+        replace_file(index_path, json.dumps(index, indent=2).encode(), self._save_id)
+        return [*paths, index_path]
+
+
+def _divide(layout: Layout, max_nbytes: int) -> list[list[str]]:
+    shards: list[list[str]] = []
+    nbytes = 0
+    for name, (dtype, shape) in layout.items():
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if not shards or (size and nbytes and nbytes + size > max_nbytes):
+            shards.append([])
+            nbytes = 0
+        shards[-1].append(name)
+        nbytes += size
+    return shards or [[]]
+
+
+def find_weights(path: Path) -> bool:
+    """Whether ``path`` is a file of weights, or a folder of safetensors that is no checkpoint."""
+    if path.is_file():
+        return True
+    return path.is_dir() and not (path / "metadata.json").exists() and any(path.glob("*.safetensors"))
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file() and path.suffix != ".json":
+        return [path]
+    folder = path if path.is_dir() else path.parent
+    indices = [path] if path.is_file() else sorted(folder.glob("*.safetensors.index.json"))
+    if not indices:
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        names = set(json.loads(indices[0].read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{indices[0]} is not the index of safetensors files: {error!r}") from error
+    if not all(isinstance(name, str) and is_plain_name(name) for name in names):
+        raise CheckpointError(f"{indices[0]} names files outside its folder")
+    return [folder / name for name in sorted(names)]
+
+
+def index_of_weights(path: Path, inside: Inside) -> Index:
+    """What ``path`` holds of the parameters and buffers of a model, which may stand there under any of their names.
+
+    Raises:
+        CheckpointError: Not safetensors, or truncated.
+    """
+    files = _files(path)
+    wrong = [file for file in files if file.suffix != ".safetensors"]
+    if wrong:
+        raise CheckpointError(
+            f"{wrong[0]} is not a safetensors file: load it with model.load_state_dict(torch.load(path, "
+            "weights_only=True)) on the first rank, and {} on the others"
+        )
+    entries = {name: (file, entry) for file in files for name, entry in read_header(file).items()}
+    tensors: dict[str, StoredTensor] = {}
+    shapes: dict[str, dict[str, Any]] = {"weight": {}, "buffer": {}}
+    used: set[str] = set()
+    for kind, name, names in _names(inside):
+        known = next((n for n in names if n in entries), None)
+        if known is not None:
+            file, entry = entries[known]
+            tensors[f"{kind}/{name}"] = _stored(file, entry)
+            shapes[kind][name] = {"shape": list(entry.shape), "dtype": CODES[entry.dtype]}
+            used.update(names)
+    for whole, rows in rows_by_key(inside.runtime.model).items():
+        if whole in entries and entries[whole][1].shape[:1] == (rows[-1].stop,):
+            file, entry = entries[whole]
+            used.add(whole)
+            for part in rows:
+                own = _rows_of_entry(entry, part.start, part.stop)
+                tensors[f"weight/{part.key}"] = _stored(file, own)
+                shapes["weight"][part.key] = {"shape": list(own.shape), "dtype": CODES[own.dtype]}
+    for name in entries.keys() - used:
+        _, entry = entries[name]
+        shapes["weight"][name] = {"shape": list(entry.shape), "dtype": CODES[entry.dtype]}
+    folder = path if path.is_dir() else path.parent
+    content = {"parameters": shapes["weight"], "buffers": shapes["buffer"], "world_size": 0, "optimizer": None}
+    return Index(folder, tensors, content, _sampled(files))
+
+
+def _sampled(files: list[Path]) -> str:
+    """A digest by which ranks tell files of other weights apart: of names, sizes and 16 pages of each."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.name} {nbytes} ".encode())
+            for number in range(16):
+                file.seek(max(nbytes - 4096, 0) * number // 15)
+                digest.update(file.read(4096))
+    return digest.hexdigest()
+
+
+def _names(inside: Inside) -> Iterator[tuple[str, str, list[str]]]:
+    model = inside.runtime.model
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    for bucket in inside.runtime.buckets:
+        for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
+            yield "weight", slot.name, [slot.name, *names[id(param)]]
+    for name in named_buffers(model):
+        yield "buffer", name, [name]
+
+
+def _rows_of_entry(entry: TensorEntry, start: int, stop: int) -> TensorEntry:
+    nbytes = (entry.stop - entry.start) // entry.shape[0]
+    first, last = entry.start + start * nbytes, entry.start + stop * nbytes
+    return TensorEntry(entry.dtype, (stop - start, *entry.shape[1:]), first, last)
+
+
+def _stored(file: Path, entry: TensorEntry) -> StoredTensor:
+    nbytes, numel = entry.dtype.itemsize, (entry.stop - entry.start) // entry.dtype.itemsize
+    chunks = tuple(
+        StoredChunk(at, min(CHUNK_NUMEL, numel - at), file.name, entry.start + at * nbytes, None)
+        for at in range(0, numel, CHUNK_NUMEL)
+    )
+    return StoredTensor(entry.dtype, numel, chunks)

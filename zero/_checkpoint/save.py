@@ -1,0 +1,240 @@
+"""Saving: a snapshot on the main thread, the rest in the background thread of the topology.
+
+main thread   refuse or agree -> snapshot (-> copy it, if asynchronous)
+background    plan over all ranks -> every rank writes and syncs its shard -> metadata.json -> latest
+
+What a checkpoint refers to is in it: looked up when it is saved, before it counts, in what was written.
+
+parameters, buffers     weight/NAME, buffer/NAME with the elements of their shapes
+documents               {"$": "tensor", "key": KEY, "shape": [...]}, wherever that stands in them
+ranks                   rank/R/json, a document, and what that refers to
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from zcomm import DivergedError, Topology
+from zcomm._transport.background import Background
+from zero._checkpoint.agreed_steps import agreed
+from zero._checkpoint.collective_save import write_together
+from zero._checkpoint.dcp import FolderWriter, SavePartsPlanner, read_chunk
+from zero._checkpoint.durability import check_tag
+from zero._checkpoint.index import UNREADABLE, Index
+from zero._checkpoint.json_tree import KIND
+from zero._checkpoint.model_parallel_parts import join_parts, part_of, parts_in, saving_ranks
+from zero._checkpoint.snapshot import Snapshot, take_snapshot
+from zero._ranks.collective_calls import collective
+from zero._ranks.rank_errors import raise_first, share_text
+from zero.errors import CheckpointError
+from zero.optimizer import ZeroOptimizer
+
+
+def check_loadable(index: Index) -> None:
+    """Raise CheckpointError, with the key, if anything that ``index`` refers to is not there.
+
+    Cost: two small reads of every rank's file; tensors are not read.
+    """
+    try:
+        for part in parts_in(index):
+            _check(part_of(index, part))
+    except UNREADABLE as error:
+        raise _not_loadable(index, repr(error)) from error
+
+
+def _check(index: Index) -> None:
+    content = index.content
+    expected = dict(_named(content))
+    documents = {f"rank/{rank}/json" for rank in range(content["world_size"])}
+    documents |= {key for key in index.tensors if key.startswith("rank/") and key.endswith("/json")}
+    texts = {key: json.loads(_text_of(index, key)) for key in sorted(documents)}
+    for document in (content, *texts.values()):
+        expected |= dict(_references(document))
+    for key, numel in expected.items():
+        stored = index.tensors.get(key)
+        if (0 if stored is None else stored.numel) != numel or (stored is None and not _may_lack(key)):
+            found = "is not there" if stored is None else f"has {stored.numel} elements"
+            raise _not_loadable(index, f"tensor {key!r}, of {numel} elements, {found}")
+
+
+def _not_loadable(index: Index, why: str) -> CheckpointError:
+    return CheckpointError(f"what was written to {index.folder} could not be loaded, and does not count: {why}")
+
+
+def _may_lack(key: str) -> bool:
+    """Parameters without elements have no parts, on any rank."""
+    return key.startswith("weight/")
+
+
+def _named(content: Any) -> Iterator[tuple[str, int]]:
+    for name, there in content["parameters"].items():
+        if there["is_trainable"] or not content["excludes_frozen"]:
+            yield f"weight/{name}", prod(there["shape"])
+    for name, there in content["buffers"].items():
+        yield f"buffer/{name}", prod(there["shape"])
+
+
+def _references(document: Any) -> Iterator[tuple[str, int]]:
+    """The keys of the tensors that stand for values in ``document``, and how many elements those have."""
+    if isinstance(document, dict):
+        if KIND in document and "key" in document:
+            yield document["key"], prod(document["shape"])
+            return
+        document = list(document.values())
+    if isinstance(document, list):
+        for item in document:
+            yield from _references(item)
+
+
+def _text_of(index: Index, key: str) -> bytes:
+    stored = index.tensors[key]
+    return b"".join(bytes(read_chunk(index.folder, key, c, stored.dtype).tolist()) for c in stored.chunks)
+
+
+logger = logging.getLogger("zero")
+
+
+class Saving:
+    """A save under way; true in a condition, as what DeepSpeed returns."""
+
+    def __init__(self, path: Path, future: Future[None]) -> None:
+        self.path = path
+        """The folder of the checkpoint."""
+        self._future, self._is_seen = future, False
+
+    def wait(self) -> Path:
+        """Return the folder once the checkpoint is complete and durable on every rank.
+
+        Raises:
+            CheckpointError: It could not be written; the same on every rank. The checkpoints before are untouched.
+        """
+        self._is_seen = True
+        self._future.result()
+        return self.path
+
+    def end(self) -> None:
+        """Wait, and raise what :meth:`wait` raises unless that has been called."""
+        if not self._is_seen:
+            self.wait()
+        self._future.exception()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether :meth:`wait` would return, or raise, at once."""
+        return self._future.done()
+
+    def __bool__(self) -> bool:
+        return True
+
+
+@collective(of=lambda optimizer: optimizer.topology, alone=True)
+def save_checkpoint(
+    optimizer: ZeroOptimizer,
+    save_dir: str | Path,
+    tag: str,
+    *,
+    stateful: Mapping[str, Any] | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+    async_op: bool = False,
+) -> Saving:
+    """Save model, optimizer and everything else that training goes on from; collective, also over model-parallel ranks.
+
+    Args:
+        optimizer: Its model is saved with it.
+        save_dir: A folder that all ranks share. The checkpoint is ``save_dir/tag``.
+        tag: Names the checkpoint. One of that name is replaced once the new one is complete.
+        stateful: Objects with ``state_dict()`` and ``load_state_dict()``: schedulers, a GradScaler, samplers.
+        client_state: Plain values and tensors to be given back by :func:`load_checkpoint`: the first rank's.
+        save_latest: Let ``save_dir/latest`` name this checkpoint, once it is complete.
+        exclude_frozen_parameters: Leave frozen parameters out; loading then keeps those of the model.
+        async_op: Return once everything is copied to host memory; a thread writes. The next save waits for it.
+            Without effect for states on NVMe, of which host memory may not hold a copy.
+
+    Raises:
+        CheckpointError: Gradients of an unfinished step are held; something cannot be stored, named by its path;
+            another asynchronous save has failed; the disk is full; or there are ranks of another model. The same on
+            every rank.
+        DivergedError: On every rank: one took another step than the others, or has other settings, so that they hold
+            no one model.
+
+    Stored: masters, optimizer states, parameter groups, buffers, loss scale, and the random generators of every rank
+    (python, numpy, torch, GPU). Cost for each rank: its shard in bytes written; with ``async_op`` also in host memory.
+    """
+    ranks = saving_ranks(optimizer.topology, optimizer.inside.model_parallel)
+    path = agreed(lambda: _checked_path(optimizer, save_dir, tag, ranks), ranks, "no checkpoint can be saved")
+    _check_same_step(optimizer, ranks)
+    folder, background = Path(share_text(str(path), 0, ranks)), ranks.background
+    snapshot = take_snapshot(
+        optimizer,
+        ranks,
+        stateful=stateful or {},
+        client_state=client_state or {},
+        exclude_frozen_parameters=exclude_frozen_parameters,
+    )
+    snapshot = join_parts(snapshot, optimizer.topology, optimizer.inside.model_parallel)
+    async_op = async_op and not snapshot.is_in_files  # not of every rank, perhaps
+    take = snapshot.copied if async_op else lambda: snapshot
+    snapshot = agreed(take, ranks, "host memory holds no copy of the states: save without async_op")
+    since_ns = optimizer.inside.runtime.since_ns
+    writer = FolderWriter(folder, snapshot.content, moves_latest=save_latest, since_ns=since_ns, check=check_loadable)
+    saving = Saving(folder, background.submit(partial(_write, snapshot, writer, background)))
+    if not async_op:
+        saving.wait()
+        return saving
+    background.last = saving
+    return saving
+
+
+def _checked_path(optimizer: ZeroOptimizer, save_dir: str | Path, tag: str, ranks: Topology) -> Path:
+    """Where the checkpoint goes, if one can be saved now. What is seen here may differ between ranks."""
+    wait_for_saves(ranks)
+    _check_between_steps(optimizer)
+    return Path(save_dir).absolute() / check_tag(str(tag))
+
+
+def _check_same_step(optimizer: ZeroOptimizer, ranks: Topology) -> None:
+    """Raise DivergedError on all ``ranks`` where those of one part of the model took different steps."""
+    error = None
+    try:
+        optimizer.inside.runtime.reducer.facts.check(optimizer.topology)
+    except DivergedError as caught:
+        error = caught
+    if ranks is not optimizer.topology:
+        raise_first(error, DivergedError, ranks)
+    elif error is not None:
+        raise error
+
+
+def wait_for_saves(topology: Topology) -> None:
+    """Let an asynchronous save before this one finish; raise its error if nobody has seen it on this rank."""
+    background = topology.background
+    last, background.last = background.last, None
+    if last is not None:
+        last.end()
+
+
+def _check_between_steps(optimizer: ZeroOptimizer) -> None:
+    if optimizer.inside.runtime.is_within_step:
+        raise CheckpointError(
+            "a checkpoint is taken between steps: gradients of an unfinished step are held. Save after step(), at the "
+            "accumulation boundary (engine.is_gradient_accumulation_boundary()), or call zero_grad() before"
+        )
+
+
+def _write(snapshot: Snapshot, writer: FolderWriter, background: Background) -> None:
+    try:
+        write_together(SavePartsPlanner(snapshot.parts), writer, background.group)
+    except Exception as error:
+        is_named = isinstance(error, CheckpointError)
+        failure = error if is_named else CheckpointError(f"{type(error).__name__}: {error}")
+        logger.error("%s", failure)
+        raise failure from (None if is_named else error)

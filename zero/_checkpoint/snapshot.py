@@ -1,0 +1,217 @@
+"""Everything a checkpoint holds, taken on the main thread: parts of tensors, and a JSON document."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from zcomm import Topology
+from zero._access.auto_tiling import rows_by_key
+from zero._checkpoint.agreed_steps import agreed
+from zero._checkpoint.dcp import FlatPart
+from zero._checkpoint.flat_parts import (
+    buffer_parts,
+    digests_of_buffers,
+    held_weights,
+    named_buffers,
+    node_parts,
+    published_parts,
+    residual_layout,
+    state_parts,
+)
+from zero._checkpoint.json_tree import Tree
+from zero._runtime.inside import Inside
+from zero._runtime.runtime import Runtime
+from zero._storage.safetensors_file import CODES
+from zero.errors import CheckpointError
+from zero.optimizer import ZeroOptimizer
+
+
+def capture_random_state(device: torch.device) -> dict[str, Any]:
+    """The states, as plain values and tensors."""
+    version, numbers, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state()
+    state = {
+        "python": (version, torch.tensor(numbers, dtype=torch.int64), gauss),
+        "numpy": (name, keys, *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Restore what :func:`capture_random_state` gave."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    np.random.set_state(tuple(state["numpy"]))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one rank saves."""
+
+    parts: list[FlatPart]
+    content: dict[str, Any]
+    """The document of metadata.json; the first rank's is written."""
+
+    @property
+    def is_in_files(self) -> bool:
+        """Whether some of it is read from files when it is saved, so that the training must wait."""
+        return any(part.read is not None for part in self.parts)
+
+    def copied(self) -> Snapshot:
+        """The same in host memory of its own, which the training does not change."""
+        parts = [replace(part, values=part.values.to("cpu", copy=True)) for part in self.parts]
+        return Snapshot(parts, self.content)
+
+
+def take_snapshot(
+    optimizer: ZeroOptimizer,
+    ranks: Topology,
+    *,
+    stateful: Mapping[str, Any],
+    client_state: Mapping[str, Any],
+    exclude_frozen_parameters: bool,
+) -> Snapshot:
+    """The parts of this rank, as views of live tensors. Collective over ``ranks``, who save together.
+
+    Raises:
+        CheckpointError: Something that cannot be stored, or an object that does not give its state; the same on every
+            rank.
+    """
+    inside = optimizer.inside
+    inside.runtime.finish_update()
+    parts = []
+    for held in held_weights(inside.runtime, "values"):
+        if held.bucket.is_trainable or not exclude_frozen_parameters:
+            parts.append(held.part(f"weight/{held.name}", held.values, inside.runtime.state_files))
+    parts += published_parts(inside)
+
+    def take_rest() -> tuple[dict[str, Any], list[float]]:
+        digests = digests_of_buffers(inside.runtime)
+        parts.extend(state_parts(inside) + node_parts(inside))
+        content, more = _content(optimizer, inside, dict(stateful), dict(client_state))
+        parts.extend(more + _of_this_rank(inside.runtime))
+        content["excludes_frozen"] = exclude_frozen_parameters
+        return content, digests
+
+    content, digests = agreed(take_rest, ranks, "the state of the training cannot be taken")
+    parts += buffer_parts(inside.runtime, digests)
+    return Snapshot(parts, content)
+
+
+def _content(
+    optimizer: ZeroOptimizer, inside: Inside, stateful: dict[str, Any], client_state: dict[str, Any]
+) -> tuple[dict[str, Any], list[FlatPart]]:
+    """The document, and the tensors it refers to: the first rank's."""
+    runtime, tree = inside.runtime, Tree("tree")
+    loss_scale = optimizer.loss_scale
+    content = {
+        "torch": torch.__version__,
+        "world_size": runtime.topology.world_size,
+        "stage": runtime.stage.number,
+        "parameters": _parameters(runtime),
+        "tiles": {key: [part.key for part in rows] for key, rows in rows_by_key(runtime.model).items()},
+        "buffers": {
+            name: {"dtype": CODES[buffer.dtype], "shape": list(buffer.shape)}
+            for name, buffer in named_buffers(runtime.model).items()
+        },
+        "optimizer": {
+            "class": type(inside.inner).__name__,
+            "groups": [
+                {"parameters": names, "options": tree.encode(options, f"param_groups[{index}]")}
+                for index, (names, options) in enumerate(
+                    zip(names_of_groups(inside), group_options(inside), strict=True)
+                )
+            ],
+        },
+        "loss_scale": None if loss_scale is None else tree.encode(loss_scale.state_dict(), "loss_scale"),
+        "residual_layout": residual_layout(runtime),
+        "num_updates": None if runtime.delayed is None else runtime.delayed.num_updates,
+        "is_behind": runtime.is_behind,
+        "extra_state": {
+            name: tree.encode(_given(module.get_extra_state, f"extra state of {name!r}"), f"extra state of {name!r}")
+            for name, module in runtime.model.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        },
+        "stateful": {_named(name): tree.encode(_given(s.state_dict, name), name) for name, s in stateful.items()},
+        "client_state": tree.encode(client_state, "client_state"),
+    }
+    parts = [FlatPart.whole(key, tensor) for key, tensor in tree.tensors.items()]
+    return content, parts if runtime.topology.rank == 0 else []
+
+
+def _given(call: Callable[[], Any], title: str) -> Any:
+    """What a user's object gives as its state."""
+    try:
+        return call()
+    except Exception as error:
+        raise CheckpointError(f"{title} cannot be saved: {call.__qualname__}() raised {error!r}") from error
+
+
+def _named(name: Any) -> str:
+    """JSON would make a text of it, under which nobody looks for it."""
+    if type(name) is not str:
+        raise CheckpointError(f"stateful= must have texts as names: got {name!r}")
+    return name
+
+
+def _parameters(runtime: Runtime) -> dict[str, Any]:
+    """Shape, dtype and other names of every parameter, in the model's order."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in runtime.model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    slots = {
+        param: (slot, bucket)
+        for bucket in runtime.buckets
+        for param, slot in zip(bucket.params, bucket.layout.slots, strict=True)
+    }
+    described = {}
+    for param, of_param in names.items():
+        slot, bucket = slots[param]
+        described[slot.name] = {
+            "shape": list(slot.shape),
+            "dtype": CODES[bucket.dtype],
+            "is_trainable": bucket.is_trainable,
+            "aliases": [name for name in of_param if name != slot.name],
+        }
+    return described
+
+
+def names_of_groups(inside: Inside) -> list[list[str]]:
+    """The trainable parameters of every parameter group."""
+    names: list[list[str]] = [[] for _ in inside.inner.param_groups]
+    for bucket in inside.runtime.buckets:
+        if bucket.is_trainable:
+            for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
+                names[inside.group_of[param]].append(slot.name)
+    return names
+
+
+def group_options(inside: Inside) -> list[dict[str, Any]]:
+    """The settings of every parameter group: learning rates and the like."""
+    return [{key: value for key, value in g.items() if key != "params"} for g in inside.inner.param_groups]
+
+
+def _of_this_rank(runtime: Runtime) -> list[FlatPart]:
+    """What is different on every rank: the random generators. JSON, too, is stored as a tensor, of bytes."""
+    rank = runtime.topology.rank
+    tree = Tree(f"rank/{rank}/tree")
+    document = tree.encode({"random": capture_random_state(runtime.buckets[0].device)}, "random state")
+    text = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
+    return [
+        FlatPart.whole(f"rank/{rank}/json", text),
+        *(FlatPart.whole(key, value) for key, value in tree.tensors.items()),
+    ]

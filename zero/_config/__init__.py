@@ -1,0 +1,28 @@
+"""Configuration: DeepSpeed's JSON, this library's own keys, and keywords, all from one definition."""
+
+from zero._config.batch import BatchSizes, solve_batch_sizes
+from zero._config.explain import explain
+from zero._config.json_schema import json_schema, markdown_table
+from zero._config.key_support import check_available
+from zero._config.legacy import precision_preset
+from zero._config.parse import Configuration, parse, read_source
+from zero._config.resolved import ResolvedConfig, make_plan
+from zero._config.sections import Config
+from zero.errors import NotAvailableError
+
+__all__ = [
+    "BatchSizes",
+    "Config",
+    "Configuration",
+    "NotAvailableError",
+    "ResolvedConfig",
+    "check_available",
+    "explain",
+    "json_schema",
+    "make_plan",
+    "markdown_table",
+    "parse",
+    "precision_preset",
+    "read_source",
+    "solve_batch_sizes",
+]

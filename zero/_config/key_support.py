@@ -1,0 +1,157 @@
+"""Which keys have an effect, which have none and why, and which this version refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from zero._config.keys import Definition, definitions, section_type
+from zero._config.parse import Configuration
+from zero._config.sections import Config
+from zero._config.value_types import shown
+from zero.errors import NotAvailableError
+
+
+class Condition(NamedTuple):
+    """When a group of keys has an effect."""
+
+    holds: Callable[[Config], bool]
+    otherwise: str
+    """Why not."""
+
+
+def is_float16(config: Config) -> bool:
+    """Whether gradients need a loss scale: parameters in float16, or the engine's forward under float16 autocast."""
+    autocast = config.torch_autocast
+    return config.fp16.enabled or (autocast.enabled and autocast.dtype in ("fp16", "float16", "half"))
+
+
+CONDITIONS = {
+    "stage 1+": Condition(lambda c: c.zero_optimization.stage >= 1, "stage 0 shards nothing"),
+    "stage 3": Condition(lambda c: c.zero_optimization.stage == 3, "parameters are whole below stage 3"),
+    "stage 3, overlapped": Condition(
+        lambda c: c.zero_optimization.stage == 3 and c.zero_optimization.overlap_comm,
+        "parameters are whole below stage 3, or overlap_comm is false",
+    ),
+    "hpZ": Condition(
+        lambda c: c.zero_optimization.stage == 3 and c.zero_optimization.zero_hpz_partition_size > 1,
+        "there is no secondary partition: zero_hpz_partition_size is 1, or stage is not 3",
+    ),
+    "fp16": Condition(lambda c: c.fp16.enabled, "fp16 is not enabled"),
+    "float16": Condition(is_float16, "neither fp16 nor float16 autocast is enabled"),
+    "bf16": Condition(lambda c: c.bf16.enabled, "bf16 is not enabled"),
+    "16 bit": Condition(lambda c: c.fp16.enabled or c.bf16.enabled, "neither fp16 nor bf16 is enabled"),
+    "dynamic loss scale": Condition(
+        lambda c: is_float16(c) and c.fp16.loss_scale == 0, "the loss scale is not dynamic"
+    ),
+    "torch_autocast": Condition(lambda c: c.torch_autocast.enabled, "torch_autocast is not enabled"),
+    "plain gradients": Condition(
+        lambda c: c.zcomm.gradient_format is None and not c.zero_optimization.zero_quantized_gradients,
+        "gradients travel in a format of their own",
+    ),
+    "offload_param": Condition(
+        lambda c: c.zero_optimization.offload_param.device != "none", "offload_param.device is none"
+    ),
+    "offload_param nvme": Condition(
+        lambda c: c.zero_optimization.offload_param.device == "nvme", "offload_param.device is not nvme"
+    ),
+    "offload_optimizer": Condition(
+        lambda c: c.zero_optimization.offload_optimizer.device != "none", "offload_optimizer.device is none"
+    ),
+    "offload_optimizer nvme": Condition(
+        lambda c: c.zero_optimization.offload_optimizer.device == "nvme", "offload_optimizer.device is not nvme"
+    ),
+    "delta_hpz": Condition(lambda c: c.zcomm.mode == "delta_hpz", "zcomm.mode is not delta_hpz"),
+    "delayed update": Condition(
+        lambda c: c.zcomm.delayed_update and c.zero_optimization.offload_optimizer.device != "none",
+        "zcomm.delayed_update is false, or offload_optimizer.device is none",
+    ),
+    "comms_logger": Condition(lambda c: c.comms_logger.enabled, "comms_logger is not enabled"),
+    "one buffer": Condition(
+        lambda c: c.activation_checkpointing.contiguous_memory_optimization,
+        "contiguous_memory_optimization is false",
+    ),
+    "activations nvme": Condition(lambda c: c.zcomm.activations == "nvme", "zcomm.activations is not nvme"),
+    "nvme": Condition(
+        lambda c: (
+            "nvme"
+            in (
+                c.zero_optimization.offload_param.device,
+                c.zero_optimization.offload_optimizer.device,
+                c.zcomm.activations,
+            )
+        ),
+        "nothing is offloaded to nvme",
+    ),
+}
+
+
+class Setting(NamedTuple):
+    """One key with its value and its standing."""
+
+    definition: Definition
+    value: Any
+    origin: str
+    """Where the value was given; "default"."""
+    inactive: str
+    """Why it has no effect; empty if it has."""
+    unavailable: str
+    """What it asks for and this version lacks; empty if nothing."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether somebody wrote it."""
+        return self.origin != "default"
+
+
+def settings_of(configuration: Configuration) -> Iterator[Setting]:
+    """Every key that is a value, in the order of definition."""
+    for definition in definitions(Config):
+        if section_type(definition.kind) is not None:
+            continue
+        value: Any = configuration.values
+        for part in definition.path.split("."):
+            value = getattr(value, part)
+        facts = definition.key
+        condition = CONDITIONS.get(facts.active_if)
+        inactive = "" if condition is None or condition.holds(configuration.values) else condition.otherwise
+        asks = _asks_for_something(definition, value) and not inactive
+        yield Setting(
+            definition,
+            value,
+            configuration.origins.get(definition.path, "default"),
+            inactive or facts.inactive,
+            facts.unavailable if asks else "",
+        )
+
+
+def _asks_for_something(definition: Definition, value: Any) -> bool:
+    if not definition.key.unavailable or value == definition.default:
+        return False
+    if isinstance(value, dict):  # of the sections that are not read any further
+        return bool(value.get("enabled", True))
+    return True
+
+
+def check_available(configuration: Configuration) -> None:
+    """Refuse what is understood and cannot be done.
+
+    Raises:
+        NotAvailableError: Names every such key and its value.
+    """
+    wrong = [s for s in settings_of(configuration) if s.unavailable]
+    if wrong:
+        raise NotAvailableError(
+            "not available in this version: "
+            + "; ".join(f"{s.definition.path}={shown(s.value)} ({s.unavailable})" for s in wrong)
+            + ". Remove these keys, or set them to their defaults"
+        )
+
+
+def unused_notes(configuration: Configuration) -> list[str]:
+    """One line for every key that was given, differs from its default or not, and has no effect."""
+    return [
+        f"{s.definition.path}={shown(s.value)} has no effect: {s.inactive}"
+        for s in settings_of(configuration)
+        if s.is_given and s.inactive
+    ]

@@ -1,0 +1,227 @@
+"""From a file or a dict to a checked :class:`Config`, with the origin of every value that was given."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args
+
+from zcomm import ConfigError
+from zero._config.keys import Definition, definitions, own_keys, section_type
+from zero._config.legacy import modernize
+from zero._config.sections import Config
+from zero._config.value_types import check_document, closest, nearest, read_value, shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """A checked configuration and where it came from."""
+
+    values: Config
+    source: str
+    """A file's name, or ``dict``."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """By the path of a key that was given: where, and under which name."""
+    notes: tuple[str, ...] = ()
+    """Warnings of the reading: other names, deprecated forms, "auto"."""
+
+    def given(self, path: str) -> bool:
+        """Whether the key was given a value."""
+        return path in self.origins
+
+
+Source = Mapping[str, Any] | str | os.PathLike[str]
+
+
+def read_source(config: Source, keywords: Mapping[str, Any] | None = None) -> Configuration:
+    """Read a dict, or the JSON file of that name; ``keywords``, of the same form, win over it.
+
+    Raises:
+        ConfigError: The file cannot be read, is not JSON or has a key twice; or see :func:`parse`.
+    """
+    if isinstance(config, Mapping):
+        raw, source = dict(config), "dict"
+    elif isinstance(config, (str, os.PathLike)):
+        raw, source = read_file(Path(config)), Path(config).name
+    else:
+        raise ConfigError(f"config must be a dict or the path of a JSON file: got {shown(config)}")
+    if not keywords:
+        return parse(raw, source)
+    added = parse(keywords, "keyword")
+    both = parse(_merged(raw, keywords), source)
+    return replace(both, origins={**both.origins, **dict.fromkeys(added.origins, "keyword")})
+
+
+def _merged(raw: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``raw`` with what ``over`` says, section by section."""
+    merged = dict(raw)
+    for name, value in over.items():
+        below = merged.get(name)
+        both_open = isinstance(value, Mapping) and isinstance(below, Mapping)
+        merged[name] = _merged(below, value) if both_open else value  # type: ignore[arg-type]
+    return merged
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``; ConfigError for anything else, and for a key that stands there twice."""
+
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(f"every key may stand once: {path} has {', '.join(map(repr, twice))} twice")
+        return dict(pairs)
+
+    try:
+        raw = json.loads(path.read_text(), object_pairs_hook=without_duplicates)
+    except OSError as error:
+        raise ConfigError(f"config must be a readable JSON file: {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"config must be JSON: {path}: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"config must be a JSON object: {path} holds {type(raw).__name__}")
+    return raw
+
+
+def parse(raw: Mapping[str, Any], source: str) -> Configuration:
+    """Check ``raw`` against the definition.
+
+    Raises:
+        ConfigError: Unknown keys (all of them, each with the nearest known one), or values of a wrong type or range.
+            Nothing else, whatever ``raw`` holds.
+    """
+    check_document(raw)
+    modern, notes, moved = modernize(dict(raw))
+    reader = _Reader(source, notes)
+    values = reader.section(Config, modern, "")
+    if reader.unknown:
+        raise ConfigError(f"unknown keys in {source}: " + "; ".join(reader.unknown))
+    if values.fp16.enabled and values.bf16.enabled:
+        raise ConfigError("fp16.enabled and bf16.enabled must not both be true")
+    for new, old in moved.items():
+        reader.origins[new] = f"{source}: {old}"
+    return Configuration(values=values, source=source, origins=reader.origins, notes=tuple(reader.notes))
+
+
+def read_options(known: Mapping[str, Definition], given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` without "auto", and with what is ``known`` as its type.
+
+    Raises:
+        ConfigError: A value of a wrong type or range, by its path.
+    """
+    check_document(given)
+    read = _Reader("", []).options(known, given)
+    return {name: value for name, value in read.items() if not _is_auto(value)}
+
+
+class _Reader:
+    """One reading: collects origins, notes and unknown keys on the way down."""
+
+    def __init__(self, source: str, notes: list[str]) -> None:
+        self.source, self.notes = source, notes
+        self.origins: dict[str, str] = {}
+        self.unknown: list[str] = []
+
+    def section(self, cls: type, raw: Any, prefix: str) -> Any:
+        """An instance of ``cls`` with the values of ``raw``."""
+        if not isinstance(raw, Mapping):
+            raise ConfigError(f"{prefix.rstrip('.') or 'config'} must be an object: got {shown(raw)}")
+        known = own_keys(cls)
+        names = {alias: name for name, definition in known.items() for alias in definition.key.aliases}
+        values: dict[str, Any] = {}
+        written: dict[str, str] = {}
+        for given, value in raw.items():
+            name = names.get(given, given)
+            path = f"{prefix}{name}"
+            if name not in known:
+                self.unknown.append(f"{prefix}{given}{_hint(given, [*known, *names])}")
+                continue
+            if name in values:
+                raise ConfigError(f"{prefix}{written[name]} and {prefix}{given} are the same key: give one of them")
+            if given != name:
+                self.notes.append(f"{prefix}{given} is read as {path}")
+            written[name] = given
+            values[name] = self.value(known[name], value, path)
+            if value is not None and not _is_auto(value) and section_type(known[name].kind) is None:
+                self.origins[path] = self.source if given == name else f"{self.source}: {given}"
+        return cls(**values)
+
+    def value(self, definition: Definition, value: Any, path: str) -> Any:
+        """``value`` of the key at ``path``."""
+        nested = section_type(definition.kind)
+        if nested is not None:
+            return nested() if value is None else self.section(nested, value, f"{path}.")
+        if _is_auto(value):
+            self.notes.append(f"{path}: 'auto' is {definition.default!r} here")
+            return definition.default
+        if value is None:
+            return definition.default
+        facts = definition.key
+        converted = read_value(definition.kind, facts, value, path)
+        if facts.names:
+            self._check_names(facts.names, converted, f"{path}.")
+        return self.options(facts.options, converted) if facts.options else converted
+
+    def options(self, known: Mapping[str, Definition], given: Mapping[str, Any]) -> dict[str, Any]:
+        """``given`` with what is known of it read, and without null where that is no value: a default is meant."""
+        read: dict[str, Any] = {}
+        for name, value in given.items():
+            if name not in known or _is_auto(value):
+                read[name] = value
+            elif value is not None:
+                read[name] = self.value(known[name], value, known[name].path)
+            elif NoneType in get_args(known[name].kind):
+                read[name] = None
+        return read
+
+    def _check_names(self, names: tuple[str, ...], value: Mapping[str, Any], prefix: str) -> None:
+        """Of an object that nothing reads."""
+        for given, inner in value.items():
+            below = tuple(name.removeprefix(f"{given}.") for name in names if name.startswith(f"{given}."))
+            if below and isinstance(inner, Mapping):
+                self._check_names(below, inner, f"{prefix}{given}.")
+            elif given not in names and not below:
+                here = sorted({name.partition(".")[0] for name in names})
+                self.unknown.append(f"{prefix}{given}{nearest(given, here)}")
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+MEANT = {
+    "optimizer.params.lr": "lr learning_rate",
+    "optimizer.params.weight_decay": "weight_decay",
+    "optimizer.params.betas": "betas adam_betas",
+    "scheduler.params.warmup_num_steps": "warmup_steps num_warmup_steps",
+    "scheduler.params.total_num_steps": "num_training_steps max_steps total_steps",
+    "train_batch_size": "batch_size global_batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size per_device_train_batch_size",
+    "gradient_accumulation_steps": "accumulate_grad_batches grad_accum_steps accumulation_steps",
+    "gradient_clipping": "max_grad_norm clip_grad_norm grad_clip gradient_clip_val",
+    "fp16.enabled' or 'bf16.enabled": "mixed_precision precision half",
+}
+"""What other programs call a key of ours, by its path."""
+
+
+def _hint(given: str, here: list[str]) -> str:
+    """Where the key belongs, what it means, or the nearest name: of this level, or with its path."""
+    everywhere = [d.path for d in definitions(Config)]
+    elsewhere = [p for p in everywhere if p.rpartition(".")[2] == given]
+    if elsewhere:
+        return f" (it belongs in {elsewhere[0].rpartition('.')[0] or 'the top level'!r})"
+    meant = [path for path, names in MEANT.items() if given in names.split()]
+    if meant:
+        return f" (did you mean '{meant[0]}'?)"
+    close = closest(given, sorted({*here, *(p.rpartition(".")[2] for p in everywhere)}))
+    if not close:
+        return ""
+    elsewhere = [p for p in everywhere if p.rpartition(".")[2] == close]
+    path = close if close in here else elsewhere[0]
+    return f" (did you mean {path!r}?)"

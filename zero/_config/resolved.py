@@ -1,0 +1,159 @@
+"""From a configuration and keywords to what ZeroOptimizer does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from zcomm import ConfigError
+from zero._activations.activation_settings import ActivationSettings
+from zero._config.key_support import check_available, is_float16, settings_of, unused_notes
+from zero._config.keys import definitions, own_keys, section_type
+from zero._config.legacy import MOVED
+from zero._config.offload_sections import activations_of, tiers_of
+from zero._config.parse import Configuration, Source, parse, read_source
+from zero._config.sections import Config, Zcomm
+from zero._config.settings import DEFAULT_STAGE, ZeroSettings
+from zero._config.value_types import check_document, read_value, shown
+from zero._config.zero_section import ZeroOptimization
+from zero._optim.loss_scale import DynamicLossScale, LossScale, StaticLossScale
+from zero._sharding.stages import STAGES
+
+DTYPES = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+WIRES = {torch.float32: "none", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """What ZeroOptimizer was asked for, by a configuration, by keywords, or by both (keywords win)."""
+
+    settings: ZeroSettings
+    configuration: Configuration
+    optimizer_options: dict[str, Any]
+    """Keywords that are none of ours: for the optimizer class."""
+    notes: tuple[str, ...]
+    """Said once, by rank 0."""
+
+    @property
+    def activations(self) -> ActivationSettings:
+        """Where inputs of checkpointed functions rest."""
+        return activations_of(self.configuration.values)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype that parameters are cast to; None: as they are."""
+        config = self.configuration.values
+        return torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
+
+    def new_loss_scale(self) -> LossScale | None:
+        """The loss scale as configured; None: gradients are neither scaled nor are steps skipped."""
+        config = self.configuration.values
+        if is_float16(config):
+            if config.fp16.loss_scale:
+                return StaticLossScale(config.fp16.loss_scale)
+            return DynamicLossScale(
+                initial_scale_power=config.fp16.initial_scale_power,
+                window=config.fp16.loss_scale_window,
+                hysteresis=config.fp16.hysteresis,
+                consecutive_hysteresis=config.fp16.consecutive_hysteresis,
+                min_scale=config.fp16.min_loss_scale,
+            )
+        return StaticLossScale(1.0) if config.bf16.enabled and config.bf16.check_grad_overflow else None
+
+
+def make_plan(config: Source | Configuration | None, options: Mapping[str, Any]) -> ResolvedConfig:
+    """Divide ``options`` into our keys and the optimizer's own, and add them to ``config``.
+
+    Raises:
+        ConfigError: See :func:`zero._config.parse.parse`.
+        NotAvailableError: A key asks for what this version cannot do.
+    """
+    names = {field.name for field in fields(ZeroSettings)}
+    ours = {name: _keyword(name, value) for name, value in options.items() if name in names}
+    overlay: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in names:
+            _place(overlay, name, value)
+    rest = {name: value for name, value in options.items() if name not in names and not _is_key(name)}
+    has_config = config is not None
+    stage = ours.get("stage", DEFAULT_STAGE)
+    if (not has_config or "stage" in ours) and not isinstance(config, Configuration) and stage in STAGES:
+        _place(overlay, "stage", stage)  # so that keys which act at some stages only know it
+    if not isinstance(config, Configuration):
+        config = parse(overlay, "keyword") if config is None else read_source(config, overlay)
+    elif overlay:
+        raise ConfigError(f"keywords cannot be added to a configuration that was read: {', '.join(overlay)}")
+    check_available(config)
+    activations_of(config.values)  # what is wrong with it is said here
+    found = _settings_of(config, has_config=has_config) | ours
+    tiers = tiers_of(config.values, stage=found.get("stage", DEFAULT_STAGE))
+    settings = ZeroSettings(**({"tiers": tiers} | found))
+    notes = (*config.notes, *unused_notes(config))
+    return ResolvedConfig(settings=settings, configuration=config, optimizer_options=rest, notes=notes)
+
+
+def to_dtype(name: str) -> torch.dtype:
+    """``"bf16"``, ``"float32"``, ... as a dtype."""
+    dtype: torch.dtype = getattr(torch, DTYPES.get(name, name))
+    return dtype
+
+
+def _names(cls: type) -> set[str]:
+    return {name for key, definition in own_keys(cls).items() for name in (key, *definition.key.aliases)}
+
+
+def _is_key(name: str) -> bool:
+    """Whether a keyword is a key of the JSON: of its top level, of zero_optimization or of zcomm."""
+    return name in MOVED or any(name in _names(cls) for cls in (Config, ZeroOptimization, Zcomm))
+
+
+def _place(overlay: dict[str, Any], name: str, value: Any) -> None:
+    if name in _names(Config):
+        overlay[name] = {**_section(overlay, name), **value} if isinstance(value, Mapping) else value
+    elif name in _names(ZeroOptimization) or name in MOVED:
+        _section(overlay, "zero_optimization")[name] = value
+    elif name in _names(Zcomm):
+        _section(overlay, "zcomm")[name] = value
+
+
+def _section(overlay: dict[str, Any], name: str) -> dict[str, Any]:
+    """The section ``name``, which may be new."""
+    section = overlay.setdefault(name, {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"{name} must be an object: {name}={shown(section)}")
+    return section
+
+
+def _keyword(name: str, value: Any) -> Any:
+    """A field of ZeroSettings, read as the key of the JSON that sets it, if one does."""
+    by_field = {d.key.setting or d.path: d for d in definitions(Config) if section_type(d.kind) is None}
+    definition = by_field.get(name)
+    if definition is None or (value is None and definition.default is None):
+        return value
+    check_document({name: value})
+    return read_value(definition.kind, definition.key, value, name)
+
+
+def _settings_of(configuration: Configuration, *, has_config: bool) -> dict[str, Any]:
+    """The fields of ZeroSettings that ``configuration`` says. Without one, stage keeps ZeroOptimizer's own default."""
+    found = {}
+    for setting in settings_of(configuration):
+        field = setting.definition.key.setting
+        if field and (setting.is_given or (has_config and field == "stage")):
+            found[field] = setting.value
+    config = configuration.values
+    if isinstance(found.get("gradient_format"), tuple) and len(found["gradient_format"]) != 2:
+        raise ConfigError(
+            "zcomm.gradient_format must be one format, or one for the hop inside the node and one for the hop between "
+            f"nodes: got {list(found['gradient_format'])}"
+        )
+    if config.communication_data_type is not None and not config.zero_optimization.zero_quantized_gradients:
+        found.setdefault("gradient_format", WIRES[to_dtype(config.communication_data_type)])
+    if config.data_types.grad_accum_dtype is not None:
+        found["gradient_dtype"] = to_dtype(config.data_types.grad_accum_dtype)
+    if config.gradient_accumulation_steps is not None:
+        found["gradient_accumulation_steps"] = config.gradient_accumulation_steps
+    return found

@@ -1,0 +1,200 @@
+"""Where a bucket's full parameters come from, in how many exchanges.
+
+    Primary     the shards of all ranks               columns of the shards:  | first | ..., each of at most max_numel
+    Secondary   the node's own copy (hpZ)             as many, contiguous:    |   0   |   1   |   2   | ...
+    Replica     the same, kept up to date             as many, columns of the ranks' replicas
+
+The first exchange carries no more than may be prefetched: a bucket that is larger is prefetched in part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from zcomm import NodeReplica, SecondaryPartition, Topology, Work, all_gather_single
+from zcomm._transport.call_context import in_bucket
+from zero._config.settings import Effective, ZeroSettings
+from zero._sharding.bucket import Bucket
+from zero._sharding.layout import BucketLayout
+from zero._storage.shard_storage import KIND, Encoded
+from zero._storage.tier_settings import Tier
+from zero._storage.transfer_counters import record
+
+
+@dataclass(frozen=True, slots=True)
+class GatherOptions:
+    """How the exchanges of gathers are made."""
+
+    topology: Topology
+    format: str
+    """What weights travel in."""
+    is_async: bool
+    first_numel: int
+    """Elements that the first exchange of a gather carries at most."""
+    max_numel: int
+    """Elements that any exchange carries at most."""
+    secondary_on_host: bool
+    """Whether secondary partitions rest in host memory."""
+
+    def columns(self, layout: BucketLayout) -> list[tuple[int, int]]:
+        """How the exchanges of a gather cut every shard."""
+        return layout.chunks(self.max_numel, first_numel=self.first_numel)
+
+
+def gather_options(settings: ZeroSettings, effective: Effective, topology: Topology) -> GatherOptions:
+    """What ``settings`` say about gathers."""
+    tier, max_numel = settings.tiers.parameters, settings.allgather_bucket_size
+    if tier.tier is Tier.NVME:  # what one exchange sends is what one buffer holds
+        max_numel = min(max_numel, tier.buffer_numel * topology.world_size)
+    return GatherOptions(
+        topology,
+        effective.weight_format,
+        settings.overlap_comm,
+        min(effective.limits.prefetch_numel or max_numel, max_numel),
+        max_numel,
+        settings.hpz_secondary_device == "cpu",
+    )
+
+
+def start_gather(bucket: Bucket, full: Tensor, shard: Tensor, options: GatherOptions) -> list[Work]:
+    """Start filling ``full`` from every rank's ``shard`` of ``bucket``."""
+    wire, columns = options.format, bucket.layout.chunks(options.max_numel)
+    if not bucket.dtype.is_floating_point:  # frozen: integers and complex numbers travel as they are
+        ratio, wire = full.element_size() / 4, "none"
+        full, shard = full.view(torch.float32), shard.view(torch.float32)
+        columns = [(int(start * ratio), int(stop * ratio)) for start, stop in columns]
+    with in_bucket(bucket.name):
+        works = [_gather_columns(full, shard[start:stop], (start, stop), options, wire) for start, stop in columns]
+    return [work for work in works if work is not None]
+
+
+def _gather_columns(
+    full: Tensor, own: Tensor, columns: tuple[int, int], options: GatherOptions, wire: str
+) -> Work | None:
+    """Fill columns ``[start, stop)`` of the shards in ``full``; ``own`` are this rank's."""
+    start, stop = columns
+    world_size = options.topology.world_size
+    is_all = (stop - start) * world_size == full.numel()
+    return all_gather_single(
+        full if is_all else full.view(world_size, -1)[:, start:stop],
+        own,
+        options.topology,
+        format=wire,
+        numbering="local",
+        async_op=options.is_async,
+    )
+
+
+class Primary:
+    """The shards of all ranks."""
+
+    def __init__(self, bucket: Bucket, options: GatherOptions) -> None:
+        self._bucket, self._options = bucket, options
+        self._columns = options.columns(bucket.layout)
+        self._row = options.topology.shard_index("local")
+        self.exchanges = [(stop - start) * options.topology.world_size for start, stop in self._columns]
+        """Elements that each exchange carries."""
+
+    def start(self, index: int, full: Tensor) -> Work | None:
+        """Start exchange number ``index``."""
+        start, stop = self._columns[index]
+        rows = full.view(self._options.topology.world_size, -1)[:, start:stop]
+        rest, row = self._bucket.rest, rows[self._row]
+        if isinstance(rest, Encoded):
+            return rest.gather((start, stop), rows, async_op=self._options.is_async)
+        with rest.on_stream():
+            own = rest.fetch(start, stop, row)
+            return _gather_columns(full, own, (start, stop), self._options, self._options.format)
+
+
+class Secondary:
+    """A copy inside the node, cut like the exchanges of the primary partition."""
+
+    def __init__(self, bucket: Bucket, options: GatherOptions, exchanges: Sequence[int]) -> None:
+        self._is_async = options.is_async
+        self._ends = list(accumulate(exchanges))
+        on_host = options.secondary_on_host
+        self._parts = [
+            SecondaryPartition(options.topology, numel, bucket.dtype, device=bucket.device, is_on_host=on_host)
+            for numel in exchanges
+        ]
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether it holds the parameters' present values."""
+        return all(part.is_valid for part in self._parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on this rank."""
+        return sum(part.nbytes for part in self._parts)
+
+    def fill(self, full: Tensor) -> None:
+        """Keep this rank's part of ``full``."""
+        for part, end in zip(self._parts, self._ends, strict=True):
+            part.fill(full[end - part.numel : end])
+            if part.is_on_host:
+                record(KIND, "to_host", part.nbytes)
+
+    def invalidate(self) -> None:
+        """The values have changed."""
+        for part in self._parts:
+            part.invalidate()
+
+    def start(self, index: int, full: Tensor) -> Work | None:
+        """Start exchange number ``index``."""
+        part, end = self._parts[index], self._ends[index]
+        if part.is_on_host:
+            record(KIND, "to_device", part.nbytes)
+        return part.gather(full[end - part.numel : end], async_op=self._is_async)
+
+
+class Replica:
+    """The node's copy in ``mode="delta_hpz"`` (:mod:`zero._config.delta_hpz_settings`), cut like the exchanges of the primary partition.
+
+    It is up to date whenever parameters are published, so it is valid as long as it is there.
+    """
+
+    def __init__(self, bucket: Bucket, options: GatherOptions, format: str, exchanges: Sequence[int]) -> None:
+        self._bucket, self._is_async = bucket, options.is_async
+        self.node = NodeReplica(
+            options.topology, bucket.layout.shard_numel, bucket.dtype, format=format, device=bucket.device
+        )
+        self._ends = [end // options.topology.ranks_per_node for end in accumulate(exchanges)]
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether it holds the parameters' present values."""
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on this rank."""
+        return self.node.nbytes
+
+    @property
+    def held(self) -> Tensor:
+        """What every node holds of this rank's shard, [n]."""
+        return self.node.held
+
+    def start(self, index: int, full: Tensor) -> Work | None:
+        """Start exchange number ``index``."""
+        start = self._ends[index - 1] if index else 0
+        return self.node.gather(full, start, self._ends[index], async_op=self._is_async)
+
+    def send_change(self) -> None:
+        """Bring all nodes closer to the shard, which a step has changed."""
+        self.node.update(self._bucket.shard, async_op=self._is_async)
+
+    def refresh(self, values: Tensor | None = None) -> None:
+        """Give all nodes the shard, or other values of it, as they are."""
+        self.node.refresh(self._bucket.shard if values is None else values, async_op=self._is_async)
+
+    def wait(self) -> None:
+        """Wait for what is under way, and raise its error."""
+        self.node.wait()

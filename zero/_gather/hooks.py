@@ -1,0 +1,385 @@
+"""When parameters are needed: module and autograd hooks, each a thin call into the gatherer or the reducer.
+
+    forward of a module:   acquire its buckets ... release those that nobody else needs
+    backward:              a gradient reaches a unit's output -> acquire;  its inputs' gradients are done -> release
+    a parameter's gradient: copied into its bucket by autograd's post-accumulate hook
+
+What autograd saves inside the model's forward goes through :mod:`zero._gather.saved_tensors`.
+
+The modules of a model whose forward runs, and whether it still does.
+
+torch calls the hooks that end a forward after an Exception, but not after KeyboardInterrupt or SystemExit. So each
+forward is known by the frame that runs it: it has ended when that frame is on the stack of its thread no more. Whether
+anything still refers to the frame says nothing: the traceback that a notebook keeps does.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Lock, get_ident
+from types import FrameType
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+
+from zcomm import StateError
+from zcomm._transport.call_context import stacks_of
+from zero._gather.gatherer import Gatherer, Mode
+from zero._gather.saved_tensors import SavedTensors, SavingHooks
+from zero._gradients.reducer import Reducer
+from zero._sharding.bucket import Bucket
+from zero._sharding.stages import Stage
+from zero._sharding.units import Unit, external_parameters, is_compiled, own_parameters
+
+HOOKING = frozenset({__name__, "zero._gather.hooks", "torch._dynamo.eval_frame"})
+"""Modules whose frames call hooks, or are hooks."""
+
+
+def calling_frame() -> FrameType:
+    """The innermost frame outside of hooks: the one that runs the module whose hook calls this."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__") in HOOKING and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+@dataclass(slots=True, eq=False)
+class RunningForward:
+    """One module's forward."""
+
+    module: nn.Module
+    frame: FrameType
+    saving: SavingHooks | None = None
+    """The hooks on saved tensors that began with it."""
+    thread: int = field(default_factory=get_ident)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread runs it."""
+        return self.thread == get_ident()
+
+    def is_running(self) -> bool:
+        """Whether its thread has not left it. Cost: a look at each frame between it and the present one."""
+        if not self.is_here:
+            return any(place.frame == id(self.frame) for place in stacks_of((self.thread,)).get(self.thread, []))
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not self.frame:
+            frame = frame.f_back
+        return frame is not None
+
+
+logger = logging.getLogger("zero")
+
+
+class RunningBackward:
+    """Lives as long as autograd's own record of a backward: an exception ends both."""
+
+
+class LastGradient:
+    """A hook of ``count`` tensors, which calls ``then`` once a backward has the gradients of all of them.
+
+    torch's multi-grad hook also knows which of them a backward leaves out, by holding their nodes: the graph would hold
+    itself, and a forward whose backward never comes would keep its activations for good. Here ``then`` is not called if
+    one is left out.
+    """
+
+    def __init__(self, count: int, then: Callable[[], None]) -> None:
+        self._count, self._then = count, then
+        self._num_arrived, self._task = 0, -1
+
+    def __call__(self, grad: Tensor) -> None:  # noqa: ARG002
+        task = torch._C._current_graph_task_id()
+        self._num_arrived = self._num_arrived + 1 if task == self._task else 1
+        self._task = task
+        if self._num_arrived == self._count:
+            self._then()
+
+
+def _only_looks_up(module: nn.Module) -> bool:
+    """Whether the backward of ``module`` needs no parameters. What a hook of the user's saves is gathered for it."""
+    return type(module) is nn.Embedding
+
+
+class Hooks:
+    """The hooks on one model.
+
+    Args:
+        gatherer: Of its parameters.
+        reducer: Of its gradients.
+        should_reduce: Asked once for each backward.
+        give_up_step: Forgets the gradients of a step, and its backwards so far.
+        stage: Below 3 only gradients are hooked.
+    """
+
+    def __init__(
+        self,
+        gatherer: Gatherer,
+        reducer: Reducer,
+        should_reduce: Callable[[], bool],
+        give_up_step: Callable[[], None],
+        stage: Stage,
+    ) -> None:
+        self._give_up_step = give_up_step
+        self._gatherer, self._reducer, self._should_reduce = gatherer, reducer, should_reduce
+        self._shards_parameters = stage.shards_parameters
+        self._buckets_of: dict[nn.Module, list[Bucket]] = {}
+        self._unit_modules: set[nn.Module] = set()
+        self._forwards: list[RunningForward] = []
+        """Outermost first."""
+        self._entering = Lock()
+        self._mode = Mode.INFERENCE
+        """What the outermost of these is part of."""
+        self._backward: ReferenceType[RunningBackward] | None = None
+        self._is_idle = False
+        self._saved = SavedTensors(gatherer, self._begin_backward)
+        self._handles: list[Any] = []
+        self._arrivals: list[tuple[dict[int, Any], int]] = []
+        """Of each trainable parameter all hooks, and the number of the one that takes its gradient over."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hooks:
+        """A copy of the model carries hooks that leave it alone."""
+        return self
+
+    def install(self, model: nn.Module, units: list[Unit], buckets_of_unit: list[list[Bucket]]) -> None:
+        """Hook ``model``; ``buckets_of_unit[i]`` are the buckets of ``units[i]``."""
+        for grads in self._reducer.all:
+            for slot, param in enumerate(grads.bucket.params):
+                self._hook_gradient(param, grads.bucket.index, slot)
+        if not self._shards_parameters:
+            return
+        for unit, buckets in zip(units, buckets_of_unit, strict=True):
+            self._buckets_of[unit.module] = list(buckets)
+            self._unit_modules.add(unit.module)
+        owner = {param: bucket for buckets in buckets_of_unit for bucket in buckets for param in bucket.params}
+        inlined = {m for unit in units if is_compiled(unit.module) for m in unit.module.modules()}
+        for module in model.modules():
+            if module in inlined - self._unit_modules and not external_parameters(module):
+                continue  # its unit has gathered it; a hook would only break the graph
+            known = self._buckets_of.setdefault(module, [])
+            direct = [owner[param] for _, param in own_parameters(module) if param in owner]
+            direct += [owner[param] for param in external_parameters(module) if param in owner]
+            known.extend(b for b in dict.fromkeys(direct) if b not in known)
+        self._buckets_of = {m: buckets for m, buckets in self._buckets_of.items() if buckets or m is model}
+        for module in self._buckets_of:
+            self._hook_module(module)
+
+    def declare_use(self, module: nn.Module, bucket: Bucket) -> None:
+        """``module``'s forward also uses ``bucket``."""
+        if not self._shards_parameters:
+            return
+        if module not in self._buckets_of:
+            self._buckets_of[module] = []
+            self._hook_module(module)
+        if bucket not in self._buckets_of[module]:
+            self._buckets_of[module].append(bucket)
+
+    def use(self, bucket: Bucket, name: str) -> bool:
+        """Gather ``bucket`` for the innermost module whose forward runs, now and from now on; False if none does."""
+        if not self._forwards:
+            return False
+        module = self._forwards[-1].module
+        if self._gatherer.speaks:
+            logger.info(
+                "%r is used by the forward of a %s that does not own it: gathered for it from here on",
+                name,
+                type(module).__name__,
+            )
+        if bucket not in self._buckets_of[module]:
+            self._buckets_of[module].append(bucket)
+            bucket.forward_depth += 1
+        self._gatherer.acquire(bucket, self._mode)
+        return True
+
+    def keep(self, handles: Iterable[Any]) -> None:
+        """Remove these with the other hooks."""
+        self._handles += handles
+
+    def remove(self) -> None:
+        """Take every hook off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._arrivals.clear()
+        for forward in self._forwards:
+            if forward.is_here and not forward.is_running():
+                self._saved.stop(forward.saving)
+
+    def recover(self) -> None:
+        """Forget what an exception or an interrupt broke off: forwards, and a backward with its half summed gradients.
+
+        torch ends a forward's hooks after an Exception only.
+        """
+        if self._forwards and not self._forwards[-1].is_running():
+            while self._forwards and not self._forwards[-1].is_running():
+                self._end_forward(self._forwards.pop(), None)
+            if not self._forwards and (self._backward is None or self._backward() is None):
+                self._gatherer.release_all()
+        if self._backward is not None and self._backward() is None:
+            self._backward = None
+            logger.warning("a backward ended with an exception: gradients since the last zero_grad() are dropped")
+            self.drop_step()
+
+    def drop_step(self) -> None:
+        """Forget the gradients of a step that something broke off, and what is gathered."""
+        self._give_up_step()
+        self._gatherer.release_all()
+        self._gatherer.abandon_iteration(Mode.TRAINING)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Inside, autograd saves what it can ask for in any backward; below stage 3 it does so anyway."""
+        return self._saved.saving() if self._shards_parameters else nullcontext()
+
+    @contextmanager
+    def idle_without_gradients(self) -> Iterator[None]:
+        """Inside, forwards without gradients pass by: somebody holds all that they use."""
+        before, self._is_idle = self._is_idle, True
+        try:
+            yield
+        finally:
+            self._is_idle = before
+
+    def _hook_gradient(self, param: nn.Parameter, bucket: int, slot: int) -> None:
+        grads = self._reducer.by_bucket[bucket]
+
+        def before(grad: Tensor) -> None:  # noqa: ARG001
+            self._begin_backward()
+
+        def after(param: Tensor) -> None:  # noqa: ARG001
+            num_before = len(grads.arrived)
+            self._reducer.arrive(grads, slot)
+            if num_before < len(grads.arrived) == len(grads.written):
+                self._end_of_use_in_backward([grads.bucket])
+
+        arrival = param.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+        self._arrivals.append((arrival.hooks_dict_ref(), arrival.id))
+        self._handles += [param.register_hook(before), arrival]  # type: ignore[no-untyped-call]
+
+    def _hook_module(self, module: nn.Module) -> None:
+        # Compiled code calls them as they are: 1.3 us each.
+        disable: Callable[[Any], Any] = torch.compiler.disable
+        before, after = disable(self._before_forward), disable(self._after_forward)
+        self._handles += [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module not in self._buckets_of or (self._is_idle and not torch.is_grad_enabled()):
+            return
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        is_recomputing = torch.is_grad_enabled() and is_in_backward
+        forward = RunningForward(module, calling_frame())
+        with self._entering:
+            self.recover()
+            self._check_thread(is_in_backward=is_in_backward)
+            self._forwards.append(forward)
+        if len(self._forwards) == 1:
+            self._unpin()
+            is_training = is_recomputing or (torch.is_grad_enabled() and module.training)
+            self._mode = Mode.TRAINING if is_training else Mode.INFERENCE
+            self._gatherer.abandon_iteration(Mode.INFERENCE)
+        forward.saving = self._saved.start()
+        if is_recomputing:  # under activation checkpointing
+            self._begin_backward()
+        for bucket in self._buckets_of[module]:
+            bucket.forward_depth += 1
+            bucket.is_held_by_backward |= is_recomputing
+            self._gatherer.acquire(bucket, self._mode)
+        if module in self._unit_modules and torch.is_grad_enabled():
+            # Not leaves: those outlive the step, and would keep a hook for each.
+            inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.grad_fn is not None]
+            if inputs:
+                buckets = self._buckets_of[module]
+                last = LastGradient(len(inputs), lambda: self._end_of_use_in_backward(buckets))
+                for tensor in inputs:
+                    tensor.register_hook(last)  # type: ignore[no-untyped-call]
+
+    def _unpin(self) -> None:
+        for bucket in self._gatherer.by_storage.copy().values():
+            if bucket.is_pinned:
+                bucket.is_pinned = False
+                self._gatherer.release_if_unneeded(bucket)
+
+    def _check_thread(self, *, is_in_backward: bool) -> None:
+        """A forward may begin: the threads of autograd's engine go on with what the thread that waits for them does."""
+        is_taken = not self._forwards[-1].is_here if self._forwards else self._backward is not None
+        if is_taken and not is_in_backward:
+            raise StateError(
+                "two threads use one model at stage 3 at a time, and they would gather and release its parameters for "
+                "each other: let one thread finish its forward or backward first, with a lock around both, say"
+            )
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
+        if output is not None and self._forwards and self._forwards[-1].module is not module:
+            self.recover()  # the module has caught an interrupt of another
+        if not self._forwards or self._forwards[-1].module is not module or not self._forwards[-1].is_here:
+            return  # another hook raised before ours; or this is a copy of the model
+        self._end_forward(self._forwards[-1], output)
+        self._forwards.pop()
+        if not self._forwards and output is not None:
+            if self._mode is Mode.INFERENCE:
+                self._gatherer.end_iteration(Mode.INFERENCE)
+            if torch._C._current_graph_task_id() == -1:
+                self._gatherer.agree()
+
+    def _end_forward(self, forward: RunningForward, output: Any) -> None:
+        """``output``: None after an exception."""
+        if forward.is_here:
+            self._saved.stop(forward.saving)
+        module = forward.module
+        buckets = self._buckets_of[module]
+        uses_in_backward = module in self._unit_modules and torch.is_grad_enabled() and not _only_looks_up(module)
+        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        for tensor in outputs:
+            aliased = self._saved.bucket_under(tensor)
+            if aliased is not None:  # a parameter, or a view of one, leaves the module
+                aliased.is_pinned = True
+            if uses_in_backward and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._start_of_use_in_backward(buckets))  # type: ignore[no-untyped-call]
+        for bucket in buckets:
+            bucket.forward_depth = max(bucket.forward_depth - 1, 0)
+            self._gatherer.release_if_unneeded(bucket, may_keep=output is not None)
+
+    def _begin_backward(self) -> None:
+        self.recover()
+        if self._backward is None:
+            running = RunningBackward()
+            self._backward = ref(running)
+            Variable._execution_engine.queue_callback(partial(self._end_backward, running))
+            for hooks, ours in self._arrivals:
+                if len(hooks) > 1:  # those that were added after ours would find no gradient: it becomes the last
+                    hooks[ours] = hooks.pop(ours)  # autograd does not see what move_to_end does
+            self._reducer.begin_backward(reduces_now=self._should_reduce())
+
+    def _start_of_use_in_backward(self, buckets: list[Bucket]) -> None:
+        self._begin_backward()
+        for bucket in buckets:
+            bucket.is_held_by_backward = True
+            self._gatherer.acquire(bucket, Mode.TRAINING)
+
+    def _end_of_use_in_backward(self, buckets: list[Bucket]) -> None:
+        for bucket in buckets:
+            bucket.is_held_by_backward = False
+            self._gatherer.release_if_unneeded(bucket)
+
+    def _end_backward(self, running: RunningBackward) -> None:  # noqa: ARG002  (kept alive by being an argument)
+        self._backward = None
+        self._gatherer.end_backward()
+        try:
+            self._reducer.end_backward()
+            self._gatherer.agree()
+        except BaseException:
+            self.drop_step()
+            raise
+        for bucket in self._gatherer.by_storage.copy().values():
+            bucket.is_held_by_backward = False
+            self._gatherer.release_if_unneeded(bucket)

@@ -1,0 +1,168 @@
+"""What autograd saves for backward while parameters are gathered.
+
+It saves views of a bucket's buffer, which is gone before backward: they are saved as (bucket, offset, size, stride)
+instead, and looked up again, gathering if needed, when backward asks for them. All else is left to the hooks that a
+user has around the forward; activation checkpointing saves nothing at all.
+
+torch does not compare the versions of what hooks have saved, so it is done here: what was changed in place since it was
+saved, a parameter by ``step()`` too, is an error and no wrong gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zcomm import StateError
+from zero._gather.gatherer import Gatherer, Mode
+from zero._sharding.bucket import Bucket
+from zero._sharding.buffer_pool import storage_of
+
+SavingHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""What packs and unpacks tensors for autograd."""
+
+
+class SavedView(NamedTuple):
+    """What autograd keeps instead of a view of a bucket's buffer."""
+
+    bucket: Bucket
+    slot: int
+    version: int
+    """Of the parameter in that slot."""
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class SavedTensor(NamedTuple):
+    """What autograd keeps of any other tensor."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedElsewhere:
+    """What hooks around ours have made of a tensor, and how they get it back."""
+
+    packed: Any
+    unpack: Callable[[Any], Tensor]
+
+
+def _changed(what: str, tensor: Tensor, expected: int, version: int) -> StateError:
+    return StateError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} of "
+        f"shape {tuple(tensor.shape)} is at version {version}; expected version {expected} instead. A parameter is "
+        "modified by optimizer.step(), too: run the forward again after it. For other tensors "
+        "torch.autograd.set_detect_anomaly(True) finds the operation that saved it"
+    )
+
+
+class SavedTensors:
+    """The hooks on what one model's autograd saves.
+
+    Args:
+        gatherer: Of its parameters.
+        begin_backward: Called when a backward asks for a parameter.
+    """
+
+    def __init__(self, gatherer: Gatherer, begin_backward: Callable[[], None]) -> None:
+        self._gatherer, self._begin_backward = gatherer, begin_backward
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Inside, autograd saves no views of buffers: what is saved can be asked for whenever a backward needs it."""
+        hooks = self.start()
+        try:
+            yield
+        finally:
+            self.stop(hooks)
+
+    def start(self) -> SavingHooks | None:
+        """Pack what autograd saves from here on, if nobody does that already.
+
+        Also without gradients: they may be enabled further in.
+        """
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pack = None if outer is None else outer[0]
+        if getattr(pack, "func", None) in (self._pack, self._recompute):
+            return None
+        if getattr(pack, "__module__", "") == "torch.utils.checkpoint":
+            hooks = partial(self._recompute, outer), outer[1]
+        else:
+            hooks = partial(self._pack, outer), self._unpack
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+        return hooks
+
+    def stop(self, hooks: SavingHooks | None) -> None:
+        """Take these off, and nobody else's, wherever an interrupt and what came after it have left them.
+
+        A user's block around them that was interrupted has taken off what was on top, and that was ours: then its own
+        are still there.
+        """
+        if hooks is None:
+            return
+        entered: list[Any] = []
+        while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            entered.append(top)
+            if top[0] is hooks[0]:
+                break
+        packs, outer = [pack for pack, _ in entered], hooks[0].args[0]  # type: ignore[attr-defined]
+        left = hooks[0] if hooks[0] in packs else None if outer is None else outer[0]
+        for each in reversed(entered):
+            if each[0] is not left:
+                torch._C._autograd._push_saved_tensors_default_hooks(*each)
+
+    def bucket_under(self, tensor: Tensor) -> Bucket | None:
+        """The bucket whose full parameters ``tensor`` is a view of, if it is one."""
+        if tensor.layout is not torch.strided or getattr(type(tensor), "is_released", False):
+            return None
+        return self._gatherer.by_storage.get(storage_of(tensor))
+
+    def _recompute(self, outer: SavingHooks, tensor: Tensor) -> Any:
+        """What torch's checkpoint keeps of its recomputation: of a frozen parameter itself, soon released."""
+        is_released_later = not tensor.requires_grad and self.bucket_under(tensor) is not None
+        return outer[0](tensor.detach() if is_released_later else tensor)
+
+    def _pack(
+        self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None, tensor: Tensor
+    ) -> SavedTensor | SavedView | SavedElsewhere:
+        bucket = self.bucket_under(tensor)
+        if bucket is None:
+            if outer is not None:
+                return SavedElsewhere(outer[0](tensor), outer[1])
+            # A node that held its output would not die. What detach() returns counts the same changes.
+            return SavedTensor(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+        offset = int(tensor.storage_offset())
+        slot = bucket.layout.slot_at(offset)
+        return SavedView(bucket, slot, bucket.params[slot]._version, offset, tensor.size(), tensor.stride())
+
+    def _unpack(self, saved: SavedTensor | SavedView | SavedElsewhere) -> Tensor:
+        if isinstance(saved, SavedTensor):
+            if saved.tensor._version != saved.version:
+                raise _changed("a tensor", saved.tensor, saved.version, saved.tensor._version)
+            return saved.tensor
+        if isinstance(saved, SavedElsewhere):
+            return saved.unpack(saved.packed)
+        bucket, param = saved.bucket, saved.bucket.params[saved.slot]
+        with torch._C.DisableTorchFunctionSubclass():
+            version = param._version
+        if version != saved.version:
+            raise _changed(f"parameter {bucket.layout.slots[saved.slot].name!r}", param, saved.version, version)
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if is_in_backward:
+            self._begin_backward()
+            bucket.is_held_by_backward = True
+        else:
+            bucket.is_pinned = True
+        self._gatherer.acquire(bucket, Mode.TRAINING if is_in_backward else None)
+        assert bucket.full is not None, f"bucket {bucket.name!r} is full without a buffer"
+        view = bucket.full.as_strided(saved.size, saved.stride, saved.offset)
+        return view.clone() if torch.is_grad_enabled() else view  # create_graph=True: this backward saves it, too

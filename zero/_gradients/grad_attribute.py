@@ -1,0 +1,141 @@
+"""``.grad`` of each trainable parameter: what stands there after a backward, and what a user puts there instead.
+
+end of a backward --show--> stage 0: a view of the averaged gradient; other stages: a stand-in
+param.grad = g, param.grad = None     --changed--> taken in by the next backward, or by step()
+param.grad *= 2 (stage 0)             --edits----> the same memory: nothing is left to do but to look for overflow
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zcomm import LayoutError, StateError
+from zero._gradients.bucket_gradients import BucketGrads
+from zero._sharding.released import ReducedGradient
+
+_LIST_OF_ONE = [object()]
+NUM_REFERENCES = sys.getrefcount(_LIST_OF_ONE[0])
+"""To a stand-in that only the list of its bucket has, while they are counted."""
+
+
+class UserGradient(NamedTuple):
+    """What a user made of the ``.grad`` of one parameter."""
+
+    grads: BucketGrads
+    slot: int
+    grad: Tensor | None
+    """None: cleared."""
+
+    @property
+    def name(self) -> str:
+        """The parameter's."""
+        return self.grads.bucket.layout.slots[self.slot].name
+
+
+class ShownGradients:
+    """The ``.grad`` of the parameters of ``all_grads``.
+
+    Args:
+        all_grads: Of the trainable buckets.
+        is_whole: Stage 0: gradients themselves are shown, and a user may write to them.
+    """
+
+    def __init__(self, all_grads: list[BucketGrads], *, is_whole: bool) -> None:
+        self._all, self._is_whole = all_grads, is_whole
+        self._versions: list[int] = []
+        """Of the buffers under what is shown, when this library last wrote to them."""
+        self._edits = [False] * len(all_grads)
+
+    def show(self) -> None:
+        """Set ``.grad`` of every used parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for grads in self._all:
+                views = grads.bucket.views(grads.full) if self._is_whole and grads.full is not None else None
+                for i, (param, used) in enumerate(zip(grads.bucket.params, grads.used, strict=True)):
+                    if used:
+                        param.grad = grads.shown[i] = grads.stand_ins[i] if views is None else views[i]
+        self._note_versions()
+
+    def hide(self) -> None:
+        """Clear ``.grad``: autograd must not add to what is shown."""
+        self.end_edits()
+        with torch._C.DisableTorchFunctionSubclass():
+            for grads in self._all:
+                for i, param in enumerate(grads.bucket.params):
+                    param.grad = grads.shown[i] = None
+
+    def forget(self) -> None:
+        """The same, for good: a stand-in that somebody has kept never stands for another gradient."""
+        self.hide()
+        self._edits = [False] * len(self._all)
+        for grads in self._all:
+            for i in range(len(grads.stand_ins)):
+                if sys.getrefcount(grads.stand_ins[i]) > NUM_REFERENCES:
+                    param, old = grads.bucket.params[i], grads.stand_ins[i]
+                    grads.stand_ins[i] = ReducedGradient.of(old.zero_name, param.shape, grads.dtype, param.device)
+
+    def changed(self) -> list[UserGradient]:
+        """Where ``.grad`` is not what was shown there.
+
+        Raises:
+            StateError: It is what stood for another gradient.
+            LayoutError: It is sparse.
+        """
+        found = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for grads in self._all:
+                for slot, (param, shown) in enumerate(zip(grads.bucket.params, grads.shown, strict=True)):
+                    grad = param.grad
+                    if grad is not shown or (self._is_whole and grad is not None and _is_moved(grads, slot, grad)):
+                        found.append(UserGradient(grads, slot, grad))
+        for one in found:
+            if isinstance(one.grad, ReducedGradient):
+                raise StateError(
+                    f"param.grad of {one.name!r} was set to what stood for a gradient of {one.grad.zero_name!r}, which "
+                    "is gone or another one now: set it to a tensor, such as zero.utils.safe_get_full_grad(param) gives"
+                )
+            if one.grad is not None:
+                check_dense(one.grad, one.name)
+        return found
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """What is written to the gradients inside is no user's edit."""
+        self.end_edits()
+        yield
+        self._note_versions()
+
+    def end_edits(self) -> None:
+        """This library is about to write to the gradients."""
+        self.edits()
+        self._versions = []
+
+    def _note_versions(self) -> None:
+        if self._is_whole:
+            self._versions = [-1 if grads.full is None else grads.full._version for grads in self._all]
+
+    def edits(self) -> list[bool]:
+        """By bucket, whether a user has written to ``.grad`` since zero_grad(); none but at stage 0."""
+        for index, version in enumerate(self._versions):
+            full = self._all[index].full
+            if full is not None and full._version != version:
+                self._edits[index] = True
+        return self._edits
+
+
+def check_dense(grad: Tensor, name: str) -> None:
+    """Raise LayoutError for a sparse gradient of parameter ``name``."""
+    if grad.layout is not torch.strided:
+        raise LayoutError(f"gradients must be dense: the gradient of {name!r} is {grad.layout}; use sparse=False")
+
+
+def _is_moved(grads: BucketGrads, slot: int, grad: Tensor) -> bool:
+    """Whether somebody wrote ``param.grad.data = values``."""
+    at, full = grads.bucket.layout.slots[slot], grads.full
+    return bool(at.numel) and full is not None and grad.data_ptr() != full[at.offset :].data_ptr()

@@ -1,0 +1,125 @@
+"""What must be the same on every rank whenever gradients are reduced: settings, boundaries, and what is accumulated on.
+
+Compared by a digest in the agreement that ends each backward, so it costs no message. What is done between a backward
+and ``step()`` on one rank alone, ``model.zero_grad()`` or another learning rate, is found at the next backward, or
+when weights are saved before it: no checkpoint has half a step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from zcomm import DivergedError, Topology, control
+from zero._config.rank_consistency import told, what_differs
+from zero._gradients.bucket_gradients import BucketGrads
+
+DIGEST_NBYTES = 7  # it and its negative are int64
+PLAIN = (bool, int, float, str, type(None))
+OTHER_GATHERS = (
+    "the ranks have gathered different parameters, so results since the last step are wrong: at stage 3 every rank "
+    "must run the same modules in the same order (for layers that only some ranks use, take stage 1 or 2)"
+)
+
+
+class StepFacts:
+    """What this rank has done since the last step, and how it is about to update.
+
+    Args:
+        all_grads: Of the trainable buckets.
+    """
+
+    def __init__(self, all_grads: Sequence[BucketGrads]) -> None:
+        self._all = all_grads
+        self._groups: Callable[[], list[dict[str, Any]]] = list
+        self._names: list[tuple[str, ...]] = []
+        self.num_backwards = 0
+        """Outside of ``no_sync``, since the last step."""
+        self.is_deferred = False
+        """Whether the last backward was within ``no_sync``."""
+        self._applied: bytes = b""
+        """By parameter, whether the last step had a gradient; then by bucket, whether a user had written to them."""
+        self._key: tuple[Any, ...] = ()
+        self._digest = 0
+
+    def watch(self, groups: Callable[[], list[dict[str, Any]]]) -> None:
+        """Compare the settings that these parameter groups have now, too, as long as they are plain values."""
+        self._groups = groups
+        self._names = [tuple(name for name in group if name not in ("params", "param_names")) for group in groups()]
+
+    def count(self, *, is_deferred: bool) -> None:
+        """A backward begins; ``is_deferred``: within ``no_sync``, where ranks may have as many as they like."""
+        self.num_backwards, self.is_deferred = self.num_backwards + (not is_deferred), is_deferred
+
+    def end_step(self, edits: list[bool]) -> None:
+        """A step has the gradients that there are; ``edits``: by bucket, whether a user has written to them."""
+        self.num_backwards, self.is_deferred = 0, False
+        self._applied = b"".join([*(bytes(grads.used) for grads in self._all), bytes(edits)])
+
+    def digest(self, edits: list[bool], ends_step: bool) -> int:  # noqa: FBT001  (of one caller)
+        """Of everything that is compared; ``ends_step``: the backward completes a step's gradient."""
+        held = b"".join([*(bytes(grads.reduced) for grads in self._all), bytes(edits)])
+        key = (self._settings(), self.num_backwards, ends_step, held, self._applied)
+        if key != self._key:
+            hashed = hashlib.blake2b(repr(key).encode(), digest_size=DIGEST_NBYTES).digest()
+            self._key, self._digest = key, int.from_bytes(hashed, "little")
+        return self._digest
+
+    def _settings(self) -> tuple[Any, ...]:
+        pairs = zip(self._groups(), self._names, strict=True)
+        return tuple(_plain(group.get(name)) for group, names in pairs for name in names)
+
+    def check(self, topology: Topology) -> None:
+        """Raise DivergedError, on every rank, where the last step or the settings were not the same. Collective."""
+        if topology.world_size == 1:
+            return
+        applied = self._applied
+        self._key = (self._settings(), 0, True, b"", applied)  # without what is held: it may be cleared in several ways
+        try:
+            if not control.are_equal(repr(self._key), topology):
+                raise self.refuse(topology)
+        finally:
+            self._key, self._applied = (), applied  # no less different when it is saved again
+
+    def forget_step(self) -> None:
+        """What the last step did is undone by a load."""
+        self._applied = b""
+
+    def refuse(self, topology: Topology) -> DivergedError:
+        """The error to raise where digests differ, on every rank; collective. It is told once."""
+        found = what_differs(self._texts(), topology, lane="step")
+        self._applied = b""
+        return DivergedError(
+            f"every rank must train alike: {told(found)}. Give a scheduler that follows a loss "
+            "the mean over the ranks; call zero_grad() and step(), set param.grad and accumulation boundaries on all"
+        )
+
+    def _texts(self) -> dict[str, str]:
+        settings, num_backwards, ends_step, held, applied = self._key
+        texts = {"the number of backwards since the last step": str(num_backwards)}
+        texts["the backward"] = "one that ends a step" if ends_step else "one within a step"
+        named = [f"parameter group {i} {name}" for i, names in enumerate(self._names) for name in names]
+        texts |= {name: repr(value) for name, value in zip(named, settings, strict=True)}
+        slots = [slot.name for grads in self._all for slot in grads.bucket.layout.slots]
+        buckets = [grads.bucket.name for grads in self._all]
+        for bits, when, word in ((held, "before this backward", "held"), (applied, "in the last step", "applied")):
+            named = [f"the gradient of {name!r} {when}" for name in slots]
+            texts |= {name: word if bit else "none" for name, bit in zip(named, bits, strict=False)}
+            named = [f"param.grad in {name!r} {when}" for name in buckets]
+            edits = bits[len(slots) :]
+            texts |= {name: "edited in place" if bit else "as reduced" for name, bit in zip(named, edits, strict=False)}
+        return texts
+
+
+def _plain(value: Any) -> Any:
+    """``value`` if it can be compared at no cost, else None. Of tensors those on the host."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
+    if isinstance(value, float):
+        return float(value)  # numpy's floats have another text
+    return value if isinstance(value, PLAIN) else None

@@ -1,0 +1,6 @@
+"""A model before training: built in shards, materialized from meta, cast, cut into units and checked.
+
+In:  an nn.Module, or the code that builds one under zero.Init.
+Out: the layout (units and buckets), the same on every rank; parameters with their identity kept.
+Called by: zero.initialize, zero.optimizer, _runtime and _access.
+"""

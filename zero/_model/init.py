@@ -1,0 +1,221 @@
+"""``zero.Init``: a model is divided over the ranks while it is built, module by module."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zcomm import ConfigError
+from zero._config.offload_sections import tiers_of
+from zero._config.parse import Configuration, Source, read_source
+from zero._config.resolved import make_plan
+from zero._model.init_shards import Construction
+from zero._model.materialize import give_values, own_tensors
+from zero._ranks.distributed import data_parallel, init_distributed, is_first_of_job, local_device
+from zero._ranks.rank_errors import is_agreed, on_every_rank, raise_on_every_rank
+from zero._runtime.validate import choose_topology
+from zero._storage.init_shard_files import InitFiles
+
+logger = logging.getLogger("zero")
+
+_ACTIVE: list[Init] = []
+"""Entered and enabled, innermost last."""
+_BUILDING: set[int] = set()
+"""Objects whose constructor runs."""
+_WRAPPED: list[tuple[type[nn.Module], Callable[..., None]]] = []
+"""Classes whose constructors were replaced, each with its own."""
+IGNORED = {
+    "mem_efficient_linear",
+    "pin_memory",
+    "param_swapper",
+    "override_module_apply",
+    "sequence_data_parallel_group",
+}
+IGNORED_SWITCHES = {"zero_quantized_weights", "zero_param_parallel_group", "zero_quantized_nontrainable_weights"}
+
+
+class Init:
+    """Within ``with zero.Init():``, each module's parameters are divided over the ranks as soon as it is built.
+
+    Args:
+        module: A module that exists already: it is divided here and now, each part on ``meta`` after it was given
+            memory and values by ``materialize``. Such an ``Init`` need not be entered.
+        data_parallel_group: The ranks; default: all.
+        mem_efficient_linear: No effect: no layer keeps gathered weights.
+        remote_device: Where shards rest until ZeroOptimizer takes them over: "cpu", a device of torch, or "nvme", the
+            configuration's ``offload_param.nvme_path``. Default: this rank's GPU, or the CPU where there is none.
+        config_dict_or_path: A DeepSpeed configuration: parameters get its dtype, ``zcomm.ranks_per_node`` is used.
+        enabled: False: nothing is done.
+        dtype: Of floating-point parameters; default: the configuration's, or as they are built.
+        mpu: An object with ``get_data_parallel_group()``, or a DeviceMesh, instead of ``data_parallel_group``.
+        options: ``config``, the old name of ``config_dict_or_path``; ``ranks_per_node``; ``materialize``, a function of
+            a module, such as transformers' ``model._init_weights`` (default: the module's ``reset_parameters``); and
+            DeepSpeed's other arguments, which have no effect here.
+
+    Raises:
+        LayoutError: The ranks build different modules; a module on meta has nothing that gives it values.
+        StateError: Another rank's constructor failed; names the rank and its error.
+        ConfigError: An argument that is not known.
+
+    Parameters have rank 0's values, and keep their identity and shape. Until a ZeroOptimizer takes them over, on the
+    same ranks, they are read and changed inside :class:`zero.GatheredParameters`; constructors just use them.
+    Modules built on ``meta`` stay there; give the finished model to ``Init(module=model)``.
+    Cost for each rank: one broadcast of every parameter; memory for its shards and the largest module's own parameters.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: dist.ProcessGroup | None = None,
+        *,
+        remote_device: str | torch.device | None = None,
+        config_dict_or_path: Source | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        **options: Any,
+    ) -> None:
+        self._is_enabled = enabled
+        self._construction: Construction | None = None
+        if not enabled:
+            return
+        init_distributed()
+        group = data_parallel_group if mpu is None else data_parallel(mpu).group
+        source = config_dict_or_path if config_dict_or_path is not None else options.pop("config", None)
+        ranks_per_node, materialize = options.pop("ranks_per_node", None), options.pop("materialize", None)
+
+        def prepare() -> tuple[torch.device, torch.dtype | None, Configuration | None]:
+            _check_options(options)
+            configuration = None if source is None else read_source(source)
+            chosen = dtype if configuration is None or dtype is not None else make_plan(configuration, {}).dtype
+            return _shard_device(remote_device, configuration), chosen, configuration
+
+        device, chosen, configuration = on_every_rank(prepare, group)
+        if ranks_per_node is None and configuration is not None:
+            ranks_per_node = configuration.values.zcomm.ranks_per_node
+        topology = choose_topology(None, ranks_per_node, group)
+        files = None
+        if remote_device == "nvme" and configuration is not None:
+            tiers = tiers_of(configuration.values, stage=3)
+            files = InitFiles(str(tiers.parameters.path), tiers.files, topology)
+        self._construction = Construction(topology, device=device, dtype=chosen, files=files)
+        if module is not None:
+            self._divide_existing(module, materialize)
+
+    def _divide_existing(self, module: nn.Module, materialize: Callable[[nn.Module], None] | None) -> None:
+        construction = self._construction
+        assert construction is not None, "of an enabled Init"
+        construction.is_building = True  # a function may look at what is divided already
+        try:
+            for name, part in module.named_modules():
+                if any(tensor.is_meta for tensor in own_tensors(part)):
+                    give = functools.partial(give_values, name, part, materialize, local_device())
+                    on_every_rank(give, construction.topology)
+                    construction.divide(part)
+            construction.divide(module)
+            construction.close_unused(even_used=True)
+        finally:
+            construction.is_building = False
+
+    def __enter__(self) -> Init:
+        if self._construction is not None:
+            if not _ACTIVE:
+                _wrap_constructors()
+            _ACTIVE.append(self)
+            self._construction.is_building = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        construction = self._construction
+        if construction is None:
+            return
+        _ACTIVE.remove(self)
+        construction.is_building = False
+        if not _ACTIVE:
+            _unwrap_constructors()
+            _BUILDING.clear()
+        if isinstance(error, Exception) and not is_agreed(error):
+            raise_on_every_rank(error, construction.topology)
+        if error is None:
+            construction.close_unused(even_used=True)
+            on_every_rank(lambda: None, construction.topology, fact="the end of zero.Init")
+
+    def _built(self, module: nn.Module) -> None:
+        assert self._construction is not None, "of an entered Init"
+        self._construction.divide(module)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    unknown = sorted(options.keys() - IGNORED - IGNORED_SWITCHES)
+    if unknown:
+        raise ConfigError(f"zero.Init has no arguments {unknown}")
+    asked = sorted(name for name in IGNORED_SWITCHES if options.get(name))
+    if asked and is_first_of_job():
+        logger.info("zero.Init: %s take effect from the configuration of ZeroOptimizer", ", ".join(asked))
+
+
+def _shard_device(remote_device: str | torch.device | None, configuration: Configuration | None) -> torch.device:
+    if remote_device in (None, "none"):
+        return local_device()
+    if remote_device == "nvme":
+        if configuration is None or not tiers_of(configuration.values, stage=3).parameters.path:
+            raise ConfigError(
+                "zero.Init(remote_device='nvme') needs config_dict_or_path= with offload_param.nvme_path, the folder"
+            )
+        return torch.device("cpu")
+    return torch.device(remote_device)
+
+
+def _classes(root: type[nn.Module]) -> Iterator[type[nn.Module]]:
+    for cls in root.__subclasses__():
+        yield cls
+        yield from _classes(cls)
+
+
+def _wrap_constructors() -> None:
+    for cls in dict.fromkeys(_classes(nn.Module)):
+        _wrap(cls)
+    nn.Module.__init_subclass__ = classmethod(_wrap_new_class)  # type: ignore[assignment]
+
+
+def _wrap_new_class(cls: type[nn.Module], /, **options: Any) -> None:
+    super(nn.Module, cls).__init_subclass__(**options)
+    _wrap(cls)
+
+
+def _wrap(cls: type[nn.Module]) -> None:
+    """Let the constructor of ``cls`` end with dividing what it built, unless it is part of a subclass's."""
+    original = cls.__dict__.get("__init__")
+    if original is None or cls.__module__.startswith("torch.jit"):
+        return
+
+    @functools.wraps(original)
+    def build(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if id(self) in _BUILDING or not _ACTIVE:
+            original(self, *args, **kwargs)
+            return
+        _BUILDING.add(id(self))
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            _BUILDING.discard(id(self))
+        _ACTIVE[-1]._built(self)
+
+    cls.__init__ = build  # type: ignore[method-assign]
+    _WRAPPED.append((cls, original))
+
+
+def _unwrap_constructors() -> None:
+    del nn.Module.__init_subclass__
+    for cls, original in reversed(_WRAPPED):
+        cls.__init__ = original
+    _WRAPPED.clear()

@@ -1,0 +1,206 @@
+"""How a model will be laid out: its units, the buckets they share, and whether all ranks have the same.
+
+Which small parameters stay whole at stage 3, in buckets of their own, wherever in the model they are.
+
+After every step, and whenever somebody has changed them, they are gathered anew, in the format of every gather: what a
+forward reads is the same bit for bit as if each layer gathered them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from zcomm import ConfigError, LayoutError, StateError, Topology, control
+from zero._config.delta_hpz_settings import resolve_mode
+from zero._config.rank_consistency import what_differs
+from zero._config.settings import Effective, ZeroSettings
+from zero._model.init_shards import is_built
+from zero._sharding.bucket import Bucket, is_managed
+from zero._sharding.layout import BucketLayout, runs
+from zero._sharding.units import Unit, find_units
+from zero._storage.tier_settings import Tier
+
+
+def choose_residents(units: Sequence[Unit], *, less_than: int, total: int) -> set[nn.Parameter]:
+    """Parameters of fewer than ``less_than`` elements, in order, as long as they have ``total`` elements together."""
+    chosen: set[nn.Parameter] = set()
+    for param in (param for unit in units for _, param in unit.parameters):
+        if param.numel() < less_than and param.numel() <= total:
+            chosen.add(param)
+            total -= param.numel()
+    return chosen
+
+
+def set_apart(units: Sequence[Unit], residents: set[nn.Parameter], model: nn.Module) -> tuple[list[Unit], Unit]:
+    """``units`` without ``residents``, and these as a unit of ``model``."""
+    kept = [
+        replace(unit, parameters=tuple(named for named in unit.parameters if named[1] not in residents))
+        for unit in units
+    ]
+    named = tuple(named for unit in units for named in unit.parameters if named[1] in residents)
+    return kept, Unit("persistent", model, named)
+
+
+MERGED_NUMEL = 2**20
+"""Larger exchanges gain nothing more from being fewer, and begin later in backward."""
+NUM_TOLD = 4
+"""Differences between ranks' models that an error names."""
+
+
+class ModelPlan(NamedTuple):
+    """How a model will be laid out."""
+
+    effective: Effective
+    units: list[Unit]
+    buckets_of_unit: list[list[Bucket]]
+    """Units that share an exchange have the same buckets."""
+    buckets: list[Bucket]
+
+
+def plan_model(model: nn.Module, settings: ZeroSettings, topology: Topology) -> ModelPlan:
+    """Cut ``model`` into units and buckets. No communication.
+
+    Raises:
+        ZcommError: A model or settings that cannot be sharded.
+    """
+    effective = resolve_mode(settings, topology)
+    check_model(model)
+    _check_renormalized(model, settings, effective, topology)
+    if effective.stage.shards_parameters:
+        _check_is_gatherable(model)
+    units, residents = _cut_into_units(model, settings, effective)
+    buckets = _cut_into_buckets([residents], topology.world_size, effective.align, is_resident=True)
+    buckets_of_unit: list[list[Bucket]] = []
+    numels = [sum(param.numel() for _, param in unit.parameters) for unit in units]
+    for indices in runs(numels, _numel_to_merge(settings, effective)):
+        run = [units[index] for index in indices]
+        of_run = _cut_into_buckets(run, topology.world_size, effective.align, first=len(buckets))
+        buckets_of_unit += [of_run] * len(run)
+        buckets += of_run
+    return ModelPlan(effective, units, buckets_of_unit, buckets)
+
+
+def _cut_into_units(model: nn.Module, settings: ZeroSettings, effective: Effective) -> tuple[list[Unit], Unit]:
+    """The units, and what is no part of them: parameters that stay whole at stage 3."""
+    if not effective.stage.shards_parameters:
+        return set_apart(find_units(model), set(), model)
+    units = find_units(model, effective.limits.live_numel)
+    residents = choose_residents(
+        units,
+        less_than=settings.stage3_param_persistence_threshold,
+        total=settings.stage3_model_persistence_threshold,
+    )
+    return set_apart(units, residents, model)
+
+
+def _numel_to_merge(settings: ZeroSettings, effective: Effective) -> int:
+    """Elements up to which small units share an exchange. At stage 3 a unit is gathered and released by itself."""
+    if effective.stage.shards_parameters:
+        return 0
+    return min(MERGED_NUMEL, settings.reduce_bucket_size, settings.allgather_bucket_size)
+
+
+def check_model(model: nn.Module) -> torch.device:
+    """The device of ``model``'s parameters; an error for models that cannot be sharded."""
+    named = list(model.named_parameters())
+    devices = {param.device: name for name, param in named}
+    if len(devices) > 1:
+        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise LayoutError(f"all parameters must be on one device: {where}")
+    device = named[0][1].device
+    if device.type == "meta":
+        raise LayoutError(
+            f"parameters must have values: {named[0][0]!r} is on meta; call model.to_empty(device=...) first"
+        )
+    for name, param in named:
+        if is_managed(param) and not is_built(param):
+            raise StateError(
+                f"parameter {name!r} is managed by another ZeroOptimizer already: close() that one first, at stage 3 "
+                "inside zero.GatheredParameters(model.parameters()), which keeps the parameters whole"
+            )
+        if param.requires_grad and not param.is_floating_point():
+            raise LayoutError(f"trainable parameters must be real floating point: {name!r} is {param.dtype}")
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise LayoutError(f"gradients must be dense: module {name!r} was built with sparse=True; use sparse=False")
+    return device
+
+
+def _check_renormalized(model: nn.Module, settings: ZeroSettings, effective: Effective, topology: Topology) -> None:
+    """Raise if forward writes to embeddings whose masters are elsewhere, or on other ranks, too."""
+    is_alone = topology.world_size == 1 and not effective.stage.shards_parameters
+    is_own_master = settings.tiers.states.tier is Tier.DEVICE and effective.weight_format == "none"
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            weight = module.weight
+            is_exact = is_alone and is_own_master and weight.dtype in (torch.float32, torch.float64)
+            if weight.requires_grad and not is_exact:
+                raise ConfigError(
+                    f"{name!r} was built with max_norm={module.max_norm}, with which each rank's forward would change "
+                    "rows of its own copy, not of the masters: build it without, and renormalise after step() inside "
+                    "zero.GatheredParameters([embedding.weight], modifier_rank=0)"
+                )
+
+
+def _check_is_gatherable(model: nn.Module) -> None:
+    """Raise if a parameter, frozen then, has a dtype that no all-gather takes."""
+    for name, param in model.named_parameters():
+        if not param.is_floating_point():
+            raise LayoutError(
+                f"stage 3 gathers real floating-point parameters only: {name!r} is {param.dtype}; use stage 1 or 2, or "
+                "make it a buffer"
+            )
+
+
+def _cut_into_buckets(
+    run: list[Unit], world_size: int, align: int, *, first: int = 0, is_resident: bool = False
+) -> list[Bucket]:
+    """The buckets of a run, numbered from ``first``: one for each dtype and requires_grad in it."""
+    kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, param in (named for unit in run for named in unit.parameters):
+        kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param))
+    buckets = []
+    for index, named in enumerate(kinds.values(), first):
+        names, params = [name for name, _ in named], [param for _, param in named]
+        layout = BucketLayout.of(names, [tuple(p.shape) for p in params], world_size, align)
+        title = " .. ".join(dict.fromkeys((run[0].name or names[0], run[-1].name or names[-1])))
+        buckets.append(Bucket(index, title, layout, params, is_resident=is_resident))
+    return buckets
+
+
+def check_ranks_agree(buckets: list[Bucket], settings: ZeroSettings, topology: Topology) -> None:
+    """Same model and settings everywhere, or the same error everywhere, before anything else is exchanged.
+
+    Folders of files may differ: each rank has its own files there.
+    """
+    if topology.world_size == 1:
+        return
+    settings_text = repr(_without_folders(settings))
+    layouts = "\n".join(f"{b.layout} {b.dtype} {b.is_trainable}" for b in buckets)
+    if control.are_equal(f"{settings_text}\n{layouts}", topology):
+        return
+    order = f"of checksum {zlib.crc32(layouts.encode())}"
+    known = {"the text of the settings": settings_text, "the order of parameters": order}
+    for bucket in buckets:
+        use = f"{bucket.dtype}, {'trained' if bucket.is_trainable else 'frozen'}"
+        known |= {f"parameter {slot.name!r}": f"{list(slot.shape)}, {use}," for slot in bucket.layout.slots}
+    found = what_differs(known, topology, lane="model")
+    found = [line for line in found if not line.startswith("the order")] or found
+    more = f"; and {len(found) - NUM_TOLD} more" if len(found) > NUM_TOLD else ""
+    raise LayoutError(
+        "the model given to ZeroOptimizer must be the same on every rank, and its settings: "
+        + "; ".join(found[:NUM_TOLD])
+        + more
+    )
+
+
+def _without_folders(settings: ZeroSettings) -> ZeroSettings:
+    tiers = settings.tiers
+    states, parameters = replace(tiers.states, path=None), replace(tiers.parameters, path=None)
+    return replace(settings, tiers=replace(tiers, states=states, parameters=parameters))

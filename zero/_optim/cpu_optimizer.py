@@ -1,0 +1,265 @@
+"""What the optimizers of :mod:`zero._optim.cpu_optimizers` have in common: states, their formats, and a step of a tensor."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any, ClassVar, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zcomm import ConfigError, StateError
+from zcomm._formats.philox import Draw
+from zcomm._kernels import kernels
+from zero._sharding.released import is_released
+from zero._storage.poison import is_at_rest
+
+DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class Rule(IntEnum):
+    """How a step moves a parameter."""
+
+    ADAM = 0
+    ADAMW = 1
+    ADAGRAD = 2
+    LION = 3
+    TRAFFIC = 4
+    """Adam's memory traffic with next to no arithmetic: a bound for benchmarks."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The numbers of one step, rounded to float32 when used; which rule uses which is in the header."""
+
+    rate: float
+    grad_factor: float = 1.0
+    """Multiplies the gradient first: the inverse loss scale, the clipping coefficient, -1 to maximize."""
+    weight_decay: float = 0.0
+    """Added to the gradient, times the parameter."""
+    keep: float = 1.0
+    """Multiplies the parameter first: 1 - learning rate x weight decay."""
+    beta1: float = 0.0
+    mix1: float = 0.0
+    beta2: float = 0.0
+    mix2: float = 0.0
+    eps: float = 0.0
+    inverse_root: float = 1.0
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """What a step reads and writes: CPU tensors, contiguous, for equally many elements."""
+
+    param: Tensor
+    """float32; written."""
+    grad: Tensor
+    """float32, bfloat16 or float16."""
+    moment1: Tensor | None = None
+    """float32 or bfloat16; written."""
+    moment2: Tensor | None = None
+    """As ``moment1``; written."""
+    largest: Tensor | None = None
+    """float32, amsgrad's; written."""
+    out: Tensor | None = None
+    """float32, bfloat16 or float16: where the new parameter goes, too, rounded to nearest even."""
+
+
+def step_(rule: Rule, factors: Factors, arrays: Arrays, draw: Draw | None = None) -> None:
+    """Move ``arrays`` by one step, on torch's number of threads, without the GIL.
+
+    The same bits for every number of threads and instruction set. Moments in bfloat16 are rounded
+    stochastically by ``draw``, and ``moment2`` under the next tensor number.
+
+    Raises:
+        BackendUnavailableError: The native kernels are not built.
+    """
+    f = factors
+    numbers = (f.grad_factor, f.weight_decay, f.keep, f.rate, f.beta1, f.mix1, f.beta2, f.mix2, f.eps, f.inverse_root)
+    moment_dtype = torch.float32 if arrays.moment1 is None else arrays.moment1.dtype
+    out_dtype = torch.float32 if arrays.out is None else arrays.out.dtype
+    kernels.native().optimizer_step(
+        rule, numbers, arrays.param.numel(), arrays.param.data_ptr(),
+        (arrays.grad.data_ptr(), DTYPE_NUMBERS[arrays.grad.dtype]), _address(arrays.moment1), _address(arrays.moment2),
+        DTYPE_NUMBERS[moment_dtype], _address(arrays.largest), (_address(arrays.out), DTYPE_NUMBERS[out_dtype]),
+        None if draw is None else (draw.seed, draw.tensor, draw.step, draw.hop, draw.rank, draw.first),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    for written in (arrays.param, arrays.moment1, arrays.moment2, arrays.largest, arrays.out):
+        if written is not None:
+            torch.autograd.graph.increment_version(written)
+
+
+def _address(array: Tensor | None) -> int:
+    return 0 if array is None else array.data_ptr()
+
+
+class CPUOptimizer(Optimizer, ABC):
+    """A torch optimizer over contiguous CPU parameters in float32, bfloat16 or float16.
+
+    It may be built over parameters on a GPU, for :class:`zero.ZeroOptimizer`, which steps masters in host memory.
+
+    16-bit parameters have a float32 master in their state (``"master"``), which is what is trained; the parameter is
+    its rounding. Moments are float32, or bfloat16, rounded stochastically: by numbers that depend on the parameter's
+    position in ``param_groups``, the step and the element, so that a restarted run has the same bits.
+
+    Cost: one pass over parameter, gradient and state; AdamW moves 28 bytes a float32 parameter.
+    """
+
+    moments: ClassVar[tuple[str, ...]] = ()
+    """State names of the rule's moments, in its order."""
+    stands_for: str = ""
+    """The optimizer that was given in its place."""
+
+    def __init__(
+        self, params: Iterable[Any], defaults: dict[str, Any], *, fp32_optimizer_states: bool, maximize: bool
+    ) -> None:
+        check_range("lr", defaults["lr"], 0.0, math.inf)
+        check_range("weight_decay", defaults["weight_decay"], 0.0, math.inf)
+        self.moment_dtype = torch.float32 if fp32_optimizer_states else torch.bfloat16
+        super().__init__(params, {**defaults, "maximize": maximize})
+
+    @abstractmethod
+    def rule_of(self, group: dict[str, Any], step: int) -> tuple[Rule, Factors]:
+        """The rule and the numbers of step ``step`` (from 1) of a parameter group."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group.
+
+        Raises:
+            ConfigError: A parameter that is not dense, contiguous, in float32, bfloat16 or float16.
+        """
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            is_flat = param.layout == torch.strided and (
+                is_released(param) or param.is_contiguous() or is_at_rest(param)
+            )
+            if param.is_meta or not is_flat:
+                self._refuse(f"a contiguous tensor with values: device={param.device}, shape={tuple(param.shape)}")
+            if param.dtype not in DTYPE_NUMBERS:
+                self._refuse(f"float32, bfloat16 or float16: dtype={param.dtype}")
+
+    def _refuse(self, problem: str) -> None:
+        raise ConfigError(f"a parameter of {type(self).__name__} must be {problem}; use torch.optim for others")
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Step every parameter that has a gradient, in float32, bfloat16 or float16.
+
+        Raises:
+            ConfigError: A sparse gradient, or a parameter that is not on the CPU; nothing has been changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grads = [(p, p.grad, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for param, grad, _ in grads:
+            if param.device.type != "cpu":
+                self._refuse(f"on the CPU: device={param.device}")
+            if grad.layout != torch.strided or grad.dtype not in DTYPE_NUMBERS:
+                raise ConfigError(
+                    f"{type(self).__name__} takes dense gradients in float32, bfloat16 or float16: "
+                    f"layout={grad.layout}, dtype={grad.dtype}, shape={tuple(param.shape)}"
+                )
+        for param, grad, group in grads:
+            self.step_tensor_(param, grad, group)
+        return loss
+
+    @torch.no_grad()
+    def step_tensor_(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        group: dict[str, Any],
+        *,
+        grad_factor: float = 1.0,
+        out: Tensor | None = None,
+        place: tuple[int, int] | None = None,
+    ) -> None:
+        """Move one parameter of ``group`` by its next step.
+
+        Args:
+            param: The parameter, a key of ``state``.
+            grad: Of the same shape, in float32, bfloat16 or float16.
+            group: Its entry of ``param_groups``.
+            grad_factor: Multiplies the gradient in the same pass: inverse loss scale times clipping coefficient.
+            out: Written with the new parameter, in its own type, in the same pass.
+            place: The parameter is a part of another, number such and such in ``param_groups``, from this element on.
+                Only the rounding of moments in bfloat16 depends on it. Default: its own number, and 0.
+        """
+        state = self.state[param]
+        if not state:
+            self._start(state, param, group)
+        master = state.get("master", param)
+        step = int(state["step"]) + 1
+        rule, factors = self.rule_of(group, step)
+        factors = replace(factors, grad_factor=-grad_factor if group["maximize"] else grad_factor)
+        moments = [state.get(name) for name in self.moments] + [None]
+        if master is not param and out is None:
+            out = param
+        arrays = Arrays(master, grad.contiguous(), moments[0], moments[1], state.get("max_exp_avg_sq"), out)
+        draw = None
+        if self.moment_dtype == torch.bfloat16:
+            number, first = (self._position(param), 0) if place is None else place
+            draw = Draw(0, tensor=2 * number, step=step, first=first)
+        step_(rule, factors, arrays, draw)
+        if master is not param and out is not param:
+            param.copy_(master)
+        state["step"] += 1
+
+    def _start(self, state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
+        """All of it, or nothing where memory does not suffice."""
+        started = {"step": torch.tensor(0.0), **self._new_moments(param)}
+        if group.get("amsgrad"):
+            started["max_exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
+        if param.dtype != torch.float32:
+            started["master"] = param.detach().float()
+        state.update(started)
+
+    def _new_moments(self, param: Tensor) -> dict[str, Tensor]:
+        return {name: torch.zeros(param.shape, dtype=self.moment_dtype, device=param.device) for name in self.moments}
+
+    def _position(self, param: Tensor) -> int:
+        order = (p for group in self.param_groups for p in group["params"])
+        return next(i for i, p in enumerate(order) if p is param)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but states keep their own types: torch would round the masters of 16-bit parameters."""
+        super().load_state_dict(state_dict)
+        saved = state_dict["state"]
+        order = (p for group in self.param_groups for p in group["params"])
+        for index, param in enumerate(order):
+            for name, value in saved.get(index, {}).items():
+                if isinstance(value, Tensor) and name in self.moments:
+                    if value.numel() != param.numel():
+                        raise StateError(
+                            f"{name!r} of parameter {index} has {value.numel()} elements, and the parameter "
+                            f"{param.numel()}: it is another's, or in int8, which moments are no longer kept in"
+                        )
+                    self.state[param][name] = value.detach().to("cpu", self.moment_dtype, copy=True).contiguous()
+                elif isinstance(value, Tensor) and value.shape == param.shape:
+                    self.state[param][name] = value.detach().to("cpu", torch.float32, copy=True).contiguous()
+
+
+def check_range(name: str, value: Any, least: float, most: float) -> None:
+    """Refuse ``value`` unless it is in ``[least, most)``."""
+    if not least <= float(value) < most:
+        raise ConfigError(f"{name} must be in [{least}, {most}): {name}={value}")
+
+
+def check_betas(betas: tuple[float, float]) -> None:
+    """Refuse what is no pair of decay rates."""
+    if len(betas) != 2:
+        raise ConfigError(f"betas must be two numbers: betas={betas}")
+    for beta in betas:
+        check_range("betas", beta, 0.0, 1.0)

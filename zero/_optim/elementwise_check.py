@@ -1,0 +1,465 @@
+"""Whether an optimizer can update shards: tried on made-up tensors when ZeroOptimizer is built.
+
+A rank updates flat runs of parameters that are cut anywhere. So the new value of an element may depend on that element,
+on its gradients and on the settings of its group, and on nothing else: no other element, tensor or group, and no shape.
+
+    whole     one optimizer, as without ZeRO         tensors of several shapes in every parameter group
+    sharded   one optimizer on each of three ranks   flat runs of the same elements, views of one buffer
+
+Both make the same steps, and after each every element must be where it is in the other. Gradients are small and large,
+so that thresholds bite; the last steps are those after a million, so that warm-ups end and periods come round.
+
+Whether what an optimizer keeps for each parameter can be divided over ranks, and saved: tried out on made-up ones.
+
+Optimizers with states in 8 bit keep those of small tensors in full: the trial is larger than their thresholds.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import warnings
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from zcomm import ConfigError
+from zero._optim.lion import Lion
+from zero._optim.optimizer_clone import copy_of, over_groups
+from zero._storage.safetensors_file import is_storable
+
+
+def attributes(optimizer: Optimizer) -> dict[str, str]:
+    """As texts, what an optimizer may keep beside its state and its groups."""
+    kinds = (Tensor, dict, list, tuple, deque)
+    return {
+        name: repr(value)
+        for name, value in vars(optimizer).items()
+        if name not in ("state", "param_groups") and (type(value) in (int, float) or isinstance(value, kinds))
+    }
+
+
+def lost(optimizer: Optimizer, leaves: list[Tensor], before: dict[str, str]) -> Iterator[str]:
+    """What of ``optimizer`` over ``leaves`` a checkpoint would not hold; ``before``: its attributes before any step."""
+    for name, text in attributes(optimizer).items():
+        if text != before.get(name):
+            yield f"keeps {name!r}, which steps change, outside of its state: a checkpoint would lose it"
+    numel_of = {leaf: leaf.numel() for leaf in leaves}
+    for leaf, state in optimizer.state.items():
+        if leaf not in numel_of:
+            yield f"keeps state for {leaf!r}, which is no parameter: a checkpoint would lose it"
+            continue
+        for name, value in state.items():
+            is_tensor = type(value) in (Tensor, nn.Parameter)
+            is_held = value.numel() == 1 or value.shape == leaf.shape if is_tensor else isinstance(value, (int, float))
+            if value is not None and not is_held:
+                kind = f"a {type(value).__name__}" + (f" of shape {tuple(value.shape)}" if is_tensor else "")
+                yield (
+                    f"keeps {name!r} of {leaf.numel()} elements as {kind}: a checkpoint holds numbers, and tensors "
+                    "with one value for each element"
+                )
+
+
+Shapes = tuple[tuple[int, ...], ...]
+SHAPES: Shapes = ((), (37,), (24, 20), (8, 5, 3, 3))
+SIDE, MAX_SIDE = 130, 512
+"""Of a large matrix. Optimizers factor the states of matrices with sides from 128 on, or encode those of 4,096 elements
+and more; settings that name another size move that up to the second."""
+STEPS, LATE_STEPS = 13, 3
+LATE = 1_260_000 - STEPS - 2
+"""Added to counters before the late steps: the next ones are near a multiple of most periods that people choose."""
+SCALES = {STEPS - 3: 1e-3, STEPS - 2: 1e3}
+"""Of the gradients in some steps; 1 in others."""
+NOISE = 0.3
+"""Of gradients, around a direction that all steps share: estimates of the distance to go grow only along one."""
+ZEROS, SHIFT = 0.1, 331
+"""The part of the gradients that is exactly zero. Each step's are those of the step before, so many elements on: a
+hundredth of the time that new ones take."""
+GROUPS = 16
+"""Parameter groups that are tried together; more would take more memory, 7 MB each."""
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Of the way that an element has gone."""
+REMEDY = (
+    "ZeRO updates flat shards of tensors, so use an elementwise optimizer (Adam, AdamW, SGD, Adagrad, RMSprop, Lion, "
+    "...); docs/optimizer.md has a list"
+)
+
+KNOWN = frozenset(
+    {
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adagrad,
+        optim.Adadelta,
+        optim.Adamax,
+        optim.ASGD,
+        optim.NAdam,
+        optim.RAdam,
+    }
+    | {optim.RMSprop, optim.Rprop, Lion}
+)
+"""Elementwise by their formulas, and not tried: that would take hundreds of milliseconds. The tests try them."""
+
+
+class TrialSlice(NamedTuple):
+    """Elements ``[start, stop)`` of all that are made up, as one parameter of a group."""
+
+    group: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+    def part(self, first: int, last: int) -> TrialSlice:
+        """Its elements ``[first, last)``, flat."""
+        return TrialSlice(self.group, self.start + first, self.start + last, (last - first,))
+
+    @property
+    def flat(self) -> TrialSlice:
+        """All of it, flat."""
+        return self.part(0, self.stop - self.start)
+
+
+Ranks = list[list[TrialSlice]]
+"""What each rank updates."""
+
+
+def check_elementwise(optimizer: Optimizer | type[Optimizer], options: Mapping[str, Any], device: torch.device) -> None:
+    """Refuse an optimizer that would train otherwise on shards than on whole tensors, or lose state in a checkpoint.
+
+    Args:
+        optimizer: An instance, which is left as it is, with its hooks called; or a class.
+        options: Of the class.
+        device: Of the masters.
+
+    Raises:
+        ConfigError: With what an update depends on, and by how much.
+
+    The verdict depends on nothing but the arguments. Random generators are left as they were. Cost: nothing for those
+    that are :data:`KNOWN`; else, for each parameter group with settings of its own, 16 steps of about 900 elements and
+    16 of 18,000, each twice; and memory for 16 groups.
+    """
+    if _is_known(optimizer):
+        return
+    name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+    groups = [] if isinstance(optimizer, type) else _distinct(optimizer.param_groups)
+    with _undisturbed(device):
+        problem = _problem(name, optimizer, options, device, groups[:GROUPS])
+        for start in range(GROUPS, len(groups), GROUPS - 1):  # the first may depend on every other one
+            together = [groups[0], *groups[start : start + GROUPS - 1]]
+            problem = problem or _problem(name, optimizer, options, device, together)
+    if problem:
+        raise ConfigError(f"{name} {problem}. {REMEDY}")
+
+
+def _is_known(optimizer: Optimizer | type[Optimizer]) -> bool:
+    """Whether it is one of :data:`KNOWN`, with the step of its class and nothing hooked to it."""
+    if isinstance(optimizer, type):
+        return optimizer in KNOWN
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return type(optimizer) in KNOWN and "step" not in vars(optimizer) and not any(hooks)
+
+
+def _problem(
+    name: str,
+    optimizer: Optimizer | type[Optimizer],
+    options: Mapping[str, Any],
+    device: torch.device,
+    groups: list[dict[str, Any]],
+) -> str:
+    """Why shards of these groups cannot be updated, or an empty text."""
+    for dtype in TOLERANCES:  # some have no kernels for float64
+        try:
+            # Shampoo keeps a matrix over all elements of a vector: it would need hours for the large tensors.
+            small = _Trial(optimizer, options, device, dtype, groups, SHAPES)
+            small.run()
+            if coupling := small.coupling():
+                return coupling
+            side = _side(optimizer, options)
+            trial = _Trial(optimizer, options, device, dtype, groups, (*SHAPES, (side, side)))
+            trial.run()
+        except Exception as error:
+            failure = error
+        else:
+            return trial.problem()
+    raise ConfigError(
+        f"{name} cannot update flat shards: a trial step, without a closure, raised "
+        f"{type(failure).__name__}: {failure}. {REMEDY}"
+    ) from failure
+
+
+class _Trial:
+    """One optimizer, tried in one dtype."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer | type[Optimizer],
+        options: Mapping[str, Any],
+        device: torch.device,
+        dtype: torch.dtype,
+        groups: list[dict[str, Any]],
+        shapes: Shapes,
+    ) -> None:
+        self._optimizer, self._options, self._dtype, self._groups = optimizer, options, dtype, groups
+        self._shapes, self._tensors = shapes, list(_tensors(max(len(self._groups), 1), shapes))
+        numel, generator = self._tensors[-1].stop, torch.Generator().manual_seed(0)
+        self._values = torch.randn(numel, generator=generator, dtype=torch.float64).to(device, dtype)
+        noise = torch.randn(numel + (STEPS + LATE_STEPS) * SHIFT, generator=generator, dtype=torch.float64)
+        noise[torch.rand(noise.shape, generator=generator) < ZEROS] = 0
+        self._gradients = noise.to(device, dtype).unfold(0, numel, SHIFT)
+        self._num_steps = STEPS + LATE_STEPS
+        self._lost: list[str] = []
+
+    def run(self) -> None:
+        """Make all steps, whole and sharded; an optimizer that has no late steps makes the others."""
+        whole: Ranks = [self._tensors]
+        try:
+            self._whole = self._path(whole)
+        except Exception:
+            self._num_steps = STEPS
+            self._whole = self._path(whole)
+        self._sharded = self._path(self._three_ranks())
+
+    def problem(self) -> str:
+        """Why shards cannot be updated, or an empty text."""
+        moved = (self._whole[-1] - self._values).nan_to_num(0, 0, 0).abs()
+        for index in range(self._tensors[-1].group + 1):
+            if not any(moved[run.start : run.stop].any() for run in self._tensors if run.group == index):
+                return (
+                    f"moved no parameter of group {self._number(index)} in {self._num_steps} trial steps, so it cannot "
+                    "be tried"
+                )
+        return self.coupling() or (self._lost[0] if self._lost else "")
+
+    def coupling(self) -> str:
+        """What an update depends on beside its element, or an empty text."""
+        found = self._difference(self._sharded)
+        return f"is not elementwise: {self._reason()}. On shards {found}" if found else ""
+
+    def _reason(self) -> str:
+        """The first of the ways to cut that makes a difference."""
+        whole, last = [self._tensors], max(run.group for run in self._tensors)
+        ways: dict[str, tuple[Ranks, int]] = {
+            "it draws random numbers, of which every rank has its own": (whole, 1),
+            "it updates the same elements as a vector and as a matrix differently": ([[r.flat for r in whole[0]]], 0),
+            "an update depends on other elements of the tensor": ([[p for r in whole[0] for p in _halves(r)]], 0),
+            "an update depends on other tensors of the group": (
+                [self._tensors[i :: len(self._shapes)] for i in range(len(self._shapes))], 0,
+            ),
+            "an update depends on other parameter groups": (
+                [[run for run in self._tensors if run.group == group] for group in range(last + 1)], 0,
+            ),
+        }  # fmt: skip
+        for reason, (ranks, seed) in ways.items():
+            try:
+                if self._difference(self._path(ranks, seed)):
+                    return reason
+            except Exception as error:
+                return f"{reason} ({error!r})"
+        return "an update depends on which tensors a rank has"
+
+    def _three_ranks(self) -> Ranks:
+        """Part of every tensor, the rest, and little: most groups of the last rank are empty."""
+        *others, vector, kernel = sorted(self._tensors, key=lambda run: (run.group, run.shape in ((37,), (8, 5, 3, 3))))
+        numel = vector.stop - vector.start
+        parts = [_halves(run) for run in others]
+        first, second = [part[0] for part in parts if part[1:]], [part[-1] for part in parts]
+        return [first, [*second, vector.part(0, numel - 1)], [vector.part(numel - 1, numel), kernel.flat]]
+
+    def _path(self, ranks: Ranks, seed: int = 0) -> Tensor:
+        """The values after every step."""
+        path = self._values.expand(self._num_steps, -1).clone()
+        for rank, runs in enumerate(ranks):
+            _seed(self._values.device, seed + rank)
+            flat = self._values.clone()  # what replaces a parameter's memory moves nothing
+            leaves = [flat[run.start : run.stop].view(run.shape) for run in runs]
+            is_whole = runs is self._tensors
+            if is_whole:
+                leaves = [nn.Parameter(leaf) for leaf in leaves]
+            optimizer = self._build(leaves, runs, has_flag=not is_whole)
+            before = attributes(optimizer)
+            for step in range(self._num_steps):
+                if step == STEPS:
+                    _make_late(optimizer)
+                noise = self._gradients[step]
+                gradients = (self._gradients[0] + NOISE * noise) * (noise != 0) * SCALES.get(step, 1.0)
+                for leaf, run in zip(leaves, runs, strict=True):
+                    leaf.grad = gradients[run.start : run.stop].view(run.shape)
+                optimizer.step()
+                for run in runs:
+                    path[step, run.start : run.stop] = flat[run.start : run.stop]
+            if not is_whole and not self._lost:
+                self._lost = list(lost(optimizer, leaves, before))
+        return path
+
+    def _build(self, leaves: list[Tensor], runs: list[TrialSlice], *, has_flag: bool) -> Optimizer:
+        """An optimizer over ``leaves``; ``has_flag``: and one more without a gradient, as ZeroOptimizer's has."""
+        params: list[list[Tensor]] = [[] for _ in range(self._tensors[-1].group + 1)]
+        for leaf, run in zip(leaves, runs, strict=True):
+            params[run.group].append(leaf)
+        if isinstance(self._optimizer, type):
+            built = self._optimizer([{"params": own} for own in params], **self._options)
+        else:
+            built = copy_of(self._optimizer, self._groups, params)
+        if has_flag:
+            built.param_groups[0]["params"].append(torch.zeros(1, dtype=self._dtype, device=self._values.device))
+        for group in built.param_groups:
+            lr = group.get("lr")
+            if lr is not None and not lr:  # a schedule may start at 0, where every optimizer looks elementwise
+                group["lr"] = torch.full_like(lr, 0.1) if isinstance(lr, Tensor) else 0.1
+        return built
+
+    def _difference(self, path: Tensor) -> str:
+        """Where ``path`` leaves that of the whole tensors first, or an empty text."""
+        before, gone, largest = self._values, torch.zeros_like(self._values), self._values.abs()
+        if torch.equal(path, self._whole):
+            return ""
+        rounding = 64 * torch.finfo(self._dtype).eps
+        for step, (whole, other) in enumerate(zip(self._whole, path, strict=True)):
+            gone += (whole - before).nan_to_num(0, 0, 0).abs()
+            largest = torch.fmax(largest, whole.nan_to_num(0, 0, 0).abs())
+            off = (other - whole).abs()
+            is_same = (off <= TOLERANCES[self._dtype] * gone + rounding * largest) | (other == whole)
+            is_off = ~(is_same | (other.isnan() & whole.isnan()))
+            if is_off.any():
+                return self._described(step, off.nan_to_num(torch.inf) * is_off, gone)
+            before = whole
+        return ""
+
+    def _described(self, step: int, off: Tensor, gone: Tensor) -> str:
+        where = int(off.nan_to_num(0).argmax())
+        run = next(run for run in self._tensors if run.start <= where < run.stop)
+        by = off[where] / gone[where].clamp_min(torch.finfo(self._dtype).tiny)
+        return (
+            f"an element of a tensor of shape {run.shape} in parameter group {self._number(run.group)} is "
+            f"{off[where]:.3g} off in step {step + 1}, {by:.3g} of its way"
+        )
+
+    def _number(self, index: int) -> int:
+        """Of the optimizer's groups, the one that is tried as number ``index``."""
+        if isinstance(self._optimizer, type):
+            return index
+        return next(i for i, group in enumerate(self._optimizer.param_groups) if group is self._groups[index])
+
+
+def _tensors(num_groups: int, shapes: Shapes) -> Iterator[TrialSlice]:
+    """One after the other, the same shapes in every group."""
+    start = 0
+    for group in range(num_groups):
+        for shape in shapes:
+            stop = start + torch.Size(shape).numel()
+            yield TrialSlice(group, start, stop, shape)
+            start = stop
+
+
+def _halves(run: TrialSlice) -> list[TrialSlice]:
+    """Cut it where no block or row ends."""
+    numel = run.stop - run.start
+    return [run.part(0, numel * 3 // 7), run.part(numel * 3 // 7, numel)] if numel > 1 else [run.flat]
+
+
+def _distinct(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups that differ in more than learning rates, each twice if there are two of it: groups may be coupled."""
+    count: Counter[str] = Counter()
+    chosen = []
+    for group in groups:
+        settings = {name: value for name, value in group.items() if "param" not in name and "lr" not in name}
+        count[repr(settings)] += 1
+        if count[repr(settings)] <= 2:
+            chosen.append(group)
+    return chosen
+
+
+def _side(optimizer: Optimizer | type[Optimizer], options: Mapping[str, Any]) -> int:
+    """Of the large matrix: above the sizes that the settings name."""
+    if isinstance(optimizer, type):
+        defaults = {name: one.default for name, one in inspect.signature(optimizer).parameters.items()}
+        settings: list[Mapping[str, Any]] = [{**defaults, **options}]
+    else:
+        settings = [vars(optimizer), *optimizer.param_groups]
+    named = [
+        value
+        for one in settings
+        for name, value in one.items()
+        if type(value) is int and value < MAX_SIDE and ("dim" in name or "size" in name or "factor" in name)
+    ]
+    return max(SIDE, *(value + 1 for value in named), 0)
+
+
+def _numbers(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], str, float]]:
+    for where in (*optimizer.param_groups, *optimizer.state.values(), vars(optimizer)):
+        for name, value in where.items() if isinstance(where, dict) else ():
+            if type(value) in (int, float):
+                yield where, name, value
+            elif isinstance(value, Tensor) and value.ndim == 0:
+                yield where, name, value.item()
+
+
+def _make_late(optimizer: Optimizer) -> None:
+    """Let what has counted the steps have counted more than a million."""
+    for where, name, value in list(_numbers(optimizer)):
+        if value in (STEPS, STEPS + 1):
+            where[name] = where[name] + LATE
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Leave random generators as they are, show no warnings, compile nothing."""
+    python = random.getstate()
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices), warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        random.setstate(python)
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)
+
+
+NUMEL = 2**16
+
+
+def check_states(optimizer: Optimizer, device: torch.device) -> None:
+    """Raise ConfigError if ``optimizer`` keeps anything else than numbers, and tensors with one value for each element.
+
+    Cost: a step on 65,536 elements for each kind of parameter group.
+    """
+    kinds = {
+        repr([(k, v) for k, v in group.items() if k not in ("params", "lr")]): group for group in optimizer.param_groups
+    }
+    for group in kinds.values():
+        for name, value in _states_of(optimizer, group, device).items():
+            if not _is_dividable(value):
+                of = f" of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else ""
+                raise ConfigError(
+                    f"{type(optimizer).__name__} keeps {name!r} of a parameter of {NUMEL} elements as a "
+                    f"{type(value).__name__}{of}, which can neither be divided over ranks nor saved: states are "
+                    "numbers, and plain tensors with one value for each element. For narrower moments use zero.CPUAdam "
+                    "with offload_optimizer and fp32_optimizer_states=False"
+                )
+
+
+def _states_of(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    param = torch.linspace(-1, 1, NUMEL, device=device)
+    param.grad = param.clone()
+    trial = over_groups(optimizer, [{**group, "params": [param]}])
+    with torch.no_grad():
+        trial.step()
+    return dict(trial.state[param])
+
+
+def _is_dividable(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return is_storable(value) and (value.numel() == 1 or value.shape == (NUMEL,))
+    return value is None or isinstance(value, (int, float))

@@ -1,0 +1,287 @@
+"""The update of masters and moments that rest in files: a pipeline over sub-groups, and a commit at its end.
+
+The inner optimizer sees the part of each parameter that lies in the sub-group as a tensor of its own, with that part of
+the state. Numbers of a state, such as ``step``, and what counts in the files change in :meth:`FileUpdate.commit` alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zcomm import ConfigError, StateError
+from zero._optim.cpu_optimizer import CPUOptimizer
+from zero._optim.gradient_files import GradientFiles, GradientInMemory
+from zero._optim.masters import MasterPiece
+from zero._optim.optimizer_clone import copy_of
+from zero._optim.state_files import InMemory, StateFiles, SubGroup
+from zero._optim.step_pieces import numbers_of_groups, only
+from zero._sharding.bucket import Bucket
+from zero._storage.pipeline import Pipeline
+from zero._storage.poison import at_rest
+
+
+class MasterPart(NamedTuple):
+    """Elements ``[first, first + len(master))`` of a piece, in memory."""
+
+    piece: MasterPiece
+    first: int
+    master: Tensor
+    moments: dict[str, Tensor]
+    grad: Tensor
+    out: Tensor
+    """Where the new parameter goes."""
+
+
+class _LoadedStates:
+    """The states of a sub-group in memory, and its gradient if it has one."""
+
+    def __init__(self, states: InMemory, gradient: GradientInMemory | None) -> None:
+        self.states, self.gradient = states, gradient
+
+    def wait(self) -> None:
+        try:
+            self.states.wait()
+        finally:
+            if self.gradient is not None:
+                self.gradient.wait()
+
+    def begin_write(self) -> None:
+        self.states.begin_write()
+
+    def free(self) -> None:
+        self.states.free()
+        if self.gradient is not None:
+            self.gradient.free()
+
+
+class FileUpdate:
+    """Updates of the pieces whose buckets are in ``files``; None for ``gradients``: they are in memory."""
+
+    def __init__(
+        self, files: StateFiles, gradients: GradientFiles | None, inner: Optimizer, pieces: Sequence[MasterPiece]
+    ) -> None:
+        self._files, self._gradients, self._inner = files, gradients, inner
+        self._pieces: dict[Bucket, list[MasterPiece]] = {bucket: [] for bucket in files.groups_of}
+        for piece in pieces:
+            if piece.bucket in self._pieces:
+                self._pieces[piece.bucket].append(piece)
+        self._number_of: dict[int, int] = {}
+        self._group_of = numbers_of_groups(inner)
+        self._done: list[SubGroup] = []
+        self._states: dict[int, dict[str, Any]] = {}
+
+    def run(self, factor: float, *, all_buckets: bool) -> None:
+        """Update every sub-group with a gradient, times ``factor``, and write its parameters. Nothing counts yet.
+
+        Args:
+            factor: Of gradients; 1 unless the optimizer is one of zero's own.
+            all_buckets: Write the parameters of the other sub-groups, too.
+        """
+        self._done, self._states = [], {}
+        leaves = [param for group in self._inner.param_groups for param in group["params"]]
+        self._number_of = {id(leaf): number for number, leaf in enumerate(leaves)}
+        settings = self._files.settings
+        if self._gradients is not None:
+            self._gradients.raise_error()
+        pipeline: Pipeline[SubGroup, _LoadedStates] = Pipeline(
+            self._load,
+            num_buffers=settings.num_buffers,
+            reads_ahead=settings.reads_ahead,
+            writes_behind=settings.writes_behind,
+        )
+        groups = [group for group in self._files.groups if all_buckets or self._has_gradient(group)]
+        before = [_numbers(group) for group in self._inner.param_groups]
+
+        def update(group: SubGroup, unit: _LoadedStates) -> None:
+            for options, numbers in zip(self._inner.param_groups, before, strict=True):
+                options.update(numbers)  # every sub-group makes the same step of an optimizer that counts them
+            self._update(group, unit, factor)
+            self._done.append(group)
+
+        try:
+            pipeline.run(groups, update)
+        except BaseException:
+            for options, numbers in zip(self._inner.param_groups, before, strict=True):
+                options.update(numbers)
+            raise
+
+    def commit(self) -> None:
+        """The last run counts, on this rank."""
+        self._files.commit(self._done)
+        for pieces in self._pieces.values():
+            for piece in pieces:
+                if id(piece.master) in self._states:
+                    self._inner.state[piece.master] = self._states[id(piece.master)]
+        self._done, self._states = [], {}
+
+    @property
+    def keeps_previous(self) -> bool:
+        """Whether the files hold what was before a run, until it is committed."""
+        return self._files.num_generations == 2
+
+    def forget(self) -> None:
+        """The last run never was; parameters that it wrote are to be published again."""
+        self._done, self._states = [], {}
+
+    def store_states(self) -> None:
+        """Move to the files what the inner optimizer holds in memory: after it was given states to go on from."""
+        for bucket, pieces in self._pieces.items():
+            held = [(piece, self._moments_in(piece)) for piece in pieces]
+            if not any(moments for _, moments in held):
+                continue
+            with self.in_memory(bucket, writes=True):
+                pass
+
+    def _moments_in(self, piece: MasterPiece) -> dict[str, Tensor]:
+        state = self._inner.state.get(piece.master, {})
+        return {name: value for name, value in state.items() if name in self._files.moments}
+
+    @contextmanager
+    def in_memory(self, bucket: Bucket, *, writes: bool = False) -> Iterator[None]:
+        """Hold the master and the moments of ``bucket`` in memory; ``writes``: what is changed inside is kept."""
+        views: dict[str, list[tuple[int, int, Tensor]]] = defaultdict(list)
+        views[""] = [(0, bucket.master.numel(), bucket.master)]
+        for piece in self._pieces[bucket]:
+            stop = piece.start + piece.master.numel()
+            views[""].append((piece.start, stop, piece.master))
+            for name, moment in self._moments_in(piece).items():
+                views[name].append((piece.start, stop, moment))
+        with self._files.in_memory(bucket, views, writes=writes):
+            yield
+
+    def _has_gradient(self, group: SubGroup) -> bool:
+        return any(piece.master.grad is not None for piece, _, _ in self._ranges(group))
+
+    def _ranges(self, group: SubGroup) -> Iterator[tuple[MasterPiece, int, int]]:
+        """The pieces in ``group``, with the elements of the bucket's master that are in both."""
+        for piece in self._pieces[group.bucket]:
+            start, stop = max(piece.start, group.start), min(piece.start + piece.master.numel(), group.stop)
+            if start < stop:
+                yield piece, start, stop
+
+    def _load(self, group: SubGroup) -> _LoadedStates:
+        gradient = None
+        if self._gradients is not None and self._has_gradient(group):
+            gradient = self._gradients.gradient_of[group.bucket]
+        states = self._files.load(group)
+        try:
+            return _LoadedStates(states, None if gradient is None else gradient.load(group))
+        except BaseException:
+            states.wait()
+            states.free()
+            raise
+
+    def _update(self, group: SubGroup, unit: _LoadedStates, factor: float) -> None:
+        bucket, base = group.bucket, group.start
+        shard = bucket.begin_update(group.start, group.stop)
+        for start, stop in bucket.gaps:
+            shard[max(start - base, 0) : max(stop - base, 0)].zero_()
+        master, moments, parts = unit.states.master, unit.states.moments if self._files.moments else {}, []
+        for piece, start, stop in self._ranges(group):
+            run, first, grad = slice(start - base, stop - base), start - piece.start, piece.master.grad
+            if grad is None:
+                shard[run].copy_(master[run])
+                continue
+            own = {name: moment[run] for name, moment in moments.items()}
+            grad = grad[first : stop - piece.start] if unit.gradient is None else unit.gradient.values[run]
+            parts.append(MasterPart(piece, first, master[run], own, grad, shard[run]))
+        for part in parts:
+            self._inner.state[part.master] = self._state_of(part)
+        try:
+            self._step(parts, factor)
+            for part in parts:
+                self._keep_state(part, self._inner.state[part.master])
+        finally:
+            for part in parts:
+                self._inner.state.pop(part.master, None)
+        bucket.end_update(group.start, group.stop)
+
+    def _state_of(self, part: MasterPart) -> dict[str, Any]:
+        """The state of a part: its runs of the moments, and numbers of its own."""
+        state = self._inner.state.get(part.piece.master, {})
+        return {
+            name: part.moments[name] if name in part.moments else value.clone() if isinstance(value, Tensor) else value
+            for name, value in state.items()
+        }
+
+    def _step(self, parts: list[MasterPart], factor: float) -> None:
+        inner = self._inner
+        if isinstance(inner, CPUOptimizer):
+            for part in parts:
+                leaf = id(part.piece.master)
+                inner.step_tensor_(
+                    part.master,
+                    part.grad,
+                    inner.param_groups[self._group_of[leaf]],
+                    grad_factor=factor,
+                    out=part.out,
+                    place=(self._number_of[leaf], part.first),
+                )
+            return
+        leaves: dict[int, list[Tensor]] = defaultdict(list)
+        for part in parts:
+            part.master.grad = part.grad.to(part.master.dtype)
+            leaves[self._group_of[id(part.piece.master)]].append(part.master)
+        with only(inner, leaves):
+            inner.step()
+        for part in parts:
+            part.master.grad = None
+            part.out.copy_(part.master)
+
+    def _keep_state(self, part: MasterPart, state: Mapping[str, Any]) -> None:
+        """Moments go to the buffer that is written; the rest is kept for the commit."""
+        kept: dict[str, Any] = {}
+        for name, value in state.items():
+            if name in part.moments:
+                if value.data_ptr() != part.moments[name].data_ptr():
+                    part.moments[name].copy_(value)
+                kept[name] = at_rest(part.piece.master.numel(), value.dtype)
+            elif isinstance(value, Tensor) and (
+                value.numel() == part.master.numel() > 1 or name in _moments(self._inner)
+            ):
+                raise StateError(
+                    f"{type(self._inner).__name__} keeps {name!r} for each element, which it did not in a trial step: "
+                    "no room was made for it on NVMe; use offload_optimizer.device 'cpu'"
+                )
+            else:
+                kept[name] = value
+        self._states[id(part.piece.master)] = kept
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if isinstance(value, (int, float))}
+
+
+def _moments(inner: Optimizer) -> tuple[str, ...]:
+    return inner.moments if isinstance(inner, CPUOptimizer) else ()
+
+
+def moments_of(inner: Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtypes of the states with one value for each element that ``inner`` keeps of parameters in ``dtype``: tried.
+
+    Raises:
+        ConfigError: It holds states before its first step.
+    """
+    found: dict[str, torch.dtype] = {}
+    if inner.state:
+        raise ConfigError(
+            f"{type(inner).__name__} makes its states before the first step, in memory: use zero's own optimizer of "
+            "that name, or offload_optimizer.device 'cpu'"
+        )
+    for group in inner.param_groups:
+        param = torch.ones(3, dtype=dtype)
+        trial = copy_of(inner, [group], [[param]])
+        for _ in range(2):
+            param.grad = torch.ones_like(param)
+            trial.step()
+        for name, value in trial.state[param].items():
+            if isinstance(value, Tensor) and value.ndim and value.numel() == param.numel():
+                found[name] = value.dtype
+    return found

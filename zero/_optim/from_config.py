@@ -1,0 +1,115 @@
+"""The optimizer that the JSON describes, as a torch optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zcomm import ConfigError
+from zero._config import NotAvailableError
+from zero._config.optimizer_options import OPTIMIZER_OPTIONS, same_optimizer, unsupported_optimizer
+from zero._config.parse import read_options
+from zero._config.value_types import closest, nearest, shown
+from zero._optim.cpu_optimizers import CPUAdagrad, CPUAdam, CPULion
+from zero._optim.lion import Lion
+
+KNOWN: dict[str, type[Optimizer]] = {
+    name.lower(): cls
+    for name, cls in vars(torch.optim).items()
+    if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
+} | {"lion": Lion}
+"""torch's optimizers, and one that it lacks, by their names in lower case."""
+ON_HOST: dict[str, type[Optimizer]] = {
+    "adam": CPUAdam,
+    "adamw": CPUAdam,
+    "adagrad": CPUAdagrad,
+    "lion": CPULion,
+}
+"""zero's own for host memory."""
+
+
+def build_optimizer(kind: str, params: dict[str, Any], parameters: Any, *, on_host: bool = False) -> Optimizer:
+    """An optimizer over ``parameters`` (parameters, or groups of them).
+
+    ``"Adam"`` is AdamW unless ``adam_w_mode`` is false, and its ``weight_decay`` is 0 if absent, as in DeepSpeed.
+
+    Args:
+        kind: The name of an optimizer of torch.optim, or Lion, in any case.
+        params: Its options.
+        parameters: See above.
+        on_host: Masters rest in host memory: zero's own optimizer for that is taken, if it has these options and
+            ``torch_adam`` is not true.
+
+    Raises:
+        ConfigError: No such optimizer or option, with the nearest one; or a value that the option cannot have.
+        NotAvailableError: An optimizer of DeepSpeed's that is not elementwise.
+    """
+    chosen = read_options(OPTIMIZER_OPTIONS, params)
+    name = kind.lower()
+    on_host = _check_kind(kind, on_host=on_host)
+    if on_host and name in ON_HOST and not chosen.get("torch_adam", False):
+        own = ON_HOST[name]
+        own_options = {key: value for key, value in chosen.items() if key not in ("torch_adam", "adam_w_mode")}
+        if own_options.keys() <= set(inspect.signature(own).parameters):
+            if own is CPUAdam:
+                own_options["adamw_mode"] = bool(chosen.get("adam_w_mode", True)) or name == "adamw"
+            return _built(own, parameters, own_options)
+        if name == "lion":  # torch has none with other options
+            _check_options(kind, own_options, list(inspect.signature(own).parameters)[1:])
+    is_torchs = name in ("adam", "adamw") and bool(chosen.pop("torch_adam", False))
+    if name in ("adam", "adamw"):
+        decouples = chosen.pop("adam_w_mode", True) or name == "adamw"
+        if not chosen.pop("bias_correction", True):
+            raise ConfigError("optimizer.params.bias_correction must be true: torch's Adam always corrects its bias")
+        name = "adamw" if decouples else "adam"
+        chosen.setdefault("weight_decay", 0.0)
+    if name not in KNOWN:
+        raise ConfigError(f"optimizer.type must be an optimizer of torch.optim: got {shown(kind)}{_meant(kind)}")
+    cls = KNOWN[name]
+    _check_options(kind, chosen, list(inspect.signature(cls).parameters)[1:])
+    built = _built(cls, parameters, chosen)
+    if is_torchs:
+        built.torch_adam = True  # type: ignore[attr-defined]  # read by zero._optim.host_adam
+    return built
+
+
+def _check_kind(kind: str, *, on_host: bool) -> bool:
+    """Whether an optimizer for host memory is to be taken: also one that torch has none of."""
+    if needs := unsupported_optimizer(kind):
+        raise NotAvailableError(
+            f"not available in this version: optimizer.type={kind!r} (it needs {needs}). Use AdamW, Lion or SGD"
+        )
+    is_ours_alone = kind.lower() in ON_HOST and kind.lower() not in KNOWN
+    if is_ours_alone and not on_host and torch.cuda.is_available():
+        raise NotAvailableError(
+            f"not available in this version: optimizer.type={kind!r} on a GPU. Use it with "
+            "zero_optimization.offload_optimizer.device='cpu', or AdamW"
+        )
+    return on_host or is_ours_alone
+
+
+def _check_options(kind: str, chosen: Iterable[str], known: list[str]) -> None:
+    for option in chosen:
+        if option not in known:
+            raise ConfigError(f"optimizer.params of {kind} has no {option!r}{nearest(option, known)}")
+
+
+def _meant(kind: str) -> str:
+    """`` (did you mean 'X'?)``: the optimizer that computes the same, or one of a name like it."""
+    near = same_optimizer(kind) or closest(kind.lower(), KNOWN)
+    return f" (did you mean {(KNOWN[near].__name__ if near in KNOWN else near)!r}?)" if near else ""
+
+
+def _built(cls: type[Optimizer], parameters: Any, options: dict[str, Any]) -> Optimizer:
+    try:
+        return cls(parameters, **options)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(
+            f"optimizer.params of {cls.__name__} cannot be meant: {error}; got {shown(options)}"
+        ) from error

@@ -1,0 +1,107 @@
+"""torch's Adam and AdamW over masters in host memory or files: updated by :class:`zero.CPUAdam`, with their settings.
+
+torch steps such masters in a pass over memory for each of its operations; CPUAdam moves each value once. The rule and
+the names of the states are the same, so checkpoints of either are those of the other.
+
+    torch's option                               here
+    lr, betas, eps, weight_decay, amsgrad,       the same, by parameter group
+      maximize, decoupled_weight_decay
+    foreach, fused                               how torch loops: without meaning here
+    capturable, differentiable, betas as         torch's own optimizer stays, and ``optimizer.effective`` says why
+      tensors, hooks of step or state dict,
+      a class derived from torch's, float64
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from zero._config.resolved import ResolvedConfig
+from zero._optim.cpu_optimizer import CPUOptimizer
+from zero._optim.cpu_optimizers import CPUAdam
+from zero._optim.masters import MasterPiece, build_inner
+from zero._sharding.bucket import Bucket
+
+
+def build_updater(
+    optimizer: type[Optimizer] | Optimizer,
+    groups: list[dict[str, Any]],
+    pieces: list[MasterPiece],
+    plan: ResolvedConfig,
+    buckets: Sequence[Bucket],
+) -> Optimizer:
+    """What updates ``pieces``, the masters of this rank: ``optimizer``, or a CPUAdam in its place.
+
+    Which of them follows from ``plan`` and ``buckets``, so it is the same on every rank.
+    """
+    inner = build_inner(optimizer, groups, pieces, plan.optimizer_options)
+    trainable = [bucket for bucket in buckets if bucket.is_trainable]
+    rests_on_host = all(b.host is not None and b.dtype != torch.float64 for b in trainable)
+    is_wanted = plan.configuration.values.zero_force_ds_cpu_optimizer
+    is_replaceable = isinstance(inner, Adam) and not any(_reasons(inner))
+    return _replaced(inner) if is_wanted and rests_on_host and is_replaceable else inner
+
+
+def _replaced(inner: Optimizer) -> CPUAdam:
+    """The groups and the state stay those of ``inner``, so a scheduler that was built on it goes on working."""
+    for group in inner.param_groups:
+        group["adamw_mode"] = group["decoupled_weight_decay"]
+    names = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+    new = CPUAdam(inner.param_groups, **{name: inner.defaults[name] for name in names})
+    new.stands_for = f"torch.optim.{type(inner).__name__}"
+    inner.param_groups, inner.state = new.param_groups, new.state
+    if "step" in vars(inner):  # a scheduler counts its calls, and would warn that there was none
+        inner._opt_called = True  # type: ignore[attr-defined]
+    return new
+
+
+def describe_update(inner: Optimizer) -> str:
+    """What updates masters off the device, for ``optimizer.effective``."""
+    text = f"{type(inner).__module__.partition('.')[0]}'s {type(inner).__name__}"
+    if isinstance(inner, CPUOptimizer):
+        return f"{text} in place of the {inner.stands_for} that was given" if inner.stands_for else text
+    reasons = list(_reasons(inner)) if isinstance(inner, Adam) else []
+    return f"{text} ({', '.join(reasons)})" if reasons else text
+
+
+def is_same_rule(inner: Optimizer, saved: str, options: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether ``inner`` goes on from the states of an optimizer of the class ``saved`` with these groups.
+
+    Of the same class; or both are Adams, and each group decouples its weight decay there as here.
+    """
+    if type(inner).__name__ == saved:
+        return True
+    groups = inner.param_groups
+    return (
+        type(inner) in (Adam, AdamW, CPUAdam)
+        and saved in ("Adam", "AdamW", "CPUAdam")
+        and all(group.get("bias_correction", True) for group in (*groups, *options))
+        and [_decouples(group, type(inner).__name__) for group in groups] == [_decouples(o, saved) for o in options]
+    )
+
+
+def _decouples(group: Mapping[str, Any], name: str) -> bool:
+    return bool(group.get("adamw_mode", group.get("decoupled_weight_decay", name == "AdamW")))
+
+
+def _reasons(optimizer: Optimizer) -> Iterator[str]:
+    """Why torch's own is needed."""
+    if type(optimizer) not in (Adam, AdamW):
+        yield "a class of your own"
+    if getattr(optimizer, "torch_adam", False):
+        yield "optimizer.params.torch_adam is true"
+    groups = [optimizer.defaults, *optimizer.param_groups]
+    for name in ("capturable", "differentiable"):
+        if any(group.get(name) for group in groups):
+            yield f"{name}=True"
+    if any(isinstance(beta, Tensor) for group in groups for beta in group["betas"]):
+        yield "betas are tensors"
+    if any(hooks for name, hooks in vars(optimizer).items() if name.startswith("_optimizer_") and "hooks" in name):
+        yield "it has hooks"
+    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        yield "its step() was replaced"

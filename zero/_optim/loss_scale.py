@@ -1,0 +1,138 @@
+"""Loss scales: by what the loss is multiplied so that small float16 gradients do not vanish. Numbers only, no tensors.
+
+The dynamic rule, as DeepSpeed has it; a step is good if no gradient overflowed on any rank:
+
+    overflow, hysteresis left > 1    the scale stays, the hysteresis left falls by 1
+    overflow, hysteresis left = 1    the scale halves, not below the minimum; at the minimum already: an error
+    good step                        after each ``window`` good steps in a row since the last overflow (or the start)
+                                     the next good step doubles the scale and restores the hysteresis;
+                                     consecutive_hysteresis: every good step restores it
+
+Source: DeepSpeed's configuration documentation (fp16) and "Mixed Precision Training" (arXiv:1710.03740).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcomm import ConfigError, StateError
+
+
+def not_scaled(scale: float) -> StateError:
+    """The error that gradients are those of a loss that ``scale`` was forgotten for."""
+    return StateError(
+        f"gradients must be of the scaled loss, loss_scale={scale:g}: call engine.backward(loss), or "
+        "optimizer.scale(loss).backward()"
+    )
+
+
+class StaticLossScale:
+    """A scale that never changes; a step that overflows is skipped all the same.
+
+    Args:
+        scale: Greater than 0; a power of two loses nothing.
+    """
+
+    def __init__(self, scale: float) -> None:
+        if not 0 < scale < float("inf"):
+            raise ConfigError(f"loss_scale must be greater than 0 and finite: loss_scale={scale}")
+        self.scale = scale
+
+    def update(self, *, overflowed: bool) -> None:
+        """Nothing follows from a step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale."""
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        self.scale = float(state["scale"])
+
+
+class DynamicLossScale:
+    """A scale that falls when gradients overflow and rises while they do not.
+
+    Args:
+        initial_scale_power: The first scale is 2 to this power.
+        window: Good steps in a row that are waited for before the scale doubles.
+        hysteresis: Overflows before the scale halves.
+        consecutive_hysteresis: A good step restores the hysteresis.
+        min_scale: The scale does not fall below it.
+    """
+
+    def __init__(
+        self,
+        *,
+        initial_scale_power: int = 16,
+        window: int = 1000,
+        hysteresis: int = 2,
+        consecutive_hysteresis: bool = False,
+        min_scale: float = 1.0,
+    ) -> None:
+        if window < 1 or hysteresis < 1 or not 0 < min_scale < float("inf"):
+            raise ConfigError(
+                "loss_scale_window and hysteresis must be at least 1, min_loss_scale greater than 0: "
+                f"loss_scale_window={window}, hysteresis={hysteresis}, min_loss_scale={min_scale}"
+            )
+        self.scale = 2.0**initial_scale_power
+        self._window, self._hysteresis, self._min_scale = window, hysteresis, min_scale
+        self._is_consecutive = consecutive_hysteresis
+        self._hysteresis_left = hysteresis
+        self._num_good = 0
+
+    def update(self, *, overflowed: bool) -> None:
+        """Follow the rule after one step.
+
+        Raises:
+            StateError: An overflow at the smallest scale.
+        """
+        if overflowed:
+            self._num_good = 0
+            if self._hysteresis_left > 1:
+                self._hysteresis_left -= 1
+                return
+            if self.scale <= self._min_scale:
+                raise StateError(
+                    f"gradients overflow at the smallest loss scale, min_loss_scale={self._min_scale:g}: the model or "
+                    "its input has values that float16 cannot hold; use bf16, a smaller learning rate, or a lower "
+                    "min_loss_scale"
+                )
+            self.scale = max(self.scale / 2, self._min_scale)
+            return
+        if self._is_consecutive:
+            self._hysteresis_left = self._hysteresis
+        if self._num_good and self._num_good % self._window == 0:
+            self._hysteresis_left = self._hysteresis
+            self.scale *= 2
+        self._num_good += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and what the rule remembers."""
+        return {"scale": self.scale, "hysteresis_left": self._hysteresis_left, "num_good": self._num_good}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        self.scale = float(state["scale"])
+        self._hysteresis_left, self._num_good = int(state["hysteresis_left"]), int(state["num_good"])
+
+
+LossScale = StaticLossScale | DynamicLossScale
+
+
+def nonfinite_flag(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Whether any element is a NaN or an infinity, a bool scalar on ``device``. One pass; the host does not wait."""
+    extremes = [value for t in tensors if t.numel() for value in torch.aminmax(t)]  # a NaN makes both of them NaN
+    if not extremes:
+        return torch.zeros((), dtype=torch.bool, device=device)
+    finite = [value.isfinite().to(device, non_blocking=True) for value in extremes]
+    return torch.stack(finite).all().logical_not()
+
+
+def is_nonfinite(tensors: Sequence[Tensor]) -> bool:
+    """Whether any element is a NaN or an infinity, all on one device, which the host waits for."""
+    return bool(tensors) and bool(nonfinite_flag(tensors, tensors[0].device))

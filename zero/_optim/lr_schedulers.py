@@ -1,0 +1,317 @@
+"""The learning-rate schedules of DeepSpeed's JSON, as torch schedulers.
+
+With b the number of ``scheduler.step()`` calls so far minus 1 (so b = -1 in the first optimizer step), w
+``warmup_num_steps`` (if less than 2, 2) and T ``total_num_steps``:
+
+    warmup         ramp(b) = log(b + 1) / log(w), or b / w if warmup_type is "linear", for 0 <= b < w; 0 for b = -1
+    WarmupLR       min + (max - min) ramp(b), then max
+    WarmupDecayLR  min + (max - min) ramp(b), then min + (max - min) max(0, (T - b) / max(1, T - w))
+    WarmupCosineLR lr (r + (1 - r) ramp(b)), r = warmup_min_ratio (lr 0 at b = -1), then
+                   lr (c + (1 - c) (1 + cos(pi min(1, (b - w + 1) / max(1, T - w)))) / 2), c = cos_min_ratio
+    LRRangeTest    min (1 + rate (b + 1) / step_size), the quotient floored if staircase
+    OneCycle       up from min to max in first steps, down in second steps, linear or in stairs; then
+                   min / (1 + decay_lr_rate (b - first - second + 1) / decay_step_size); beta1 (or momentum) the other
+                   way round between cycle_min_mom and cycle_max_mom
+
+Every bound may be a number, or a list with one for each parameter group. ``state_dict`` and ``get_last_lr`` are
+torch's. Source: DeepSpeed's documentation of learning-rate schedulers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from zcomm import ConfigError
+from zero._config.optimizer_options import SCHEDULER_OPTIONS
+from zero._config.parse import read_options
+from zero._config.value_types import nearest, shown
+
+Rate = float | Sequence[float]
+
+
+def _for_groups(value: Rate, optimizer: Optimizer, name: str) -> list[float]:
+    """One value for each parameter group."""
+    num_groups = len(optimizer.param_groups)
+    if not isinstance(value, Sequence):
+        return [float(value)] * num_groups
+    if len(value) != num_groups:
+        raise ConfigError(f"{name} must be a number or one for each of {num_groups} parameter groups: {name}={value!r}")
+    return [float(v) for v in value]
+
+
+def _check_steps(name: str, value: int, *, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} must be an integer of at least {least}: {name}={shown(value)}")
+    return value
+
+
+class _Ramp:
+    """The warmup from 0 to 1."""
+
+    def __init__(self, num_steps: int, kind: str) -> None:
+        if kind not in ("log", "linear"):
+            raise ConfigError(f"warmup_type must be 'log' or 'linear': warmup_type={kind!r}")
+        self.num_steps = max(2, _check_steps("warmup_num_steps", num_steps, least=0))
+        self._is_log = kind == "log"
+
+    def __call__(self, batch: int) -> float:
+        if batch < 0:
+            return 0.0
+        return math.log(batch + 1) / math.log(self.num_steps) if self._is_log else batch / self.num_steps
+
+
+class _BatchScheduler(LRScheduler):
+    """Counts as DeepSpeed does: the batch before the first step is -1."""
+
+    @property
+    def batch(self) -> int:
+        """Steps of the schedule so far, minus 1."""
+        return int(self.last_epoch) - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: plain values only."""
+        return {key: value for key, value in super().state_dict().items() if not isinstance(value, _Ramp)}
+
+
+class WarmupLR(_BatchScheduler):
+    """From ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps`` steps, then constant.
+
+    Args:
+        optimizer: Any torch optimizer; a ZeroOptimizer is one.
+        warmup_min_lr: Where it starts.
+        warmup_max_lr: Where it ends; None: the learning rates of the optimizer's groups.
+        warmup_num_steps: Steps in between.
+        warmup_type: ``"log"`` or ``"linear"``.
+        last_batch_iteration: As torch's ``last_epoch``, -1 to start.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_min_lr: Rate = 0.0,
+        warmup_max_lr: Rate | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        if warmup_max_lr is None:
+            warmup_max_lr = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+        self._low = _for_groups(warmup_min_lr, optimizer, "warmup_min_lr")
+        self._high = _for_groups(warmup_max_lr, optimizer, "warmup_max_lr")
+        self._ramp = _Ramp(warmup_num_steps, warmup_type)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        """The learning rate of every group at this batch."""
+        factor = self._ramp(self.batch) if self.batch < self._ramp.num_steps else self._after_warmup()
+        return [low + (high - low) * factor for low, high in zip(self._low, self._high, strict=True)]
+
+    def _after_warmup(self) -> float:
+        return 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """:class:`WarmupLR`, then linearly back to ``warmup_min_lr`` at ``total_num_steps``."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: Rate = 0.0,
+        warmup_max_lr: Rate | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._total = _check_steps("total_num_steps", total_num_steps)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+
+    def _after_warmup(self) -> float:
+        return max(0.0, (self._total - self.batch) / max(1, self._total - self._ramp.num_steps))
+
+
+class WarmupCosineLR(_BatchScheduler):
+    """The optimizer's own learning rates times a warmup, then times a half cosine down to ``cos_min_ratio``.
+
+    Args:
+        optimizer: Any torch optimizer.
+        total_num_steps: Where the cosine ends.
+        warmup_min_ratio: Where the warmup starts.
+        warmup_num_steps: Steps of the warmup.
+        cos_min_ratio: Where the cosine ends, and what stays after it.
+        warmup_type: ``"log"`` or ``"linear"``.
+        last_batch_iteration: As torch's ``last_epoch``, -1 to start.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._total = _check_steps("total_num_steps", total_num_steps)
+        self._min_ratio, self._last_ratio = warmup_min_ratio, cos_min_ratio
+        self._ramp = _Ramp(warmup_num_steps, warmup_type)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        """The learning rate of every group at this batch."""
+        ratio = self._ratio()
+        return [float(lr) * ratio for lr in self.base_lrs]
+
+    def _ratio(self) -> float:
+        if self.batch < 0:
+            return 0.0
+        if self.batch < self._ramp.num_steps:
+            return self._min_ratio + (1 - self._min_ratio) * self._ramp(self.batch)
+        done = (self.batch - self._ramp.num_steps + 1) / max(1, self._total - self._ramp.num_steps)
+        cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
+        return max(0.0, self._last_ratio + (1 - self._last_ratio) * cosine)
+
+
+class LRRangeTest(_BatchScheduler):
+    """Ever larger learning rates, to find the largest that trains.
+
+    Args:
+        optimizer: Any torch optimizer.
+        lr_range_test_min_lr: Where it starts.
+        lr_range_test_step_size: Steps in which it grows by ``lr_range_test_step_rate`` of the start.
+        lr_range_test_step_rate: See there.
+        lr_range_test_staircase: Grow once in so many steps instead of at each.
+        last_batch_iteration: As torch's ``last_epoch``, -1 to start.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lr_range_test_min_lr: Rate = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,  # noqa: FBT001  (DeepSpeed's order)
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._low = _for_groups(lr_range_test_min_lr, optimizer, "lr_range_test_min_lr")
+        self._step_size = _check_steps("lr_range_test_step_size", lr_range_test_step_size)
+        self._rate, self._has_stairs = lr_range_test_step_rate, lr_range_test_staircase
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        """The learning rate of every group at this batch."""
+        steps = (self.batch + 1) / self._step_size
+        factor = 1 + self._rate * (math.floor(steps) if self._has_stairs else steps)
+        return [low * factor for low in self._low]
+
+
+class OneCycle(_BatchScheduler):
+    """One cycle of the learning rate up and down, and of the momentum down and up; then decay.
+
+    Args:
+        optimizer: Any torch optimizer; momentum is cycled if its groups have ``betas`` (the first) or ``momentum``.
+        cycle_min_lr: Where it starts and returns to.
+        cycle_max_lr: The top.
+        options: ``decay_lr_rate`` 0, ``cycle_first_step_size`` 2000, ``cycle_second_step_size`` (the first's),
+            ``cycle_first_stair_count`` 0, ``cycle_second_stair_count`` (the first's), ``decay_step_size`` 0 (no decay),
+            ``cycle_momentum`` True, ``cycle_min_mom`` 0.8, ``cycle_max_mom`` 0.9, ``decay_mom_rate`` 0,
+            ``last_batch_iteration`` -1.
+    """
+
+    DEFAULTS: dict[str, Any] = {  # noqa: RUF012  (read only)
+        "decay_lr_rate": 0.0,
+        "cycle_first_step_size": 2000,
+        "cycle_second_step_size": None,
+        "cycle_first_stair_count": 0,
+        "cycle_second_stair_count": None,
+        "decay_step_size": 0,
+        "cycle_momentum": True,
+        "cycle_min_mom": 0.8,
+        "cycle_max_mom": 0.9,
+        "decay_mom_rate": 0.0,
+        "last_batch_iteration": -1,
+    }
+
+    def __init__(self, optimizer: Optimizer, cycle_min_lr: Rate, cycle_max_lr: Rate, **options: Any) -> None:
+        for name in options:
+            if name not in self.DEFAULTS:
+                raise ConfigError(f"OneCycle has no option {name!r}{nearest(name, self.DEFAULTS)}")
+        chosen = {**self.DEFAULTS, **options}
+        self._low = _for_groups(cycle_min_lr, optimizer, "cycle_min_lr")
+        self._high = _for_groups(cycle_max_lr, optimizer, "cycle_max_lr")
+        self._first = _check_steps("cycle_first_step_size", chosen["cycle_first_step_size"])
+        second, stairs = chosen["cycle_second_step_size"], chosen["cycle_second_stair_count"]
+        self._second = self._first if second is None else _check_steps("cycle_second_step_size", second)
+        self._first_stairs = int(chosen["cycle_first_stair_count"])
+        self._second_stairs = self._first_stairs if stairs is None else int(stairs)
+        self._decay_step = chosen["decay_step_size"]
+        self._decay_lr, self._decay_mom = chosen["decay_lr_rate"], chosen["decay_mom_rate"]
+        self._moms = (chosen["cycle_min_mom"], chosen["cycle_max_mom"]) if chosen["cycle_momentum"] else None
+        super().__init__(optimizer, chosen["last_batch_iteration"])
+
+    def _height(self) -> float:
+        """Where between the bounds the cycle is, 0 to 1."""
+        at = (self.batch + 1) % (self._first + self._second)
+        if at <= self._first:
+            steps, size, stairs = at, self._first, self._first_stairs
+        else:
+            steps, size, stairs = self._first + self._second - at, self._second, self._second_stairs
+        return math.floor(steps * stairs / size) / stairs if stairs > 0 else steps / size
+
+    def _decay(self, rate: float) -> float:
+        """By what the decay phase divides the learning rate and multiplies the momentum; 1 if there is none."""
+        if not self._decay_step:
+            return 1.0
+        return 1 + float(rate) * (self.batch - self._first - self._second + 1) / float(self._decay_step)
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        """The learning rate of every group at this batch; sets the momentum beside it."""
+        is_cycling = self.batch < self._first + self._second
+        if self._moms is not None:
+            low, high = self._moms
+            momentum = high - (high - low) * self._height() if is_cycling else high * self._decay(self._decay_mom)
+            for group in self.optimizer.param_groups:
+                if "betas" in group:
+                    group["betas"] = (momentum, group["betas"][1])
+                elif "momentum" in group:
+                    group["momentum"] = momentum
+        if is_cycling:
+            height = self._height()
+            return [low + (high - low) * height for low, high in zip(self._low, self._high, strict=True)]
+        return [low / self._decay(self._decay_lr) for low in self._low]
+
+
+SCHEDULERS: dict[str, Callable[..., LRScheduler]] = {
+    cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+
+
+def build_scheduler(kind: str, params: dict[str, Any], optimizer: Optimizer) -> LRScheduler:
+    """The schedule that the JSON describes; values of ``"auto"`` are left to the class.
+
+    Raises:
+        ConfigError: No such schedule or option (with the nearest), one that is missing, or a value out of range.
+    """
+    if kind not in SCHEDULERS:
+        raise ConfigError(f"scheduler.type must be one of {', '.join(SCHEDULERS)}: got {kind!r}")
+    cls = SCHEDULERS[kind]
+    signature = inspect.signature(cls)
+    known = [*list(signature.parameters)[1:], *(OneCycle.DEFAULTS if cls is OneCycle else ())]
+    for name in params:
+        if name not in known:
+            raise ConfigError(f"scheduler.params of {kind} has no {name!r}{nearest(name, known)}")
+    given = read_options(SCHEDULER_OPTIONS, params)
+    required = [
+        name for name, p in list(signature.parameters.items())[1:] if p.default is p.empty and p.kind != p.VAR_KEYWORD
+    ]
+    missing = [name for name in required if name not in given]
+    if missing:
+        raise ConfigError(f"scheduler.params of {kind} must have a value for {', '.join(missing)}")
+    return cls(optimizer, **given)

@@ -1,0 +1,160 @@
+"""The inner optimizer on this rank's part: which of the user's parameters it sees as what.
+
+Every parameter that this rank's shards intersect becomes one flat leaf tensor, a view of the bucket's master weights.
+Elementwise optimizers cannot tell the difference; :mod:`zero._optim.elementwise_check` refuses the others by trying.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zcomm import ConfigError
+from zero._config.settings import nearest_setting
+from zero._optim.optimizer_clone import new_state
+from zero._sharding.bucket import Bucket
+from zero._sharding.stages import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class MasterPiece:
+    """What this rank updates of one parameter."""
+
+    param: nn.Parameter
+    bucket: Bucket
+    slot: int
+    start: int
+    """First element, counted from the start of the bucket's master."""
+    master: Tensor
+
+
+class OptimizerStates:
+    """What the inner optimizer keeps for each parameter's part."""
+
+    def __init__(self, inner: Optimizer, pieces: list[MasterPiece]) -> None:
+        self._inner = inner
+        self._piece_of = {piece.param: piece for piece in pieces}
+
+    def piece(self, param: nn.Parameter) -> MasterPiece | None:
+        """This rank's part of ``param``, if it has one."""
+        return self._piece_of.get(param)
+
+    def get(self, param: nn.Parameter, key: str) -> Any:
+        """State ``key`` of this rank's part of ``param``; None if there is none yet."""
+        piece = self.piece(param)
+        return None if piece is None else self._inner.state.get(piece.master, {}).get(key)
+
+    def is_elementwise(self, param: nn.Parameter, key: str) -> bool:
+        """Whether state ``key`` of this rank's part of ``param`` has a value for each element."""
+        piece, value = self.piece(param), self.get(param, key)
+        return piece is not None and isinstance(value, Tensor) and is_elementwise(piece, value)
+
+    def values(self, param: nn.Parameter, key: str, numel: int) -> Tensor:
+        """The first values of such a state, which is in memory."""
+        values: Tensor = self.get(param, key)
+        return values[:numel]
+
+    def set(self, param: nn.Parameter, key: str, values: Tensor) -> None:
+        """Replace them."""
+        self.get(param, key)[: values.numel()].copy_(values)
+
+
+def is_elementwise(piece: MasterPiece, value: Tensor) -> bool:
+    """Whether ``value``, a state of ``piece``, has a value for each element."""
+    return value.ndim > 0 and value.numel() == piece.master.numel()
+
+
+def build_pieces(buckets: list[Bucket], stage: Stage, shard_index: int) -> list[MasterPiece]:
+    """The pieces of all trainable buckets, in order."""
+    pieces = []
+    for bucket in buckets:
+        if bucket.is_trainable:
+            base = shard_index * bucket.layout.shard_numel if stage.shards_states else 0
+            for piece, master in bucket.master_pieces(stage, shard_index):
+                pieces.append(MasterPiece(bucket.params[piece.slot], bucket, piece.slot, piece.start - base, master))
+    return pieces
+
+
+def as_groups(model: nn.Module, optimizer: type[Optimizer] | Optimizer) -> list[dict[str, Any]]:
+    """The user's parameter groups, checked against the model."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    trainable = {p: name for name, p in named.items() if p.requires_grad}
+    if not trainable:
+        raise ConfigError(
+            f"the model must have a parameter with requires_grad=True: {type(model).__name__} has "
+            f"{len(set(named.values()))} parameters, none of them trainable"
+        )
+    if isinstance(optimizer, type):
+        return [{"params": list(trainable)}]
+    known, grouped = set(named.values()), set()
+    for index, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if param not in known:
+                raise ConfigError(
+                    "every parameter of the optimizer must be in the model: parameter group "
+                    f"{index}, position {position}, shape {tuple(param.shape)} is not"
+                )
+            grouped.add(param)
+    missing = [name for param, name in trainable.items() if param not in grouped]
+    if missing:
+        raise ConfigError(
+            f"every trainable parameter must be in a parameter group: {len(missing)} are in none, first {missing[:3]}; "
+            "add them to a group or call requires_grad_(False) on them"
+        )
+    return optimizer.param_groups
+
+
+def build_inner(
+    optimizer: type[Optimizer] | Optimizer,
+    groups: list[dict[str, Any]],
+    pieces: list[MasterPiece],
+    options: Mapping[str, Any],
+) -> Optimizer:
+    """The user's optimizer over master pieces instead of parameters; group settings are kept.
+
+    State that the constructor of an instance has made is made anew, of the masters.
+    """
+    masters: dict[nn.Parameter, list[Tensor]] = {}
+    for piece in pieces:
+        masters.setdefault(piece.param, []).append(piece.master)
+    replaced = [[m for p in group["params"] for m in masters.get(p, [])] for group in groups]
+    if not isinstance(optimizer, type):
+        for group, params in zip(optimizer.param_groups, replaced, strict=True):
+            group["params"] = params
+        if optimizer.state:
+            state = new_state(optimizer, optimizer.param_groups)
+            optimizer.state.clear()
+            optimizer.state.update(state)
+        return optimizer
+    try:
+        return optimizer([{"params": params} for params in replaced], **options)
+    except TypeError as error:
+        known = inspect.signature(optimizer).parameters
+        takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
+        wrong = [f"{key!r}{nearest_setting(key, known)}" for key in options if not takes_any and key not in known]
+        if wrong:
+            text = f"neither {optimizer.__name__} nor ZeroOptimizer has the options {', '.join(wrong)}"
+        else:
+            given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+            text = f"{optimizer.__name__} was not built with {given}"
+        raise ConfigError(f"{text}: {error}") from error
+
+
+def check_options(optimizer: type[Optimizer] | Optimizer, options: Mapping[str, Any]) -> None:
+    """An instance has its options already."""
+    if options and not isinstance(optimizer, type):
+        raise ConfigError(
+            f"options of the optimizer go to the instance that was passed: {type(optimizer).__name__} and "
+            + ", ".join(f"{key}={value!r}{nearest_setting(key)}" for key, value in options.items())
+        )
+
+
+def whole_storage(tensor: Tensor) -> Tensor:
+    """``tensor``, or a copy if it is a part of something larger: all of that would be written to a file."""
+    is_part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+    return tensor.clone() if is_part else tensor

@@ -1,0 +1,113 @@
+"""Another optimizer like a given one, over other tensors, as it is before its first step.
+
+torch's Adagrad, for one, makes its state in the constructor. So state is no sign of a step; but state that the
+constructor does not make is.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zcomm import StateError
+
+
+def check_is_new(optimizer: Optimizer) -> None:
+    """Refuse an instance with state, unless that is what its constructor makes of these parameters.
+
+    Raises:
+        StateError: It has been stepped, or that cannot be said: it cannot be built from its parameter groups alone.
+
+    Cost: the state of one parameter at a time, if there is any.
+    """
+    if not optimizer.state:
+        return
+    name, reason = type(optimizer).__name__, "its constructor makes another"
+    try:
+        is_new = all(
+            _is_same(
+                optimizer.state.get(param, {}), new_state(optimizer, [{**group, "params": [param]}]).get(param, {})
+            )
+            for group in optimizer.param_groups
+            for param in group["params"]
+        )
+    except Exception as error:
+        is_new, reason = False, f"whether by steps cannot be said: building another {name} raised {error!r}"
+    if not is_new:
+        raise StateError(
+            f"{name} has state for {len(optimizer.state)} parameters already, and {reason}. Construct ZeroOptimizer "
+            "before the first step, or restore with ZeroOptimizer.load_state_dict"
+        )
+
+
+def new_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> defaultdict[Tensor, Any]:
+    """The state that a new optimizer of this class and with these defaults has over ``groups``, before any step."""
+    cls: Callable[..., Optimizer] = type(optimizer)
+    known = inspect.signature(cls).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in known}
+    return cls([_settings(group, group["params"]) for group in groups], **options).state
+
+
+def _is_same(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    if state.keys() != other.keys():
+        return False
+    for name, value in state.items():
+        if isinstance(value, Tensor) != isinstance(other[name], Tensor):
+            return False
+        is_equal = torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]
+        if not is_equal:
+            return False
+    return True
+
+
+def _settings(group: Mapping[str, Any], params: list[Tensor]) -> dict[str, Any]:
+    return {**{name: value for name, value in group.items() if name != "param_names"}, "params": params}
+
+
+def over_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """An optimizer with the same attributes, without state, over ``groups``."""
+    other: Optimizer = object.__new__(type(optimizer))
+    other.__dict__.update(optimizer.__dict__)
+    other.__dict__.pop("step", None)  # a scheduler's wrapper of it steps the original
+    other.param_groups, other.state = groups, defaultdict(dict)
+    return other
+
+
+def copy_of(optimizer: Optimizer, groups: list[dict[str, Any]], params: list[list[Tensor]]) -> Optimizer:
+    """An optimizer with the same settings over ``params`` in ``groups``, before its first step."""
+    known: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    new: Optimizer = object.__new__(type(optimizer))
+    known[id(optimizer)] = new
+    of_new = [_copied(_settings(group, []), known) for group in groups]
+    for group, own in zip(of_new, params, strict=True):
+        group["params"] = own
+    known[id(optimizer.param_groups)] = of_new
+    known[id(optimizer.state)] = new_state(optimizer, of_new) if optimizer.state else defaultdict(dict)
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            raise TypeError(
+                f"it steps another optimizer, {name!r}, whose state is not its own, so checkpoints would lose it"
+            )
+        if name != "step":  # a scheduler's wrapper of it steps the original
+            is_hooks = name.startswith("_optimizer_")
+            new.__dict__[name] = value if is_hooks else _copied(value, known)
+    return new
+
+
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    """What steps may change in place, anew; ``known`` are copies by the id of the original."""
+    if id(value) in known:
+        return known[id(value)]
+    is_changed = isinstance(value, (dict, list, set, deque, Tensor, random.Random, torch.Generator))
+    try:
+        return copy.deepcopy(value, known) if is_changed else value
+    except Exception:
+        return value

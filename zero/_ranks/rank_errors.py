@@ -1,0 +1,130 @@
+"""Errors that only one rank would see, raised on all: a rank that goes on alone waits for the others for ever."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from zcomm import LayoutError, StateError, Topology, ZcommError, control
+from zcomm._transport.fingerprint import compare_once
+
+Result = TypeVar("Result")
+
+
+def on_every_rank(call: Callable[[], Result], ranks: Topology | dist.ProcessGroup | None, *, fact: str = "") -> Result:
+    """What ``call``, which must not communicate, returns; if it raises on any of ``ranks``, all raise. Collective.
+
+    Args:
+        call: What is to be done.
+        ranks: Who does it; None: all ranks of torch.distributed.
+        fact: What must be the same on every rank, in a line, names first.
+
+    Raises:
+        Exception: On a rank where ``call`` raised, that. On the others, zcomm's error of the same class, or an OSError
+            of the same errno and file, else StateError, with the number of the first such rank and its text.
+        LayoutError: The ranks' facts differ.
+        ConfigError: Ranks run different libraries, or have different switches: seen at the first call for a group.
+
+    Cost for each rank: 8 bytes to every other rank; 512 more if there is an error.
+    """
+    if not isinstance(ranks, Topology):
+        compare_once(ranks)
+    failure, handled = None, sys.exc_info()[1]  # this may be the recovery from an agreed error
+    try:
+        result = call()
+    except Exception as error:
+        if is_agreed(error, handled=handled):  # by an agreement inside ``call``, where each rank came to this point
+            raise
+        failure = error
+    mine = f"\n{fact}" if failure is None else _told(failure)
+    with torch._C.DisableTorchFunction():  # a constructor may run under torch.device("meta")
+        if control.are_equal(mine, ranks) and failure is None:  # all have failed, or none
+            return result
+        texts = control.gather_texts(mine, ranks)
+    if failure is not None:
+        raise _agreed(failure)
+    for rank, text in enumerate(texts):
+        kind, _, reason = text.partition("\n")
+        if kind:
+            raise _agreed(_as_told(rank, kind, reason))
+    lines = [f"  rank {rank}: {text.strip()}" for rank, text in enumerate(texts)]
+    raise _agreed(LayoutError("every rank must do the same, in the same order:\n" + "\n".join(lines)))
+
+
+def raise_on_every_rank(error: Exception, ranks: Topology | dist.ProcessGroup | None) -> NoReturn:
+    """Raise ``error`` here, and with this rank's number on the others, where they agree on something. Collective."""
+
+    def fail() -> NoReturn:
+        raise error
+
+    on_every_rank(fail, ranks)
+    raise error
+
+
+def raise_first(error: Exception | None, kind: type[Exception], topology: Topology) -> None:
+    """If any rank has an error, raise a ``kind`` with the text of the first such rank's on every rank. Collective.
+
+    Cost: one small exchange if none has.
+    """
+    if topology.world_size > 1:
+        has_error = control.gather_float64(torch.tensor([float(error is not None)]), topology)
+        ranks = [rank for rank, (value,) in enumerate(has_error.tolist()) if value]
+        if ranks:
+            raise kind(share_text(str(error or ""), ranks[0], topology)) from error
+    if error is not None:
+        raise error
+
+
+def share_text(text: str, src: int, topology: Topology) -> str:
+    """Rank ``src``'s text, on every rank. Cost: two small broadcasts."""
+    data = text.encode()
+    length = torch.tensor([len(data)])
+    control.broadcast_(length, src, topology)
+    buffer = torch.zeros(int(length.item()), dtype=torch.uint8)
+    if topology.rank == src and data:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    if buffer.numel():
+        control.broadcast_(buffer, src, topology)
+    return bytes(buffer.tolist()).decode()
+
+
+def is_agreed(error: BaseException | None, *, handled: BaseException | None = None) -> bool:
+    """Whether ``error``, or what it came from, was raised on every rank; ``handled``, which came before it, aside."""
+    while error is not None and error is not handled:
+        if getattr(error, "is_agreed_by_ranks", False):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _told(error: Exception) -> str:
+    """``error`` for the other ranks: its class, and errno if it has one; then its text."""
+    name = type(error).__name__
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{name} {error.errno}\n{error.filename or ''}\n{error.strerror}"
+    return f"{name}\n{error}"
+
+
+def _as_told(rank: int, kind: str, reason: str) -> Exception:
+    """The error that ``rank`` told."""
+    name, _, number = kind.partition(" ")
+    known: type[Exception] | None = {cls.__name__: cls for cls in _descendants(ZcommError)}.get(name)
+    if number:
+        path, _, reason = reason.partition("\n")
+        return (known or OSError)(int(number), f"rank {rank}: {reason}", path or None)
+    return (known or StateError)(f"rank {rank}: {reason if known else f'{name}: {reason}'}")
+
+
+def _agreed(error: Exception) -> Exception:
+    error.is_agreed_by_ranks = True  # type: ignore[attr-defined]
+    return error
+
+
+def _descendants(cls: type[ZcommError]) -> Iterator[type[ZcommError]]:
+    for child in cls.__subclasses__():
+        yield child
+        yield from _descendants(child)

@@ -1,0 +1,36 @@
+"""The parts of a ZeroOptimizer, for :mod:`zero._checkpoint`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero._optim.masters import MasterPiece
+from zero._ranks.model_parallel import ModelParallel
+from zero._runtime.runtime import Runtime
+
+
+class Inside(NamedTuple):
+    """What a ZeroOptimizer is made of."""
+
+    runtime: Runtime
+    inner: Optimizer
+    pieces: list[MasterPiece]
+    group_of: dict[nn.Parameter, int]
+    """The parameter group of every trainable parameter, by its number."""
+    model_parallel: ModelParallel
+    fail: Callable[[Exception], None]
+
+
+def values_of(pieces: list[MasterPiece], runtime: Runtime) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
+    """See :meth:`zero.ZeroOptimizer.master_pieces`."""
+    for piece in pieces:
+        base = runtime.topology.shard_index("local") * piece.bucket.layout.shard_numel
+        slot = piece.bucket.layout.slots[piece.slot]
+        first = piece.start + (base if runtime.stage.shards_states else 0) - slot.offset
+        with runtime.states_in_memory(piece.bucket):
+            is_resting = runtime.is_in_files(piece.bucket)
+            yield piece.param, first, piece.master.clone() if is_resting else piece.master

@@ -1,0 +1,120 @@
+"""Bytes of model states on this rank: measured from the storages that are allocated, and by the formula beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero._runtime.delta_hpz_state import residuals_of
+from zero._runtime.runtime import Runtime
+from zero._sharding.stages import model_state_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Allocated bytes on this rank by kind."""
+
+    parameters: int
+    """What forward reads: full parameters, or the shard at stage 3; with ``mode="delta"`` full parameters and shard."""
+    gradients: int
+    """At rest: full below stage 2, the shard from there."""
+    states: int
+    """Optimizer states and float32 masters in memory."""
+    buffers: dict[str, int]
+    """Named buffers beyond the formula: the pool of full buffers, the secondary partition or replica, residuals and
+    sums of ``mode="delta_hpz"``, host buffers between files and parameters, what a delayed update reads and writes,
+    parameters that stay whole at stage 3."""
+    unreduced_gradients: int
+    """Of the pool's bytes, those that hold full local gradients of ``no_sync`` at stages 2 and 3."""
+    shards: dict[str, int]
+    """What rests of the parameters, by tier: on the "device", in host memory ("cpu"), in files ("nvme")."""
+    gradients_in_files: int
+    """Reduced gradients that are not in memory: the bytes of the file, with room for sums."""
+    states_in_files: int
+    """Masters and moments that are not in memory: the bytes of the files, each with room for what was before."""
+    formula: float
+    """Parameters, gradients and states as :func:`zero.model_state_nbytes` has them, with two moments."""
+
+    @property
+    def model_states(self) -> int:
+        """Parameters, gradients and states: what the formula predicts."""
+        return self.parameters + self.gradients + self.states
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.model_states + sum(self.buffers.values())
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Every kind with its bytes."""
+        own = {"parameters": self.parameters, "gradients": self.gradients, "states": self.states}
+        return own | self.buffers
+
+
+def _nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    """Bytes of the storages under ``tensors``, each counted once."""
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen and storage.nbytes():
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
+    """Measure what ``runtime`` and the inner ``optimizer`` hold."""
+    seen: set[int] = set()
+    buckets, stage, gradient_files = runtime.buckets, runtime.stage, runtime.gradient_files
+    parameters = _nbytes([b.shard for b in buckets if b.rest.is_in_memory], seen)
+    if not stage.shards_parameters:
+        parameters += _nbytes([b.full for b in buckets if b.full is not None], seen)
+    parameters += sum(b.rest.nbytes.get("device", 0) for b in buckets if not b.rest.is_in_memory)
+    resting = [*(b.rest.nbytes for b in buckets)]
+    masters = _nbytes([b.master for b in buckets if b.master is not b.shard], seen)
+    states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    grads = [
+        t for g in runtime.reducer.all for t in (g.result, None if stage.shards_gradients else g.full) if t is not None
+    ] + [t for g in runtime.reducer.all if g.host is not None for t in g.host.tensors]
+    moments = _nbytes(states, seen)
+    spares = [t for g in runtime.reducer.all if g.spare is not None for t in g.spare.tensors]
+    unreduced = [g.full for g in runtime.reducer.all] if stage.shards_gradients else []
+    trainable = [b for b in buckets if b.is_trainable]
+    numel = sum(slot.numel for b in trainable for slot in b.layout.slots)
+    formula = 0.0
+    if numel:
+        b = trainable[0]
+        formula = model_state_nbytes(
+            numel,
+            stage.number,
+            runtime.topology.world_size,
+            gradient_nbytes=runtime.reducer.all[0].dtype.itemsize,
+            param_nbytes=b.dtype.itemsize,
+            state_nbytes=b.master.dtype.itemsize * (2 if b.master is b.shard else 3),
+        )
+    return MemoryReport(
+        parameters=parameters,
+        gradients=_nbytes(grads, seen),
+        states=masters + moments,
+        buffers={
+            "pool": runtime.pool.nbytes,
+            "secondary partition": runtime.gatherer.secondary_nbytes,
+            "residuals": sum(residual.nbytes for residual in residuals_of(runtime)),
+            "sums of the node": sum(g.in_node.nbytes for g in runtime.reducer.all if g.in_node is not None),
+            "parameters on their way": runtime.rests.staging_nbytes,
+            "states on their way": 0 if runtime.state_files is None else runtime.state_files.store.buffers.nbytes,
+            "gradients on their way": 0 if gradient_files is None else gradient_files.store.buffers.nbytes,
+            "gradients of a delayed update": _nbytes(spares, seen),
+            "parameters of a delayed update": 0 if runtime.delayed is None else runtime.delayed.nbytes,
+            "persistent parameters": _nbytes([b.full for b in buckets if b.is_resident and b.full is not None], seen),
+        },
+        gradients_in_files=0 if gradient_files is None else gradient_files.nbytes,
+        states_in_files=0 if runtime.state_files is None else runtime.state_files.nbytes,
+        unreduced_gradients=sum(full.numel() * full.element_size() for full in unreduced if full is not None),
+        formula=formula,
+        shards={tier: sum(of_tier.get(tier, 0) for of_tier in resting) for tier in ("device", "cpu", "nvme")},
+    )

@@ -1,0 +1,132 @@
+"""``ZeroOptimizer.state_dict()``: one rank's shard, which fits the layout it was taken from."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zcomm import LayoutError, StateError
+from zero._optim.loss_scale import LossScale
+from zero._optim.masters import MasterPiece, whole_storage
+from zero._ranks.rank_errors import on_every_rank
+from zero._runtime.delta_hpz_state import node_state
+from zero._runtime.runtime import Runtime
+from zero._sharding.bucket import Bucket
+
+TORCHS_HELPERS = "torch.distributed.checkpoint.state_dict"
+"""The module of torch's get_model_state_dict, set_optimizer_state_dict and the like."""
+
+
+class RanksState:
+    """``ZeroOptimizer.state``: the inner optimizer's, of this rank's flat pieces of parameters.
+
+    torch's helpers for distributed checkpoints, which ask for it first, look for whole parameters in it, and end in a
+    KeyError: they get an error that says so.
+    """
+
+    def __get__(self, optimizer: Any, cls: type) -> Any:
+        """Refuse torch's helpers, give it to everybody else."""
+        if optimizer is not None and sys._getframe(1).f_globals.get("__name__") == TORCHS_HELPERS:
+            raise StateError(
+                f"the optimizer functions of {TORCHS_HELPERS} take states of whole parameters, and a ZeroOptimizer has "
+                "this rank's shard of them: use zero.save_checkpoint and zero.load_checkpoint, which any number of "
+                "ranks can load; the model functions work"
+            )
+        return self if optimizer is None else vars(optimizer)["state"]
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        """Of the constructor."""
+        vars(optimizer)["state"] = value
+
+
+def shard_state(
+    runtime: Runtime, inner: Optimizer, pieces: list[MasterPiece], loss_scale: LossScale | None
+) -> dict[str, Any]:
+    """Masters, states, and the layout they belong to; copies of what is in files.
+
+    Collective if an update is under way, or parameters in files lack one.
+    """
+    runtime.finish_update()
+    masters: list[Tensor] = []
+    states: dict[int, dict[str, Any]] = {}
+    for bucket in runtime.buckets:
+        if bucket.is_trainable:
+            is_resting = runtime.is_in_files(bucket)
+            with runtime.states_in_memory(bucket):
+                masters.append(bucket.master.clone() if is_resting else whole_storage(bucket.master))
+                for piece in pieces if is_resting else ():
+                    if piece.bucket is bucket and piece.master in inner.state:
+                        state = inner.state[piece.master]
+                        states[id(piece.master)] = {name: _copied(value) for name, value in state.items()}
+    packed = inner.state_dict()
+    leaves = (param for group in inner.param_groups for param in group["params"])
+    for number, leaf in enumerate(leaves):
+        if id(leaf) in states:
+            packed["state"][number] = states[id(leaf)]
+    return {
+        "layout": _layout(runtime),
+        "masters": masters,
+        "optimizer": packed,
+        "loss_scale": None if loss_scale is None else loss_scale.state_dict(),
+        "delayed": _delayed(runtime),
+        "node": node_state(runtime),
+    }
+
+
+def load_masters(runtime: Runtime, buckets: Sequence[Bucket], masters: Sequence[Tensor]) -> None:
+    """Give every bucket of ``buckets`` its master of ``masters``, wherever it rests."""
+    for bucket, master in zip(buckets, masters, strict=True):
+        with runtime.in_memory([bucket], is_changed=True):
+            bucket.master.copy_(master)
+
+
+def _delayed(runtime: Runtime) -> dict[str, Any] | None:
+    """How far delayed updates are, with the parameters that they have not reached."""
+    if runtime.delayed is None:
+        return None
+    published = {bucket.index: shard for bucket, shard in runtime.delayed.published().items()}
+    return {"num_updates": runtime.delayed.num_updates, "published": published}
+
+
+def restore_parameters(runtime: Runtime, saved: Mapping[str, Any]) -> None:
+    """Let parameters, which are their masters rounded, be what :func:`shard_state` found. Collective."""
+    late, content = runtime.delayed, saved.get("delayed")
+    if late is None or content is None:
+        return
+    late.num_updates = content["num_updates"]
+    published = {bucket: content["published"][bucket.index] for bucket in late.buckets if content["published"]}
+    if published:
+        runtime.publish(late.restore(published), are_written=True)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _layout(runtime: Runtime) -> dict[str, Any]:
+    topology, buckets = runtime.topology, runtime.buckets
+    return {
+        "sharded": runtime.stage.shards_states,
+        "world_size": topology.world_size,
+        "shard_index": topology.shard_index("local"),
+        "buckets": [(b.name, b.layout.numel, [s.name for s in b.layout.slots]) for b in buckets if b.is_trainable],
+    }
+
+
+def check_fits(runtime: Runtime, saved: dict[str, Any]) -> None:
+    """Raise LayoutError, on every rank, if a shard was saved from another layout on any of them. Collective."""
+
+    def check() -> None:
+        wrong = [
+            f"{key}: saved {saved.get(key)!r}, here {value!r}"
+            for key, value in _layout(runtime).items()
+            if saved.get(key) != value
+        ]
+        if wrong:
+            raise LayoutError("a shard fits only the layout it was saved from: " + "; ".join(wrong)[:600])
+
+    on_every_rank(check, runtime.topology)

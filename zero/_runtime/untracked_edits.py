@@ -1,0 +1,81 @@
+"""Changes of a model that its optimizer does not see are found before a step: of its parameters, and of their values.
+
+The latter with ``ZERO_DEBUG=1``.
+
+Below stage 3 parameters are ordinary tensors, and ``param.copy_(values)`` looks as if it worked. It does if the
+parameters are their own masters; 16-bit or quantized ones are only read by forward, and come from the masters again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zcomm import StateError, Topology
+from zcomm._base import env
+from zero._ranks.rank_errors import on_every_rank
+from zero._sharding.bucket import Bucket, ShardInfo
+
+
+def check_model_unchanged(model: nn.Module, buckets: Sequence[Bucket]) -> None:
+    """Raise StateError if a parameter was added, replaced, moved or unfrozen after ``buckets`` were built."""
+    managed = {param for bucket in buckets for param in bucket.params}
+    for name, param in model.named_parameters():
+        if param not in managed:
+            raise StateError(
+                f"parameter {name!r} was added or replaced after ZeroOptimizer was constructed and would never be "
+                "updated: construct ZeroOptimizer after the model is complete"
+            )
+        info: ShardInfo = param.zero_shard  # type: ignore[attr-defined]
+        if param.requires_grad and not info.bucket.is_trainable:
+            raise StateError(
+                f"parameter {name!r} was frozen when ZeroOptimizer was constructed and requires grad now: "
+                "construct ZeroOptimizer after unfreezing"
+            )
+    for bucket in buckets:
+        for slot in bucket.moved():
+            name, param = bucket.layout.slots[slot].name, bucket.params[slot]
+            raise StateError(
+                f"parameter {name!r} got other memory, of {param.dtype} on {param.device}, after ZeroOptimizer was "
+                "constructed and would never be updated: call model.to() before, and assign values inside "
+                "zero.GatheredParameters([param], modifier_rank=0)"
+            )
+
+
+class Published:
+    """What was last published, by bucket. Without ``ZERO_DEBUG=1`` nothing is kept or checked."""
+
+    def __init__(self, topology: Topology, *, is_always_full: bool) -> None:
+        self._topology = topology
+        self._is_on = is_always_full and env.is_set("ZERO_DEBUG")
+        self._copies: dict[Bucket, Tensor] = {}
+
+    def remember(self, buckets: Iterable[Bucket]) -> None:
+        """The full parameters of ``buckets`` are as they should be."""
+        if self._is_on:
+            for bucket in buckets:
+                if bucket.full is not None and not bucket.is_its_master:
+                    self._copies[bucket] = bucket.full.clone()
+
+    def check(self) -> None:
+        """Raise StateError, on every rank, if a parameter has other values on any of them. Collective."""
+        if self._is_on:
+            on_every_rank(self._check_here, self._topology)
+
+    def _check_here(self) -> None:
+        for bucket, copy in self._copies.items():
+            assert bucket.full is not None, "below stage 3 parameters are always full"
+            both = zip(bucket.layout.slots, bucket.views(bucket.full), bucket.views(copy), strict=True)
+            changed = [slot.name for slot, now, then in both if not _has_same_bits(now, then)]
+            if changed:
+                raise StateError(
+                    f"{len(changed)} parameters were changed since the last step, first {changed[:3]}: their masters "
+                    "do not see that, so step() would undo it. Change them inside "
+                    "zero.GatheredParameters([param], modifier_rank=0)"
+                )
+
+
+def _has_same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

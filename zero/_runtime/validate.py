@@ -1,0 +1,184 @@
+"""What a user gives ZeroOptimizer, understood and checked before anything is changed.
+
+``weight_format="auto"`` and ``gradient_format="auto"``: what ``zcomm probe`` found fastest on these links.
+
+One format for all weights, and one for all gradients, by the model's largest exchange of each: decided once, at
+construction, from the table that the first rank has (:mod:`zcomm._collectives.auto_format`), so all ranks have the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from zcomm import ConfigError, Topology
+from zcomm._collectives.auto_format import AUTO, table_of
+from zcomm._transport.backend_choice import BackendWish, KernelsName
+from zcomm._transport.route import check_carrier
+from zero._config.parse import Configuration, Source
+from zero._config.rank_consistency import check_same
+from zero._config.resolved import ResolvedConfig, make_plan
+from zero._config.settings import ZeroSettings
+from zero._model.model_checks import check_is_plain
+from zero._model.model_layout import check_model, plan_model
+from zero._optim.cpu_optimizer import CPUOptimizer
+from zero._optim.elementwise_check import check_elementwise, check_states
+from zero._optim.masters import as_groups, build_inner, check_options
+from zero._optim.optimizer_clone import check_is_new
+from zero._ranks.rank_errors import on_every_rank
+from zero._runtime.runtime import Runtime
+from zero._sharding.stages import get_stage
+from zero._storage.tier_settings import Tier
+
+logger = logging.getLogger("zero")
+
+
+def check_inputs(
+    model: nn.Module,
+    optimizer: type[Optimizer] | Optimizer,
+    config: Source | Configuration | None,
+    options: dict[str, Any],
+    ranks: Topology | dist.ProcessGroup | None,
+) -> ResolvedConfig:
+    """The plan for what a user gave; raises, on every rank, if it cannot be meant or ranks differ. Nothing is changed.
+
+    Collective over ``ranks``; None: all of torch.distributed.
+    """
+    given = ranks if isinstance(ranks, Topology) else None
+    plan = on_every_rank(lambda: _understand(model, optimizer, config, options, given), ranks)
+    check_same(model, plan.configuration, optimizer, plan.optimizer_options, ranks)
+    return plan
+
+
+def _check_is_unwrapped(model: nn.Module) -> None:
+    """Whoever else averages gradients or shards parameters does it beside this library, and both go wrong."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, not its parameters: got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            where = f"its module {name!r}" if name else "model"
+            raise ConfigError(
+                f"{where} is a DistributedDataParallel, which averages gradients itself: give its .module"
+            )
+    for name, param in model.named_parameters():
+        if hasattr(param, "placements"):  # a DTensor; importing its class takes megabytes
+            raise ConfigError(
+                f"parameter {name!r} is sharded already, by fully_shard or tensor parallelism: give a plain model"
+            )
+
+
+def _understand(
+    model: nn.Module,
+    optimizer: type[Optimizer] | Optimizer,
+    config: Source | Configuration | None,
+    options: dict[str, Any],
+    topology: Topology | None,
+) -> ResolvedConfig:
+    if not (isinstance(optimizer, Optimizer) or (isinstance(optimizer, type) and issubclass(optimizer, Optimizer))):
+        raise ConfigError(f"optimizer must be a torch.optim.Optimizer class or instance: got {optimizer!r}")
+    _check_is_unwrapped(model)
+    check_is_plain(model)
+    plan = make_plan(config, options)
+    as_groups(model, optimizer)
+    if isinstance(optimizer, Optimizer):
+        check_is_new(optimizer)
+    device = check_model(model)
+    check_carrier("training", topology, plan.settings.backend, plan.settings.kernels, device)
+    check_options(optimizer, plan.optimizer_options)
+    tier = plan.settings.tiers.states
+    if tier.tier is not Tier.DEVICE and tier.ratio == 1:
+        device = torch.device("cpu")
+    trial = (
+        build_inner(optimizer, [{"params": []}], [], plan.optimizer_options)
+        if isinstance(optimizer, type)
+        else optimizer
+    )
+    if isinstance(trial, CPUOptimizer):
+        _check_fits_host(trial, device, [p.dtype for p in model.parameters() if p.requires_grad])
+    else:
+        check_elementwise(optimizer, plan.optimizer_options, device)
+        check_states(trial, device)
+    return plan
+
+
+def _check_fits_host(optimizer: CPUOptimizer, device: torch.device, dtypes: list[torch.dtype]) -> None:
+    """``device`` is where masters rest, all or some of them."""
+    name = type(optimizer).__name__
+    if device.type != "cpu":
+        raise ConfigError(
+            f"zero.{name} updates host memory only, and masters rest on {device}: offload them all "
+            '(offload_optimizer={"device": "cpu"}, ratio 1), or use an optimizer of torch.optim'
+        )
+    if torch.float64 in dtypes:
+        raise ConfigError(f"zero.{name} updates in float32: parameters are float64; use an optimizer of torch.optim")
+
+
+def choose_topology(
+    topology: Topology | None,
+    ranks_per_node: int | None,
+    group: dist.ProcessGroup | None,
+    plan: ResolvedConfig | None = None,
+) -> Topology:
+    """The ranks and nodes that a user means; collective if they are yet to be made, over the backend of ``plan``."""
+    if topology is not None:
+        if ranks_per_node is not None or group is not None:
+            raise ConfigError("topology= already says the group and the ranks per node: pass only one of them")
+        return topology
+    backend: BackendWish = "auto"
+    kernels: KernelsName = "auto"
+    if plan is not None:
+        backend, kernels = plan.settings.backend, plan.settings.kernels
+        if ranks_per_node is None:
+            ranks_per_node = plan.configuration.values.zcomm.ranks_per_node
+    if ranks_per_node is not None:
+        return Topology(ranks_per_node=ranks_per_node, group=group, backend=backend, kernels=kernels)
+    return Topology.from_env(group, backend=backend, kernels=kernels)
+
+
+def announce(plan: ResolvedConfig, runtime: Runtime) -> None:
+    """Log on one rank what was asked for without effect, and what is done."""
+    if runtime.speaks:
+        if not logger.hasHandlers():
+            logger.addHandler(logging.StreamHandler())
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
+        for note in plan.notes:
+            logger.warning("%s", note)
+        logger.info("%s", runtime.effective)
+
+
+def choose_formats(model: nn.Module, settings: ZeroSettings, topology: Topology) -> tuple[ZeroSettings, list[str]]:
+    """``settings`` with formats in place of ``"auto"``, and what was chosen, in words. Collective if any is.
+
+    Raises:
+        ConfigError: The first rank's probe file is not one. The same on every rank.
+    """
+    plain = settings.with_formats(None, None)
+    if plain == settings:
+        return settings, []
+    if not get_stage(settings.stage).shards_states:
+        return plain, ["formats auto: none (stage 0 has no sharded exchange)"]
+    planned = on_every_rank(lambda: plan_model(model, plain, topology), topology)
+    device, table, said = check_model(model), table_of(topology), list[str]()
+    buckets = [bucket for bucket in planned.buckets if bucket.dtype.is_floating_point]
+    weights = max((min(b.layout.numel, settings.allgather_bucket_size) * b.dtype.itemsize for b in buckets), default=0)
+    summed = (settings.gradient_dtype or torch.float32).itemsize
+    trained = (min(b.layout.numel, settings.reduce_bucket_size) * summed for b in buckets if b.is_trainable)
+    gradients = max(trained, default=0)
+    found = table.choose("all_gather", weights, device)
+    weight = str(found.between)  # one format, forwarded as it is: that of the slower links
+    found = table.choose("reduce_scatter", gradients, device)
+    hops = str(found.inside), str(found.between)
+    if settings.weight_format == AUTO:
+        said.append(f"weight_format auto: {weight} for {weights:,} bytes")
+    if settings.gradient_format == AUTO:
+        said.append(f"gradient_format auto: {','.join(dict.fromkeys(hops))} for {gradients:,} bytes")
+        settings = replace(settings, quantized_gradients=False)  # which "none", the parameters' dtype, would leave on
+    return settings.with_formats(weight, None if set(hops) == {"none"} else hops), said

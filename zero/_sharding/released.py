@@ -1,0 +1,233 @@
+"""Stand-ins for memory that this rank does not hold: any use of them is an error that names the parameter.
+
+A released parameter keeps its identity, logical shape, dtype and autograd hooks, but its class becomes a subclass whose
+``__torch_function__`` refuses every use of its values, and its memory is one NaN: what slips past Python cannot yield a
+plausible number. A gathered parameter has its own class back, so access costs nothing then. The ``.grad`` of a
+parameter whose gradient is sharded is a :class:`ReducedGradient` in the same way, so that
+``torch.nn.utils.clip_grad_norm_`` raises instead of clipping by the norm of nothing. ``outdate``
+does the same to views of a parameter that has changed since.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zcomm import StateError
+
+METADATA = frozenset(
+    {
+        *("shape", "dtype", "device", "layout", "ndim", "names", "itemsize", "output_nr"),
+        *("grad", "grad_fn", "grad_dtype", "requires_grad", "retains_grad", "is_leaf", "_backward_hooks"),
+        *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_nested", "is_quantized", "is_mkldnn"),
+        *("is_complex", "is_floating_point", "is_inference", "is_neg", "is_conj", "_is_view", "__hash__", "__len__"),
+        *("numel", "nelement", "size", "dim", "element_size"),
+        *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
+    }
+)
+"""What may be asked of a released parameter: nothing that depends on its values or its storage."""
+SETTABLE = frozenset({"grad", "requires_grad", "grad_dtype", "_backward_hooks"})
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of ``shape`` whose memory is one NaN; integers, which have none, get their largest value."""
+    is_number = dtype.is_floating_point or dtype.is_complex
+    nothing = float("nan") if is_number else dtype == torch.bool or torch.iinfo(dtype).max
+    return torch.full((), nothing, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def is_released(param: Tensor) -> bool:
+    """Whether ``param`` holds nothing but its shape now."""
+    return getattr(type(param), "is_released", False)
+
+
+def _requested(func: Callable[..., Any]) -> tuple[str, bool]:
+    """The name of what is asked for, and whether it is written."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        return str(getattr(func, "__self__", func).__name__), name != "__get__"
+    return name, False
+
+
+def _is_metadata(func: Callable[..., Any]) -> bool:
+    name, is_written = _requested(func)
+    return name in (SETTABLE if is_written else METADATA)
+
+
+def _refuse_values(
+    cls: type,  # noqa: ARG001
+    func: Callable[..., Any],
+    types: Sequence[type],  # noqa: ARG001
+    args: Sequence[Any] = (),
+    kwargs: Any = None,
+) -> Any:
+    if _is_metadata(func):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    released = next((a for a in _flatten((args, kwargs)) if getattr(type(a), "is_released", False)), None)
+    info = getattr(released, "zero_shard", None)
+    state_dicts = getattr(getattr(info, "owner", None), "state_dicts", None)
+    answer = None if state_dicts is None else state_dicts.answer(released, _requested(func)[0], args)
+    if answer is not None:
+        return answer
+    if _open([a for a in _flatten((args, kwargs)) if getattr(type(a), "is_released", False)]):
+        return func(*args, **(kwargs or {}))
+    name = repr(info.name) if info is not None else "a parameter"
+    raise StateError(
+        f"{name} is released (stage 3 holds a shard of it on each rank) and was used by {_requested(func)[0]} outside "
+        "the forward of its own module. Remedies: read or change it inside zero.GatheredParameters([param]), or "
+        "declare the use with zero.register_external_parameter(module, param) for the module that uses it"
+    )
+
+
+def _open(released: Sequence[nn.Parameter]) -> bool:
+    """Let their owner gather ``released`` parameters for whoever uses them, if it may be done here."""
+    owner = getattr(getattr(released[0], "zero_shard", None), "owner", None) if released else None
+    return owner is not None and bool(owner.open(released))
+
+
+def _copy(self: nn.Parameter, memo: dict[int, Any]) -> Any:
+    if _open([self]):
+        return copy.deepcopy(self, memo)  # its class is its own again
+    return _refuse_values(type(self), copy.deepcopy, (), (self,))
+
+
+def _refuse_pickle(self: nn.Parameter, protocol: object) -> Any:  # noqa: ARG001
+    raise not_picklable(repr(self.zero_shard.name))  # type: ignore[attr-defined]
+
+
+def not_picklable(what: str) -> StateError:
+    """The error of pickling ``what``, of which this rank has a shard."""
+    return StateError(
+        f"{what} cannot be pickled at stage 3, where each rank holds a shard: save model.state_dict(), which every "
+        "rank must call, or a checkpoint by zero.save_checkpoint()"
+    )
+
+
+def _flatten(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in _flatten(item)]
+    return [value]
+
+
+def _describe(self: nn.Parameter) -> str:
+    info = self.zero_shard  # type: ignore[attr-defined]
+    return f"<released parameter {info.name!r}, shape {tuple(info.shape)}, {info.dtype}>"
+
+
+@cache
+def _released_class(cls: type) -> type:
+    return type(
+        cls.__name__,
+        (cls,),
+        {
+            "__torch_function__": classmethod(_refuse_values),
+            "__repr__": _describe,
+            "__deepcopy__": _copy,
+            "__reduce_ex__": _refuse_pickle,
+            "__module__": cls.__module__,
+            "is_released": True,
+            "gathered_class": cls,
+        },
+    )
+
+
+def hide(param: nn.Parameter, empty: Tensor) -> None:
+    """Let ``param`` hold nothing but its shape; ``empty`` is its :func:`placeholder`."""
+    param.data = empty
+    param.__class__ = _released_class(type(param))
+
+
+def show(param: nn.Parameter, data: Tensor) -> None:
+    """Give ``param`` its own class back, with values."""
+    cls = type(param)
+    if getattr(cls, "is_released", False):
+        param.__class__ = cls.gathered_class  # type: ignore[attr-defined]
+    param.data = data
+
+
+def outdate(view: Tensor, name: str) -> None:
+    """Let any use of ``view`` raise: it shows values that parameter ``name`` does not have any more.
+
+    It keeps its memory, for an array of NumPy's may rely on that.
+    """
+    view.__class__ = _outdated_class(type(view))
+    view.zero_view_of = name  # type: ignore[attr-defined]
+
+
+@cache
+def _outdated_class(cls: type) -> type:
+    own = {"__torch_function__": classmethod(_refuse_outdated), "__repr__": _describe_outdated, "is_outdated": True}
+    return type(cls.__name__, (cls,), own | {"__module__": cls.__module__})
+
+
+def _refuse_outdated(
+    cls: type,  # noqa: ARG001
+    func: Callable[..., Any],
+    types: Sequence[type],  # noqa: ARG001
+    args: Sequence[Any] = (),
+    kwargs: Any = None,
+) -> Any:
+    if _is_metadata(func):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    view = next(a for a in _flatten((args, kwargs)) if getattr(type(a), "is_outdated", False))
+    raise StateError(
+        f"a view of {view.zero_view_of!r} was used by {_requested(func)[0]} after that parameter had changed (stage 3 "
+        "holds a shard of it on each rank, and the view has the old values). Remedies: make the view again from the "
+        "parameter in each forward, or inside zero.GatheredParameters([param]); or clone() what is to keep its values"
+    )
+
+
+def _describe_outdated(self: Tensor) -> str:
+    return f"<outdated view of {self.zero_view_of!r}, shape {tuple(self.shape)}>"  # type: ignore[attr-defined]
+
+
+class ReducedGradient(Tensor):
+    """The ``.grad`` of a parameter whose gradient rests sharded over the ranks: there is one, but not here."""
+
+    zero_name: str
+    zero_place: str
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        place: str = "sharded over the ranks",
+    ) -> ReducedGradient:
+        """The stand-in for the gradient of parameter ``name``; ``place``: where that is."""
+        grad = placeholder(shape, dtype, device).as_subclass(cls)
+        grad.zero_name, grad.zero_place = name, place
+        return grad
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Allow questions about shape and dtype, refuse everything else."""
+        if _is_metadata(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        grad = next((a for a in _flatten((args, kwargs)) if isinstance(a, ReducedGradient)), None)
+        name, place = getattr(grad, "zero_name", "a parameter"), getattr(grad, "zero_place", "not here")
+        raise StateError(
+            f"the gradient of {name!r} is {place}, so {_requested(func)[0]} on param.grad cannot see it. Use "
+            "optimizer.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, optimizer.zero_grad() to "
+            "clear gradients, zero.utils.safe_get_full_grad(param) to read one, param.grad = value to replace it, or "
+            "stage 0, where param.grad is the whole averaged gradient"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Name the parameter; there are no values to show."""
+        return f"<gradient of {self.zero_name!r}, {self.zero_place}>"

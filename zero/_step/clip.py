@@ -1,0 +1,100 @@
+"""The global gradient norm over shards: summed in float64, rounded once, the same bits on every rank.
+
+It stays on the gradients' device, and so does the coefficient of clipping: on a GPU the host waits for neither.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zcomm import ConfigError, StateError, control
+from zero._ranks.model_parallel import ModelParallel
+from zero._ranks.rank_errors import on_every_rank
+from zero._runtime.runtime import Runtime
+from zero._sharding.bucket import Bucket
+from zero._step.final_gradients import FinalGradients
+
+
+def clip_grad_norm_(
+    gradients: FinalGradients, model: ModelParallel, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+) -> Tensor:
+    """See :meth:`zero.ZeroOptimizer.clip_grad_norm_`."""
+    if norm_type not in (2.0, math.inf):
+        raise ConfigError(f"norm_type must be 2 or inf: norm_type={norm_type}")
+    if not max_norm >= 0:
+        raise ConfigError(f"max_norm must be at least 0: max_norm={max_norm}")
+    norm = global_norm(gradients, model, norm_type)
+    if error_if_nonfinite and not math.isfinite(norm):  # the host waits
+        raise StateError(f"the global gradient norm is {norm.item()}; pass error_if_nonfinite=False to go on")
+    _fold(gradients, norm, max_norm)
+    gradients.apply()
+    return norm
+
+
+def fold_clipping(gradients: FinalGradients, model: ModelParallel, max_norm: float) -> Tensor:
+    """Clip as a factor of ``gradients``, which is not applied yet; the 2-norm before. Collective."""
+    norm = global_norm(gradients, model, 2.0)
+    _fold(gradients, norm, max_norm)
+    return norm
+
+
+def _fold(gradients: FinalGradients, norm: Tensor, max_norm: float) -> None:
+    if max_norm != math.inf:
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        gradients.factor = gradients.factor.times_coefficient(coefficient)
+
+
+def global_norm(gradients: FinalGradients, model: ModelParallel, norm_type: float) -> Tensor:
+    """The norm of the gradients over all ranks, groups and parameters, a scalar on their device. Collective."""
+    runtime = gradients.runtime
+    runtime.reducer.flush()
+    mine = partial(_norm_here, runtime, model, norm_type, gradients.flag.device)
+    is_in_files = runtime.gradient_files is not None
+    own = on_every_rank(mine, runtime.topology) if is_in_files else mine()
+    by_rank = control.gather_beside(own.view(1), runtime.topology).view(-1)
+    if norm_type == math.inf:
+        total = model.gather_beside(by_rank.amax()).amax()  # amax, unlike max(), keeps a NaN
+    else:
+        total = sum_in_pairs(model.gather_beside(sum_in_pairs(by_rank))).sqrt()
+    dtype = torch.float64 if any(g.dtype == torch.float64 for g in runtime.reducer.all) else torch.float32
+    return gradients.factor.scaled(total).to(dtype)
+
+
+def _norm_here(runtime: Runtime, model: ModelParallel, norm_type: float, device: torch.device) -> Tensor:
+    """The largest element of this rank's gradients, or the sum of their squares; of what is in files one is read."""
+    parts = (part for bucket in runtime.buckets for part in _own_parts(runtime, model, bucket))
+    if norm_type == math.inf:
+        norms = [part.abs().amax().to(torch.float64) for part in parts]
+    else:
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    together = torch.stack([norm.to(device, non_blocking=True) for norm in norms])
+    return together.amax() if norm_type == math.inf else sum_in_pairs(together.square())
+
+
+def sum_in_pairs(values: Tensor) -> Tensor:
+    """The sum of ``values`` [n], added in an order that depends on n alone: the same bits on every device."""
+    while (half := values.numel() // 2) > 0:
+        pairs = values[:half] + values[half : 2 * half]
+        values = torch.cat([pairs, values[2 * half :]])
+    return values.view(())
+
+
+def _own_parts(runtime: Runtime, model: ModelParallel, bucket: Bucket) -> list[Tensor]:
+    """This rank's shard of the gradient, parameter by parameter; of replicated ones on one model-parallel rank."""
+    grads = runtime.reducer.by_bucket.get(bucket.index)
+    own = None if grads is None else runtime.reducer.results(grads)
+    if grads is None or own is None:
+        return []
+    if not runtime.stage.shards_states:
+        assert grads.result is not None, "a reduced gradient without this rank's rows"
+        own = grads.result
+    row = runtime.topology.shard_index("local")
+    base = row * bucket.layout.shard_numel
+    pieces = [piece for piece in bucket.layout.pieces(row) if model.counts(bucket.params[piece.slot])]
+    return [own[piece.start - base : piece.stop - base] for piece in pieces]

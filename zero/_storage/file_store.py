@@ -1,0 +1,320 @@
+"""Files of one rank, read and written asynchronously past the page cache, with checksums.
+
+    PATH/zero-JOB-NAME-rankR/FILE    mode 600 in a folder of mode 700; layout in cpp/include/zcomm/checked_file.h
+
+F1 Space is reserved when a file is created: a later write cannot run out of it.
+F2 Every page read is compared with the checksum of what was written there; what differs raises IntegrityError.
+F3 A write that failed is never reported as done, and what stands there afterwards is read as an IntegrityError unless
+   it is what was to be written.
+F4 The folder goes when the store is closed or the interpreter ends; what a killed process left goes with the next
+   store at the same path.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from zcomm import IntegrityError, LayoutError, StateError, Topology, control
+from zcomm._kernels import kernels
+from zero._ranks.rank_errors import on_every_rank
+from zero._storage import transfer_counters
+from zero._storage.process_folder import ClaimedFolder
+from zero._storage.tier_settings import FileSettings
+from zero._storage.transfer_buffers import HostBuffers
+
+Result = TypeVar("Result")
+MAX_REQUESTS = 256  # in flight
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a store."""
+
+    path: Path
+    nbytes: int
+    """Room for data: what was asked for, rounded up to whole pages of 4096 bytes."""
+    number: int = field(repr=False)
+
+
+@dataclass
+class _Open:
+    """What lives until the store is closed, known to its finalizer and its transfers."""
+
+    queue: Any
+    folder: ClaimedFolder
+    pid: int
+    files: dict[str, StoredFile] = field(default_factory=dict)
+    in_flight: dict[int, Tensor] = field(default_factory=dict)
+    """Buffers by ticket: they live as long as the transfer."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def close(self) -> None:
+        if os.getpid() != self.pid or self.queue is None:  # a forked process has none of the threads
+            return
+        for ticket in list(self.in_flight):
+            with suppress(OSError):  # the data are thrown away
+                self.queue.wait(ticket)
+        self.in_flight.clear()
+        self.queue = None
+        self.folder.remove()
+
+
+class Transfer:
+    """Bytes on their way between a buffer and a file."""
+
+    def __init__(self, store: _Open, ticket: int, file: StoredFile) -> None:
+        self._store = store
+        self._ticket: int | None = ticket
+        self._file = file
+        self._error: OSError | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether :meth:`wait` would return, or raise, at once."""
+        with self._lock:
+            queue = self._store.queue
+            return self._ticket is None or queue is None or bool(queue.is_done(self._ticket))
+
+    def wait(self) -> None:
+        """Return when all bytes have arrived; again: the same. Must be called before the buffer is used or given back.
+
+        Raises:
+            IntegrityError: Pages that were read are not what was written.
+            OSError: With errno and path: the system refused a request, or moved fewer bytes; its text has the offset,
+                the bytes, and the free space if that was the reason.
+            StateError: The store was closed meanwhile.
+        """
+        with self._lock:
+            if self._ticket is not None:
+                self._end(self._ticket)
+            if self._error is not None:
+                raise self._error
+
+    def _end(self, ticket: int) -> None:
+        if self._store.queue is None:
+            raise StateError(f"the store was closed before its transfer ended: {self._file.path}")
+        try:
+            self._store.queue.wait(ticket)
+        except OSError as error:
+            self._error = _explained(error, self._file.path)
+        self._ticket = None
+        with self._store.lock:
+            self._store.in_flight.pop(ticket, None)
+
+
+class FileStore:
+    """The files of this rank below ``folder``. Thread-safe.
+
+    Transfers of one file must not overlap while they are in flight.
+
+    Args:
+        folder: Exists, on a fast disk; ranks and jobs may share it.
+        files: Bytes of a request, and requests in flight.
+        name: Of what is stored: the kind in :mod:`zero._storage.transfer_counters`.
+        topology: Ranks that construct their stores together, collectively; None: this process alone.
+        pins_memory: Page-lock buffers where there is CUDA.
+
+    Raises:
+        OSError: On every rank of ``topology``, with path and errno: the folder is missing, no folder, or read-only.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        files: FileSettings,
+        name: str,
+        topology: Topology | None,
+        pins_memory: bool = True,
+    ) -> None:
+        self.name = name
+        self.buffers = HostBuffers(pins_memory=pins_memory)
+        self._topology = topology
+        job, rank = secrets.token_hex(4), 0
+        if topology is not None:
+            job, rank = control.gather_texts(job, topology)[0], topology.rank
+        opened: list[_Open] = []
+        try:
+            self._agreed(lambda: opened.append(_begin(Path(folder), f"{job}-{name}-rank{rank}", files)))
+        except BaseException:  # of this rank, or of another
+            for store in opened:
+                store.close()
+            raise
+        (self._open,) = opened
+        self.folder = self._open.folder.path
+        self._finalizer = weakref.finalize(self, self._open.close)
+
+    def _agreed(self, call: Callable[[], Result]) -> Result:
+        return call() if self._topology is None else on_every_rank(call, self._topology)
+
+    def create(self, name: str, nbytes: int) -> StoredFile:
+        """A new file with room for ``nbytes``, which are zeros; not collective.
+
+        Raises:
+            OSError: With path and errno. If the space does not suffice (ENOSPC): bytes needed and free.
+            LayoutError: The store has a file of this name, or it is no name of a file.
+        """
+        store = self._usable()
+        path = self.folder / name
+        if name in store.files or path.parent != self.folder or name == "owner":
+            raise LayoutError(f"name must be a new file's, without folders: name={name!r}")
+        needed = _needed_nbytes(nbytes)
+        _check_space(self.folder, needed)
+        try:
+            number = store.queue.create(str(path), nbytes, is_checked=True)
+        except OSError as error:  # others took the space in between, or a quota is smaller
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                _refuse_space(self.folder, needed, _free_nbytes(self.folder))
+            raise
+        file = store.files[name] = StoredFile(path, int(store.queue.size(number)), number)
+        return file
+
+    def create_all(self, nbytes_of: Mapping[str, int]) -> dict[str, StoredFile]:
+        """New files by name, on every rank of the topology or on none. Collective.
+
+        Raises:
+            OSError: On every rank, as :meth:`create` on any; the bytes needed are those of all files together.
+        """
+        created: dict[str, StoredFile] = {}
+
+        def create() -> None:
+            self._usable()
+            _check_space(self.folder, sum(_needed_nbytes(nbytes) for nbytes in nbytes_of.values()))
+            for name, nbytes in nbytes_of.items():
+                created[name] = self.create(name, nbytes)
+
+        try:
+            self._agreed(create)
+        except BaseException:
+            for file in created.values():
+                self.remove(file)
+            raise
+        return created
+
+    def sync(self, file: StoredFile) -> None:
+        """Wait until what was written is on the disk, and with it the checksums, which otherwise are kept in memory.
+
+        Raises:
+            OSError: With path and errno.
+        """
+        self._usable().queue.sync(file.number)
+
+    def remove(self, file: StoredFile) -> None:
+        """Close and delete a file that has no transfer in flight."""
+        store = self._usable()
+        store.queue.close(file.number)
+        del store.files[file.path.name]
+        file.path.unlink()
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Memory for transfers: uint8, ``nbytes`` rounded up to whole pages, with any content.
+
+        Raises:
+            MemoryError: There is not so much.
+        """
+        return self.buffers.take(nbytes)
+
+    def give(self, buffer: Tensor) -> None:
+        """Take back what :meth:`buffer` returned.
+
+        Raises:
+            StateError: A transfer of it was not waited for.
+        """
+        start, stop = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
+        with self._open.lock:
+            if any(start <= moving.data_ptr() < stop for moving in self._open.in_flight.values()):
+                raise StateError("wait for the transfers of a buffer before giving it back")
+        self.buffers.give(buffer)
+
+    def write(self, file: StoredFile, offset: int, buffer: Tensor) -> Transfer:
+        """Begin to write ``buffer``, a uint8 tensor of whole pages, at ``offset``, a multiple of 4096."""
+        transfer_counters.record(self.name, "write", buffer.numel())
+        return self._begin("write", file, offset, buffer)
+
+    def read(self, file: StoredFile, offset: int, buffer: Tensor) -> Transfer:
+        """Begin to read into ``buffer``, a uint8 tensor of whole pages, from ``offset``, a multiple of 4096."""
+        transfer_counters.record(self.name, "read", buffer.numel())
+        return self._begin("read", file, offset, buffer)
+
+    def _begin(self, verb: str, file: StoredFile, offset: int, buffer: Tensor) -> Transfer:
+        store = self._usable()
+        page = int(kernels.native().FILE_ALIGNMENT)
+        if buffer.dtype != torch.uint8 or buffer.device.type != "cpu" or not buffer.is_contiguous():
+            raise LayoutError(f"a buffer must be contiguous uint8 in host memory: {buffer.dtype}, {buffer.device}")
+        if buffer.data_ptr() % page or buffer.numel() % page or offset % page:
+            raise LayoutError(f"whole pages of {page} bytes move: offset={offset}, nbytes={buffer.numel()}")
+        if not 0 <= offset <= file.nbytes - buffer.numel():
+            raise LayoutError(f"beyond the file: offset={offset}, nbytes={buffer.numel()}, file of {file.nbytes}")
+        with store.lock:
+            ticket = getattr(store.queue, verb)(file.number, offset, buffer.data_ptr(), buffer.numel())
+            store.in_flight[ticket] = buffer
+        return Transfer(store, ticket, file)
+
+    def close(self) -> None:
+        """Wait for what is in flight, and remove the files. Again: nothing."""
+        self._finalizer()
+        self.buffers.clear()
+
+    def _usable(self) -> _Open:
+        if self._open.queue is None:
+            raise StateError(f"the store is closed: {self.folder}")
+        if os.getpid() != self._open.pid:
+            raise StateError(f"the store belongs to process {self._open.pid}, which forked this one: {self.folder}")
+        return self._open
+
+
+def _begin(parent: Path, name: str, files: FileSettings) -> _Open:
+    page = int(kernels.native().FILE_ALIGNMENT)
+    request_nbytes = -(-files.request_nbytes // page) * page
+    try:
+        folder = ClaimedFolder(parent, name)
+    except OSError as error:
+        reason = f"cannot keep files in this folder, which must exist and be writable: {error.strerror}"
+        raise type(error)(error.errno, reason, str(parent)) from error
+    try:
+        return _Open(kernels.file_queue(min(files.num_requests, MAX_REQUESTS), request_nbytes), folder, os.getpid())
+    except BaseException:
+        folder.remove()
+        raise
+
+
+def _needed_nbytes(nbytes: int) -> int:
+    return int(kernels.native().checked_file_nbytes(nbytes))
+
+
+def _free_nbytes(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = _free_nbytes(folder)
+    if needed > free:
+        _refuse_space(folder, needed, free)
+
+
+def _refuse_space(folder: Path, needed: int, free: int) -> NoReturn:
+    raise OSError(errno.ENOSPC, f"{needed} bytes are needed and {free} are free", str(folder))
+
+
+def _explained(error: OSError, path: Path) -> OSError:
+    """``error`` of a transfer with what else is to be said, as the class it should have."""
+    if error.errno == errno.EBADMSG:
+        return IntegrityError(error.errno, error.strerror, str(path))
+    text = error.strerror or ""
+    with suppress(OSError):  # the folder is gone too
+        text += f"; {_free_nbytes(path.parent)} bytes are free"
+    return OSError(error.errno, text, str(path))

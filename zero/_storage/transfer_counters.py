@@ -1,0 +1,75 @@
+"""What this process has moved between the device, host memory and files: counted where it is moved.
+
+Sums over ranks are up to the caller.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zcomm._transport.traffic import Count, TrafficCounter, Window
+
+LINKS = ("to_host", "to_device", "read", "write")
+"""Device to host, host to device, file to host, host to file."""
+
+
+class Movement(NamedTuple):
+    """What a count is of."""
+
+    kind: str
+    """``"gradients"``, ``"states"``, ``"parameters"`` or ``"activations"``."""
+    link: str
+    """One of :data:`LINKS`."""
+
+
+_LEDGER = TrafficCounter(Movement)
+
+
+def record(kind: str, link: str, nbytes: int) -> None:
+    """Count one transfer of ``nbytes``."""
+    assert link in LINKS, f"{link=}"
+    _LEDGER.add((kind, link), 1, 0, nbytes)
+
+
+class TransferCounts:
+    """Counts since import, or since and inside a ``with moved() as m:`` block.
+
+    Inside the block the counts grow; after it they stay. A transfer counts when it begins.
+    """
+
+    def __init__(self) -> None:
+        self._window = Window(_LEDGER)
+
+    @property
+    def counts(self) -> dict[Movement, Count]:
+        """Everything counted, by key; ``elements`` are not counted."""
+        return self._window.counts
+
+    def __enter__(self) -> TransferCounts:
+        self._window.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._window.close()
+
+    def calls(self, *, kind: str | None = None, link: str | None = None) -> int:
+        """Transfers; None counts all."""
+        return self._window.total(0, (kind, link))
+
+    def bytes(self, *, kind: str | None = None, link: str | None = None) -> int:
+        """Bytes moved."""
+        return self._window.total(2, (kind, link))
+
+    def table(self) -> str:
+        """One line a key, and the total."""
+        lines = [f"{'kind':<18}{'link':<12}{'transfers':>10}{'bytes':>18}"]
+        lines += [f"{k.kind:<18}{k.link:<12}{c.calls:>10}{c.bytes:>18}" for k, c in sorted(self.counts.items())]
+        lines.append(f"{'total':<30}{self.calls():>10}{self.bytes():>18}")
+        return "\n".join(lines)
+
+    __str__ = table
+
+
+def moved() -> TransferCounts:
+    """Everything moved since import; as a context manager, what is moved inside the block."""
+    return TransferCounts()
