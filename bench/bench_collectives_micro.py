@@ -3,7 +3,7 @@
     pytest bench/bench_collectives_micro.py     times; --benchmark-disable: each once, in seconds
 
 This process is rank 0 and times itself; three others follow, each told of a call before the clock starts. ``torch`` is
-torch.distributed's own call. Each result is compared with the exact one in float64 (``zcomm.bench.checking``): no
+torch.distributed's own call. Each result is compared with the exact one in float64 (``zcomm._bench.checking``): no
 element is further off than its format allows, and replicated results are the same on all ranks. ``zcomm bench`` has
 more sizes, real machines and emulated networks.
 """
@@ -25,10 +25,10 @@ import torch.multiprocessing as mp
 
 import zcomm
 from zcomm import DeltaGather, RandomKey, Residual, Topology
+from zcomm._bench.checking import check
+from zcomm._bench.data import Tiles
+from zcomm._bench.workloads import Wire, Workload, wire_of
 from zcomm._stateful.node_sums import NodeSums
-from zcomm.bench.checking import check
-from zcomm.bench.data import Tiles
-from zcomm.bench.workloads import Wire, Workload, wire_of
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 FORMATS = (

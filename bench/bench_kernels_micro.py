@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from zcomm._bench.torch_calls import finish
 from zcomm._formats import reference
 from zcomm._formats.formats import FORMATS, get_format
 from zcomm._formats.message import layout_of
 from zcomm._formats.philox import Draw
 from zcomm._kernels import kernels
-from zcomm.bench.torch_calls import finish
 from zero import CPUAdagrad, CPUAdam, CPULion
 
 OPTIONS = ("int8:asym", "int4:asym", "int8:hadamard", "int4:hadamard", "int8:stochastic", "int4:stochastic")

@@ -40,7 +40,7 @@ from comparison.tables import LOOPBACK
 from contenders.catalogue import COMPARED
 from contenders.job import SHAPE, add_shape
 
-from zcomm.bench.harness import BenchReport, Column
+from zcomm._bench.harness import BenchReport, Column
 
 SYSTEMS = ["zero stage 1", "zero stage 2", "zero stage 3", "zero++", "delta-hpz", "zero stage 3 offload"]
 CONFIDENCE = 0.95

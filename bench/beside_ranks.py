@@ -16,10 +16,10 @@ from contenders.job import add_shape, new_setup
 from contenders.turn import take_steps
 
 from zcomm import Topology, control
-from zcomm.bench.emulated_nodes import INTERFACE
-from zcomm.bench.interface import sent_nbytes
-from zcomm.bench.launch import on_ranks
-from zcomm.bench.options import add_launch_arguments
+from zcomm._bench.emulated_nodes import INTERFACE
+from zcomm._bench.interface import sent_nbytes
+from zcomm._bench.launch import on_ranks
+from zcomm._bench.options import add_launch_arguments
 
 END = "end"
 ANSWERS = "answers"

@@ -37,7 +37,7 @@ from comparison.tables import LOOPBACK, markdown
 from contenders.catalogue import COMPARED, available
 from tqdm import tqdm
 
-from zcomm.bench.emulated_nodes import unavailable_reason
+from zcomm._bench.emulated_nodes import unavailable_reason
 
 BATCHES = {"network": {"batch_size": 1, "seq_length": 16}, "compute": {"batch_size": 8, "seq_length": 128}}
 MODEL = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4}

@@ -26,10 +26,10 @@ from tqdm import tqdm
 
 import zcomm
 from zcomm import Topology, ZcommError, control
-from zcomm.bench.emulated_nodes import INTERFACE
-from zcomm.bench.interface import sent_nbytes
-from zcomm.bench.launch import on_ranks
-from zcomm.bench.options import add_launch_arguments, check_launch
+from zcomm._bench.emulated_nodes import INTERFACE
+from zcomm._bench.interface import sent_nbytes
+from zcomm._bench.launch import on_ranks
+from zcomm._bench.options import add_launch_arguments, check_launch
 from zcomm.volume import inter_node_model_units
 
 

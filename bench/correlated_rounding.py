@@ -32,9 +32,9 @@ from torch import Tensor
 from torch.distributions import Laplace
 
 from zcomm import get_format
+from zcomm._bench.harness import BenchReport, Column
 from zcomm._formats.blocks import decode_blocks, encode_blocks
 from zcomm._formats.formats import CODECS
-from zcomm.bench.harness import BenchReport, Column
 
 BLOCK = get_format("int4").block
 RESIDUAL_BLOCK = get_format("int8").block

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcomm.bench.harness import BenchReport, Column, interleave
+from zcomm._bench.harness import BenchReport, Column, interleave
 from zero import CPUAdam
 from zero._optim.cpu_optimizer import Arrays, Factors, Rule, step_
 

@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.distributions import Laplace, StudentT
 
 from zcomm import Format, get_format
+from zcomm._bench.harness import BenchReport, Column, interleave
 from zcomm._formats.message import MessageLayout, layout_of
 from zcomm._formats.philox import Draw
 from zcomm._kernels import kernels
-from zcomm.bench.harness import BenchReport, Column, interleave
 
 FORMATS = [
     *("bf16", "fp16", "int8/2048", "int8", "int8/64", "int8:asym", "int8:stochastic", "fp8_e4m3", "fp8_e4m3/32"),

@@ -4,7 +4,7 @@
     figures.md      the same as tables, and what became of the steps; replaced as a whole, so never half written
     steps.log       all that the steps printed
 
-A step prints a figure as a line of JSON with ``num_wrong``, as zcomm.bench.harness.BenchReport does; with ``unavailable`` it
+A step prints a figure as a line of JSON with ``num_wrong``, as zcomm._bench.harness.BenchReport does; with ``unavailable`` it
 is the reason why there is none. Lines with ``context`` alone are shown below the step's name.
 """
 

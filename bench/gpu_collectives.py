@@ -30,13 +30,13 @@ from gpu_trace import Launches, count_launches, traced
 
 import zcomm
 from zcomm import Topology, control
+from zcomm._bench import torch_calls
+from zcomm._bench.checking import check
+from zcomm._bench.data import Tiles
+from zcomm._bench.harness import BenchReport, Column
+from zcomm._bench.timing import slowest_of_ranks
+from zcomm._bench.workloads import Wire, Workload, wire_of
 from zcomm._transport.backend_choice import BackendName, nccl_unavailable_reason
-from zcomm.bench import torch_calls
-from zcomm.bench.checking import check
-from zcomm.bench.data import Tiles
-from zcomm.bench.harness import BenchReport, Column
-from zcomm.bench.timing import slowest_of_ranks
-from zcomm.bench.workloads import Wire, Workload, wire_of
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 BACKENDS: tuple[BackendName, ...] = ("torch", "nccl")

@@ -25,9 +25,9 @@ from torch import Tensor
 
 import zcomm
 from zcomm import Topology, control
+from zcomm._bench import torch_calls
+from zcomm._bench.harness import BenchReport, Column
 from zcomm._transport.backend_choice import BackendName, nccl_unavailable_reason
-from zcomm.bench import torch_calls
-from zcomm.bench.harness import BenchReport, Column
 
 COLUMNS = [
     Column("ranks", "ranks"),

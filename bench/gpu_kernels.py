@@ -33,7 +33,7 @@ from gpu_budget import is_spent
 from gpu_kernels_cases import NUM_SUMMED, Case, Data, device_nbytes, kernels_of, make_cases, reason_against
 from gpu_kernels_timer import Timer
 
-from zcomm.bench.harness import BenchReport, Column
+from zcomm._bench.harness import BenchReport, Column
 
 FORMATS = ("int8", "int4", "nf4", "fp8_e4m3")
 DTYPES = ("bfloat16", "float32", "float16")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from zcomm.bench.harness import Timing, interleave
+from zcomm._bench.harness import Timing, interleave
 
 __all__ = ["Timer"]
 

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.optim import AdamW
 
 import zero
+from zcomm._bench.harness import BenchReport, Column
 from zcomm._kernels.kernels import native_unavailable_reason
-from zcomm.bench.harness import BenchReport, Column
 from zero import ZeroOptimizer
 
 HOST_NBYTES, DEVICE_NBYTES = 18, 8

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import torch
 
 from zcomm import Topology, control
-from zcomm.bench.harness import BenchReport, Column
-from zcomm.bench.ranks_setup import process_group
+from zcomm._bench.harness import BenchReport, Column
+from zcomm._bench.ranks_setup import process_group
 
 __all__ = ["agreed", "begun", "joined", "sharing"]
 

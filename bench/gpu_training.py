@@ -31,8 +31,8 @@ from zero_step import LOSS_TOLERANCE
 
 import zcomm
 from zcomm import Topology, control
-from zcomm.bench import torch_calls
-from zcomm.bench.harness import BenchReport, Column
+from zcomm._bench import torch_calls
+from zcomm._bench.harness import BenchReport, Column
 
 PEERS = ("ddp", "fsdp2 reshard=False", "fsdp2 reshard=True", *(f"deepspeed stage {n}" for n in (1, 2, 3)))
 OURS = (*(f"zero stage {n}" for n in (1, 2, 3)), "zero++", "delta-hpz")

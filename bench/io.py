@@ -26,8 +26,8 @@ from pathlib import Path
 
 import torch
 
+from zcomm._bench.harness import BenchReport, Column
 from zcomm._kernels import kernels
-from zcomm.bench.harness import BenchReport, Column
 from zero._storage.file_store import FileStore
 from zero._storage.tier_settings import FileSettings
 from zero._storage.transfer_buffers import aligned_bytes

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch_forms import CODECS, CodecSpec, Forms, TorchForms
 
 from zcomm import _native
+from zcomm._bench.harness import BenchReport, Column, interleave
 from zcomm._formats import formats
 from zcomm._formats.message import MessageLayout
 from zcomm._formats.philox import Draw
 from zcomm._kernels import kernels
-from zcomm.bench.harness import BenchReport, Column, interleave
 
 COLUMNS = [
     Column("op", "                   op"),

@@ -38,8 +38,8 @@ from torch import Tensor
 import zcomm
 import zero
 from zcomm import Topology
-from zcomm.bench.harness import BenchReport, Column
-from zcomm.bench.ranks_setup import process_group, relaunch_under_torchrun
+from zcomm._bench.harness import BenchReport, Column
+from zcomm._bench.ranks_setup import process_group, relaunch_under_torchrun
 from zero import ZeroOptimizer
 from zero._storage.file_store import FileStore, Transfer
 from zero._storage.tier_settings import FileSettings

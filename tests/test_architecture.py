@@ -1,17 +1,25 @@
-"""The layers of the project, checked: who may import whom, who may communicate, and how long things may get."""
+"""The rules of the source, one check each: imports, communication, names, lengths, and which tests cover what.
+
+CONTRIBUTING.md says why each rule is there.
+"""
+
+# covers: zcomm/__init__.py zero/__init__.py
 
 from __future__ import annotations
 
 import ast
+import importlib
+import json
+import re
+import subprocess
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
-# package -> first-party packages it may import
+# top-level package -> first-party packages that it may import
 ALLOWED = {
     "triton_kernels": set(),
     "zcomm": {"triton_kernels"},
@@ -19,7 +27,20 @@ ALLOWED = {
     "bench": {"zero", "zcomm"},
 }
 LIBRARY = ("triton_kernels", "zcomm", "zero")
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 8
+# Bottom up: each imports only what stands before it. Packages, and the modules at the top of zcomm/ and zero/.
+ORDER = {
+    "zcomm": (
+        "errors", "_base", "_formats", "_kernels", "_transport", "_residuals", "control", "_collectives", "_stateful",
+        "volume", "functional", "install", "", "_bench", "report", "cli", "__main__",
+    ),
+    "zero": (
+        "errors", "_ranks", "_storage", "_sharding", "_activations", "_config", "_optim", "_gradients", "_gather",
+        "_model", "_runtime", "_access", "_step", "optimizer", "_checkpoint", "plan", "checkpointing", "offload", "reports",
+        "engine", "initialize", "utils", "zero", "", "cli",
+    ),
+}  # fmt: skip
+MAX_TOP_FILES = 12
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 600, 60, 8
 # torch's five, and ours; DeepSpeed's
 MORE_PARAMETERS = {
     "reduce_scatter_single": 10, "all_reduce": 9, "install_ddp": 9, "install_fsdp2": 10, "initialize": 12,
@@ -33,28 +54,33 @@ MAY_IMPORT_LATE = {
     "zcomm/_kernels/native_calls.py",
     "zcomm/_transport/backend.py",
     "zcomm/cli.py",
-    "zcomm/bench/plot.py",
+    "zcomm/_bench/plot.py",
     "zero/plan/report.py",
 }
 # the backend, its checksums, and what it is compared with
-MAY_COMMUNICATE = {"zcomm/_transport/backend.py", "zcomm/_transport/checked.py", "zcomm/bench/torch_calls.py"}
+MAY_COMMUNICATE = {"zcomm/_transport/backend.py", "zcomm/_transport/checked.py", "zcomm/_bench/torch_calls.py"}
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all",
     "all_to_all_single", "barrier", "broadcast", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter",
     "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "send",
 }  # fmt: skip
-FILES = sorted(p for package in ALLOWED for p in (ROOT / package).rglob("*.py"))
-LIBRARY_FILES = [p for p in FILES if p.relative_to(ROOT).parts[0] in LIBRARY]
-NAMES = {"ids": lambda p: str(p.relative_to(ROOT))}
+PUBLIC_NAMES = Path(__file__).parent / "public_names.json"
 
 
 @cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def _files() -> dict[str, ast.Module]:
+    """The tracked Python files of the library and of bench/, parsed."""
+    listed = subprocess.run(["git", "ls-files", *ALLOWED], cwd=ROOT, check=True, capture_output=True, text=True)
+    names = sorted(name for name in listed.stdout.splitlines() if name.endswith(".py") and (ROOT / name).exists())
+    return {name: ast.parse((ROOT / name).read_text()) for name in names}
 
 
-def _imported_modules(path: Path) -> Iterator[str]:
-    for node in ast.walk(_tree(path)):
+def _library() -> dict[str, ast.Module]:
+    return {name: tree for name, tree in _files().items() if name.split("/")[0] in LIBRARY}
+
+
+def _imported_modules(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -62,66 +88,125 @@ def _imported_modules(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+def _module_name(name: str) -> str:
+    return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-@pytest.mark.parametrize("path", FILES, **NAMES)
-def test_imports_point_downwards(path: Path) -> None:
-    package = path.relative_to(ROOT).parts[0]
-    used = {name.split(".")[0] for name in _imported_modules(path)} & ALLOWED.keys()
-    assert used - {package} <= ALLOWED[package]
+def _modules(package: str) -> dict[str, ast.Module]:
+    return {_module_name(name): tree for name, tree in _library().items() if name.split("/")[0] == package}
 
 
-@pytest.mark.parametrize("package", LIBRARY)
-def test_modules_import_no_cycle(package: str) -> None:
-    modules = {_module_name(p): p for p in LIBRARY_FILES if p.relative_to(ROOT).parts[0] == package}
-    graph = {name: {m for m in _imported_modules(path) if m in modules and m != name} for name, path in modules.items()}
-    for name, path in modules.items():  # importing a module from its package is no import of the package's __init__
-        if path.name != "__init__.py":
-            graph[name].discard(package)
-    order = list(TopologicalSorter(graph).static_order())
-    assert set(order) == set(modules)
+def _room(module: str) -> str:
+    """The package directly below zcomm or zero, or the module that stands there; "" for zcomm and zero themselves."""
+    return [*module.split("."), ""][1]
 
 
-@pytest.mark.parametrize("path", [p for p in LIBRARY_FILES if p.parent.name != "bench"], **NAMES)
-def test_only_the_command_line_imports_the_benchmarks(path: Path) -> None:
-    uses_bench = any(name.startswith("zcomm.bench") for name in _imported_modules(path))
-    assert not uses_bench or path == ROOT / "zcomm" / "cli.py"
+def test_imports_point_downwards() -> None:
+    for name, tree in _files().items():
+        package = name.split("/")[0]
+        used = {module.split(".")[0] for module in _imported_modules(tree)} & ALLOWED.keys()
+        assert used - {package} <= ALLOWED[package], name
 
 
-@pytest.mark.parametrize("path", FILES, **NAMES)
-def test_imports_stand_at_the_top(path: Path) -> None:
-    functions = [n for n in ast.walk(_tree(path)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    late = [n.lineno for f in functions for n in ast.walk(f) if isinstance(n, (ast.Import, ast.ImportFrom))]
-    assert not late or str(path.relative_to(ROOT)) in MAY_IMPORT_LATE
+def test_packages_are_stacked() -> None:
+    """No import upwards, and so none both ways. ``import zcomm`` in a package of zero is an import of all of zcomm."""
+    for package, order in ORDER.items():
+        modules = _modules(package)
+        assert {_room(module) for module in modules} == set(order)
+        upwards = [
+            f"{module} imports {used}"
+            for module, tree in modules.items()
+            for used in set(_imported_modules(tree))
+            if used in modules and used != package and order.index(_room(used)) > order.index(_room(module))
+        ]
+        assert not upwards, "\n".join(upwards)
 
 
-def _distributed_names(path: Path) -> Iterator[str]:
+def test_modules_import_no_cycle() -> None:
+    for package in LIBRARY:
+        modules = _modules(package)
+        graph = {
+            name: {used for used in _imported_modules(tree) if used in modules and used != name}
+            for name, tree in modules.items()
+        }
+        for name in modules:  # importing a module from its package is no import of the package's __init__
+            graph[name] -= {name.rpartition(".")[0], package}
+        assert set(TopologicalSorter(graph).static_order()) == set(modules)
+
+
+def test_few_files_stand_at_the_top() -> None:
+    for package in ORDER:
+        top = [name for name in _library() if name.startswith(f"{package}/") and name.count("/") == 1]
+        assert len(top) <= MAX_TOP_FILES, top
+
+
+def test_each_package_says_what_it_is_for() -> None:
+    for name, tree in _library().items():
+        if name.endswith("/__init__.py") and name.count("/") == 2 and "/_" in name:
+            said = ast.get_docstring(tree) or ""
+            assert all(f"\n{word}" in said for word in ("In:", "Out:", "Called by:")), name
+
+
+def test_public_names_are_the_listed_ones() -> None:
+    """A name that goes, or comes, is a decision: tests/public_names.json has it, and CHANGELOG.md says so."""
+    listed = json.loads(PUBLIC_NAMES.read_text())
+    for module, names in listed.items():
+        assert sorted(importlib.import_module(module).__all__) == names, module
+
+
+def test_what_is_no_api_is_private() -> None:
+    """Packages beside the public ones begin with an underscore."""
+    public = set(json.loads(PUBLIC_NAMES.read_text()))
+    for package in ORDER:
+        for module in _modules(package):
+            room = f"{package}.{_room(module)}"
+            assert room in public or room.split(".")[1].startswith("_") or module.count(".") < 2, module
+
+
+def test_no_class_has_the_name_of_another() -> None:
+    places = defaultdict[str, list[str]](list)
+    for name, tree in _library().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(f"{name}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_only_the_command_line_imports_the_benchmarks() -> None:
+    for name, tree in _library().items():
+        if not name.startswith("zcomm/_bench/") and name != "zcomm/cli.py":
+            assert not any(module.startswith("zcomm._bench") for module in _imported_modules(tree)), name
+
+
+def test_imports_stand_at_the_top() -> None:
+    for name, tree in _files().items():
+        functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        late = [n.lineno for f in functions for n in ast.walk(f) if isinstance(n, (ast.Import, ast.ImportFrom))]
+        assert not late or name in MAY_IMPORT_LATE, (name, late)
+
+
+def _distributed_names(tree: ast.Module) -> Iterator[str]:
     """What is taken from torch.distributed: as ``dist.x``, or by ``from torch.distributed import x``."""
-    for node in ast.walk(_tree(path)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("dist", "distributed", "torch.distributed"):
             yield node.attr
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
             yield from (alias.name for alias in node.names)
 
 
-@pytest.mark.parametrize("path", [p for p in LIBRARY_FILES if str(p.relative_to(ROOT)) not in MAY_COMMUNICATE], **NAMES)
-def test_only_the_backend_calls_collectives(path: Path) -> None:
-    assert not set(_distributed_names(path)) & COLLECTIVES
+def test_only_the_backend_calls_collectives() -> None:
+    for name, tree in _library().items():
+        assert name in MAY_COMMUNICATE or not set(_distributed_names(tree)) & COLLECTIVES, name
 
 
-@pytest.mark.parametrize("path", [p for p in LIBRARY_FILES if p.name != "cli.py"], **NAMES)
-def test_the_libraries_print_nothing(path: Path) -> None:
-    calls = (node.func for node in ast.walk(_tree(path)) if isinstance(node, ast.Call))
-    assert "print" not in {func.id for func in calls if isinstance(func, ast.Name)}
+def test_the_libraries_print_nothing() -> None:
+    for name, tree in _library().items():
+        calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+        assert name.endswith("/cli.py") or "print" not in {f.id for f in calls if isinstance(f, ast.Name)}, name
 
 
-@pytest.mark.parametrize("path", FILES, **NAMES)
-def test_files_and_functions_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
-    tree = _tree(path)
+def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Each function, with the name of its class before its own if it is a method."""
     methods = {
         id(member): f"{owner.name}.{member.name}"
         for owner in ast.walk(tree)
@@ -131,10 +216,40 @@ def test_files_and_functions_are_short(path: Path) -> None:
     }
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= MAX_FUNCTION_LINES, f"{node.name}: {length} lines"
+            yield methods.get(id(node), node.name), node
+
+
+def test_files_and_functions_are_short() -> None:
+    for name, tree in _files().items():
+        assert len((ROOT / name).read_text().splitlines()) <= MAX_FILE_LINES, name
+        for function, node in _functions(tree):
+            where = f"{name}: {function}"
+            assert (node.end_lineno or node.lineno) - node.lineno < MAX_FUNCTION_LINES, where
             if any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list):
                 continue  # a kernel has no structures: every pointer, stride and constant is a parameter
-            limit = MORE_PARAMETERS.get(methods.get(id(node), node.name), MAX_PARAMETERS)
             parameters = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-            assert len([p for p in parameters if p not in ("self", "cls")]) <= limit, node.name
+            count = len([p for p in parameters if p not in ("self", "cls")])
+            assert count <= MORE_PARAMETERS.get(function, MAX_PARAMETERS), where
+
+
+COVERS = re.compile(r"^# covers: (.+)$", re.MULTILINE)
+
+
+def test_each_test_file_names_what_it_covers() -> None:
+    """And every module of the library that has a function or a class is covered by some file."""
+    listed = subprocess.run(["git", "ls-files", "tests"], cwd=ROOT, check=True, capture_output=True, text=True)
+    covered = set[str]()
+    for name in listed.stdout.splitlines():
+        if not re.search(r"(^|/)test_\w+\.py$", name) or not (ROOT / name).exists():
+            continue
+        lines = COVERS.findall((ROOT / name).read_text())
+        assert len(lines) == 1, f"{name} must have one line '# covers: zero/a.py zcomm/_b/c.py', and has {len(lines)}"
+        for path in lines[0].split():
+            assert (ROOT / path).exists(), f"{name} covers {path}, which is not there"
+            covered.add(path)
+    defining = {
+        name
+        for name, tree in _library().items()
+        if any(isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in tree.body)
+    }
+    assert sorted(defining - covered) == []

@@ -23,13 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     if options.command == "env":
         return _print_environment(as_json=options.json)
-    from zcomm.bench.command import run
+    from zcomm._bench.command import run
 
     return run(options, words)
 
 
 def _parser() -> argparse.ArgumentParser:
-    from zcomm.bench.command import add_bench, add_probe
+    from zcomm._bench.command import add_bench, add_probe
 
     parser = argparse.ArgumentParser(prog="zcomm", description="Quantized, hierarchical collectives for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -20,7 +20,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 
 from zcomm import ConfigError
-from zero._activations import routing
+from zero._activations import scope
 from zero._activations.activation_settings import ActivationSettings
 from zero._activations.call import CheckpointedCall
 from zero._activations.checkpointer import Checkpointer
@@ -112,12 +112,12 @@ def checkpoint(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Re
     if kwargs.pop("use_reentrant", False):
         raise ConfigError("zero.checkpoint has use_reentrant=False: call torch.utils.checkpoint.checkpoint for True")
     options = {name: kwargs.pop(name) for name in OPTIONS & kwargs.keys()}
-    checkpointer = routing.current() or _CONFIGURED.checkpointer
+    checkpointer = scope.current() or _CONFIGURED.checkpointer
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     call = CheckpointedCall(checkpointer, function, args, kwargs)
     del args, kwargs
-    with call.saving(), routing.entered(None):
+    with call.saving(), scope.entered(None):
         result: Result = torch_checkpoint.checkpoint(call, *call.take_leaves(), use_reentrant=False, **options)
     return result
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zcomm import ConfigError, StateError
-from zero._runtime.inside import Inside
+from zero._runtime.optimizer_parts import OptimizerParts
 from zero._runtime.runtime import Runtime
 from zero._runtime.suspended_memory import Away
 from zero.optimizer import ZeroOptimizer
@@ -93,7 +93,7 @@ def _kinds(include: Collection[Any] | None) -> tuple[str, ...]:
     return names
 
 
-def _tensors(inside: Inside, kinds: Collection[str]) -> Iterator[Tensor]:
+def _tensors(inside: OptimizerParts, kinds: Collection[str]) -> Iterator[Tensor]:
     """What of ``kinds`` is on the device."""
     runtime = inside.runtime
     for bucket in runtime.buckets:

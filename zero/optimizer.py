@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,29 +25,30 @@ from torch.optim import Optimizer
 from zcomm import StateError, Topology
 from zcomm._transport.call_context import in_no_call
 from zero._access.auto_tiling import tile_configured
+from zero._access.state_dict import StateDicts
+from zero._activations.activation_settings import ActivationSettings
+from zero._activations.install import NO_TENSOR_RANKS, install
 from zero._config.parse import Configuration, Source
-from zero._config.resolved import ResolvedConfig
+from zero._config.resolved import ResolvedConfig, choose_topology
 from zero._config.settings import Effective
 from zero._model.cast import cast
 from zero._model.leaf_modules import set_configured
 from zero._optim.host_adam import build_updater
-from zero._optim.loss_scale import LossScale, not_scaled
+from zero._optim.loss_scale import LossScale, loss_scale_of, not_scaled
 from zero._optim.masters import OptimizerStates, as_groups, build_pieces
 from zero._ranks.collective_calls import calling_over, collective_methods
 from zero._ranks.distributed import DataParallel, data_parallel
 from zero._ranks.model_parallel import ModelParallel
 from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.delta_hpz_state import restore_node_state
-from zero._runtime.inside import Inside, values_of
 from zero._runtime.memory_report import MemoryReport, measure
-from zero._runtime.runtime import Runtime
+from zero._runtime.optimizer_parts import OptimizerParts, values_of
+from zero._runtime.runtime import Runtime, time_exchanges
 from zero._runtime.shard_state import RanksState, check_fits, load_masters, restore_parameters, shard_state
-from zero._runtime.timing import time_exchanges
-from zero._runtime.validate import announce, check_inputs, choose_formats, choose_topology
+from zero._runtime.validate import announce, check_inputs, choose_formats
 from zero._step.clip import clip_grad_norm_, fold_clipping
 from zero._step.final_gradients import BeforeScaler, FinalGradients
 from zero._step.update import Update
-from zero.on_model import install_on_model
 
 __all__ = ["ZeroOptimizer"]
 
@@ -129,7 +131,7 @@ class ZeroOptimizer(Optimizer):
             build = partial(build_updater, optimizer, groups, self._pieces, plan, self._runtime.buckets)
             self._inner = on_every_rank(build, topology)
             self._runtime.open_states(self._inner, self._pieces)
-            install_on_model(self._runtime, plan.activations, self._model_parallel)
+            _install_on_model(self._runtime, plan.activations, self._model_parallel)
         except Exception:
             with self._runtime.gathered(self._runtime.buckets):  # the model stays whole
                 self._runtime.close()
@@ -144,7 +146,7 @@ class ZeroOptimizer(Optimizer):
         self._share_state()
 
     def _adopt(self, plan: ResolvedConfig) -> None:
-        self.loss_scale: LossScale | None = plan.new_loss_scale()
+        self.loss_scale: LossScale | None = loss_scale_of(plan.configuration.values)
         """The loss scale of fp16, or of bf16 with overflow checks; None if the configuration has neither."""
         self.was_step_applied = False
         """Whether the last step() updated the parameters; False if gradients overflowed."""
@@ -355,10 +357,10 @@ class ZeroOptimizer(Optimizer):
             on_every_rank(self._runtime.file_update.store_states, self.topology)
 
     @property
-    def inside(self) -> Inside:
+    def inside(self) -> OptimizerParts:
         """The parts of this optimizer, for :mod:`zero._checkpoint`."""
         parts = self._runtime, self._inner, self._pieces, self._group_of, self._model_parallel
-        return Inside(*parts, self._update.fail)
+        return OptimizerParts(*parts, self._update.fail)
 
     def master_pieces(self) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
         """``(parameter, first element, master values)`` for what this rank updates; copies of what is in files."""
@@ -377,3 +379,19 @@ class ZeroOptimizer(Optimizer):
             self._model_parallel.close()
             if self._owns_topology:
                 self._runtime.topology.close()
+
+
+def _install_on_model(runtime: Runtime, activations: ActivationSettings, model_parallel: ModelParallel) -> None:
+    """Saving and loading of its state, and where checkpointed functions keep their inputs. Collective.
+
+    Raises:
+        OSError: See :func:`zero._activations.install.install`.
+    """
+    runtime.state_dicts = StateDicts(runtime)
+    runtime.hooks.keep(runtime.state_dicts.install())
+    group = model_parallel.tensor_group
+    inactive: tuple[str, ...] = ()
+    if activations.partitions and group is None:
+        activations, inactive = replace(activations, partitions=False), (f"partition_activations ({NO_TENSOR_RANKS})",)
+    runtime.effective = runtime.effective.and_more(details=activations.described(), inactive=inactive)
+    runtime.hooks.keep(install(runtime.model, activations, group, runtime.topology))

@@ -1,5 +1,7 @@
 """Two versions side by side: the interval, and a run of this version beside itself."""
 
+# covers: zcomm/_bench/launch.py zcomm/_bench/options.py zcomm/_bench/plot.py zcomm/_bench/timing.py
+
 from __future__ import annotations
 
 import json

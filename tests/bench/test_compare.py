@@ -1,5 +1,7 @@
 """The tables of ``bench/compare.py``, from recorded JSON."""
 
+# covers: bench/beside.py bench/compare.py
+
 from __future__ import annotations
 
 import json

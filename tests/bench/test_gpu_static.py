@@ -1,5 +1,7 @@
 """The report on machine code: counts are those of the disassembly, and it runs on one kernel."""
 
+# covers: triton_kernels/arithmetic.py
+
 from __future__ import annotations
 
 import sys

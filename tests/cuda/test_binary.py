@@ -4,6 +4,8 @@ The bits need IEEE division and no multiplication fused with an addition; the sp
 in registers.
 """
 
+# covers: zcomm/__init__.py
+
 from __future__ import annotations
 
 import importlib.util

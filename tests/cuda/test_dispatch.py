@@ -1,5 +1,7 @@
 """When the CUDA kernels are chosen, and what the native module is given. No GPU is needed."""
 
+# covers: zcomm/_base/env.py zcomm/_formats/formats.py zcomm/_formats/message.py
+
 from __future__ import annotations
 
 from collections.abc import Iterator

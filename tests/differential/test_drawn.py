@@ -1,5 +1,7 @@
 """Twenty random training programs a day, against one process; any again by ``python -m tests.differential``."""
 
+# covers: zcomm/__init__.py
+
 from __future__ import annotations
 
 import os

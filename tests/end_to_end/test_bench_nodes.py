@@ -1,5 +1,7 @@
 """``zcomm bench --emulate-nodes``: bytes, speed-ups on a slow network, and nothing left behind by any end."""
 
+# covers: zcomm/_bench/emulated_nodes.py
+
 from __future__ import annotations
 
 import json
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.job import ROOT
-from zcomm.bench.emulated_nodes import emulated_nodes, unavailable_reason
+from zcomm._bench.emulated_nodes import emulated_nodes, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [
@@ -111,7 +113,7 @@ def _running_in_session(session: int) -> list[str]:
 
 def test_what_a_killed_process_left_is_removed_by_the_next() -> None:
     script = (
-        "import os, sys\nfrom zcomm.bench.emulated_nodes import emulated_nodes\n"
+        "import os, sys\nfrom zcomm._bench.emulated_nodes import emulated_nodes\n"
         "with emulated_nodes(1):\n    print('made', flush=True)\n    os.kill(os.getpid(), 9)"
     )
     killed = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)

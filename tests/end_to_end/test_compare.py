@@ -1,5 +1,7 @@
 """``bench/compare.py``'s ranks at miniature size, on ranks that stand in for two nodes."""
 
+# covers: bench/compare.py bench/compare_ranks.py
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,7 @@
 """``bench/convergence.py`` at miniature size: what it measures, that it goes on where it stopped, and its table."""
 
+# covers: bench/contenders/ddp.py bench/contenders/job.py
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,7 @@
 """The training script of DeepSpeed's tutorials runs with one import changed, under their configurations."""
 
+# covers: bench/contenders/job.py bench/side_by_side/configurations.py
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,7 @@
 """The main job as on two machines: two torchrun agents in two network namespaces, nodes from torchrun's environment."""
 
+# covers: zcomm/_bench/emulated_nodes.py
+
 from __future__ import annotations
 
 import subprocess
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.job import ROOT, SCRIPT, TINY, losses, summary
-from zcomm.bench.emulated_nodes import Node, emulated_nodes, unavailable_reason
+from zcomm._bench.emulated_nodes import Node, emulated_nodes, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [

@@ -19,7 +19,7 @@ import torch.distributed.run
 from tests.faults.definition import TIMEOUT_S
 from tests.faults.forked import SLACK_S, attempt_forked, judge, ranks_of, saved_at_first, told
 from tests.ranks import forkserver
-from zcomm.bench.emulated_nodes import INTERFACE, Node, emulated_nodes, unavailable_reason
+from zcomm._bench.emulated_nodes import INTERFACE, Node, emulated_nodes, unavailable_reason
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S, MACHINES = 150, 2

@@ -19,10 +19,10 @@ import torch
 import zero
 from tests.zero.test_golden_checkpoints import FOLDER, new_inner, new_small
 from zcomm import ConfigError, LayoutError, ZcommError
+from zcomm._bench import options
 from zcomm._collectives.auto_format import Table
 from zcomm._formats.formats import get_format
 from zcomm._formats.recipes import get_recipe
-from zcomm.bench import options
 from zero import CheckpointError
 from zero._checkpoint.export import export_checkpoint
 from zero._checkpoint.index import UNREADABLE, read_index

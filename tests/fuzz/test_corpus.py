@@ -1,5 +1,7 @@
 """Every input of the corpus, findings that were fixed among them: taken, or refused by a named error."""
 
+# covers: tests/fuzz/targets.py
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -40,7 +40,7 @@ README = Path(__file__).parent / "README.md"
 PACKAGES = ("zcomm", "zero", "triton_kernels")
 CPP = ("cpp/src", "cpp/nccl", "cpp/cuda")
 NOT_BUILT_HERE = re.compile(r"\.cuh?$|/cuda_device\.(cc|h)$|/CMakeLists\.txt$")
-CHANGES_THE_MACHINE = "zcomm/bench/emulated_nodes.py"
+CHANGES_THE_MACHINE = "zcomm/_bench/emulated_nodes.py"
 """As root it makes network namespaces, and kills what is in them."""
 NOT_NEAR = re.compile(r"^tests/((end_to_end|faults|fuzz|mutants|cuda)/|test_\w+\.py)")
 NUM_NEAREST, NUM_FILES = 4, 12

@@ -1,5 +1,7 @@
 """What others may have written: every reader refuses it by a named error, runs nothing and stays in its folder."""
 
+# covers: zero/_checkpoint/durability.py zero/_checkpoint/plain_weights.py zero/_storage/tensor_files.py
+
 from __future__ import annotations
 
 import argparse
@@ -21,9 +23,9 @@ from torch import nn
 
 import zero
 from zcomm import ConfigError, LayoutError
+from zcomm._bench import probe
 from zcomm._collectives.auto_format import Table
 from zcomm._kernels import kernels
-from zcomm.bench import probe
 from zero import CheckpointError
 from zero._checkpoint.durability import read_latest
 from zero._checkpoint.plain_weights import index_of_weights

@@ -4,6 +4,8 @@ The numerics contract stands on three things that only the compiled code shows: 
 and denormals that are kept.
 """
 
+# covers: triton_kernels/launch.py
+
 from __future__ import annotations
 
 import re

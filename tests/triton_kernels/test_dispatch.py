@@ -1,5 +1,7 @@
 """When the Triton kernels are chosen, what is said when they cannot be, and how a launch is tuned."""
 
+# covers: triton_kernels/_kept.py triton_kernels/_run.py triton_kernels/kernels.py zcomm/_kernels/on_triton.py
+
 from __future__ import annotations
 
 import os

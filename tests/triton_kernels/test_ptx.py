@@ -1,5 +1,7 @@
 """The texts of NVIDIA instructions, executed on the CPU, against the reference's levels, midpoints and roundings."""
 
+# covers: triton_kernels/ptx.py
+
 from __future__ import annotations
 
 from itertools import pairwise

@@ -1,5 +1,7 @@
 """``format="auto"``: what the probe's file says, the same on all ranks whatever files they have; else uncompressed."""
 
+# covers: zcomm/_bench/probe.py zcomm/_collectives/auto_format.py
+
 from __future__ import annotations
 
 import json
@@ -19,9 +21,9 @@ import zcomm
 from tests.ranks import run_ranks
 from zcomm import ConfigError, Topology, ZcommError, cli
 from zcomm._base import env
+from zcomm._bench.probe import confirmed, fastest_of
 from zcomm._collectives import auto_format
 from zcomm._collectives.auto_format import NONE, ProbedChoice, Table
-from zcomm.bench.probe import confirmed, fastest_of
 
 SHAPE = "2x2 on 1 host"
 CPU = torch.device("cpu")

@@ -1,5 +1,7 @@
 """What is refused, before any communication: in this process there is no process group to reach."""
 
+# covers: zcomm/functional.py
+
 from __future__ import annotations
 
 import os

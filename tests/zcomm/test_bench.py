@@ -1,5 +1,7 @@
 """``zcomm bench``: its grammar, its verdicts, what it refuses, and the columns against formulas."""
 
+# covers: zcomm/_bench/checking.py zcomm/_bench/collectives.py zcomm/_bench/command.py zcomm/_bench/data.py
+
 from __future__ import annotations
 
 import argparse
@@ -22,14 +24,14 @@ from tests.ranks import run_ranks, topology
 from tests.zcomm import oracle
 from tests.zcomm.oracle import Wire as OracleWire
 from zcomm import cli
+from zcomm._bench import workloads
+from zcomm._bench.checking import check
+from zcomm._bench.data import Tiles
+from zcomm._bench.harness import BenchReport, Column, Timing, interleave
+from zcomm._bench.interface import sent_nbytes
+from zcomm._bench.options import sizes_of
+from zcomm._bench.workloads import Workload, wire_of
 from zcomm._collectives.auto_format import Table
-from zcomm.bench import workloads
-from zcomm.bench.checking import check
-from zcomm.bench.data import Tiles
-from zcomm.bench.harness import BenchReport, Column, Timing, interleave
-from zcomm.bench.interface import sent_nbytes
-from zcomm.bench.options import sizes_of
-from zcomm.bench.workloads import Workload, wire_of
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -1,5 +1,7 @@
 """With ZCOMM_CHECK=1 one wrong bit in any message is the same named error on every rank, and nothing of it is used."""
 
+# covers: zcomm/_base/env.py zcomm/_transport/checked.py
+
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,7 @@
 """Chunks: where they are cut, the order of their exchanges, and that nothing but time depends on them."""
 
+# covers: zcomm/_transport/chunks.py
+
 from __future__ import annotations
 
 from collections.abc import Iterator

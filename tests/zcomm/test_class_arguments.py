@@ -1,5 +1,7 @@
 """Arguments of a wrong kind for the classes: one named error with the argument's name, before any communication."""
 
+# covers: zcomm/__init__.py
+
 from __future__ import annotations
 
 from collections.abc import Callable

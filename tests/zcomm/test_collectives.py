@@ -1,5 +1,7 @@
 """Collectives on live ranks against oracles that compute every rank's data from its seed."""
 
+# covers: zcomm/_bench/workloads.py zcomm/_collectives/reduce_scatter.py zcomm/_stateful/secondary.py
+
 from __future__ import annotations
 
 from dataclasses import replace

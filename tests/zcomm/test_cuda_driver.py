@@ -1,5 +1,7 @@
 """A driver that is missing or too old is one named reason, on every rank before NCCL is asked for anything."""
 
+# covers: zcomm/_kernels/on_cuda.py
+
 from __future__ import annotations
 
 import os

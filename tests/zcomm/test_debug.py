@@ -1,5 +1,7 @@
 """ZCOMM_DEBUG=1: calls that differ between ranks are one error on every rank, before anything is exchanged."""
 
+# covers: zcomm/_bench/torch_calls.py zcomm/_transport/debug.py
+
 from __future__ import annotations
 
 import threading

@@ -1,5 +1,7 @@
 """Which kernels serve a call, on every instruction set of the binary, and what happens when there are none."""
 
+# covers: zcomm/_base/env.py zcomm/_formats/reference.py zcomm/_formats/formats.py
+
 from __future__ import annotations
 
 import os

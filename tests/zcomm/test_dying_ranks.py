@@ -1,5 +1,7 @@
 """A rank that dies or stops in a collective: the others get an error within the process group's timeout, no hang."""
 
+# covers: zcomm/control.py
+
 from __future__ import annotations
 
 import os

@@ -2,6 +2,8 @@
 backend, what is not served is refused by name, and what goes wrong is a named error on every rank.
 """
 
+# covers: zcomm/errors.py
+
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,7 @@
 """Texts to and from the first rank: each rank gets its own, and only those bytes travel; damage is found."""
 
+# covers: zcomm/control.py
+
 from __future__ import annotations
 
 import pytest

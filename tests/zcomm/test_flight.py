@@ -1,5 +1,7 @@
 """The flight recorder: the last exchanges of a rank, and a rank that leaves one out."""
 
+# covers: zcomm/_transport/collective_log.py zcomm/_transport/flight_record.py
+
 from __future__ import annotations
 
 import sys

@@ -1,5 +1,7 @@
 """A native module of another Python, processor or C library is one named error, on every rank."""
 
+# covers: zcomm/_kernels/native_calls.py
+
 from __future__ import annotations
 
 import os

@@ -1,5 +1,7 @@
 """What the drop-ins carry from step to step: residuals through DDP's new buckets; checkpoints; random numbers."""
 
+# covers: zcomm/install/carried.py zcomm/install/planned.py zcomm/install/report.py
+
 from __future__ import annotations
 
 from collections.abc import Iterable

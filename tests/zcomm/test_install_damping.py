@@ -1,5 +1,7 @@
 """Recipes that damp and reset residuals: the effect on what DDP and FSDP2 exchange."""
 
+# covers: zcomm/__init__.py
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,7 @@
 """install_ddp on live ranks: what is exchanged, how DDP's features go with it, and that it can be taken back."""
 
+# covers: zcomm/_kernels/profiling.py zcomm/install/ddp.py zcomm/install/ddp_hook.py zcomm/install/pieces.py
+
 from __future__ import annotations
 
 import gc

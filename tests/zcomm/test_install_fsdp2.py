@@ -1,5 +1,7 @@
 """install_fsdp2 on live ranks: what is exchanged, and how FSDP2's features go with it."""
 
+# covers: zcomm/install/fsdp2.py zcomm/install/fsdp2_comms.py zcomm/install/fsdp2_units.py
+
 from __future__ import annotations
 
 from typing import Any

@@ -4,6 +4,8 @@ Kernels that stand for the GPU's are counted, and every operation of torch's but
 exchange brings has no trailers before, so that what comes too short is refused, whoever clears them.
 """
 
+# covers: triton_kernels/tiles.py
+
 from __future__ import annotations
 
 from collections import Counter

@@ -1,5 +1,7 @@
 """Residuals under a loss scale: the bits of gradients are those of a run without one, a power of 2 apart."""
 
+# covers: zcomm/_residuals/loss_scaling.py
+
 from __future__ import annotations
 
 import gc

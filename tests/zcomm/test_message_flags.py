@@ -1,5 +1,7 @@
 """The flag that kernels on a GPU clear: when it is copied and read, here with events that pass when the test says."""
 
+# covers: zcomm/_kernels/message_flags.py
+
 from __future__ import annotations
 
 from collections.abc import Callable

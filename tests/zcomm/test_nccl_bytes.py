@@ -3,6 +3,8 @@
 The communicator is over the emulated NCCL.
 """
 
+# covers: zcomm/_transport/nccl_communicators.py zcomm/_transport/topology.py
+
 from __future__ import annotations
 
 import gc

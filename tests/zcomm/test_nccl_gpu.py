@@ -4,6 +4,8 @@ NCCL up to 2.29 takes ranks with different ``NCCL_HOSTID`` for ranks of differen
 2.30 on there is a switch.
 """
 
+# covers: zcomm/_transport/backend_choice.py
+
 from __future__ import annotations
 
 import os

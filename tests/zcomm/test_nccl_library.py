@@ -1,5 +1,7 @@
 """NCCL is found where it should be, and its absence is explained. ZCOMM_TEST_NCCL=PATH: with a real one, too."""
 
+# covers: zcomm/_transport/nccl_library.py
+
 from __future__ import annotations
 
 import os

@@ -1,5 +1,7 @@
 """Sums that stay in the node, and replicas of it: against the collectives that do the same in one call."""
 
+# covers: zcomm/_stateful/node_replica.py zcomm/_stateful/node_sums.py
+
 from __future__ import annotations
 
 import dataclasses

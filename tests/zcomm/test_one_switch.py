@@ -1,5 +1,7 @@
 """backend= and kernels= belong to a Topology, to ZeroOptimizer and to installations; nothing belongs to the process."""
 
+# covers: zcomm/functional.py zcomm/_base/env.py zcomm/_kernels/kernels.py
+
 from __future__ import annotations
 
 import json

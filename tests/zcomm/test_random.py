@@ -1,5 +1,7 @@
 """Stochastic rounding in collectives: which numbers are drawn, and that nothing but the key and the place decides."""
 
+# covers: zcomm/_transport/chunks.py
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 """Residuals in checkpoints, in other buckets and on other ranks."""
 
+# covers: zcomm/_residuals/relayout.py
+
 from __future__ import annotations
 
 import io

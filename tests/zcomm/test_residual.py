@@ -1,5 +1,7 @@
 """Residuals: their arithmetic against the oracle, when they count, and what they are worth."""
 
+# covers: triton_kernels/residuals.py zcomm/_residuals/buffer_layout.py zcomm/_transport/route.py
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,7 @@
 """What users see: spans in a profiler's trace, scalars, sampled errors."""
 
+# covers: zcomm/_kernels/relative_error.py
+
 from __future__ import annotations
 
 import json

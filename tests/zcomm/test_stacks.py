@@ -1,5 +1,7 @@
 """Stacks of other threads are read while these go on, and while Python collects garbage in the midst of it."""
 
+# covers: zcomm/_transport/call_context.py
+
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,7 @@
 """A store that outlives its ranks: a start gets a name of its own, whatever dead ranks have left."""
 
+# covers: zcomm/_transport/store_exchange.py
+
 from __future__ import annotations
 
 import json

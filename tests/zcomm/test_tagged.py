@@ -1,5 +1,7 @@
 """Exchanges by tagged sends, or through copies: what a thread starts, what it says, and when they have ended."""
 
+# covers: zcomm/_base/pending.py zcomm/_transport/call_context.py zcomm/_transport/tagged.py
+
 from __future__ import annotations
 
 import threading

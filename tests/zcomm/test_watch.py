@@ -1,5 +1,7 @@
 """What a Watch asks of the store, which may be cut off."""
 
+# covers: zcomm/_transport/backend.py zcomm/_transport/deadlock_analysis.py zcomm/_transport/deadlock_watch.py
+
 from __future__ import annotations
 
 import threading

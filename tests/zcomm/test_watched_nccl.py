@@ -1,5 +1,7 @@
 """Ranks that make different calls over the emulated NCCL: one DivergedError on each, and a new communicator."""
 
+# covers: zcomm/control.py
+
 from __future__ import annotations
 
 import time

@@ -1,5 +1,7 @@
 """What the optimizer sends and holds, counted, against the theory's numbers."""
 
+# covers: zcomm/control.py
+
 from __future__ import annotations
 
 import gc

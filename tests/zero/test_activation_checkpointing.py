@@ -1,5 +1,7 @@
 """``activation_checkpointing`` of the JSON, alone, on models that call torch.utils.checkpoint."""
 
+# covers: zero/_activations/activation_settings.py zero/_activations/call.py zero/_activations/file_storage.py
+
 from __future__ import annotations
 
 import copy

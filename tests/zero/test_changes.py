@@ -1,5 +1,7 @@
 """When changes are sent: each bucket's as its update ends, with the bits that all updates before all changes give."""
 
+# covers: zero/_gather/gather_sources.py zero/_step/delta_publish.py
+
 from __future__ import annotations
 
 from contextlib import nullcontext

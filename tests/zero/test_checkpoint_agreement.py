@@ -1,5 +1,7 @@
 """Ranks load one checkpoint or none, and what goes wrong on one rank while saving or loading is one error on all."""
 
+# covers: zero/_checkpoint/dcp.py
+
 from __future__ import annotations
 
 import random

@@ -1,5 +1,7 @@
 """What is saved loads: tensors without elements, buffers of every dtype; what could not be loaded does not count."""
 
+# covers: zero/_checkpoint/dcp.py
+
 from __future__ import annotations
 
 import json

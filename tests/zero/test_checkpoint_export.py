@@ -1,5 +1,7 @@
 """Weights out of and into checkpoints: read back by the safetensors library and by transformers."""
 
+# covers: zero/_checkpoint/export.py zero/_checkpoint/index.py zero/_checkpoint/model_parallel_parts.py
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,7 @@
 """Checkpoints that cannot be saved or loaded: the same named error on every rank, nothing changed, nothing executed."""
 
+# covers: zero/_checkpoint/dcp.py
+
 from __future__ import annotations
 
 import argparse

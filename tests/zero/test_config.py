@@ -1,5 +1,7 @@
 """The configuration: every key checked, nothing ignored in silence, one definition behind all that describes it."""
 
+# covers: zero/_config/batch.py zero/_config/explain.py zero/_config/json_schema.py zero/_config/keys.py
+
 from __future__ import annotations
 
 import inspect

@@ -1,5 +1,7 @@
 """Values that no key can hold, at every key: a working configuration or a ConfigError that names the key."""
 
+# covers: zero/_config/key_support.py zero/_config/legacy.py zero/_config/optimizer_options.py
+
 from __future__ import annotations
 
 import math

@@ -3,6 +3,8 @@
 The oracle is the same model in a single process.
 """
 
+# covers: zero/utils.py
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """Updates that run during the next step, and are not made, or fail: on every rank, with nothing half done."""
 
+# covers: zero/optimizer.py
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -4,6 +4,8 @@ The oracle trains on one process, from the formula: gradients at the parameters 
 plain ``zero.CPUAdam`` over whole float32 masters.
 """
 
+# covers: zero/_optim/delayed_update.py zero/_optim/file_update.py zero/_optim/optimizer_clone.py
+
 from __future__ import annotations
 
 import copy

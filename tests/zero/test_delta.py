@@ -1,5 +1,7 @@
 """``mode="delta"``, stages 1 and 2: plain training if nothing is rounded, and bit for bit the NumPy oracle's else."""
 
+# covers: zcomm/control.py zero/utils.py
+
 from __future__ import annotations
 
 import copy

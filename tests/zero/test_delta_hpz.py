@@ -1,5 +1,7 @@
 """``mode="delta_hpz"``: the same training without quantization, and bit for bit the NumPy oracle's with it."""
 
+# covers: zero/_config/delta_hpz_settings.py
+
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,7 @@
 """A rank that alone leaves the order that all have recorded: one named error on every rank within seconds."""
 
+# covers: zero/_ranks/distributed.py
+
 from __future__ import annotations
 
 import threading

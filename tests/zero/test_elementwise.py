@@ -1,5 +1,7 @@
 """Which optimizers are accepted: couplings that are found, and what is no coupling."""
 
+# covers: zero/_optim/elementwise_check.py zero/_optim/lion.py
+
 # ruff: noqa: ARG002  (what changes a gradient is given all there is)
 from __future__ import annotations
 

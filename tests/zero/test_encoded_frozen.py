@@ -1,5 +1,7 @@
 """Frozen weights at rest as INT8: their memory, their bytes on the way, and what training makes of them."""
 
+# covers: zero/optimizer.py
+
 from __future__ import annotations
 
 import copy

@@ -3,6 +3,8 @@
 Through ZeroOptimizer on topologies that tests share, and through ``zero.initialize``, which makes its own.
 """
 
+# covers: zero/initialize.py
+
 from __future__ import annotations
 
 from contextlib import nullcontext

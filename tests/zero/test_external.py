@@ -3,6 +3,8 @@
 The three cases of Megatron: a word embedding that serves the logits, a bias that a submodule returns, and two of them.
 """
 
+# covers: zero/optimizer.py
+
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,7 @@
 """A construction that fails: every rank raises, the model is as it was, and nothing is left behind."""
 
+# covers: zero/_runtime/initial_values.py
+
 from __future__ import annotations
 
 import copy

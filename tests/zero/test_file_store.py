@@ -1,5 +1,7 @@
 """Files of a rank: what is written is read, what is damaged is found, and nothing is left behind."""
 
+# covers: zero/_storage/file_store.py zero/_storage/process_folder.py zero/_storage/tier_settings.py
+
 from __future__ import annotations
 
 import errno

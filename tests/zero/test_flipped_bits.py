@@ -1,5 +1,7 @@
 """A flipped bit anywhere in a checkpoint: the same named error on every rank, or a bit that says nothing."""
 
+# covers: zero/plan/report.py
+
 from __future__ import annotations
 
 import os

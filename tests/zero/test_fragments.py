@@ -1,5 +1,7 @@
 """zero.utils.safe_get_* and safe_set_*: what they read and set is what a single process has and does."""
 
+# covers: zero/_access/safe_access.py
+
 from __future__ import annotations
 
 import pytest

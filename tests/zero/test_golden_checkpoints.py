@@ -3,6 +3,8 @@
 ``python -m tests.golden.make_checkpoints`` adds the ones of a new release.
 """
 
+# covers: zero/_checkpoint/__init__.py zero/_checkpoint/load.py zero/_checkpoint/restore.py
+
 from __future__ import annotations
 
 import json

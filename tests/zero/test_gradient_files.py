@@ -1,5 +1,7 @@
 """Reduced gradients in files: what moves and what is held, norms and edits, and failing reads and writes."""
 
+# covers: zero/_optim/gradient_files.py zero/_optim/state_files.py zero/_storage/host_gradient.py
+
 from __future__ import annotations
 
 import math

@@ -1,5 +1,7 @@
 """What ``import zero`` brings into every rank's memory."""
 
+# covers: zero/checkpointing.py
+
 from __future__ import annotations
 
 import subprocess

@@ -1,5 +1,7 @@
 """zero.Init: a model that is divided while it is built is the model that a single process builds."""
 
+# covers: triton_kernels/__init__.py zcomm/__init__.py zero/__init__.py zero/_access/pretrained.py
+
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,7 @@
 """zero.initialize and its engine: the loop of a DeepSpeed user gives what a single process gives."""
 
+# covers: zero/_access/gathered_parameters.py zero/_config/offload_sections.py zero/_optim/from_config.py
+
 from __future__ import annotations
 
 import argparse

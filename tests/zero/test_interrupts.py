@@ -3,6 +3,8 @@
 torch calls the hooks that end a forward after an Exception only, so these are told apart by what still runs.
 """
 
+# covers: zero/_activations/routing.py
+
 from __future__ import annotations
 
 import sys

@@ -1,5 +1,7 @@
 """What must not change the result, bit for bit, with quantization on: bucket sizes, overlap, stage; and repetition."""
 
+# covers: zero/optimizer.py
+
 from __future__ import annotations
 
 from functools import cache

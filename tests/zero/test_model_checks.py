@@ -1,5 +1,7 @@
 """Models that would be trained wrongly are refused, by name and on every rank; those that only look like it are not."""
 
+# covers: zero/_model/model_checks.py zero/_sharding/released.py
+
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,7 @@
 """Data-parallel ranks beside tensor-parallel ones: 2 x 2 ranks train a split MLP as one process trains the whole."""
 
+# covers: zero/_ranks/model_parallel.py zero/errors.py
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,7 @@
 """Overflow is seen wherever it is, and nothing else is taken for it."""
 
+# covers: zero/_optim/loss_scale.py
+
 from __future__ import annotations
 
 import math

@@ -1,5 +1,7 @@
 """Which optimizer updates offloaded states, and what ``effective`` says of states and activations."""
 
+# covers: zero/_runtime/optimizer_parts.py zero/_runtime/suspended_memory.py zero/_runtime/validate.py
+
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,7 @@
 """offload_states: nothing is left on the device, nothing can be used, and training goes on with the same bits."""
 
+# covers: zero/offload.py
+
 from __future__ import annotations
 
 from pathlib import Path

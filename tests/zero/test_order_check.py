@@ -1,5 +1,7 @@
 """Ranks that run different modules at stage 3: one error on every rank, at once, that names parameters and ranks."""
 
+# covers: zero/optimizer.py
+
 from __future__ import annotations
 
 import time

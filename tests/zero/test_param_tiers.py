@@ -1,5 +1,7 @@
 """offload_param at stage 3: the same bits wherever shards rest, a slice of them moved by each rank, errors on all."""
 
+# covers: zero/_storage/file_store.py zero/_storage/transfer_counters.py zero/utils.py
+
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,7 @@
 """``zero plan``: its bytes beside those that ranks send, its figures beside published ones, and its command."""
 
+# covers: zero/_config/parse.py zero/_config/resolved.py zero/_sharding/prefetch_plan.py zero/plan/cluster.py
+
 from __future__ import annotations
 
 import json

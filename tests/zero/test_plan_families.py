@@ -1,5 +1,7 @@
 """``Model.of_config`` beside the modules that transformers builds of the same configurations, on the meta device."""
 
+# covers: zero/_config/sections.py zero/cli.py zero/plan/exchanges.py zero/plan/families.py zero/plan/model.py
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,7 @@
 """dtypes of parameters, accumulation and wire: what each option does, at every stage, to values and to bytes."""
 
+# covers: zcomm/_base/env.py zero/_optim/loss_scale.py
+
 from __future__ import annotations
 
 import weakref

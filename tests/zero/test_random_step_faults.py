@@ -6,6 +6,8 @@ be read at all, everything is as before the step or as after it, and a step that
 lost the training goes on from the last checkpoint. ZERO_TEST_FAULTS=100 injects so many.
 """
 
+# covers: zero/_storage/file_store.py
+
 from __future__ import annotations
 
 import errno

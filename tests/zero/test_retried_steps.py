@@ -1,5 +1,7 @@
 """A step that failed on files and is tried again counts once: the loss scale, accumulation, and the bits of the run."""
 
+# covers: zero/_runtime/write_back.py zero/_step/final_gradients.py zero/_step/update.py
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The stage-3 schedule without processes: plans against their limits, and the gatherer under Works of any speed."""
 
+# covers: zero/_config/settings.py zero/_gather/gatherer.py zero/_sharding/bucket.py
+
 from __future__ import annotations
 
 import random

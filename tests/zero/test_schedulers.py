@@ -1,5 +1,7 @@
 """The JSON's schedules against curves written down from their documentation, step by step."""
 
+# covers: zero/_optim/lr_schedulers.py
+
 from __future__ import annotations
 
 import math

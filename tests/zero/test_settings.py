@@ -1,5 +1,7 @@
 """Values that ZeroSettings refuses: the error names the setting and the value."""
 
+# covers: zero/reports.py
+
 from __future__ import annotations
 
 from typing import Any

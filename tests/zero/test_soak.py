@@ -4,6 +4,8 @@ Here 36 steps of two modes a day. ``python -m pytest tests/zero/test_soak.py -m 
 one, or as many as ZERO_SOAK_STEPS says, and prints its row of bench/results/soak.md.
 """
 
+# covers: zero/optimizer.py
+
 from __future__ import annotations
 
 import mmap

@@ -1,5 +1,7 @@
 """What the texts about ZeRO say beyond the stages, and their JSONs: the last table of docs/conformance.md."""
 
+# covers: zero/_config/__init__.py zero/_optim/loss_scale.py zero/cli.py
+
 from __future__ import annotations
 
 import gc
@@ -20,6 +22,7 @@ from tests.ranks import run_ranks
 from tests.zero.configs import CONFIGS
 from tests.zero.training import zero_optimizer
 from zero._config import make_plan
+from zero._optim.loss_scale import loss_scale_of
 from zero.cli import main
 
 HALF = torch.float16
@@ -32,7 +35,7 @@ def test_the_first_loss_scale() -> None:
     """2^16 if nothing is said, as DeepSpeed documents it; the 2^32 of the course's JSONs where they say it."""
     scales = {}
     for name, config in {"absent": {"fp16": {"enabled": True}}, "zero_dp": CONFIGS["zero_dp"]}.items():
-        scale = make_plan(config, {}).new_loss_scale()
+        scale = loss_scale_of(make_plan(config, {}).configuration.values)
         assert scale is not None
         scales[name] = scale.scale
     assert scales == {"absent": 2.0**16, "zero_dp": 2.0**32}

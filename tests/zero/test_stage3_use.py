@@ -1,5 +1,7 @@
 """Stage 3 as users use models: odd orders of forward and backward, inference, and touching what is not there."""
 
+# covers: zero/_gradients/reducer.py
+
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,7 @@
 """State dicts beside hooks of others, which rename, nest and cast entries: what a plain model gives and takes."""
 
+# covers: zero/_gather/hooks.py zero/_gather/saved_tensors.py zero/_runtime/shard_state.py
+
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,7 @@
 """Masters and moments in host memory or in files: the same bits as without, and the bytes that move."""
 
+# covers: zero/_storage/transfer_counters.py
+
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,7 @@
 """Checkpoints into files of states: a sub-group at a time in memory, all of it or nothing."""
 
+# covers: zero/optimizer.py
+
 from __future__ import annotations
 
 from pathlib import Path

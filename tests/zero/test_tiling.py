@@ -1,5 +1,7 @@
 """Tiled linear layers: equal to the untiled layer, a tile in memory at a time, and the untiled layer's keys outside."""
 
+# covers: zero/_access/auto_tiling.py zero/_access/tiled_linear.py zero/_storage/safetensors_file.py
+
 from __future__ import annotations
 
 from collections.abc import Callable

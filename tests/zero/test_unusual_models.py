@@ -1,5 +1,7 @@
 """Unusual models and uses of them: odd parameters, double backward, checkpointing from outside, users' own hooks."""
 
+# covers: triton_kernels/codecs.py
+
 from __future__ import annotations
 
 import copy

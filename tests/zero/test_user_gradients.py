@@ -1,5 +1,7 @@
 """Gradients that a user sets: what is in ``.grad`` at step() is applied, averaged over the ranks, or it is refused."""
 
+# covers: zero/utils.py
+
 from __future__ import annotations
 
 import copy

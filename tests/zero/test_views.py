@@ -1,5 +1,7 @@
 """Views and graphs that outlive a gather: right as in plain torch, or one named error where they are used."""
 
+# covers: zero/_gather/stale_views.py
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,4 +1,8 @@
-"""Activation checkpointing: what a function's backward needs is computed again from its inputs, which rest elsewhere.
+"""Activation checkpointing: where saved inputs are kept, and how a layer is run again in backward.
+
+In:  calls of zero.checkpoint or torch.utils.checkpoint, and the section activation_checkpointing.
+Out: the function's outputs; in backward its inputs again, from device memory, host memory, files or other ranks.
+Called by: zero.checkpointing and zero.optimizer.
 
     torch.utils.checkpoint   runs the function without its activations, and again in backward, with the same random
                              numbers and autocast

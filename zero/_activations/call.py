@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from zcomm import StateError
-from zero._activations import routing
+from zero._activations import scope
 from zero._activations.checkpointer import Checkpointer, Packed, TensorVersion
 from zero._activations.random_states import TRACKER
 from zero._activations.usage import Holding, synchronize
@@ -73,12 +73,12 @@ class CheckpointedCall:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around the forward."""
-        with routing.entered(self._checkpointer), self._bounded("forward"):
+        with scope.entered(self._checkpointer), self._bounded("forward"):
             yield
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
-        with routing.entered(self._checkpointer), TRACKER.at(self._random_states), self._bounded("recomputation"):
+        with scope.entered(self._checkpointer), TRACKER.at(self._random_states), self._bounded("recomputation"):
             yield
 
     @contextmanager

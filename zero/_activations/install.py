@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zcomm import StateError, Topology
-from zero._activations import routing
+from zero._activations import scope
 from zero._activations.activation_settings import ActivationSettings
 from zero._activations.checkpointer import Checkpointer
 from zero._activations.routing import ROUTING
@@ -102,7 +102,7 @@ class ForwardHooks:
 
     def _before(self, model: nn.Module, args: Any) -> None:  # noqa: ARG002
         if _INSTALLED.get(model) is self._checkpointer:
-            routing.push(model, self._checkpointer)
+            scope.push(model, self._checkpointer)
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
-        routing.pop(model)
+        scope.pop(model)

@@ -1,5 +1,9 @@
 """Checkpoints: saved at any stage on any number of ranks, loaded at any other, without a pickle.
 
+In:  a ZeroOptimizer and a folder; to load, also another stage or number of ranks.
+Out: safetensors shards and metadata.json, written and fsynced before ``latest`` names them; or the loaded state.
+Called by: users, through zero.save_checkpoint and zero.load_checkpoint, and by zero.engine.
+
 What is named here is imported when it is first used: ``torch.distributed.checkpoint``, and all that it imports, take
 some 40 MiB of every rank's memory.
 """

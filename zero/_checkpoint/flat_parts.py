@@ -36,7 +36,7 @@ from zero._checkpoint.json_tree import Tree
 from zero._optim.masters import MasterPiece, is_elementwise
 from zero._optim.state_files import StateFiles
 from zero._runtime.delta_hpz_state import held_of, residuals_of
-from zero._runtime.inside import Inside
+from zero._runtime.optimizer_parts import OptimizerParts
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
 from zero._storage.safetensors_file import as_bytes, is_storable
@@ -81,7 +81,7 @@ def held_weights(runtime: Runtime, access: Literal["sizes", "values", "changes"]
                 yield Held(slot.name, slot.numel, piece.start - slot.offset, master, bucket, piece.start - base)
 
 
-def held_pieces(inside: Inside) -> Iterator[tuple[Held, MasterPiece]]:
+def held_pieces(inside: OptimizerParts) -> Iterator[tuple[Held, MasterPiece]]:
     """The same for what this rank updates, each with its master."""
     runtime = inside.runtime
     row = runtime.topology.shard_index("local")
@@ -92,7 +92,7 @@ def held_pieces(inside: Inside) -> Iterator[tuple[Held, MasterPiece]]:
         yield Held(slot.name, slot.numel, first, piece.master, piece.bucket, piece.start), piece
 
 
-def published_parts(inside: Inside) -> list[FlatPart]:
+def published_parts(inside: OptimizerParts) -> list[FlatPart]:
     """Parameters that are not their masters rounded. Collective if they rest in files."""
     delayed, parts = inside.runtime.delayed, []
     published = {} if delayed is None else delayed.published()
@@ -103,7 +103,7 @@ def published_parts(inside: Inside) -> list[FlatPart]:
     return parts
 
 
-def state_parts(inside: Inside) -> list[FlatPart]:
+def state_parts(inside: OptimizerParts) -> list[FlatPart]:
     """The inner optimizer's state.
 
     Raises:
@@ -128,7 +128,7 @@ def _wide(value: float) -> torch.dtype:
     return torch.int64 if isinstance(value, int) else torch.float64
 
 
-def _scalar_kind(inside: Inside, param: str, name: str, value: Any) -> str:
+def _scalar_kind(inside: OptimizerParts, param: str, name: str, value: Any) -> str:
     kind = next((kind for kind, cls in SCALARS.items() if isinstance(value, cls)), None)
     is_scalar = not isinstance(value, Tensor) or (value.numel() == 1 and is_storable(value))
     if kind is None or not is_scalar or "/" in name:
@@ -188,7 +188,7 @@ def residual_layout(runtime: Runtime) -> int | None:
     return zlib.crc32(repr([residual.layout for residual in residuals]).encode()) if residuals else None
 
 
-def node_parts(inside: Inside) -> list[FlatPart]:
+def node_parts(inside: OptimizerParts) -> list[FlatPart]:
     """What this rank saves."""
     runtime, parts = inside.runtime, []
     of_bucket = held_of(runtime)

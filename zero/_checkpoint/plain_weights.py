@@ -28,7 +28,7 @@ from zero._access.auto_tiling import rows_by_key
 from zero._checkpoint.durability import make_folder, remove_file, replace_file, sync_folder
 from zero._checkpoint.flat_parts import named_buffers
 from zero._checkpoint.index import CHUNK_NUMEL, Index, StoredChunk, StoredTensor
-from zero._runtime.inside import Inside
+from zero._runtime.optimizer_parts import OptimizerParts
 from zero._storage.safetensors_file import CODES, TensorEntry, as_bytes, make_header, read_header
 from zero._storage.tensor_files import is_plain_name
 from zero.errors import CheckpointError
@@ -194,7 +194,7 @@ def _files(path: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def index_of_weights(path: Path, inside: Inside) -> Index:
+def index_of_weights(path: Path, inside: OptimizerParts) -> Index:
     """What ``path`` holds of the parameters and buffers of a model, which may stand there under any of their names.
 
     Raises:
@@ -247,7 +247,7 @@ def _sampled(files: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def _names(inside: Inside) -> Iterator[tuple[str, str, list[str]]]:
+def _names(inside: OptimizerParts) -> Iterator[tuple[str, str, list[str]]]:
     model = inside.runtime.model
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):

@@ -16,7 +16,7 @@ from zero._checkpoint.index import Index
 from zero._checkpoint.json_tree import decode
 from zero._checkpoint.snapshot import names_of_groups
 from zero._optim.host_adam import is_same_rule
-from zero._runtime.inside import Inside
+from zero._runtime.optimizer_parts import OptimizerParts
 from zero._storage.safetensors_file import CODES
 from zero.errors import CheckpointError
 
@@ -79,7 +79,7 @@ class Request:
         return state
 
 
-def make_request(inside: Inside, index: Index, wanted: Wanted) -> Request:
+def make_request(inside: OptimizerParts, index: Index, wanted: Wanted) -> Request:
     """What this rank asks for.
 
     Raises:
@@ -99,7 +99,7 @@ def make_request(inside: Inside, index: Index, wanted: Wanted) -> Request:
     return request
 
 
-def _weight_problems(inside: Inside, index: Index, wanted: Wanted) -> list[str]:
+def _weight_problems(inside: OptimizerParts, index: Index, wanted: Wanted) -> list[str]:
     problems = []
     saved = dict(index.content["parameters"])
     for bucket in inside.runtime.buckets:
@@ -127,7 +127,7 @@ def _weight_problems(inside: Inside, index: Index, wanted: Wanted) -> list[str]:
     return problems
 
 
-def _buffer_problems(inside: Inside, index: Index, wanted: Wanted) -> list[str]:
+def _buffer_problems(inside: OptimizerParts, index: Index, wanted: Wanted) -> list[str]:
     problems = []
     saved = dict(index.content["buffers"])
     for name, buffer in named_buffers(inside.runtime.model).items():
@@ -145,7 +145,7 @@ def _buffer_problems(inside: Inside, index: Index, wanted: Wanted) -> list[str]:
     return problems
 
 
-def _group_problems(inside: Inside, index: Index) -> list[str]:
+def _group_problems(inside: OptimizerParts, index: Index) -> list[str]:
     remedy = "(load_optimizer_states=False starts a new optimizer)"
     saved = index.content["optimizer"]
     if saved is None:
@@ -164,7 +164,7 @@ def _group_problems(inside: Inside, index: Index) -> list[str]:
     return problems
 
 
-def _ask_for_weights(request: Request, inside: Inside) -> None:
+def _ask_for_weights(request: Request, inside: OptimizerParts) -> None:
     index = request.index
     for held in held_weights(inside.runtime, "sizes"):
         key = f"weight/{held.name}"
@@ -180,7 +180,7 @@ def _ask_for_weights(request: Request, inside: Inside) -> None:
             request.add(key, buffer.numel(), 0, buffer.dtype)
 
 
-def _ask_for_rest(request: Request, inside: Inside, wanted: Wanted) -> None:
+def _ask_for_rest(request: Request, inside: OptimizerParts, wanted: Wanted) -> None:
     index, rank = request.index, inside.runtime.topology.rank
     prefixes = ["tree."]
     if rank < index.content["world_size"]:
@@ -193,7 +193,7 @@ def _ask_for_rest(request: Request, inside: Inside, wanted: Wanted) -> None:
         _ask_for_states(request, inside)
 
 
-def _ask_for_states(request: Request, inside: Inside) -> None:
+def _ask_for_states(request: Request, inside: OptimizerParts) -> None:
     tensors, files = request.index.tensors, inside.runtime.state_files
     keys_of, in_files = keys_by_parameter(tensors), () if files is None else tuple(files.moments)
     for held, _ in held_pieces(inside):

@@ -23,14 +23,14 @@ from zero._checkpoint.streamed_load import StreamedStates
 from zero._ranks.rank_errors import on_every_rank, raise_first
 from zero._runtime.delta_hpz_state import held_of, load_all_residuals, refresh_replicas, reset_residuals, residuals_of
 from zero._runtime.initial_values import distinct
-from zero._runtime.inside import Inside
+from zero._runtime.optimizer_parts import OptimizerParts
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
 from zero.errors import CheckpointError
 from zero.optimizer import ZeroOptimizer
 
 
-def make_whole_request(inside: Inside, index: Index, wanted: Wanted) -> Request:
+def make_whole_request(inside: OptimizerParts, index: Index, wanted: Wanted) -> Request:
     """What this rank asks for, replicas and residuals among it: see :func:`zero._checkpoint.request.make_request`."""
     request = make_request(inside, index, wanted)
     if wanted.optimizer_states and not wanted.module_only:
@@ -38,7 +38,7 @@ def make_whole_request(inside: Inside, index: Index, wanted: Wanted) -> Request:
     return request
 
 
-def _ask_for_node_parts(request: Request, inside: Inside) -> None:
+def _ask_for_node_parts(request: Request, inside: OptimizerParts) -> None:
     """As far as they were saved and are of use here."""
     runtime, tensors = inside.runtime, request.index.tensors
     of_bucket = held_of(runtime)
@@ -61,7 +61,7 @@ def _ranks(request: Request, runtime: Runtime) -> list[int]:
     return [runtime.topology.rank] if is_same else list(range(content["world_size"]))
 
 
-def restore_node_parts(inside: Inside, request: Request) -> None:
+def restore_node_parts(inside: OptimizerParts, request: Request) -> None:
     """Give replicas and residuals what was read; residuals that were not saved start anew. Collective."""
     runtime = inside.runtime
     reset_residuals(runtime)
@@ -75,7 +75,7 @@ def restore_node_parts(inside: Inside, request: Request) -> None:
         load_all_residuals(runtime, _states(request, ranks))
 
 
-def _shards(inside: Inside, request: Request) -> dict[Bucket, Tensor]:
+def _shards(inside: OptimizerParts, request: Request) -> dict[Bucket, Tensor]:
     shards = {bucket: bucket.shard.clone() for bucket in held_of(inside.runtime)}
     for held, _ in held_pieces(inside):
         key = f"replica/{held.name}"
@@ -220,7 +220,7 @@ def restore(
     return client_state
 
 
-def _decoded(inside: Inside, request: Request, stateful: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
+def _decoded(inside: OptimizerParts, request: Request, stateful: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
     """All that is no tensor of the model or its optimizer, as this rank is to have it."""
     _check_expanded(inside, request)
     if wanted.module_only:
@@ -234,7 +234,7 @@ def _decoded(inside: Inside, request: Request, stateful: Mapping[str, Any], want
     return decoded
 
 
-def _check_expanded(inside: Inside, request: Request) -> None:
+def _check_expanded(inside: OptimizerParts, request: Request) -> None:
     """Elements of a buffer that are one in memory must be equal."""
     for name, buffer, values in _buffers_to_read(inside, request):
         apart = distinct(values, buffer)
@@ -250,7 +250,7 @@ def _are_same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
 
 
-def _buffers_to_read(inside: Inside, request: Request) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _buffers_to_read(inside: OptimizerParts, request: Request) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Name, buffer, and the values that it is to have, in its shape."""
     runtime = inside.runtime
     for name, buffer in named_buffers(runtime.model).items():
@@ -259,7 +259,7 @@ def _buffers_to_read(inside: Inside, request: Request) -> Iterator[tuple[str, Te
                 yield name, buffer, request.values(key).view(buffer.shape)
 
 
-def _restore_weights(inside: Inside, request: Request, streamed: StreamedStates) -> None:
+def _restore_weights(inside: OptimizerParts, request: Request, streamed: StreamedStates) -> None:
     runtime = inside.runtime
     if runtime.delayed is not None:
         runtime.delayed.drop()
@@ -286,7 +286,7 @@ def _restore_inner(optimizer: ZeroOptimizer, state: dict[str, Any], request: Req
     raise_first(error, CheckpointError, optimizer.topology)
 
 
-def _restore_published(inside: Inside, request: Request) -> None:
+def _restore_published(inside: OptimizerParts, request: Request) -> None:
     """Let parameters be behind their masters again."""
     runtime, content = inside.runtime, request.index.content
     late = None if content.get("num_updates") is None else runtime.delayed
@@ -309,7 +309,7 @@ def _restore_published(inside: Inside, request: Request) -> None:
     runtime.publish(late.restore(shards), are_written=True)
 
 
-def _inner_state(inside: Inside, request: Request) -> dict[str, Any]:
+def _inner_state(inside: OptimizerParts, request: Request) -> dict[str, Any]:
     """The state dict of the inner optimizer on this rank."""
     groups = inside.inner.param_groups
     numbers = {id(param): i for i, param in enumerate(p for group in groups for p in group["params"])}
@@ -339,7 +339,7 @@ def _state_value(kind: str, values: Tensor, master: Tensor) -> Any:
     return padded.to(master.device)
 
 
-def _restore_random(inside: Inside, state: dict[str, Any] | None, request: Request, ranks: Topology) -> None:
+def _restore_random(inside: OptimizerParts, state: dict[str, Any] | None, request: Request, ranks: Topology) -> None:
     """None: this rank keeps its generators."""
 
     def take() -> None:

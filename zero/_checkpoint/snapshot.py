@@ -27,7 +27,7 @@ from zero._checkpoint.flat_parts import (
     state_parts,
 )
 from zero._checkpoint.json_tree import Tree
-from zero._runtime.inside import Inside
+from zero._runtime.optimizer_parts import OptimizerParts
 from zero._runtime.runtime import Runtime
 from zero._storage.safetensors_file import CODES
 from zero.errors import CheckpointError
@@ -113,7 +113,7 @@ def take_snapshot(
 
 
 def _content(
-    optimizer: ZeroOptimizer, inside: Inside, stateful: dict[str, Any], client_state: dict[str, Any]
+    optimizer: ZeroOptimizer, inside: OptimizerParts, stateful: dict[str, Any], client_state: dict[str, Any]
 ) -> tuple[dict[str, Any], list[FlatPart]]:
     """The document, and the tensors it refers to: the first rank's."""
     runtime, tree = inside.runtime, Tree("tree")
@@ -190,7 +190,7 @@ def _parameters(runtime: Runtime) -> dict[str, Any]:
     return described
 
 
-def names_of_groups(inside: Inside) -> list[list[str]]:
+def names_of_groups(inside: OptimizerParts) -> list[list[str]]:
     """The trainable parameters of every parameter group."""
     names: list[list[str]] = [[] for _ in inside.inner.param_groups]
     for bucket in inside.runtime.buckets:
@@ -200,7 +200,7 @@ def names_of_groups(inside: Inside) -> list[list[str]]:
     return names
 
 
-def group_options(inside: Inside) -> list[dict[str, Any]]:
+def group_options(inside: OptimizerParts) -> list[dict[str, Any]]:
     """The settings of every parameter group: learning rates and the like."""
     return [{key: value for key, value in g.items() if key != "params"} for g in inside.inner.param_groups]
 

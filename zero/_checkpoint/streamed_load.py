@@ -16,7 +16,7 @@ from zero._checkpoint.index import Index, StoredChunk
 from zero._optim.masters import MasterPiece
 from zero._optim.state_files import InMemory, StateFiles, SubGroup
 from zero._ranks.rank_errors import on_every_rank
-from zero._runtime.inside import Inside
+from zero._runtime.optimizer_parts import OptimizerParts
 from zero._storage.poison import at_rest
 
 
@@ -31,7 +31,7 @@ class StreamedStates:
     Cost: one sub-group of memory, and for the master and each moment one chunk of the checkpoint, 64 MiB at most.
     """
 
-    def __init__(self, inside: Inside, index: Index, *, moments: bool) -> None:
+    def __init__(self, inside: OptimizerParts, index: Index, *, moments: bool) -> None:
         self._inside, self._index, self._has_moments = inside, index, moments
         self._files = inside.runtime.state_files
         self._chunks: dict[str, tuple[str, StoredChunk, Tensor]] = {}

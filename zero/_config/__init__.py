@@ -1,4 +1,9 @@
-"""Configuration: DeepSpeed's JSON, this library's own keys, and keywords, all from one definition."""
+"""The configuration: DeepSpeed's JSON, the "zcomm" section and keyword arguments, checked and resolved.
+
+In:  a dict, a JSON file, or keyword arguments of ZeroOptimizer.
+Out: ZeroSettings and the origin of every value; one ConfigError that names the key and the remedy.
+Called by: zero.optimizer, zero.initialize, zero._model.init, zero.plan, and the command line.
+"""
 
 from zero._config.batch import BatchSizes, solve_batch_sizes
 from zero._config.explain import explain

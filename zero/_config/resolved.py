@@ -7,10 +7,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from zcomm import ConfigError
+from zcomm import ConfigError, Topology
+from zcomm._transport.backend_choice import BackendWish, KernelsName
 from zero._activations.activation_settings import ActivationSettings
-from zero._config.key_support import check_available, is_float16, settings_of, unused_notes
+from zero._config.key_support import check_available, settings_of, unused_notes
 from zero._config.keys import definitions, own_keys, section_type
 from zero._config.legacy import MOVED
 from zero._config.offload_sections import activations_of, tiers_of
@@ -19,7 +21,6 @@ from zero._config.sections import Config, Zcomm
 from zero._config.settings import DEFAULT_STAGE, ZeroSettings
 from zero._config.value_types import check_document, read_value, shown
 from zero._config.zero_section import ZeroOptimization
-from zero._optim.loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from zero._sharding.stages import STAGES
 
 DTYPES = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
@@ -47,21 +48,6 @@ class ResolvedConfig:
         """The dtype that parameters are cast to; None: as they are."""
         config = self.configuration.values
         return torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
-
-    def new_loss_scale(self) -> LossScale | None:
-        """The loss scale as configured; None: gradients are neither scaled nor are steps skipped."""
-        config = self.configuration.values
-        if is_float16(config):
-            if config.fp16.loss_scale:
-                return StaticLossScale(config.fp16.loss_scale)
-            return DynamicLossScale(
-                initial_scale_power=config.fp16.initial_scale_power,
-                window=config.fp16.loss_scale_window,
-                hysteresis=config.fp16.hysteresis,
-                consecutive_hysteresis=config.fp16.consecutive_hysteresis,
-                min_scale=config.fp16.min_loss_scale,
-            )
-        return StaticLossScale(1.0) if config.bf16.enabled and config.bf16.check_grad_overflow else None
 
 
 def make_plan(config: Source | Configuration | None, options: Mapping[str, Any]) -> ResolvedConfig:
@@ -157,3 +143,25 @@ def _settings_of(configuration: Configuration, *, has_config: bool) -> dict[str,
     if config.gradient_accumulation_steps is not None:
         found["gradient_accumulation_steps"] = config.gradient_accumulation_steps
     return found
+
+
+def choose_topology(
+    topology: Topology | None,
+    ranks_per_node: int | None,
+    group: dist.ProcessGroup | None,
+    plan: ResolvedConfig | None = None,
+) -> Topology:
+    """The ranks and nodes that a user means; collective if they are yet to be made, over the backend of ``plan``."""
+    if topology is not None:
+        if ranks_per_node is not None or group is not None:
+            raise ConfigError("topology= already says the group and the ranks per node: pass only one of them")
+        return topology
+    backend: BackendWish = "auto"
+    kernels: KernelsName = "auto"
+    if plan is not None:
+        backend, kernels = plan.settings.backend, plan.settings.kernels
+        if ranks_per_node is None:
+            ranks_per_node = plan.configuration.values.zcomm.ranks_per_node
+    if ranks_per_node is not None:
+        return Topology(ranks_per_node=ranks_per_node, group=group, backend=backend, kernels=kernels)
+    return Topology.from_env(group, backend=backend, kernels=kernels)

@@ -15,12 +15,11 @@ from torch import nn
 from zcomm import ConfigError
 from zero._config.offload_sections import tiers_of
 from zero._config.parse import Configuration, Source, read_source
-from zero._config.resolved import make_plan
+from zero._config.resolved import choose_topology, make_plan
 from zero._model.init_shards import Construction
 from zero._model.materialize import give_values, own_tensors
 from zero._ranks.distributed import data_parallel, init_distributed, is_first_of_job, local_device
 from zero._ranks.rank_errors import is_agreed, on_every_rank, raise_on_every_rank
-from zero._runtime.validate import choose_topology
 from zero._storage.init_shard_files import InitFiles
 
 logger = logging.getLogger("zero")

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from zcomm import ConfigError, StateError
+from zero._config.key_support import is_float16
+from zero._config.sections import Config
 
 
 def not_scaled(scale: float) -> StateError:
@@ -136,3 +138,18 @@ def nonfinite_flag(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 def is_nonfinite(tensors: Sequence[Tensor]) -> bool:
     """Whether any element is a NaN or an infinity, all on one device, which the host waits for."""
     return bool(tensors) and bool(nonfinite_flag(tensors, tensors[0].device))
+
+
+def loss_scale_of(config: Config) -> LossScale | None:
+    """The loss scale as configured; None: gradients are neither scaled nor are steps skipped."""
+    if is_float16(config):
+        if config.fp16.loss_scale:
+            return StaticLossScale(config.fp16.loss_scale)
+        return DynamicLossScale(
+            initial_scale_power=config.fp16.initial_scale_power,
+            window=config.fp16.loss_scale_window,
+            hysteresis=config.fp16.hysteresis,
+            consecutive_hysteresis=config.fp16.consecutive_hysteresis,
+            min_scale=config.fp16.min_loss_scale,
+        )
+    return StaticLossScale(1.0) if config.bf16.enabled and config.bf16.check_grad_overflow else None

@@ -9,9 +9,11 @@ Called by :class:`zero.ZeroOptimizer`, which adds the optimizer, and by :mod:`ze
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -381,3 +383,28 @@ class Runtime:
                     if bucket.state is BucketState.FULL:
                         del param.zero_shard  # type: ignore[attr-defined]
         self.rests.close()
+
+
+def time_exchanges(runtime: Runtime, timed: Callable[[str], AbstractContextManager[None]]) -> None:
+    """From now on everything that gathers parameters or reduces gradients runs within ``timed``.
+
+    ``timed("gather")`` is entered for each gather that is issued and waited for, and for the one after a step;
+    ``timed("reduce")`` for each gradient that is taken over, and for the end of each backward.
+    """
+    gatherer, reducer = runtime.gatherer, runtime.reducer
+    for owner, names, phase in (
+        (gatherer, ("acquire",), "gather"),
+        (runtime, ("publish",), "gather"),
+        (reducer, ("arrive", "end_backward"), "reduce"),
+    ):
+        for name in names:
+            setattr(owner, name, _within(timed, phase, getattr(owner, name)))
+
+
+def _within(timed: Callable[[str], AbstractContextManager[None]], phase: str, call: Callable[..., Any]) -> Any:
+    @wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with timed(phase):
+            return call(*args, **kwargs)
+
+    return wrapped

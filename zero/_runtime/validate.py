@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from zcomm import ConfigError, Topology
 from zcomm._collectives.auto_format import AUTO, table_of
-from zcomm._transport.backend_choice import BackendWish, KernelsName
 from zcomm._transport.route import check_carrier
 from zero._config.parse import Configuration, Source
 from zero._config.rank_consistency import check_same
@@ -118,28 +117,6 @@ def _check_fits_host(optimizer: CPUOptimizer, device: torch.device, dtypes: list
         )
     if torch.float64 in dtypes:
         raise ConfigError(f"zero.{name} updates in float32: parameters are float64; use an optimizer of torch.optim")
-
-
-def choose_topology(
-    topology: Topology | None,
-    ranks_per_node: int | None,
-    group: dist.ProcessGroup | None,
-    plan: ResolvedConfig | None = None,
-) -> Topology:
-    """The ranks and nodes that a user means; collective if they are yet to be made, over the backend of ``plan``."""
-    if topology is not None:
-        if ranks_per_node is not None or group is not None:
-            raise ConfigError("topology= already says the group and the ranks per node: pass only one of them")
-        return topology
-    backend: BackendWish = "auto"
-    kernels: KernelsName = "auto"
-    if plan is not None:
-        backend, kernels = plan.settings.backend, plan.settings.kernels
-        if ranks_per_node is None:
-            ranks_per_node = plan.configuration.values.zcomm.ranks_per_node
-    if ranks_per_node is not None:
-        return Topology(ranks_per_node=ranks_per_node, group=group, backend=backend, kernels=kernels)
-    return Topology.from_env(group, backend=backend, kernels=kernels)
 
 
 def announce(plan: ResolvedConfig, runtime: Runtime) -> None:

@@ -1,5 +1,9 @@
 """``zero plan``: which configuration trains a model fastest on a cluster, by formulas, before anything is rented.
 
+In:  a model's shape, a cluster's links and memory, and what a rank computes in a step.
+Out: every configuration with its bytes and seconds, the fastest that fits first.
+Called by: ``zero plan``, zero.estimate, and scripts.
+
     Model, Cluster, Job --choices--> configurations --zero.estimate--> bytes in memory   --fits?--+
                                                     --exchanges-->     bytes sent --times--> seconds --> ranked Rows
 

@@ -13,7 +13,7 @@ from zero._ranks.model_parallel import ModelParallel
 from zero._runtime.runtime import Runtime
 
 
-class Inside(NamedTuple):
+class OptimizerParts(NamedTuple):
     """What a ZeroOptimizer is made of."""
 
     runtime: Runtime

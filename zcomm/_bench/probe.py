@@ -21,16 +21,16 @@ from typing import Any, TypeVar
 import torch
 
 from zcomm import Topology
+from zcomm._bench import torch_calls
+from zcomm._bench.data import Tiles
+from zcomm._bench.harness import BenchReport, Column, Timing
+from zcomm._bench.timing import slowest_of_ranks
+from zcomm._bench.workloads import Workload, wire_of
 from zcomm._collectives.auto_format import VERSION, Table, shape_of
 from zcomm._formats.formats import get_format
 from zcomm._formats.message import layout_of
 from zcomm._kernels import kernels
 from zcomm._transport.backend import Hop
-from zcomm.bench import torch_calls
-from zcomm.bench.data import Tiles
-from zcomm.bench.harness import BenchReport, Column, Timing
-from zcomm.bench.timing import slowest_of_ranks
-from zcomm.bench.workloads import Workload, wire_of
 from zcomm.errors import ConfigError
 
 Key = TypeVar("Key")

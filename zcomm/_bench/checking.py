@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from zcomm import control
+from zcomm._bench.workloads import Wire, Workload
 from zcomm._transport.topology import Topology
-from zcomm.bench.workloads import Wire, Workload
 
 COMPARED_NUMEL = 2**16
 """Elements of one checksum that ranks compare."""

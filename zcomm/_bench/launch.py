@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from zcomm._bench.emulated_nodes import Node, emulated_nodes, signals_put_off
+from zcomm._bench.ranks_setup import choose_topology, process_group, relaunch_under_torchrun
 from zcomm._transport.topology import Topology
-from zcomm.bench.emulated_nodes import Node, emulated_nodes, signals_put_off
-from zcomm.bench.ranks_setup import choose_topology, process_group, relaunch_under_torchrun
 
 Work = Callable[[Topology, torch.device], int]
 """What a rank does; the device is that of its tensors."""
@@ -36,7 +36,7 @@ def on_ranks(
     """Call ``work`` on every rank that ``arguments`` ask for, and return the exit status.
 
     Args:
-        arguments: The options of :func:`zcomm.bench.options.add_launch_arguments`.
+        arguments: The options of :func:`zcomm._bench.options.add_launch_arguments`.
         command: What to run on a rank: the arguments of ``program``, the same that this process has.
         work: The work of a rank, which may print if it is the first.
         program: What torchrun is to run: a script's path, or ``-m`` and a module.

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from zcomm._bench import collectives, options
+from zcomm._bench.interface import check_interface
+from zcomm._bench.launch import Work, on_ranks
+from zcomm._bench.probe import ProbeOptions, check_output, probe
 from zcomm._collectives import auto_format
-from zcomm.bench import collectives, options
-from zcomm.bench.interface import check_interface
-from zcomm.bench.launch import Work, on_ranks
-from zcomm.bench.probe import ProbeOptions, check_output, probe
 from zcomm.errors import ZcommError
 
 

@@ -17,17 +17,17 @@ import torch
 
 import zcomm
 from zcomm import Topology, control
+from zcomm._bench import torch_calls
+from zcomm._bench.checking import Verdict, check
+from zcomm._bench.data import Tiles
+from zcomm._bench.harness import BenchReport, Column, Timing
+from zcomm._bench.interface import sent_nbytes
+from zcomm._bench.options import Options
+from zcomm._bench.plot import draw
+from zcomm._bench.timing import slowest_of_ranks
+from zcomm._bench.workloads import BUSBW_FACTOR, REDUCTIONS, Wire, Workload, auto_wire, wire_of
 from zcomm._collectives.auto_format import AUTO
 from zcomm._kernels import native_calls
-from zcomm.bench import torch_calls
-from zcomm.bench.checking import Verdict, check
-from zcomm.bench.data import Tiles
-from zcomm.bench.harness import BenchReport, Column, Timing
-from zcomm.bench.interface import sent_nbytes
-from zcomm.bench.options import Options
-from zcomm.bench.plot import draw
-from zcomm.bench.timing import slowest_of_ranks
-from zcomm.bench.workloads import BUSBW_FACTOR, REDUCTIONS, Wire, Workload, auto_wire, wire_of
 
 COLUMNS = [
     Column("nbytes", "      size(B)"),

@@ -19,10 +19,10 @@ from torch import Tensor
 
 import zcomm
 from zcomm import Topology
+from zcomm._bench import torch_calls
+from zcomm._bench.data import Tiles
 from zcomm._collectives.auto_format import AUTO, table_of
 from zcomm._formats.formats import Format, codec_for, get_format
-from zcomm.bench import torch_calls
-from zcomm.bench.data import Tiles
 
 # Half the widest gap between levels over the largest level.
 RELATIVE = {

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 
 from zcomm import control
+from zcomm._bench import torch_calls
+from zcomm._bench.harness import Timing, interleave
 from zcomm._transport.topology import Topology
-from zcomm.bench import torch_calls
-from zcomm.bench.harness import Timing, interleave
 
 Key = TypeVar("Key")
 

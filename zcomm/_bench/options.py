@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
+from zcomm._bench.emulated_nodes import unavailable_reason
 from zcomm._collectives.auto_format import AUTO
 from zcomm._formats.formats import get_format
 from zcomm._transport.backend_choice import BackendName, nccl_unavailable_reason
 from zcomm._transport.route import WireFormat
-from zcomm.bench.emulated_nodes import unavailable_reason
 from zcomm.errors import BackendUnavailableError, ConfigError
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "secondary_gather")
