@@ -3,7 +3,7 @@
 torch calls the hooks that end a forward after an Exception only, so these are told apart by what still runs.
 """
 
-# covers: zero/_activations/routing.py
+# covers: zero/_activations/routing.py zero/_activations/scope.py
 
 from __future__ import annotations
 
