@@ -1,4 +1,4 @@
-"""Which ``aio`` settings suit a disk: how fast it is read, written, and both at once, past the page cache.
+"""Find the ``aio`` settings for a disk: rates of reading, writing, and both at once, with O_DIRECT.
 
 python bench/aio_settings.py FOLDER [--size-mib 1024] [--seconds 2]
 """

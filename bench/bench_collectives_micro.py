@@ -70,13 +70,13 @@ class Plain:
     def run(self) -> None:
         """Once."""
         if self.wire is None:
-            self.work.torchs()
+            self.work.call_torch()
         else:
-            self.work.ours(self.wire)
+            self.work.call_zcomm(self.wire)
 
     def num_wrong(self) -> int:
         """Of one more call."""
-        self.work.spoil()
+        self.work.poison()
         self.run()
         return check(self.work, self.wire).num_wrong
 
@@ -131,7 +131,7 @@ class WithResidual:
     def num_wrong(self) -> int:
         """Elements by which the first call is off: nothing is carried into it yet."""
         self.residual = Residual(_topology(), [("all", 0, self.work.numel)], self.work.numel)
-        self.work.spoil()
+        self.work.poison()
         self.run()
         return check(self.work, self.wire).num_wrong
 

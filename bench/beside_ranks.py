@@ -1,4 +1,4 @@
-"""The ranks of beside.py, of one of the two versions: each takes the turn that it is told to, and rank 0 answers."""
+"""The ranks of beside.py, for one of the two versions: they run the turns that beside.py requests; rank 0 answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives, measured and checked beside torch.distributed's own: the same as ``zcomm bench``.
+"""Time and check collectives, compared with torch.distributed's own: the same as ``zcomm bench``.
 
 python bench/collectives.py -b 1K -e 16M -f 4 [--emulate-nodes 2 --rate 200mbit] [--json] [--plot FILE.png]
 """

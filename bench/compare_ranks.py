@@ -1,4 +1,4 @@
-"""The ranks of compare.py: systems take turns in one process group on one network, and rank 0 keeps what they took.
+"""The ranks of compare.py: systems take turns in one process group on one network, and rank 0 records the times.
 
     torchrun --nproc-per-node 4 bench/compare_ranks.py --store FILE.json --key "float32 network loopback" --systems ddp
 

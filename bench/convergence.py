@@ -1,4 +1,4 @@
-"""What each configuration's communication costs in held-out loss, on real text: same seeds, data and batches.
+"""Measure how each configuration's communication changes held-out loss on real text: same seeds, data and batches.
 
     python bench/convergence.py                            the tiny model, 3 seeds, 1,500 steps, on 4 ranks as 2 x 2
     python bench/convergence.py --minutes 3                a part of it; the same command goes on where this stopped

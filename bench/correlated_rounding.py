@@ -1,4 +1,4 @@
-"""Rounding that is correlated between ranks, in a reduction: measured in PyTorch, on made-up and on real data.
+"""Rounding that is correlated between ranks in a reduction, measured in PyTorch on synthetic and real data.
 
     python bench/correlated_rounding.py            Gaussian, Laplace, and gradients of the main job
 

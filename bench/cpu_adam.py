@@ -1,4 +1,4 @@
-"""One AdamW step in host memory, beside torch's forms and the bound that memory sets.
+"""One AdamW step in host memory, compared with torch's and with the bound of memory bandwidth.
 
     python bench/cpu_adam.py [--numel 10M,100M] [--threads 1,2] [--rounds 15] [--json]
 
@@ -145,7 +145,7 @@ def bench(report: BenchReport, numel: int, num_threads: int, rounds: int) -> Non
         ("float32", float32_contenders(state), "torch fused"),
         ("bfloat16", bfloat16_contenders(state), "torch casts"),
     ):
-        timings = interleave(contenders, rounds=rounds, beginning=lambda: time.sleep(SPIN_S))
+        timings = interleave(contenders, rounds=rounds, before_each=lambda: time.sleep(SPIN_S))
         for name, timing in timings.items():
             nbytes = 20 * numel if name == "moments bf16" else 28 * numel
             row = {

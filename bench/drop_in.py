@@ -1,4 +1,4 @@
-"""install_ddp and install_fsdp2 under a model no one here wrote: transformers' GPT2LMHeadModel, random weights, text.
+"""install_ddp and install_fsdp2 under a third-party model: transformers' GPT2LMHeadModel, random weights, real text.
 
     python bench/drop_in.py                       DDP, 4 ranks as 2 nodes x 2, 300 steps a case
     python bench/drop_in.py --engine fsdp2 --steps 100 --recipes zeropp --json

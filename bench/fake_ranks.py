@@ -1,4 +1,4 @@
-"""One rank of a job that is not there: torch's fake process group, and tensors on ``meta`` with addresses.
+"""Run one rank of a job without the others: torch's fake process group, and tensors on ``meta`` with addresses.
 
     with fake_ranks(16384, ranks_per_node=8) as topology:
         optimizer = ZeroOptimizer(model_on_meta, torch.optim.AdamW, topology=topology, stage=3)
@@ -83,4 +83,4 @@ def num_exchanges(topology: Topology) -> int:
     """The exchanges that this rank has started over ``topology`` and its companions."""
     topologies = (topology, topology.companion, topology.companion.companion)
     hops = [hop for t in topologies for hop in (t.world, t.intra, t.inter, t.on_host)]
-    return sum(ledger.num_started for ledger in {id(hop.ledger): hop.ledger for hop in hops}.values())
+    return sum(log.num_started for log in {id(hop.log): hop.log for hop in hops}.values())

@@ -1,4 +1,4 @@
-"""What each wire format costs and loses: bits an element, error, bias and speed, on made-up and on real tensors.
+"""Compare wire formats: bits per element, error, bias and speed, on synthetic and real tensors.
 
     python bench/formats.py                       every format on every kind of data, 1 Mi elements
     python bench/formats.py --formats int4 nf4 int4/64:hadamard --json

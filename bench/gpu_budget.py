@@ -1,4 +1,4 @@
-"""How long a step of gpu_check.py may measure; without gpu_check.py, as long as it takes."""
+"""The time budget of a step of gpu_check.py; without gpu_check.py there is no limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What machine this is, for gpu_check.py: its GPU, versions, tools, and what is missing. It needs no package."""
+"""Describe this machine for gpu_check.py: its GPU, versions, tools, and what is missing. It needs no package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of gpu_check.py, their budgets, and how what they print is read."""
+"""The steps of gpu_check.py, their budgets, and how their output is parsed."""
 
 from __future__ import annotations
 

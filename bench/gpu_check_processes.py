@@ -1,4 +1,4 @@
-"""Processes of gpu_check.py and of its steps: none outlives the one that started it, whatever that one dies of.
+"""Start and kill the processes of gpu_check.py: none outlives the one that started it, however that one ends.
 
 A step leads a process group, which is killed as a whole. What has left the group (torchrun's ranks have) is found by a
 mark in its environment. And the kernel is asked to kill a child when its parent ends: a step after a SIGKILL of

@@ -1,11 +1,11 @@
-"""What a check has found so far, on disk at any moment: each figure is there before the next one is measured.
+"""The record of a check, on disk: each figure is written before the next one is measured.
 
-    figures.jsonl   a line a figure, appended: the step, seconds since the start, and the row that the step printed
-    figures.md      the same as tables, and what became of the steps; replaced as a whole, so never half written
-    steps.log       all that the steps printed
+    figures.jsonl   a line for each figure, appended: the step, seconds since the start, the row that the step printed
+    figures.md      the same as tables, with the outcome of each step; replaced by a rename, so never half written
+    steps.log       the output of all steps
 
-A step prints a figure as a line of JSON with ``num_wrong``, as zcomm._bench.harness.BenchReport does; with ``unavailable`` it
-is the reason why there is none. Lines with ``context`` alone are shown below the step's name.
+A step prints a figure as a line of JSON with ``num_wrong``, as BenchReport in zcomm._bench.harness does; with
+``unavailable`` it is the reason why there is none. Lines with ``context`` alone are shown below the step's name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Failures made on purpose, to see that a check keeps its figures, ends in time and says what failed.
+"""Inject failures into a check: it must keep its figures, end in time and report what failed.
 
     python bench/gpu_check_rehearsal.py KIND COMMAND...       runs COMMAND until it has printed something, then fails
 

@@ -1,4 +1,4 @@
-"""Collectives of ranks that share one GPU: right, what they cost the host, and what they launch.
+"""Collectives of ranks that share one GPU: check results, measure host time and kernel launches.
 
     python bench/gpu_ranks.py 1 bench/gpu_collectives.py
     python bench/gpu_ranks.py 4 bench/gpu_collectives.py --ranks-per-node 2 --formats none int8 --sizes-kib 64 1024
@@ -87,14 +87,14 @@ class Case:
         """Once, and note how long the host took."""
         start = time.perf_counter()
         if self.wire is None:
-            self.workload.torchs()
+            self.workload.call_torch()
         else:
-            self.workload.ours(self.wire)
+            self.workload.call_zcomm(self.wire)
         self.host_s.append(time.perf_counter() - start)
 
     def judge(self, device: torch.device) -> None:
         """Check one call, and count the launches of another."""
-        self.workload.spoil()
+        self.workload.poison()
         self.call()
         torch_calls.barrier()
         self.num_wrong, self.relative_error = check(self.workload, self.wire)

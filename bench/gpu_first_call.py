@@ -1,4 +1,4 @@
-"""Seconds of the first call: what a process waits for before its first collective, with nothing on disk and again.
+"""Time of a process's first calls: imports, compilation and tuning, with cold and with warm caches.
 
     python bench/gpu_first_call.py
     python bench/gpu_first_call.py --device cpu --numel 4096

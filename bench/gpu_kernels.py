@@ -1,4 +1,4 @@
-"""Rates of the CUDA and the Triton kernels beside a device-to-device copy of the same bytes, on a GPU.
+"""Rates of the CUDA and Triton kernels on a GPU, compared with a device-to-device copy of the same bytes.
 
     python bench/gpu_kernels.py                                        every format, 1 MiB to 4 GiB
     python bench/gpu_kernels.py --formats int8 --dtypes bfloat16 float32 --sizes-mib 64 --compare eager compiled

@@ -1,4 +1,4 @@
-"""The operations that gpu_kernels.py times, their bytes, and how far their results are the reference's."""
+"""The operations that gpu_kernels.py times, their bytes, and the comparison with the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of calls on a device, in turn: by CUDA events with cold caches, on the CPU by the clock."""
+"""Time interleaved calls on a device: on a GPU by CUDA events with cold caches, on the CPU by the clock."""
 
 from __future__ import annotations
 

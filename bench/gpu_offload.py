@@ -1,4 +1,4 @@
-"""A model trained on one GPU with its masters and moments in host memory: rate, memory, and what overlaps.
+"""Train a model on one GPU with masters and moments in host memory: rate, memory, and overlap of copies.
 
     python bench/gpu_offload.py --num-layers 24 --hidden-size 2048        1.2 G parameters
     python bench/gpu_offload.py --largest                                 as many as the free memory holds

@@ -1,4 +1,4 @@
-"""What a rank of a benchmark does to join the others, where ranks may share a GPU.
+"""Initialize the process group of a benchmark whose ranks may share a GPU.
 
 NCCL refuses two ranks on one GPU unless it is told: from 2.30 on by ``NCCL_MULTI_RANK_GPU_ENABLE``; before, ranks with
 different ``NCCL_HOSTID`` are taken for ranks of different machines, which exchange over sockets. Processes that share a

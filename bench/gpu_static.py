@@ -1,4 +1,4 @@
-"""What the kernels' machine code says before there is a GPU: registers, spills, instructions, and the rate they allow.
+"""Analyze the kernels' machine code without a GPU: registers, spills, instructions, and the rate that they allow.
 
     python bench/gpu_static.py [--archs 80,90,100] [--formats int8,int4] [--output FILE]
 

@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that are not here, and their machine code: Triton's, and those of cpp/cuda by nvcc."""
+"""Compile kernels without a GPU and return their machine code: Triton's, and those of cpp/cuda by nvcc."""
 
 from __future__ import annotations
 

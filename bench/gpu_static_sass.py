@@ -1,4 +1,4 @@
-"""Machine code read: instructions, basic blocks, and what the fast path of a tile executes.
+"""Parse machine code: instructions, basic blocks, and what the fast path of a tile executes.
 
 The fast path is the cheapest way from the kernel's entry to its end (from the head of its loop over tiles to that
 loop's end, if it has one) on which a thread loads and stores exactly the bytes of its part of a tile, in accesses of

@@ -1,4 +1,4 @@
-"""What one call makes a GPU do, by torch's profiler."""
+"""Count the kernels and copies that one call launches, by torch's profiler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Event", "Launches", "count_launches", "traced"]
 
 
 class Event(NamedTuple):
-    """Something that ran on the GPU, from begin to end in microseconds."""
+    """A kernel or copy on the GPU, with its begin and end in microseconds."""
 
     name: str
     begin: float
@@ -27,7 +27,7 @@ class Event(NamedTuple):
 
 
 class Launches(NamedTuple):
-    """What a call has queued."""
+    """Kernels and copies that a call has launched."""
 
     kernels: int
     copies: int

@@ -1,4 +1,4 @@
-"""File I/O past the page cache, beside fio on the same disk in the same minute.
+"""File I/O with O_DIRECT, compared with fio on the same disk in the same minute.
 
     python bench/io.py FOLDER [--size-mib 512] [--rounds 9] [--request-kib 1024] [--in-flight 16] [--json]
 

@@ -1,4 +1,4 @@
-"""Rates of the native CPU kernels, beside a memory copy of the same bytes and beside plain torch operations.
+"""Rates of the native CPU kernels, compared with a memory copy of the same bytes and with plain torch operations.
 
     python bench/kernels.py [--size-mib 64] [--threads N] [--codecs int8 int4] [--json] [--compile]
 

@@ -1,4 +1,4 @@
-"""Train a GPT that is larger than memory: parameters and optimizer states rest on NVMe and pass through it.
+"""Train a GPT that is larger than memory: parameters and optimizer states are stored on NVMe.
 
     python bench/large_model.py                      4.1 billion parameters on one rank; needs 66 GB of disk
     python bench/large_model.py --bf16-moments       the same; 49 GB

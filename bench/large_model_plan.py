@@ -1,4 +1,4 @@
-"""What a run of bench/large_model.py needs, and what it has cost: bytes by kind, before and after.
+"""Memory and disk of a run of bench/large_model.py: bytes by kind, predicted and measured.
 
     kind         bytes an element      where
     parameters   2                     --parameters

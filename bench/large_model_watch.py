@@ -1,4 +1,4 @@
-"""What bench/large_model.py shows while it runs: what it waits for, the bytes moved, and the memory of all ranks.
+"""The progress display of bench/large_model.py: what it waits for, bytes moved, memory of all ranks.
 
 Memory is read from /proc by the first rank of the machine, of all ranks of the machine at the same moment: RSS, which
 counts the pages of shared libraries in every process, every SAMPLE_S; PSS, which divides them among those that share

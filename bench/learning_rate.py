@@ -1,4 +1,4 @@
-"""The learning rate of the training scripts over the steps."""
+"""The learning rate schedule of the training scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training step with states on the device, in host memory, there delayed, and in files.
+"""Time a training step with states on the device, in host memory (also with delayed updates), and in files.
 
     python bench/offload_step.py                             1 rank, computing on one thread: the update has a core
     python bench/offload_step.py --num-ranks 2               2 ranks; with 2 cores, computation and update share them
@@ -99,7 +99,7 @@ class Case:
                     self.update_s.append(time.perf_counter() - middle)
                 self.num_steps += 1
             self.optimizer.finish_update()
-        own = sum(bucket.layout.shard_numel for bucket in self.optimizer.inside.runtime.buckets) * arguments.steps
+        own = sum(bucket.layout.shard_numel for bucket in self.optimizer.parts.runtime.buckets) * arguments.steps
         self.down = window.bytes(link="to_host") / own
         self.up = window.bytes(link="to_device") / own
         self.disk = (window.bytes(link="read") + window.bytes(link="write")) / own
@@ -200,7 +200,7 @@ def report(arguments: argparse.Namespace, cases: list[Case], files: PlainFiles |
     has_cores = f"the update has cores of its own: {needed} threads on {num_cores} cores"
     shares = f"computation and update share cores: {needed} threads on {num_cores} cores, /max cannot come near 1"
     table.note(has_cores if needed <= num_cores else shares)
-    numel = sum(slot.numel for bucket in cases[0].optimizer.inside.runtime.buckets for slot in bucket.layout.slots)
+    numel = sum(slot.numel for bucket in cases[0].optimizer.parts.runtime.buckets for slot in bucket.layout.slots)
     table.note(f"parameters {numel:,}  batch {arguments.batch_size} x {arguments.seq_length} per rank  interleaved")
     compute_s = statistics.median(of["cpu"].compute_s)
     update_s = statistics.median(of["cpu"].update_s)
@@ -235,7 +235,7 @@ def main() -> int:
         cases = build_cases(arguments, topology, folder)
         files = None
         if not arguments.no_files:
-            nbytes = 12 * sum(bucket.layout.shard_numel for bucket in cases[0].optimizer.inside.runtime.buckets)
+            nbytes = 12 * sum(bucket.layout.shard_numel for bucket in cases[0].optimizer.parts.runtime.buckets)
             files = PlainFiles(folder, topology, nbytes)
         for index in range(arguments.rounds + 1):
             for case in cases:

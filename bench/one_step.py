@@ -45,7 +45,7 @@ class Recorder:
         self.buckets = runtime.buckets
         for number, (layer, bucket) in enumerate(zip(self.layers, self.buckets, strict=True)):
             assert bucket.params == [layer.weight], "a bucket for each layer"
-            self._follow(bucket, "begin_gather", lambda *_, n=number: ("starts to gather", n))
+            self._follow(bucket, "start_gathering", lambda *_, n=number: ("starts to gather", n))
             self._follow(bucket, "release", lambda *_, n=number: ("releases", n))
             layer.register_forward_pre_hook(lambda *_, n=number: self.note("uses in forward", n))
             layer.register_forward_hook(lambda _layer, _args, output, n=number: self._watch(output, n))

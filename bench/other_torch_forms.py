@@ -1,4 +1,4 @@
-"""nf4, fp8_e4m3, the asymmetric int codecs and stochastic rounding in plain torch operations; see torch_forms.py."""
+"""nf4, fp8_e4m3, the asymmetric int codecs and stochastic rounding in plain torch operations. See torch_forms.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward plus backward with parameters on NVMe, beside the two things that they must hide in one another.
+"""Time forward and backward with parameters on NVMe, compared with computation and I/O, which should overlap.
 
     python bench/param_offload.py FOLDER [--tokens 64,256,512] [--layers 16] [--width 1536] [--rounds 9] [--json]
 
@@ -165,7 +165,7 @@ def _times(
     cases = {
         "compute": lambda: plain.forward_backward(x), "I/O": reads.run, "both": lambda: offloaded.forward_backward(x),
     }  # fmt: skip
-    timings = interleave(cases, rounds=options.rounds, beginning=begin, ending=dist.barrier)
+    timings = interleave(cases, rounds=options.rounds, before_each=begin, after_each=dist.barrier)
     compute, io, both = (timings[name] for name in cases)
     ratios = [b / max(a, c) for a, c, b in zip(compute.seconds, io.seconds, both.seconds, strict=True)]
     return {

@@ -1,4 +1,4 @@
-"""``zero plan`` beside this machine: the steps that bench/compare.py has measured, and what the planner's formulas say.
+"""Compare ``zero plan`` with this machine: steps that bench/compare.py has measured, and the planner's predictions.
 
     computation     step of the same ranks alone, in the same run, after as many micro-batches ("alone", "alone x4")
     own steps       with --own-steps, in the place of computation, latency, kernels and links inside the node: the
@@ -40,7 +40,7 @@ from gpt_model import GPT, GPTConfig
 from zcomm._formats.formats import get_format
 from zcomm._formats.message import layout_of
 from zcomm.volume import Exchanged, Sent
-from zero._config import make_plan
+from zero._config import resolve_config
 from zero.plan import Cluster, Model
 from zero.plan.exchanges import Exchanges, MovedBytes, kernel_nbytes, step_moved
 from zero.plan.formulas import Activations, Setup
@@ -191,7 +191,7 @@ def _of_zero(options: dict[str, Any], model: Model, cluster: Cluster, dtype: tor
     num_micro = asked.pop("accumulation", 1)
     if asked.pop("stays_in_node", False):
         asked["hpz_partition_size"] = cluster.ranks_per_node
-    settings = make_plan(None, asked | {"gradient_accumulation_steps": num_micro}).settings
+    settings = resolve_config(None, asked | {"gradient_accumulation_steps": num_micro}).settings
     exchanges = Exchanges.of(settings, cluster.num_nodes, cluster.ranks_per_node, dtype)
     moved = step_moved(model, exchanges, num_micro).values()
     sent, counts = [part.sent for part in moved], [part.exchanges for part in moved]

@@ -1,4 +1,4 @@
-"""``zero plan`` beside what the papers have published: the tables of bench/results/plan.md; or beside measurements.
+"""Compare ``zero plan`` with published results, in the tables of bench/results/plan.md, or with measurements.
 
     python bench/plan_validation.py [--output bench/results/plan.md]
     python bench/plan_validation.py --measured compare.json [--probe probe.json | --own-steps] [--output FILE.md]

@@ -1,4 +1,4 @@
-"""One rank of jobs that are too large to run: what it holds, sends and spends in Python, as the ranks become more.
+"""Simulate one rank of very large jobs: its memory, bytes sent and time in Python, by the number of ranks.
 
     python bench/simulate.py                                     the table in bench/results/simulate.md
     python bench/simulate.py --ranks 16384 --layers 128 --hidden 25600 --setups "stage 3"

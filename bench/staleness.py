@@ -1,4 +1,4 @@
-"""What a staleness of one step costs, whoever implements it: torch alone in one process, on the main job.
+"""Measure how a staleness of one step changes the loss, with torch alone in one process, on the main job.
 
     python bench/staleness.py                                 200 steps, delayed from step 40, 100 or 150 on, and never
     python bench/staleness.py --train-iters 1000 --delay-start 40

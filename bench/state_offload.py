@@ -1,4 +1,4 @@
-"""The optimizer step with states on NVMe, beside the two things that it must hide in one another.
+"""Time the optimizer step with states on NVMe, compared with computation and I/O, which should overlap.
 
     python bench/state_offload.py FOLDER [--numel-millions 100] [--rounds 7] [--keep-previous] [--json]
 

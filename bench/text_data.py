@@ -1,4 +1,4 @@
-"""Real text as bytes: what train_gpt.py learns, split into training and held-out parts.
+"""Real text as bytes, the data of train_gpt.py, split into training and held-out parts.
 
     files, by a hash of their names -> the first ``max_bytes`` bytes -> [ training ... | held-out, the last 5 % ]
 

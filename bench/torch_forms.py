@@ -1,4 +1,4 @@
-"""The block codecs in plain torch operations, as fast as we know how to write them: the native kernels' competition.
+"""The block codecs in plain torch operations, as fast as possible: the baseline of the native kernels.
 
 Forms of each operation:
 

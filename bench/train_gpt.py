@@ -1,4 +1,4 @@
-"""Train a byte-level GPT on real text with any ZeRO stage and ZeRO++ switch, and show what it cost.
+"""Train a byte-level GPT on real text with any ZeRO stage and ZeRO++ setting; report loss, time, memory and bytes.
 
     python bench/train_gpt.py                        4 ranks as 2 nodes x 2, stage 3, ZeRO++
     python bench/train_gpt.py --stage 1 --no-quantized-gradients
@@ -163,7 +163,7 @@ def _name_of(optimizer: ZeroOptimizer, dtype: torch.dtype) -> str:
     }
     name = " ".join([f"ZeRO-{effective.stage.number}", *(switch for switch, is_on in switches.items() if is_on)])
     name = name if any(switches.values()) else f"plain {name}"
-    states = optimizer.inside.runtime.settings.tiers.states
+    states = optimizer.parts.runtime.settings.tiers.states
     if states.tier is not Tier.DEVICE:
         name += " offload" + (" delayed" if states.delays_update else "")
     return name if dtype == torch.bfloat16 else f"{name} {str(dtype).removeprefix('torch.')}"

@@ -1,4 +1,4 @@
-"""What train_gpt.py shows in the end: a table, JSON lines and a plot.
+"""The report of train_gpt.py: a table, JSON lines and a plot.
 
 Units, as everywhere in this project: M = 2 x numel bytes, the model in bf16. Bytes between nodes are those that all
 ranks sent to other nodes, divided by (nodes - 1) when given in M. Plain ZeRO-3 in bf16 sends M for each of two

@@ -1,4 +1,4 @@
-"""Speed and peak memory of ZeroOptimizer's stages beside FSDP2, DDP and, where it is installed, DeepSpeed.
+"""Compare speed and peak memory of ZeroOptimizer's stages with FSDP2, DDP and, if installed, DeepSpeed.
 
     python bench/zero_step.py                                               2 ranks, float32
     python bench/zero_step.py --num-ranks 2 4 --dtype float32 bfloat16      a table of each

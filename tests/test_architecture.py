@@ -3,7 +3,7 @@
 CONTRIBUTING.md says why each rule is there.
 """
 
-# covers: zcomm/__init__.py zero/__init__.py
+# covers zcomm/__init__.py zero/__init__.py
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ ORDER = {
     ),
     "zero": (
         "errors", "_ranks", "_storage", "_sharding", "_activations", "_config", "_optim", "_gradients", "_gather",
-        "_model", "_runtime", "_access", "_step", "optimizer", "_checkpoint", "plan", "checkpointing", "offload", "reports",
-        "engine", "initialize", "utils", "zero", "", "cli",
+        "_model", "_runtime", "_access", "_step", "optimizer", "_checkpoint", "plan", "checkpointing", "offload",
+        "reports", "engine", "initialize", "utils", "zero", "", "cli",
     ),
 }  # fmt: skip
 MAX_TOP_FILES = 12
@@ -232,7 +232,7 @@ def test_files_and_functions_are_short() -> None:
             assert count <= MORE_PARAMETERS.get(function, MAX_PARAMETERS), where
 
 
-COVERS = re.compile(r"^# covers: (.+)$", re.MULTILINE)
+COVERS = re.compile(r"^# covers (.+)$", re.MULTILINE)
 
 
 def test_each_test_file_names_what_it_covers() -> None:
@@ -243,7 +243,7 @@ def test_each_test_file_names_what_it_covers() -> None:
         if not re.search(r"(^|/)test_\w+\.py$", name) or not (ROOT / name).exists():
             continue
         lines = COVERS.findall((ROOT / name).read_text())
-        assert len(lines) == 1, f"{name} must have one line '# covers: zero/a.py zcomm/_b/c.py', and has {len(lines)}"
+        assert len(lines) == 1, f"{name} must have one line '# covers zero/a.py zcomm/_b/c.py', and has {len(lines)}"
         for path in lines[0].split():
             assert (ROOT / path).exists(), f"{name} covers {path}, which is not there"
             covered.add(path)

@@ -7,7 +7,7 @@ unit of measurement. Inline code, fenced code, comments and the generated table 
 Files that a document names exist, and every document is reached from docs/index.md.
 """
 
-# covers: README.md docs/index.md CONTRIBUTING.md
+# covers README.md docs/index.md CONTRIBUTING.md
 
 from __future__ import annotations
 

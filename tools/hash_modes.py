@@ -446,7 +446,6 @@ def _stages() -> Iterable[tuple[str, Run | Then]]:
     small = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000}
     yield "stage2-small-buckets", partial(train, stage=2, **small)
     yield "stage3-small-buckets-persistent", partial(train, stage3_param_persistence_threshold=100, **small)
-    yield "stage3-tiled-linears", partial(train, tile_linears_above=3000)
     yield "stage3-init-load-generate", train_built_sharded
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of zcomm, installed as ``zcomm.triton_kernels``: arrays in, arrays out, no groups and no ranks.
+"""Triton kernels of zcomm, installed as ``zcomm.triton_kernels``: they work on arrays and know no groups and ranks.
 
 The launchers are in :mod:`zcomm.triton_kernels.launch`, which imports Triton; this module does not.
 """

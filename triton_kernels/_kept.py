@@ -1,15 +1,15 @@
-"""The tiles and warps that tuning found fastest, kept in files: the next process does not measure again.
+"""Cache of tuning results in files: the tiles and warps that were fastest, so that the next process does not measure.
 
-One file for each kernel, its constants and dtypes, GPU, version of Triton and source of the kernel, named by a hash
-of all these, in ``$TRITON_CACHE_DIR/zcomm_tuned``, or ``zcomm/tuned`` in the user's cache folder. Invariants:
+One file per kernel, constants, dtypes, GPU, Triton version and kernel source, named by a hash of all these, in
+``$TRITON_CACHE_DIR/zcomm_tuned``, or ``zcomm/tuned`` in the user's cache folder. Invariants:
 
-    T1  A file is replaced whole: processes that write at once leave one of their results.
-    T2  What is not such a file, or of something else, or names no candidate is as good as none: it is measured again
-        and overwritten.
-    T3  A folder that cannot be written costs time, never an error.
+    T1  A file is replaced atomically: of processes that write at the same time one result remains.
+    T2  A file that is damaged, describes another launch, or names no candidate counts as missing: the launch is
+        measured again, and the file overwritten.
+    T3  A folder that cannot be written costs time, but is not an error.
 
-Triton's own ``autotune(cache_results=True)`` (3.6, 3.7) does not know one GPU from another of its architecture, and
-raises on a damaged file.
+Triton's own ``autotune(cache_results=True)`` (3.6, 3.7) does not distinguish GPUs of one architecture, and raises on a
+damaged file.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pathlib import Path
 __all__ = ["Choice", "TunedChoices", "folder"]
 
 Choice = tuple[int, int]
-"""Elements and warps of a program."""
+"""Elements and warps per program."""
 
 
 def folder() -> Path:
-    """Where choices are kept, by the environment as it is now."""
+    """The folder of the files, from the current environment."""
     if chosen := os.environ.get("TRITON_CACHE_DIR"):
         return Path(chosen) / "zcomm_tuned"
     cache = os.environ.get("XDG_CACHE_HOME")
@@ -37,18 +37,18 @@ def folder() -> Path:
 
 
 class TunedChoices:
-    """Choices by what they were found for: in memory, and behind it in files."""
+    """Choices by launch: a cache in memory in front of the files."""
 
     def __init__(self, candidates: Sequence[Choice]) -> None:
         self._candidates = frozenset(candidates)
         self._found: dict[Hashable, Choice] = {}
 
     def recall(self, launch: Hashable) -> Choice | None:
-        """The choice for ``launch`` that this process knows already."""
+        """The choice for ``launch`` in memory, if there is one."""
         return self._found.get(launch)
 
     def load(self, launch: Hashable, description: str) -> Choice | None:
-        """The choice for ``launch`` from its file; ``description`` says all that the choice depends on."""
+        """The choice for ``launch`` from its file; ``description`` has everything that the choice depends on."""
         try:
             kept = json.loads(_path(description).read_text())
             choice = (kept["tile"], kept["warps"]) if kept["of"] == description else None
@@ -60,7 +60,7 @@ class TunedChoices:
         return choice
 
     def keep(self, launch: Hashable, description: str, choice: Choice) -> None:
-        """Remember ``choice``, here and for other processes."""
+        """Store ``choice`` in memory, and in a file for other processes."""
         self._found[launch] = choice
         with suppress(OSError):
             _replace(_path(description), json.dumps({"of": description, "tile": choice[0], "warps": choice[1]}))
@@ -72,6 +72,8 @@ def _path(description: str) -> Path:
 
 def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Written aside and renamed: another process would read a half-written file (T1). Not synced: a lost file is only
+    # measured again.
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
     try:
         with os.fdopen(handle, "w") as file:

@@ -1,4 +1,4 @@
-"""What the launchers read of zcomm's message layouts and draws, and what they tell the kernels."""
+"""Convert zcomm's message layouts and random draws into arguments of the kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["DrawLike", "Encoding", "Layout", "encoding_of", "random_of", "signed
 
 
 class CodecLike(Protocol):
-    """Of a :class:`zcomm._formats.formats.Codec`."""
+    """The attributes of a :class:`zcomm._formats.formats.Codec` that are used here."""
 
     @property
     def name(self) -> str: ...
@@ -25,7 +25,7 @@ class CodecLike(Protocol):
 
 
 class Layout(Protocol):
-    """Of a :class:`zcomm._formats.message.MessageLayout`."""
+    """The attributes of a :class:`zcomm._formats.message.MessageLayout` that are used here."""
 
     def __hash__(self) -> int: ...
 
@@ -50,7 +50,7 @@ class Layout(Protocol):
 
 
 class DrawLike(Protocol):
-    """Of a :class:`zcomm._formats.philox.Draw`."""
+    """The attributes of a :class:`zcomm._formats.philox.Draw`."""
 
     @property
     def seed(self) -> int: ...
@@ -67,7 +67,7 @@ class DrawLike(Protocol):
 
 
 class Encoding(NamedTuple):
-    """A layout in the kernels' terms."""
+    """A layout as kernel arguments."""
 
     kind: str
     qmax: int
@@ -84,14 +84,14 @@ KINDS = {
     "int8_asym": ("asymmetric", 255),
     "int4_asym": ("asymmetric", 15),
 }
-"""Block codec -> its kind, and what a block's absmax, or range, is divided by."""
+"""Block codec -> its kind, and the divisor of a block's absmax, or range."""
 CAST_BLOCK = 1024
-"""Of codecs without blocks: the width of a row of a tile."""
+"""Cast codecs: the width of a row of a tile."""
 
 
 @lru_cache(maxsize=4096)
 def encoding_of(layout: Layout) -> Encoding:
-    """The layout in the kernels' terms."""
+    """The layout as kernel arguments, cached."""
     kind, qmax = KINDS.get(layout.codec.name, ("cast", 0))
     pitch = layout.nbytes if layout.codec.dtype is None else layout.num_segments * layout.segment_numel
     shape = (
@@ -107,7 +107,7 @@ def signed(word: int) -> int:
 
 
 def typed(messages: Tensor, layout: Layout) -> Tensor:
-    """Messages as the kernels take them: bytes, or elements of a cast codec's dtype."""
+    """Messages as the kernels take them: bytes, or elements in a cast codec's dtype."""
     if layout.codec.dtype is not None:
         return messages.view(-1).view(layout.codec.dtype)
     if messages.data_ptr() % 16:

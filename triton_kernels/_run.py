@@ -1,7 +1,7 @@
-"""How a kernel is launched: tile, warps, grid. Tuned once where there is a driver and enough to do.
+"""Launch a kernel with its tile, warps and grid; large launches on a GPU are tuned once.
 
-Results do not depend on any of this: ranks may choose differently. What was found is kept in files (_kept.py), so that
-of all processes on such a GPU only the first measures; ``zcomm probe`` there is enough.
+The bits do not depend on any of this, so ranks may choose differently. Tuning results are stored in files (_kept.py):
+only the first process on a type of GPU measures, for example ``zcomm probe``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ._kept import Choice, TunedChoices
 from .arithmetic import INTERPRETED
 
 TUNED_NUMEL = 1 << 20
-"""From here on a launch takes longer than its overhead, and is worth tuning."""
+"""Elements from which a launch takes longer than its overhead, and is worth tuning."""
 CANDIDATES: tuple[Choice, ...] = ((1024, 4), (2048, 4), (4096, 4), (8192, 4))
-"""Elements and warps of a program: 8 to 64 elements of a thread."""
+"""Elements and warps per program: 8 to 64 elements per thread."""
 LARGEST_TILE = 1 << 16
 
 
 def columns(block: int) -> int:
-    """The width of a tile whose rows are blocks."""
+    """The width of a tile whose rows are blocks: the next power of two."""
     return 1 << (block - 1).bit_length()
 
 
@@ -34,8 +34,8 @@ def run(
 ) -> None:  # fmt: skip
     """Launch ``kernel`` for ``num_units`` segments of ``numel`` elements in blocks of ``block``.
 
-    ``written`` names pointers to what the kernel reads and overwrites, which tuning must put back; a tile has at least
-    ``widest`` elements.
+    ``written`` names the pointers whose memory the kernel both reads and writes: tuning runs the kernel many times, and
+    must restore it. A tile has at least ``widest`` elements.
     """
     if num_units == 0:
         return
@@ -73,7 +73,7 @@ def _is_tuned(cols: int, numel: int) -> bool:
 def _tuned_choice(
     kernel: Any, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any], written: tuple[str, ...]
 ) -> Choice | None:
-    """What was found fastest; None where that is found now, which also does the work."""
+    """The fastest choice; None if it was measured just now, which also did the launch's work."""
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     launch = (kernel, *constants.items(), *[tensor.dtype for tensor in tensors], tensors[0].device)
     choice = _kept().recall(launch)
@@ -83,7 +83,7 @@ def _tuned_choice(
     choice = _kept().load(launch, description)
     if choice is not None:
         return choice
-    if _is_capturing():  # measuring waits for the device, which ends the capture
+    if _is_capturing():  # measuring synchronizes with the device, which would invalidate the capture
         return _default(0, 0)
     tuned = _tuned(kernel, tuple(constants), written)
     tuned[grid](*arguments, **constants, enable_fp_fusion=False)
@@ -97,7 +97,7 @@ def _is_capturing() -> bool:
 
 
 def _description(kernel: Any, constants: dict[str, Any], tensors: list[Tensor]) -> str:
-    """All that decides what is fastest, but for the number of elements."""
+    """Everything that the fastest choice depends on, except the number of elements."""
     device = tensors[0].device
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     dtypes = [str(tensor.dtype) for tensor in tensors]
@@ -105,19 +105,19 @@ def _description(kernel: Any, constants: dict[str, Any], tensors: list[Tensor]) 
 
 
 def _default(cols: int, numel: int) -> Choice:
-    """Elements and warps of a program."""
-    if INTERPRETED.value:  # a program's cost is per operation, not per element
+    """The choice without tuning."""
+    if INTERPRETED.value:  # the interpreter's cost is per operation, not per element
         return max(cols, min(LARGEST_TILE, columns(max(numel, 2)))), 4
     return max(cols, 2048), max(4, min(32, cols // 512))
 
 
 def candidates_of(kernel: Any) -> tuple[Choice, ...]:
-    """What is tried; kernels that sum messages would spill with 64 elements of a thread."""
+    """The choices to measure; kernels that sum messages would spill registers with 64 elements per thread."""
     return CANDIDATES[:-1] if "num_messages" in kernel.arg_names else CANDIDATES
 
 
 def tuner_of(kernel: Any, key: tuple[str, ...], written: tuple[str, ...]) -> Any:
-    """``kernel``, tuned once for each value of its arguments ``key`` and each dtype."""
+    """``kernel`` with autotuning, once for each value of its arguments ``key`` and each dtype."""
     configs = [triton.Config({"TILE": tile}, num_warps=warps) for tile, warps in candidates_of(kernel)]
     return triton.autotune(configs, key=list(key), restore_value=list(written))(kernel)
 

@@ -1,9 +1,8 @@
-"""The numerics contract's arithmetic in Triton: conversions, roundings, scales, butterflies, random numbers.
+"""The numerics contract's arithmetic in Triton: conversions, rounding, scales, butterflies, random numbers.
 
-What differs between a GPU and a host is spelled out: division is ``tl.div_rn`` (a plain ``/`` is approximate on GPUs),
-kernels are launched without fusing multiply and add, and bfloat16 passes through integers wherever Triton's
-interpreter would truncate it. In all of this package's GPU code a function has one return, at its end: Triton compiles
-what follows a return inside an ``if``, too.
+GPU and host must give the same bits. So division is ``tl.div_rn`` (a plain ``/`` is approximate on GPUs), kernels are
+launched without fused multiply-add, and bfloat16 is converted through integers where Triton's interpreter would
+truncate. Every jitted function has one return, at its end: Triton also compiles what follows a return inside an ``if``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Block codecs on tiles float32 [ROWS, COLS], a block a row: header bits and codes, and back.
+"""Block codecs on tiles float32 [ROWS, COLS], one block per row: encode to headers and codes, and decode.
 
 ``KIND`` is ``"symmetric"`` (int8, int4), ``"asymmetric"`` (with a zero point), ``"nf4"`` or ``"fp8"``. Headers are
-int32 [ROWS], the scale's 16 bits with the zero point's 16 bits above them; codes are a message's bytes, uint8
+int32 [ROWS]: the scale in the low 16 bits, the zero point in the high 16 bits. Codes are a message's bytes, uint8
 [ROWS, COLS * BITS / 8].
 
-On NVIDIA's GPUs most codecs are the texts of ptx.py; what stands here is what they compute, for all other targets.
+On NVIDIA GPUs most codecs use the PTX of ptx.py; the functions here compute the same, for all other targets.
 """
 
 from __future__ import annotations

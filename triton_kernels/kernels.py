@@ -1,20 +1,20 @@
-"""The kernels: one launch for a batch of messages, which also writes the messages' padding and trailers.
+"""The kernels: one launch encodes or decodes a batch of messages, with their padding and trailers.
 
-Arguments, in elements where nothing else is said:
+Arguments, in elements unless stated otherwise:
 
-    message_stride, segment_stride   message i, segment s of an array lies at i * message_stride + s * segment_stride
-    num_segments, segment_numel      of a message
+    message_stride, segment_stride   message i, segment s of an array is at i * message_stride + s * segment_stride
+    num_segments, segment_numel      segments of a message, elements of a segment
     pitch                            from one message to the next: bytes, or elements of a cast codec's dtype
-    segment_nbytes, codes_offset     bytes of a segment's codes, and where the codes begin in a message
-    layout_hash                      the 32 bits of a message's trailer, as int32
-    num_messages                     that are summed, in their order
-    residual_codes, _scales          what earlier messages lost, in rows of blocks: a row for each segment of a message
-    seed ... rank, first             of the random numbers; see zcomm._formats.philox
-    is_valid_ptr                     int32 [1], cleared where a message has another hash
-    refused_ptr                      int32 [1], written by the sum that is quantized next: 0 if no message has; or None
-    expected_ptr, num_expected       messages like those that are written, yet to come: their trailers are cleared, but
-                                     for those from own_start to own_stop, which are being written
-    TILE                             elements that a program handles, at least one block
+    segment_nbytes, codes_offset     bytes of a segment's codes, and the codes' offset in a message
+    layout_hash                      the 32 bits in a message's trailer, as int32
+    num_messages                     messages to be summed, in their order
+    residual_codes, _scales          residual: one row of blocks for each segment of a message
+    seed ... rank, first             random numbers; see zcomm._formats.philox
+    is_valid_ptr                     int32 [1], cleared if a message has another hash
+    refused_ptr                      int32 [1], written by a sum for the next quantize: 0 if all hashes match; or None
+    expected_ptr, num_expected       the receive buffer of the next exchange: its trailers are cleared, except those of
+                                     messages own_start to own_stop, which are being written
+    TILE                             elements per program, at least one block
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .tiles import (
 )
 
 WORDS = ("seed", "tensor", "step", "hop", "rank", "num_expected", "own_start", "own_stop")
-"""Arguments whose values no kernel is compiled for."""
+"""Arguments on whose values no kernel is specialized: they change from call to call, and would recompile it."""
 
 
 @triton.jit

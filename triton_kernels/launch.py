@@ -1,13 +1,14 @@
-"""Launchers of the kernels: preallocated arrays in, one kernel launch, nothing else on the host.
+"""Launchers of the Triton kernels: each takes preallocated arrays and launches one kernel.
 
-``layout`` is a :class:`zcomm._formats.message.MessageLayout`, ``draw`` a :class:`zcomm._formats.philox.Draw` (both by their attributes).
-Arrays are float32, bfloat16 or float16 and are addressed as in :mod:`zcomm._formats.reference`: message i, segment s begins at
-``i * message_stride + s * segment_stride`` elements. Messages are uint8 [num_messages, nbytes], contiguous and, for
-block codecs, at an address that is a multiple of 16.
+``layout`` is a :class:`zcomm._formats.message.MessageLayout`, ``draw`` a :class:`zcomm._formats.philox.Draw`; only
+their attributes are used. Arrays are float32, bfloat16 or float16 and are addressed as in
+:mod:`zcomm._formats.reference`: message i, segment s starts at element ``i * message_stride + s * segment_stride``.
+Messages are uint8 [num_messages, nbytes], contiguous and, for block codecs, at a multiple of 16 bytes.
 
-``expected``, messages like those written, uint8 [m, nbytes], are yet to come: a kernel that encodes clears their
-trailers, but for those of ``out``, if they are among them. So what is received too short is refused.
-``is_valid`` is int32 [1] on the messages' device: a kernel that decodes clears it if a trailer is not this layout's.
+``expected`` is the receive buffer of the exchange that follows, uint8 [m, nbytes], of the layout that is written: a
+kernel that encodes clears its trailers, except those of ``out`` if that lies in it. Otherwise a message that arrives
+too short could be taken for the one that was in that memory before.
+``is_valid`` is int32 [1] on the messages' device: a kernel that decodes clears it if a trailer has another hash.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ OF_RESIDUAL = ("residual_codes_ptr", "residual_scales_ptr")
 
 
 class ResidualArguments(NamedTuple):
-    """What earlier messages lost: it is added before encoding, and replaced by what encoding loses (N10).
+    """A residual (N10): added before encoding, then replaced by what encoding loses.
 
     Row i * num_segments + s belongs to segment s of message i; all rows of one array have the same stride.
     """
 
     codes: Tensor
-    """int8 [num_rows, num_blocks, 256], read and overwritten; zeros hold no residual."""
+    """int8 [num_rows, num_blocks, 256], read and overwritten; zeros mean no residual."""
     scales: Tensor
     """bfloat16 [num_rows, num_blocks], read and overwritten."""
     beta: float
 
 
 class Summed(NamedTuple):
-    """An array that :func:`decode_sum` writes and :func:`quantize` reads, and what it has to tell of the messages."""
+    """An array that :func:`decode_sum` writes and :func:`quantize` reads, and whether a message was refused."""
 
     values: Tensor
     refused: Tensor
-    """int32 [1], 0 unless a message was of another layout: then what the sum becomes must be refused, too.
+    """int32 [1], not 0 if a message had another layout: the message encoded from the sum must be refused, too.
 
-    Unlike the flag of the device, it is of this sum alone.
+    Unlike the device's flag it belongs to this sum alone.
     """
 
 
@@ -57,9 +58,9 @@ def quantize(
     draw: DrawLike | None = None, *, held: Tensor | None = None, residual: ResidualArguments | None = None,
     expected: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write messages ``out`` from the array ``x``, or from RN(x - held), ``held`` being addressed as ``x`` is.
+    """Encode the array ``x``, or RN(x - held) with ``held`` addressed as ``x``, as messages ``out``.
 
-    ``residual`` needs a block codec, and a block that is a power of two.
+    ``residual`` needs a block codec whose block is a power of two.
     """
     x, refused = x if isinstance(x, Summed) else (x, None)
     if layout.codec.dtype is not None:
@@ -88,7 +89,7 @@ def quantize(
 def _is_paired(
     x: Tensor, layout: Layout, strides: tuple[int, int], held: Tensor | None, residual: ResidualArguments | None
 ) -> bool:
-    """Whether two elements are loaded as a word, and their codes are a byte: threads then have longer rows."""
+    """Whether two elements can be loaded as one word, and their two codes stored as one byte, which is faster."""
     is_plain = held is None and residual is None and not layout.is_rotated and not layout.codec.name.endswith("_asym")
     return (
         is_plain and layout.codec.bits == 4 and x.element_size() == 2 and x.data_ptr() % 4 == 0
@@ -100,7 +101,7 @@ def decode(
     messages: Tensor, layout: Layout, out: Tensor, message_stride: int, segment_stride: int,
     *, is_valid: Tensor, added: bool = False,
 ) -> None:  # fmt: skip
-    """Write the values of ``messages`` into the array ``out``, or with ``added`` RN(out + value)."""
+    """Decode ``messages`` into the array ``out``; with ``added`` write RN(out + value)."""
     if layout.codec.dtype is not None and not added:
         strides = (layout.num_segments * layout.segment_numel, layout.segment_numel)
         _cast(typed(messages, layout), strides, out, (message_stride, segment_stride), layout, messages.shape[0])
@@ -120,7 +121,7 @@ def decode(
 def decode_sum(
     messages: Tensor, layout: Layout, out: Tensor | Summed, segment_stride: int, divisor: float, *, is_valid: Tensor
 ) -> None:
-    """Write the sum of ``messages`` over ``divisor`` into ``out``: segment s at ``s * segment_stride``."""
+    """Write the sum of ``messages``, divided by ``divisor``, into ``out``: segment s at ``s * segment_stride``."""
     out, refused = out if isinstance(out, Summed) else (out, None)
     encoding = encoding_of(layout)
     run(
@@ -138,10 +139,10 @@ def decode_sum_requantize(
     messages: Tensor, layout: Layout, out: Tensor, out_layout: Layout, draw: DrawLike | None = None,
     *, is_valid: Tensor, residual: ResidualArguments | None = None, expected: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Sum ``messages``; segment s of the sum becomes message s of ``out``, which has one segment a message.
+    """Sum ``messages`` and encode segment s of the sum as message s of ``out``, which has one segment per message.
 
-    One launch where the blocks are equal or powers of two; else two, with a float32 array between them. If a message is
-    refused, those of a block codec that are written get hash 0: whoever receives them refuses them, too.
+    One launch if the blocks are equal or powers of two; else two, with a float32 array between them. If a message is
+    refused, written messages of a block codec get hash 0, so that their receivers refuse them, too.
     """
     if out_layout.codec.dtype is not None:
         if residual is not None:
@@ -157,7 +158,7 @@ def decode_sum_requantize(
         return
     encoding, out_encoding = encoding_of(layout), encoding_of(out_layout)
     decoder = _decoder(layout)
-    if layout.codec.dtype is not None:  # no blocks of its own: rows as the output's
+    if layout.codec.dtype is not None:  # it has no blocks: use those of the output
         decoder |= {"BLOCK": out_encoding.block, "COLS": columns(out_encoding.block)}
     words, random = random_of(draw, out_layout, (layout.segment_numel, 0))
     run(
@@ -193,7 +194,7 @@ def _decoder(layout: Layout) -> dict[str, Any]:
 
 @cache
 def _largest(dtype: torch.dtype) -> float:
-    """The largest finite float32 that ``dtype`` holds."""
+    """The largest finite value of ``dtype`` that is a float32."""
     return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
 
 
@@ -210,7 +211,7 @@ def _encoder(layout: Layout, random: str, residual: ResidualArguments | None) ->
 def _residual_arguments(
     residual: ResidualArguments | None, layout: Layout
 ) -> tuple[Tensor | None, Tensor | None, int, int, float]:
-    """Codes, scales, their strides from row to row, beta."""
+    """Codes, scales, their row strides, beta."""
     if residual is None:
         return None, None, 0, 0, 0.0
     if layout.block & (layout.block - 1):
@@ -220,7 +221,7 @@ def _residual_arguments(
 
 
 def _expected_arguments(expected: Tensor | None, out: Tensor, layout: Layout) -> tuple[Tensor, int, int, int]:
-    """Messages, how many, and the first of them that is in ``out`` and the one after the last."""
+    """The receive buffer, its number of messages, and which of them lie in ``out``: first, last + 1."""
     if expected is None:
         return typed(out, layout), 0, 0, 0
     own = (out.data_ptr() - expected.data_ptr()) // layout.nbytes

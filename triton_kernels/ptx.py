@@ -1,14 +1,14 @@
-"""NVIDIA machine instructions for the codecs: what takes Triton's own operations two to five times as many.
+"""Inline PTX for the codecs: two to five times fewer instructions than Triton's own operations.
 
-Four elements a call, whose codes are the four bytes of a register; of 4-bit codes eight, ``low`` and ``high``, the two
-halves of each byte. ``keep`` has a byte of 0xFF for each byte of codes, or of 0 to clear it. Every text computes just
-what the arithmetic in codecs.py does, on all inputs that can occur: the tests execute the texts on the CPU.
+One call handles four elements, whose codes are the four bytes of a register; with 4-bit codes eight, ``low`` and
+``high``, the two halves of each byte. ``keep`` has a byte 0xFF for each byte of codes to keep, and 0 for one to clear.
+Every text computes exactly what codecs.py does, for all inputs that can occur: the tests execute the texts on the CPU.
 
-nf4 needs tables of 16 entries, and ``prmt`` looks up four bytes at once, in a table of 8, by the digits of its last
-operand; a digit of 8 or more yields the highest bit of the byte, eight times. So a table of 16 bytes takes two, with
-its first half and one with its second, where the digits have their bit 3 flipped, and an exclusive or: which is right
-where bytes i and i + 8 have the same highest bit, and the second half is stored with all bits flipped if that is set.
-Entries are numbers of 16 bits, in two such tables, chosen so that the highest bits agree.
+nf4 needs tables of 16 entries. ``prmt`` looks up four bytes at once in a table of 8, by the digits of its last operand;
+a digit of 8 or more yields the highest bit of the byte, eight times. So a table of 16 bytes takes two lookups and an
+exclusive or: one in the first half, one in the second half with bit 3 of the digits flipped. That is correct if bytes
+i and i + 8 have the same highest bit, and bytes of the second half are stored inverted if it is set. Entries are 16-bit
+numbers in two such tables, chosen so that the highest bits agree.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ LOW, HIGH = ("e0", "e1", "e2", "e3"), ("o0", "o1", "o2", "o3")
 ROUNDER = "0f4B400000"  # 1.5 * 2^23: its neighbours are whole numbers
 ALTERNATE = "0xE4"  # of lop3: a where the mask is set, else b
 
-# RN(1 / x) of a bfloat16 x whose inverse is normal: one step of Newton's, right for each of the 128 significands
-# from wherever the approximation may lie, within its documented unit in the last place.
+# RN(1 / x) of a bfloat16 x whose inverse is normal: one Newton step. It is correct for each of the 128 significands,
+# whatever the approximation is within its documented error of one unit in the last place.
 RECIPROCAL = _text(
     _registers("error"),
     "rcp.approx.ftz.f32 $0, $1;",
@@ -92,7 +92,8 @@ ENCODE_INT4 = _text(
     f"lop3.b32 e0, e0, o0, 0x0F0F0F0F, {ALTERNATE};",
     "and.b32 $0, e0, $9;",
 )
-# From sm_89 on. A negative zero has a magnitude of 0, and any other plus 0x7F the highest bit: lop3 is a & (b | c).
+# From sm_89 on. The lop3, a & (b | c), clears the sign of negative zeros: a magnitude plus 0x7F has the highest bit
+# unless it is 0.
 ENCODE_FP8 = _text(
     ".reg .b16 h0, h1;",
     _registers("codes", "nonzero"),
@@ -104,7 +105,7 @@ ENCODE_FP8 = _text(
     "lop3.b32 codes, codes, nonzero, 0x7F7F7F7F, 0xE0;",
     "and.b32 $0, codes, $5;",
 )
-# A byte as the lowest of 2^23's float32, or of 2^23 + 128 less what the sign bit, flipped, is worth.
+# The byte, with its sign bit flipped, becomes the lowest byte of the float32 2^23; less 2^23 + 128 it is the code.
 DECODE_INT8 = _text(
     _registers("codes"),
     "xor.b32 codes, $4, 0x80808080;",
@@ -121,7 +122,7 @@ DECODE_INT4 = _text(
     *[f"prmt.b32 ${4 + k}, high, 0x4B000000, {0x7650 + k:#06x};" for k in range(4)],
     *[f"add.rn.f32 ${k}, ${k}, 0fCB000008;" for k in range(8)],
 )
-# Sign, exponent and mantissa where a float32 has them; 2^120 is the difference of the biases, for denormals too.
+# Move sign, exponent and mantissa to their places in a float32; times 2^120 corrects the bias, for denormals too.
 DECODE_FP8 = _text(
     _registers("codes"),
     "mov.b32 codes, $4;",

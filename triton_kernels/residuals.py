@@ -1,4 +1,4 @@
-"""Residuals in registers: rows of int8 blocks of 256, their codes and scales in arrays of their own (N10)."""
+"""Load and store residuals (N10): rows of int8 blocks of 256, with codes and scales in separate arrays."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Where a program's tile lies, in arrays and in messages, and moving it to and from registers.
+"""Tiles: which part of an array or message a program handles, and loading and storing it.
 
 A program handles one tile: ROWS consecutive blocks of one segment of one message (a *unit*), as [ROWS, COLS] with
-COLS >= BLOCK a power of two. Offsets are one int64 number for the tile plus int32 numbers inside it.
+COLS >= BLOCK a power of two. An offset is one int64 number for the tile plus an int32 number inside it, so that arrays
+of more than 2^31 elements work.
 
     program -> unit = program / tiles of a segment -> message = unit / num_segments, segment = unit % num_segments
                tile = program % tiles of a segment -> first block = tile * ROWS
 
-In a message of block codecs, ``pitch`` is its bytes; in one of cast codecs, its elements, and ``KIND`` is "cast".
+``pitch`` is a message's size: in bytes for block codecs, in elements for cast codecs, whose ``KIND`` is "cast".
 """
 
 from __future__ import annotations

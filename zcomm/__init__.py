@@ -1,4 +1,4 @@
-"""Quantized, hierarchical collectives for PyTorch: torch.distributed's names with a ``format=``."""
+"""Quantized, hierarchical collectives for PyTorch: torch.distributed's function names with a ``format=``."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ __all__ = [
     "volume",
 ]
 
-OF_INSTALL = ("Installation", "install_ddp", "install_fsdp2")
+INSTALL_NAMES = ("Installation", "install_ddp", "install_fsdp2")
 
 
 def __getattr__(name: str) -> Any:
-    """What :mod:`zcomm.install` brings, an eighth of this package's memory, is imported when it is first used."""
-    if name in OF_INSTALL:
+    """Import :mod:`zcomm.install` at its first use: it takes an eighth of this package's memory."""
+    if name in INSTALL_NAMES:
         return getattr(importlib.import_module("zcomm.install"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

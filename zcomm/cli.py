@@ -1,8 +1,8 @@
 """The command ``zcomm``, also ``python -m zcomm``.
 
-zcomm env      the report for a bug report
-zcomm bench    collectives, measured and checked
-zcomm probe    links and kernels, measured; what is fastest, for format="auto"
+zcomm env      print what is available on this machine, for a bug report
+zcomm bench    measure collectives and check their results
+zcomm probe    measure links and kernels, and write the fastest formats to the file that format="auto" reads
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zcomm", description="Quantized, hierarchical collectives for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     environment = commands.add_parser(
-        "env", help="print what is available here and why something is not: please add it to a bug report"
+        "env", help="print what is available here, and why something is not; please add it to bug reports"
     )
     environment.add_argument("--json", action="store_true", help="as JSON")
-    add_bench(commands.add_parser("bench", help="measure and check collectives, beside torch.distributed's own"))
-    add_probe(commands.add_parser("probe", help='measure links and kernels, and what is fastest, for format="auto"'))
+    add_bench(commands.add_parser("bench", help="measure and check collectives, next to torch.distributed's own"))
+    add_probe(
+        commands.add_parser("probe", help='measure links and kernels, and find the fastest formats for format="auto"')
+    )
     return parser
 
 

@@ -1,14 +1,13 @@
-"""Small exchanges by which ranks agree: maxima of flags, float64 partial sums, initial values. Always synchronous.
+"""Control exchanges, by which ranks agree: maxima of flags, float64 partial sums, texts, initial values. Synchronous.
 
-They are between hosts (:attr:`Topology.on_host`): no device is waited for, but by a broadcast of what is on one. Over
-a process group of NCCL, before there is a Topology, ranks meet in torch.distributed's store instead.
+    all-gather   every rank --values--> every rank
+    gather       rank r --message r--> first rank          scatter   first rank --row r--> rank r
 
-Exchanges between the first rank of a hop and the others, in host memory: what one rank needs goes to that one only.
+They use host memory (:attr:`Topology.on_host`), so no device is waited for, except in exchanges of device tensors. Over
+a caller's process group on NCCL, which takes no host tensors, ranks exchange texts through torch.distributed's store.
 
-    gather   rank r --message r--> the first rank          scatter   the first rank --row r--> rank r
-
-Over groups that take host tensors, from whichever thread has the group to itself. Synchronous. Every byte is in the
-traffic counters, every exchange in the hop's :class:`zcomm._transport.collective_log.CollectiveLog`.
+Gather and scatter send to one rank only what it needs. They may be called from any thread that has the group to
+itself. The traffic counters count every byte, and the hop's collective log records every exchange.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from zcomm._base import env
 from zcomm._base.pending import Pending
 from zcomm._formats.formats import get_format
 from zcomm._transport import backend
-from zcomm._transport.backend import ALONE, Hop, MessageInfo, count, words_of
-from zcomm._transport.call_context import here
+from zcomm._transport.backend import ALONE, Hop, MessageInfo, count, exchange_name_of
+from zcomm._transport.call_context import current_context
 from zcomm._transport.checked import Checks, checked
 from zcomm._transport.collective_log import call_here
 from zcomm._transport.debug import compare_calls
-from zcomm._transport.store_exchange import meet
-from zcomm._transport.tagged import FIRST, tags_of
+from zcomm._transport.store_exchange import exchange_texts
+from zcomm._transport.tagged import FIRST_RANK_EXCHANGES, tags_of
 from zcomm._transport.topology import Topology, hop_of_group
 from zcomm._transport.traffic import record
 from zcomm.errors import TopologyError
@@ -49,11 +48,11 @@ __all__ = [
     "texts_to_first",
 ]
 
-TO, FROM = FIRST
+GATHER, SCATTER = FIRST_RANK_EXCHANGES
 
 
 def gather_to_first(message: Tensor, hop: Hop) -> Tensor | None:
-    """Every rank's ``message`` [n] as [hop size, n] on the first rank; None on the others. Not empty."""
+    """On the first rank every rank's ``message`` [n] as [hop size, n]; None on the others. n is not 0."""
     if hop.group is None:
         return message.view(1, -1)
     is_first = hop.rank == 0
@@ -62,12 +61,12 @@ def gather_to_first(message: Tensor, hop: Hop) -> Tensor | None:
         link = "intra" if hop.rank <= hop.num_intra_peers else "inter"
         record(("control", "none", link), 1, message.numel(), message.nbytes)
     received = {} if of_ranks is None else dict(enumerate(of_ranks.unbind(0)[1:], 1))
-    _run(TO, (message, of_ranks), hop, [message] * hop.size, received)
+    _run(GATHER, (message, of_ranks), hop, [message] * hop.size, received)
     return of_ranks
 
 
 def scatter_from_first(rows: Tensor | None, numel: int, hop: Hop) -> Tensor:
-    """This rank's row of ``rows``, uint8 [hop size, ``numel``], which the first rank has. Not empty."""
+    """This rank's row of the first rank's ``rows``, uint8 [hop size, ``numel``]. ``numel`` is not 0."""
     if hop.group is None:
         assert rows is not None, "a rank alone is the first"
         return rows[0]
@@ -76,7 +75,7 @@ def scatter_from_first(rows: Tensor | None, numel: int, hop: Hop) -> Tensor:
     parts = [] if rows is None else list(rows.unbind(0))
     if is_first:
         count(hop, MessageInfo("control", "none", numel), numel)
-    _run(FROM, (mine, rows), hop, parts, {} if is_first else {0: mine})
+    _run(SCATTER, (mine, rows), hop, parts, {} if is_first else {0: mine})
     return mine
 
 
@@ -87,14 +86,14 @@ def _run(
     parts: Sequence[Tensor],
     received: Mapping[int, Tensor],
 ) -> None:
-    """``parts`` go to the ranks, in their order; ``received`` come from them."""
+    """Run a gather or a scatter. ``parts[i]`` goes to rank i, and ``received[i]`` comes from it."""
     mine, rows = tensors
     call = call_here(operation, mine.nbytes, "cpu")
-    number, words = hop.ledger.start(call), words_of(hop, MessageInfo("control", "none", mine.numel()))
+    number, words = hop.log.start(call), exchange_name_of(hop, MessageInfo("control", "none", mine.numel()))
     tags = tags_of(number, call)
-    with hop.ledger.waiting(number, hop.group):
+    with hop.log.waiting(number, hop.group):
         assert hop.group is not None, "a rank alone exchanges nothing"
-        pending: Pending = FIRST[operation](mine, rows, hop.group, tags.own)
+        pending: Pending = FIRST_RANK_EXCHANGES[operation](mine, rows, hop.group, tags.own)
         if env.is_set("ZCOMM_CHECK"):
             pending = checked(pending, Checks(words, tags, hop.ranks(), parts, received, None))
         pending.wait()
@@ -104,14 +103,14 @@ TEXT_NBYTES = 512
 
 
 def agree_max(values: Tensor, topology: Topology) -> Tensor:
-    """The elementwise maximum of int64 ``values`` over all ranks, on the CPU, the same on every rank."""
+    """The elementwise maximum of int64 ``values`` over all ranks, on the CPU. The same on every rank."""
     mine = values.to("cpu", torch.int64).contiguous()
     topology.keep_order()
     return _gather(mine, topology.on_host).amax(0).view(mine.shape)
 
 
 def any_(flag: Tensor, topology: Topology) -> Tensor:
-    """Whether the bool scalar ``flag`` is true on any rank, on its device. On CUDA the host waits for nothing."""
+    """Whether the bool scalar ``flag`` is true on any rank, on its device. On CUDA without a host sync."""
     mine = flag.to(torch.uint8).view(1)
     topology.keep_order()
     return _gather(mine, _hop_for(mine, topology)).amax().bool()
@@ -123,31 +122,34 @@ def gather_float64(values: Tensor, topology: Topology) -> Tensor:
 
 
 def gather_beside(values: Tensor, topology: Topology) -> Tensor:
-    """Every rank's ``values`` [n] as [world_size, n], in rank order, on their device. CUDA: no host waits."""
+    """Every rank's ``values`` [n] as [world_size, n], in rank order, on their device. On CUDA without a host sync."""
     mine = values.contiguous()
     topology.keep_order()
     return _gather(mine, _hop_for(mine, topology))
 
 
 def are_equal(text: str, ranks: Topology | dist.ProcessGroup | None) -> bool:
-    """Whether every rank has the same ``text``, by 64-bit digests: 8 bytes to every other rank. None: all ranks."""
+    """Whether every rank has the same ``text``, by 64-bit digest. ``ranks=None``: all ranks of torch.distributed.
+
+    Cost for each rank: 8 bytes to every other rank.
+    """
     if isinstance(ranks, Topology):
         ranks.keep_order()
     hop = ranks.on_host if isinstance(ranks, Topology) else hop_of_group(ranks)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    if _meets(hop):
-        return len(set(_met(digest.hex(), hop))) == 1
+    if _uses_store(hop):
+        return len(set(_texts_by_store(digest.hex(), hop))) == 1
     mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], dtype=torch.int64)
     return bool((_gather(mine, hop) == mine).all())
 
 
 def gather_texts(text: str, ranks: Topology | dist.ProcessGroup | None) -> list[str]:
-    """The first 512 bytes of every rank's ``text``, in rank order. None: all ranks of torch.distributed."""
+    """The first 512 bytes of every rank's ``text``, in rank order. ``ranks=None``: all ranks of torch.distributed."""
     if isinstance(ranks, Topology):
         ranks.keep_order()
     hop = ranks.on_host if isinstance(ranks, Topology) else hop_of_group(ranks)
-    if _meets(hop):
-        return [told.encode()[:TEXT_NBYTES].decode(errors="replace") for told in _met(text, hop)]
+    if _uses_store(hop):
+        return [each.encode()[:TEXT_NBYTES].decode(errors="replace") for each in _texts_by_store(text, hop)]
     mine = torch.frombuffer(bytearray(text.encode()[:TEXT_NBYTES].ljust(TEXT_NBYTES, b"\0")), dtype=torch.uint8)
     data = _gather(mine, hop).numpy().tobytes()
     rows = [data[at : at + TEXT_NBYTES] for at in range(0, len(data), TEXT_NBYTES)]
@@ -156,9 +158,9 @@ def gather_texts(text: str, ranks: Topology | dist.ProcessGroup | None) -> list[
 
 
 def texts_to_first(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    """On the first rank every rank's ``text``, of any length, in rank order; on the others []. None: this rank alone.
+    """On the first rank every rank's ``text``, in rank order; [] on the others. ``group=None``: this rank alone.
 
-    Cost: 8 bytes to every other rank, and from each to the first as many as the longest text has.
+    Cost for each rank: 8 bytes to every other rank, and the length of the longest text to the first.
     """
     hop, data = _hop_of(group), text.encode()
     lengths = _gather(torch.tensor([len(data)]), hop).flatten().tolist()
@@ -170,9 +172,9 @@ def texts_to_first(text: str, group: dist.ProcessGroup | None) -> list[str]:
 
 
 def text_from_first(texts: Sequence[str], group: dist.ProcessGroup | None) -> str:
-    """What the first rank has for this one among its ``texts``, one a rank; those of other ranks do not count.
+    """This rank's text among the ``texts`` of the first rank, one for each rank. Other ranks' ``texts`` are ignored.
 
-    Cost: 8 bytes to every other rank, and from the first to each as many as the longest text has.
+    Cost for the first rank: 8 world_size bytes and the length of the longest text to every other rank.
     """
     hop = _hop_of(group)
     data = [text.encode() for text in texts] if hop.rank == 0 else []
@@ -181,8 +183,8 @@ def text_from_first(texts: Sequence[str], group: dist.ProcessGroup | None) -> st
     backend.broadcast_(lengths, 0, hop)
     longest, rows = int(lengths.max()), None
     if data:
-        whole = bytearray(b"".join(part.ljust(longest, b"\0") for part in data))
-        rows = torch.frombuffer(whole, dtype=torch.uint8).view(hop.size, longest)
+        joined = bytearray(b"".join(part.ljust(longest, b"\0") for part in data))
+        rows = torch.frombuffer(joined, dtype=torch.uint8).view(hop.size, longest)
     mine = scatter_from_first(rows, longest, hop)
     return mine.numpy()[: int(lengths[hop.rank])].tobytes().decode()
 
@@ -198,20 +200,20 @@ def _gather(mine: Tensor, hop: Hop) -> Tensor:
 
 
 def _compare(operation: str, tensor: Tensor, hop: Hop) -> None:
-    """With ZCOMM_DEBUG=1, raise on every rank unless all make this exchange, for the same public call."""
+    """With ZCOMM_DEBUG=1, raise on every rank unless all make this exchange in the same public call."""
     if env.is_set("ZCOMM_DEBUG"):
-        call = here().call or "forward, backward, or none of zero's"
+        call = current_context().call or "forward, backward, or none of zero's"
         compare_calls(f"control {operation}", ((hop, get_format("none")),), hop, nbytes=tensor.nbytes, call=call)
 
 
-def _meets(hop: Hop) -> bool:
-    """Whether hosts meet in the store: a caller's group over NCCL takes no host tensors, and has no gloo beside it."""
+def _uses_store(hop: Hop) -> bool:
+    """Whether ``hop`` takes no host tensors, so that ranks exchange texts through the store: a group on NCCL."""
     return hop.group is not None and not backend.takes_host_tensors(hop.backend)
 
 
-def _met(text: str, hop: Hop) -> list[str]:
+def _texts_by_store(text: str, hop: Hop) -> list[str]:
     ranks = dist.get_process_group_ranks(hop.group)
-    return meet(ranks, text, lane="control", timeout=backend.timeout_of(hop.group))
+    return exchange_texts(ranks, text, lane="control", timeout=backend.timeout_of(hop.group))
 
 
 def _hop_of(group: dist.ProcessGroup | None) -> Hop:
@@ -219,7 +221,7 @@ def _hop_of(group: dist.ProcessGroup | None) -> Hop:
 
 
 def broadcast_(tensor: Tensor, src: int, topology: Topology) -> None:
-    """Overwrite ``tensor``, of any dtype and shape, with rank ``src``'s.
+    """Overwrite ``tensor``, of any dtype and shape, with that of rank ``src``.
 
     Raises:
         TopologyError: ``src`` is not a rank of ``topology``.

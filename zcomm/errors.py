@@ -1,4 +1,4 @@
-"""Exceptions of zcomm and zero. Each also derives from the built-in a caller would expect to catch."""
+"""Exceptions of zcomm and zero. Each also derives from the built-in exception that a caller would expect."""
 
 from __future__ import annotations
 
@@ -27,42 +27,45 @@ class LayoutError(ZcommError, ValueError):
 
 
 class FormatError(ZcommError, ValueError):
-    """A wire format that does not exist, or does not take the tensor or option given."""
+    """An unknown wire format, or one that does not support the given tensor or option."""
 
 
 class TopologyError(ZcommError, ValueError):
-    """Ranks, nodes and groups that do not fit together."""
+    """Ranks, nodes and process groups do not fit together."""
 
 
 class ConfigError(ZcommError, ValueError):
-    """A setting that cannot be meant."""
+    """An invalid setting."""
 
 
 class BackendUnavailableError(ZcommError, RuntimeError):
-    """A kernel or library that was asked for cannot be used here."""
+    """A requested kernel or library cannot be used here."""
 
 
 class StateError(ZcommError, RuntimeError):
-    """A call that does not fit the state its object is in."""
+    """The object is in a state that does not allow this call."""
 
 
 class DivergedError(StateError):
-    """The ranks do different things, and would wait for one another for ever. Raised on every rank."""
+    """The ranks diverged: they made different calls or have different settings, and would deadlock.
+
+    Raised on every rank.
+    """
 
     is_agreed_by_ranks = True
 
 
 class CommunicationError(ZcommError, RuntimeError):
-    """An exchange that failed or has not ended in time; what it was to write is of no use."""
+    """An exchange failed or timed out. The contents of its output are undefined."""
 
 
 class MessageError(ZcommError, RuntimeError):
-    """A message that is not what this rank was to receive, or that was damaged on the way."""
+    """A received message has another layout than this rank expects, or was corrupted."""
 
 
 class DamagedError(MessageError):
-    """With ZCOMM_CHECK=1: a message did not come as it was sent. Raised on every rank of the collective."""
+    """With ZCOMM_CHECK=1: a message was corrupted between two ranks. Raised on every rank of the collective."""
 
 
 class IntegrityError(ZcommError, OSError):
-    """A file that does not hold what was written to it. errno, path and text as of any OSError."""
+    """A file does not hold what was written to it. Has the errno, filename and strerror of an OSError."""

@@ -1,11 +1,11 @@
-"""The collectives as functions of tensors, for code under ``torch.compile``: registered operators, no graph break.
+"""Functional collectives for ``torch.compile``: registered operators without graph breaks.
 
     full = zcomm.functional.all_gather_single(shard, topology, format="int8")
 
-Each returns a new tensor and mutates nothing, and has the bits of the collective of the same name. A compiled function
-keeps the name of its group, not the group: keep a Topology alive as long as functions that were traced with it. They
-are not differentiated: pass ``tensor.detach()``. A :class:`zcomm.RandomKey` may be made inside the compiled function:
-its numbers are arguments of the operator, so another step is no reason to compile again.
+Each function returns a new tensor, mutates nothing, and gives the bits of the collective of the same name. It is not
+differentiable: pass ``tensor.detach()``. A compiled function holds the name of its group, not the group itself: keep a
+Topology alive as long as the functions that were traced with it. A :class:`zcomm.RandomKey` may be created inside the
+compiled function; its numbers are arguments of the operator, so a new step does not recompile it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def all_gather_single(
 ) -> Tensor:
     """Every rank's ``input`` [n] as one tensor [world_size * n] of the same dtype; see
     :func:`zcomm.all_gather_single`."""
-    input = _checked(input, group, format, numbering=numbering)
-    key, world_size = _named(group)
-    full: Tensor = _gather(input, key, world_size, _text(format), numbering, _words(random))
+    input = _checked_input(input, group, format, numbering=numbering)
+    key, world_size = _group_key(group)
+    full: Tensor = _gather(input, key, world_size, _format_text(format), numbering, _key_words(random))
     return full
 
 
@@ -64,10 +64,12 @@ def reduce_scatter_single(
 ) -> Tensor:
     """This rank's shard [n] of the sum or mean of ``input`` [world_size * n], in ``dtype`` (default: its own); see
     :func:`zcomm.reduce_scatter_single`."""
-    input = _checked(input, group, format, op=op, numbering=numbering, dtype=dtype)
-    key, world_size = _named(group)
+    input = _checked_input(input, group, format, op=op, numbering=numbering, dtype=dtype)
+    key, world_size = _group_key(group)
     dtype = dtype or input.dtype
-    shard: Tensor = _reduce(input, _op(op), key, world_size, _text(format), numbering, dtype, _words(random))
+    shard: Tensor = _reduce(
+        input, _op_name(op), key, world_size, _format_text(format), numbering, dtype, _key_words(random)
+    )
     return shard
 
 
@@ -80,8 +82,8 @@ def all_reduce(
     random: RandomKey | None = None,
 ) -> Tensor:
     """The sum or mean of ``input`` [n] over all ranks; see :func:`zcomm.all_reduce`."""
-    input = _checked(input, group, format, op=op)
-    total: Tensor = _all_reduce(input, _op(op), _named(group)[0], _text(format), _words(random))
+    input = _checked_input(input, group, format, op=op)
+    total: Tensor = _all_reduce(input, _op_name(op), _group_key(group)[0], _format_text(format), _key_words(random))
     return total
 
 
@@ -90,12 +92,12 @@ def all_to_all_single(
 ) -> Tensor:
     """Row j [n] of the result is what rank j had for this rank in ``input`` [world_size * n]; see
     :func:`zcomm.all_to_all_single`."""
-    input = _checked(input, group, format)
-    parts: Tensor = _all_to_all(input, _named(group)[0], _text(format), _words(random))
+    input = _checked_input(input, group, format)
+    parts: Tensor = _all_to_all(input, _group_key(group)[0], _format_text(format), _key_words(random))
     return parts
 
 
-def _checked(
+def _checked_input(
     tensor: Tensor,
     group: Group,
     format: WireFormat,
@@ -104,7 +106,7 @@ def _checked(
     numbering: Numbering = "rank",
     dtype: Any = None,
 ) -> Tensor:
-    """``tensor`` without its gradient; refuses what operators cannot see, who get text and plain tensors alone."""
+    """Check what an operator cannot, since it only receives text and plain tensors; return ``tensor`` detached."""
     if torch.compiler.is_compiling():
         if tensor.requires_grad and torch.is_grad_enabled():
             raise LayoutError("input must be without requires_grad (collectives are not differentiated): use .detach()")
@@ -114,12 +116,12 @@ def _checked(
     divisor_of(op, 1)
     if isinstance(tensor, FakeTensor) or (isinstance(tensor, Tensor) and tensor.device.type == "meta"):
         check_arguments(group, format, numbering=numbering)
-        return tensor  # which only the operator's fake can take
+        return tensor  # it has no memory: the operator's fake implementation takes it
     (tensor,) = check_arguments(group, format, numbering=numbering, input=tensor)
     return tensor
 
 
-def _check(
+def _check_call(
     input: Tensor,
     key: str,
     format: str,
@@ -130,9 +132,9 @@ def _check(
     dtype: torch.dtype | None = None,
     divides: bool = False,
 ) -> int:
-    """What an operator and its fake refuse alike, with memory or without; returns the number of ranks.
+    """The checks that an operator and its fake implementation share; returns the number of ranks.
 
-    A size that is known only when the program runs is left to the operator.
+    A size that is known only at run time is checked by the operator.
     """
     group, wire = _group_of(key), _format_of(format)
     check_numbering(numbering)
@@ -154,13 +156,13 @@ def _check(
     return route.world_size
 
 
-def _op(op: Any) -> str:
-    """An operation, as an operator's argument."""
+def _op_name(op: Any) -> str:
+    """The reduction as text, for the operator's schema."""
     return op if isinstance(op, str) else "avg" if divisor_of(op, 2) == 2 else "sum"
 
 
-def _named(group: Group) -> tuple[str, int]:
-    """The name of a group, and its number of ranks. An empty name is the default group."""
+def _group_key(group: Group) -> tuple[str, int]:
+    """The name of a group, and its number of ranks. The default group's name is empty."""
     if isinstance(group, Topology):
         return group.key, group.world_size
     if group is None:
@@ -175,8 +177,8 @@ def _group_of(key: str) -> Any:
     return backend.group_named(name) if kind == "group" else Topology.of_key(key)
 
 
-def _text(format: WireFormat) -> str:
-    """A format, or both of a pair, as an operator's argument."""
+def _format_text(format: WireFormat) -> str:
+    """A format, or both formats of a pair, as text for the operator's schema."""
     return SEPARATOR.join(str(part) for part in (format if isinstance(format, tuple) else (format,)))
 
 
@@ -185,8 +187,8 @@ def _format_of(text: str) -> str | tuple[str, str]:
     return (first, second) if separator else first
 
 
-def _words(random: RandomKey | None) -> list[int] | None:
-    """A key as an operator's argument."""
+def _key_words(random: RandomKey | None) -> list[int] | None:
+    """A key as integers, for the operator's schema."""
     if random is not None and not isinstance(random, RandomKey):
         raise FormatError(f"random must be a zcomm.RandomKey(seed, tensor, step): random={random!r}")
     return None if random is None else [random.seed, random.tensor, random.step]
@@ -200,7 +202,7 @@ def _key_of(words: Sequence[int] | None) -> RandomKey | None:
 def _gather(
     input: Tensor, key: str, world_size: int, format: str, numbering: str, random: Sequence[int] | None = None
 ) -> Tensor:
-    _check(input, key, format, numbering=numbering, random=random)
+    _check_call(input, key, format, numbering=numbering, random=random)
     output = input.new_empty(world_size * input.numel())
     gather_into(
         output,
@@ -217,7 +219,7 @@ def _gather(
 def _(
     input: Tensor, key: str, world_size: int, format: str, numbering: str, random: Sequence[int] | None = None
 ) -> Tensor:
-    _check(input, key, format, numbering=numbering, random=random)
+    _check_call(input, key, format, numbering=numbering, random=random)
     return input.new_empty(world_size * input.numel())
 
 
@@ -232,7 +234,7 @@ def _reduce(
     dtype: torch.dtype,
     random: Sequence[int] | None = None,
 ) -> Tensor:
-    _check(input, key, format, op=op, numbering=numbering, random=random, dtype=dtype, divides=True)
+    _check_call(input, key, format, op=op, numbering=numbering, random=random, dtype=dtype, divides=True)
     output = input.new_empty(input.numel() // world_size, dtype=dtype)
     reduce_into(
         output,
@@ -257,13 +259,13 @@ def _(
     dtype: torch.dtype,
     random: Sequence[int] | None = None,
 ) -> Tensor:
-    _check(input, key, format, op=op, numbering=numbering, random=random, dtype=dtype, divides=True)
+    _check_call(input, key, format, op=op, numbering=numbering, random=random, dtype=dtype, divides=True)
     return input.new_empty(input.numel() // world_size, dtype=dtype)
 
 
 @torch.library.custom_op("zcomm::all_reduce", mutates_args=())
 def _all_reduce(input: Tensor, op: str, key: str, format: str, random: Sequence[int] | None = None) -> Tensor:
-    _check(input, key, format, op=op, random=random)
+    _check_call(input, key, format, op=op, random=random)
     output = input.clone(memory_format=torch.contiguous_format)
     all_reduce_into(output, op, _group_of(key), format=_format_of(format), random=_key_of(random))
     return output
@@ -271,13 +273,13 @@ def _all_reduce(input: Tensor, op: str, key: str, format: str, random: Sequence[
 
 @_all_reduce.register_fake
 def _(input: Tensor, op: str, key: str, format: str, random: Sequence[int] | None = None) -> Tensor:
-    _check(input, key, format, op=op, random=random)
+    _check_call(input, key, format, op=op, random=random)
     return input.new_empty(input.shape)
 
 
 @torch.library.custom_op("zcomm::all_to_all_single", mutates_args=())
 def _all_to_all(input: Tensor, key: str, format: str, random: Sequence[int] | None = None) -> Tensor:
-    _check(input, key, format, random=random, divides=True)
+    _check_call(input, key, format, random=random, divides=True)
     output = torch.empty_like(input, memory_format=torch.contiguous_format)
     exchange_into(
         output,
@@ -291,5 +293,5 @@ def _all_to_all(input: Tensor, key: str, format: str, random: Sequence[int] | No
 
 @_all_to_all.register_fake
 def _(input: Tensor, key: str, format: str, random: Sequence[int] | None = None) -> Tensor:
-    _check(input, key, format, random=random, divides=True)
+    _check_call(input, key, format, random=random, divides=True)
     return input.new_empty(input.shape)

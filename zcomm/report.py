@@ -1,6 +1,6 @@
-"""What is available on this machine, and why something is not: the report to paste into a bug report.
+"""The environment report of ``zcomm env``: what is available on this machine, and why something is not.
 
-Nothing here communicates, starts a process or asks the network. Every fact is a line; a section is a table.
+Nothing here communicates, starts a process or uses the network. Every fact is a line; a section is a table.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SIOCGIFADDR = 0x8915
 
 
 def collect() -> Report:
-    """Everything, by section."""
+    """All facts, by section."""
     return {
         "versions": _versions(),
         "available": _available(),
@@ -64,7 +64,7 @@ def collect() -> Report:
 
 
 def table(report: Report) -> str:
-    """The report as text, one fact a line."""
+    """The report as text, one fact per line."""
     width = max(len(name) for section in report.values() for name in section) + 2
     lines: list[str] = []
     for title, section in report.items():
@@ -94,43 +94,45 @@ def _versions() -> dict[str, str]:
 
 
 def _available() -> dict[str, str]:
-    """What can be used here; or what is missing, with the command that installs it."""
+    """What can be used here, or what is missing and the command that installs it."""
     return {
-        "native": _or_none(native_calls.unavailable_reason, kernels.native_description),
-        "Triton": _or_none(lambda: on_triton.unavailable_reason("cuda"), lambda: _version("triton")),
-        "CUDA": _or_none(_no_cuda, lambda: f"built with {kernels.native().build_info()['cuda']}; {_cuda()}"),
+        "native": _described(native_calls.unavailable_reason, kernels.native_description),
+        "Triton": _described(lambda: on_triton.unavailable_reason("cuda"), lambda: _version("triton")),
+        "CUDA": _described(
+            _cuda_unavailable_reason, lambda: f"built with {kernels.native().build_info()['cuda']}; {_cuda()}"
+        ),
         'NCCL of backend="nccl"': nccl_description(),
     }
 
 
-def _or_none(reason: Callable[[], str], description: Callable[[], str]) -> str:
+def _described(reason: Callable[[], str], description: Callable[[], str]) -> str:
     try:
         return f"none: {found}" if (found := reason()) else description()
-    except (BackendUnavailableError, ConfigError) as error:  # a report on a wrong setting must come all the same
+    except (BackendUnavailableError, ConfigError) as error:  # an invalid setting must not prevent the report on it
         return f"none: {error}"
 
 
-def _no_cuda() -> str:
-    """Why the CUDA kernels and the communicator over NCCL cannot run, whichever kernels are chosen."""
+def _cuda_unavailable_reason() -> str:
+    """Why CUDA kernels and the NCCL communicator cannot run, whatever ZCOMM_KERNELS says; empty if they can."""
     built = kernels.native().build_info()["cuda"]
     if not built:
         return "the native module is built without CUDA; from source, where nvcc is: ZCOMM_CUDA=ON pip install ."
     if reason := driver_unavailable_reason(built):
         return reason
     if torch.version.cuda is None:
-        return "this torch is built without CUDA: pip install --force-reinstall torch, of an index with CUDA builds"
+        return "this torch is built without CUDA: pip install --force-reinstall torch, from an index with CUDA builds"
     return "" if torch.cuda.is_available() else f"torch {torch.__version__} finds no GPU"
 
 
 def _kernels() -> dict[str, str]:
     try:
         reason, is_triton = native_calls.unavailable_reason(), env.value("ZCOMM_KERNELS") == "triton"
-    except ConfigError as error:  # a report on a wrong setting must come all the same
+    except ConfigError as error:  # as above
         reason, is_triton = str(error), False
     native = f"PyTorch reference: {reason}" if reason else f"native ({kernels.native_description()})"
     found = {"CPU tensors": _triton("cpu") if is_triton else native}
-    found["float64"] = "PyTorch reference: there are no other kernels for float64"
-    found["CUDA tensors"] = _of_gpus()
+    found["float64"] = "PyTorch reference: no other kernels support float64"
+    found["CUDA tensors"] = _cuda_tensors()
     found["files"] = _files()
     return found
 
@@ -142,7 +144,7 @@ def _files() -> str:
         return f"none: {error}"
 
 
-def _of_gpus() -> str:
+def _cuda_tensors() -> str:
     try:
         reason, is_wanted = on_cuda.unavailable_reason(), env.value("ZCOMM_KERNELS") == "cuda"
     except ConfigError as error:
@@ -167,7 +169,7 @@ def _torch() -> dict[str, str]:
     if not dist.is_available():
         return facts | {"torch.distributed": "not in this build of torch"}
     facts["gloo"] = "available" if dist.is_gloo_available() else "not in this build of torch"
-    facts["process group"] = dist.get_backend() if dist.is_initialized() else "not initialised"
+    facts["process group"] = dist.get_backend() if dist.is_initialized() else "not initialized"
     facts["threads"] = str(torch.get_num_threads())
     return facts
 

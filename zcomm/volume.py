@@ -1,15 +1,14 @@
-"""Bytes that a collective sends, by formula: what :func:`zcomm.traffic` counts, without running anything.
+"""Communication volume by formula: the bytes that :func:`zcomm.traffic` would count, without running anything.
 
-Per rank, by link class. N nodes of L ranks, W = N * L, shards of n elements, m(s) the message of s segments of n.
-
-On two hops large shards go in chunks: m(s) is then the sum over the chunks.
+Per rank, by link class (intra-node, inter-node). N nodes of L ranks, W = N * L, shards of n elements, m(s) the bytes of
+a message of s segments of n elements. On two hops large shards are sent in chunks; m(s) is then the sum over chunks.
 
     one hop            m(1) to each of W - 1 ranks
-    all_gather         two hops: m(1) x (N - 1) between, N m(1) x (L - 1) inside, or m(N) if formats differ
-    reduce_scatter     two hops: m(N) x (L - 1) inside, m(1) x (N - 1) between
-    all_reduce         both, n = ceil(numel / W)
-    all_to_all         two hops: N m(1) x (L - 1) inside, L m(1) x (N - 1) between
-    secondary gather   ceil(numel / L) elements x (L - 1) inside
+    all_gather         two hops: m(1) x (N - 1) inter, N m(1) x (L - 1) intra, or m(N) x (L - 1) if the formats differ
+    reduce_scatter     two hops: m(N) x (L - 1) intra, m(1) x (N - 1) inter
+    all_reduce         the sum of both, n = ceil(numel / W)
+    all_to_all         two hops: N m(1) x (L - 1) intra, L m(1) x (N - 1) inter
+    secondary gather   ceil(numel / L) elements x (L - 1) intra
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Sent(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """Exchanges that one rank takes part in, each with all its peers on that kind of link at once."""
+    """Exchanges that one rank takes part in. Each is with all its peers of that link class at once."""
 
     intra: int
     inter: int
@@ -58,7 +57,7 @@ def _message(wire: Wire, dtype: torch.dtype, num_segments: int, numel: int) -> i
 
 
 def _messages(pair: Pair, dtype: torch.dtype, num_segments: tuple[int, int], numel: int) -> tuple[int, int]:
-    """Bytes in each of the two formats, of so many segments, over the chunks of shards of ``numel`` elements."""
+    """Bytes that a rank's two messages, one per hop, take over all chunks of a shard of ``numel`` elements."""
     first, second = (get_format(wire) for wire in pair)
     chunks = [c.stop - c.start for c in chunks_of(numel, first, second)]
     of_chunks = [[_message(f, dtype, s, n) for n in chunks] for f, s in zip((first, second), num_segments, strict=True)]
@@ -66,37 +65,33 @@ def _messages(pair: Pair, dtype: torch.dtype, num_segments: tuple[int, int], num
 
 
 def one_hop_sent(shard_numel: int, dtype: torch.dtype, num_intra_peers: int, num_inter_peers: int, wire: Wire) -> Sent:
-    """An all-gather, reduce-scatter or all-to-all over a ProcessGroup; shards or parts of ``shard_numel``."""
+    """Bytes of an all-gather, reduce-scatter or all-to-all over a ProcessGroup, of shards of ``shard_numel``."""
     message = _message(wire, dtype, 1, shard_numel)
     return Sent(num_intra_peers * message, num_inter_peers * message)
 
 
 def all_gather_sent(shard_numel: int, dtype: torch.dtype, num_nodes: int, ranks_per_node: int, wire: Pair) -> Sent:
-    """Over a Topology; ``wire`` as (between nodes, inside the node)."""
-    between, inside = wire
+    """Bytes of an all-gather over a Topology; ``wire`` is (between nodes, inside the node)."""
+    inter, intra = wire
     if num_nodes == 1 or ranks_per_node == 1:
-        return one_hop_sent(
-            shard_numel, dtype, ranks_per_node - 1, num_nodes - 1, inside if num_nodes == 1 else between
-        )
+        return one_hop_sent(shard_numel, dtype, ranks_per_node - 1, num_nodes - 1, intra if num_nodes == 1 else inter)
     first, second = _messages(wire, dtype, (1, num_nodes), shard_numel)
-    if is_same_wire(get_format(between), get_format(inside), dtype):
-        second = num_nodes * first  # forwarded
+    if is_same_wire(get_format(inter), get_format(intra), dtype):
+        second = num_nodes * first  # messages are forwarded, not encoded again
     return Sent((ranks_per_node - 1) * second, (num_nodes - 1) * first)
 
 
 def reduce_scatter_sent(shard_numel: int, dtype: torch.dtype, num_nodes: int, ranks_per_node: int, wire: Pair) -> Sent:
-    """Over a Topology; ``wire`` as (inside the node, between nodes)."""
-    inside, between = wire
+    """Bytes of a reduce-scatter over a Topology; ``wire`` is (inside the node, between nodes)."""
+    intra, inter = wire
     if num_nodes == 1 or ranks_per_node == 1:
-        return one_hop_sent(
-            shard_numel, dtype, ranks_per_node - 1, num_nodes - 1, inside if num_nodes == 1 else between
-        )
+        return one_hop_sent(shard_numel, dtype, ranks_per_node - 1, num_nodes - 1, intra if num_nodes == 1 else inter)
     first, second = _messages(wire, dtype, (num_nodes, 1), shard_numel)
     return Sent((ranks_per_node - 1) * first, (num_nodes - 1) * second)
 
 
 def all_reduce_sent(numel: int, dtype: torch.dtype, num_nodes: int, ranks_per_node: int, wire: Pair) -> Sent:
-    """Over a Topology; ``wire`` as (inside the node, between nodes), the gather the same on each kind of link."""
+    """Bytes of an all-reduce over a Topology; ``wire`` is (inside the node, between nodes), also of the gather."""
     shard_numel = -(-numel // (num_nodes * ranks_per_node))
     reduced = reduce_scatter_sent(shard_numel, dtype, num_nodes, ranks_per_node, wire)
     gathered = all_gather_sent(shard_numel, dtype, num_nodes, ranks_per_node, (wire[1], wire[0]))
@@ -104,21 +99,21 @@ def all_reduce_sent(numel: int, dtype: torch.dtype, num_nodes: int, ranks_per_no
 
 
 def all_to_all_sent(part_numel: int, dtype: torch.dtype, num_nodes: int, ranks_per_node: int, wire: Pair) -> Sent:
-    """Over a Topology, parts of ``part_numel``; ``wire`` as (inside the node, between nodes)."""
+    """Bytes of an all-to-all of ``part_numel`` over a Topology; ``wire`` is (inside the node, between nodes)."""
     if num_nodes == 1 or ranks_per_node == 1:
         used = wire[0] if num_nodes == 1 else wire[1]
         return one_hop_sent(part_numel, dtype, ranks_per_node - 1, num_nodes - 1, used)
-    inside, between = _messages(wire, dtype, (1, 1), part_numel)
-    return Sent((ranks_per_node - 1) * num_nodes * inside, (num_nodes - 1) * ranks_per_node * between)
+    intra, inter = _messages(wire, dtype, (1, 1), part_numel)
+    return Sent((ranks_per_node - 1) * num_nodes * intra, (num_nodes - 1) * ranks_per_node * inter)
 
 
 def secondary_gather_sent(numel: int, dtype: torch.dtype, ranks_per_node: int) -> Sent:
-    """A gather of a SecondaryPartition of ``numel`` elements."""
+    """Bytes of a gather of a SecondaryPartition of ``numel`` elements."""
     return Sent((ranks_per_node - 1) * -(-numel // ranks_per_node) * dtype.itemsize, 0)
 
 
 def exchanged(shard_numel: int, num_nodes: int, ranks_per_node: int, wire: Pair) -> Exchanged:
-    """Exchanges of an all-gather, reduce-scatter or all-to-all of such shards over a Topology: one a hop and chunk."""
+    """Exchanges of an all-gather, reduce-scatter or all-to-all over a Topology: one per hop and chunk."""
     if num_nodes * ranks_per_node == 1 or not shard_numel:
         return Exchanged(0, 0)
     if num_nodes == 1 or ranks_per_node == 1:
@@ -128,5 +123,5 @@ def exchanged(shard_numel: int, num_nodes: int, ranks_per_node: int, wire: Pair)
 
 
 def inter_node_model_units(bytes_of_all_ranks: float, num_nodes: int, numel: int) -> float:
-    """Inter-node bytes, summed over ranks, in units of the bf16 model M = 2 * numel bytes, per other node."""
+    """Inter-node bytes of all ranks per other node, in units of the bf16 model, M = 2 * numel bytes (as in ZeRO++)."""
     return bytes_of_all_ranks / max(num_nodes - 1, 1) / (2 * numel)

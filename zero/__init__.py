@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from zero import _checkpoint as checkpoints
 from zero import checkpointing, utils, zero
-from zero._access.auto_tiling import untile_linears
 from zero._access.gathered_parameters import (
     GatheredParameters,
     gathered_for_generation,
@@ -71,14 +70,13 @@ __all__ = [
     "reload_states",
     "save_checkpoint",
     "unregister_external_parameter",
-    "untile_linears",
     "utils",
     "zero",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """What :mod:`zero._checkpoint` imports when it is first used."""
+    """Import the checkpoint functions when they are first used: they take time that training alone need not spend."""
     if name in __all__ and name in checkpoints.MODULES:
         return getattr(checkpoints, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

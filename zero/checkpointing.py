@@ -1,10 +1,10 @@
-"""Activation checkpointing for models that call it themselves, with DeepSpeed's names.
+"""Activation checkpointing with DeepSpeed's functions, for models that call them.
 
     zero.checkpointing.configure(mpu, deepspeed_config="config.json")       once
     hidden = zero.checkpoint(layer, hidden, mask)                           instead of layer(hidden, mask)
 
-A model that calls torch.utils.checkpoint needs none of it: the ``activation_checkpointing`` of its configuration acts
-on its calls.
+A model that calls torch.utils.checkpoint does not need this module: the ``activation_checkpointing`` section of its
+configuration applies to its calls.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ OPTIONS = {"preserve_rng_state"} | {
     for name, parameter in inspect.signature(torch_checkpoint.checkpoint).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
-"""Keywords of torch's checkpoint itself."""
+"""Keyword arguments of torch.utils.checkpoint.checkpoint itself."""
 SEED_OFFSET, SEED_STEP = 2718, 1024
-"""As in Megatron-LM: what tensor-parallel ranks' seeds begin with, and DeepSpeed's distance between them."""
+"""Seeds of tensor-parallel ranks: Megatron-LM's offset of the first, and DeepSpeed's distance between them."""
 
 
 class _Configured:
-    """What ``configure`` said, for calls outside the forward of a model that has a configuration of its own."""
+    """The settings of ``configure``, for calls outside the forward of a model with its own configuration."""
 
     def __init__(self) -> None:
         self.settings = ActivationSettings()
@@ -69,19 +69,17 @@ class _Configured:
 
     @property
     def checkpointer(self) -> Checkpointer:
-        """By the settings, made when it is first asked for, collectively."""
+        """Created when it is first needed. Collective then."""
         if self._checkpointer is None:
             self._checkpointer = new_checkpointer(self.settings, tensor_parallel_group(self.mpu))
         return self._checkpointer
 
     def change(self, settings: ActivationSettings, mpu: Any) -> None:
-        """Other settings from here on."""
         if self._checkpointer is not None:
             self._checkpointer.close()
         self.settings, self.mpu, self._checkpointer = settings, mpu, None
 
     def reset(self) -> None:
-        """Drop buffers."""
         if self._checkpointer is not None:
             self._checkpointer.reset()
 
@@ -90,24 +88,25 @@ _CONFIGURED = _Configured()
 
 
 def checkpoint(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """``function(*args, **kwargs)`` without keeping its activations: backward computes them again.
+    """Call ``function(*args, **kwargs)`` without keeping its activations: backward recomputes them.
 
-    Saved are the tensors in its inputs, at any depth of tuples, lists and dicts; they rest as the configuration of the
-    model whose forward runs says, or else as :func:`configure` said. Random numbers, the named ones of
-    :func:`get_cuda_rng_tracker` too, and autocast are the same again: so are losses and gradients, bit for bit.
+    The tensors in its inputs are saved, at any depth of tuples, lists and dicts. The configuration of the model whose
+    forward runs says where they are stored, or else :func:`configure`. Random numbers, also the named ones of
+    :func:`get_cuda_rng_tracker`, and autocast are the same in the recomputation, so losses and gradients are equal bit
+    for bit.
 
     Args:
         function: Called twice; it must do the same both times, and must not keep its inputs.
-        args: Its inputs and outputs may hold anything.
-        kwargs: Of ``function``; or options of :func:`torch.utils.checkpoint.checkpoint`, by their names
+        args: Inputs of ``function``. They may be any objects.
+        kwargs: Keyword arguments of ``function``, and options of :func:`torch.utils.checkpoint.checkpoint`
             (``preserve_rng_state``, ``context_fn``, ``determinism_check``, ``debug``, ``early_stop``).
 
     Raises:
         ConfigError: ``use_reentrant=True``: call torch's own.
         StateError: In backward, if an input was modified in place after it was saved.
-        LayoutError: Inputs that are to be divided differ between the tensor-parallel ranks.
+        LayoutError: Inputs to be partitioned differ between the tensor-parallel ranks.
 
-    Cost for each rank: ``function`` twice; if its inputs are divided over N ranks, one all-gather in backward.
+    Cost for each rank: ``function`` twice; if its inputs are partitioned over N ranks, one all-gather in backward.
     """
     if kwargs.pop("use_reentrant", False):
         raise ConfigError("zero.checkpoint has use_reentrant=False: call torch.utils.checkpoint.checkpoint for True")
@@ -115,6 +114,7 @@ def checkpoint(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Re
     checkpointer = scope.current() or _CONFIGURED.checkpointer
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    # Only ``call`` may hold the inputs from here: references in this frame would keep them in memory until it returns.
     call = CheckpointedCall(checkpointer, function, args, kwargs)
     del args, kwargs
     with call.saving(), scope.entered(None):
@@ -132,17 +132,17 @@ def configure(
     synchronize: bool | None = None,  # noqa: FBT001
     profile: bool | None = None,  # noqa: FBT001
 ) -> None:
-    """Say where the inputs of :func:`checkpoint` rest; again: anew. The same on every rank.
+    """Set where the inputs of :func:`checkpoint` are stored. A later call replaces it. The same on every rank.
 
     Args:
-        mpu_: Megatron's interface, or a DeviceMesh: the tensor-parallel ranks of this one.
-        deepspeed_config: A dict, or the path of a JSON file, with a section ``activation_checkpointing``. What the
-            other arguments say wins over it.
-        partition_activations: Divide them over the tensor-parallel ranks.
-        contiguous_checkpointing: In one buffer, allocated once.
-        num_checkpoints: How many it is made for before the first step.
-        checkpoint_in_cpu: In host memory.
-        synchronize: Synchronise the device before and after each function.
+        mpu_: Megatron's interface, or a DeviceMesh: it gives the tensor-parallel ranks of this one.
+        deepspeed_config: A dict, or the path of a JSON file, with a section ``activation_checkpointing``. The other
+            arguments override it.
+        partition_activations: Partition the inputs over the tensor-parallel ranks.
+        contiguous_checkpointing: Store them in one buffer, allocated once.
+        num_checkpoints: The number of checkpoints that the buffer has room for before the first step.
+        checkpoint_in_cpu: Store them in host memory.
+        synchronize: Synchronize the device before and after each function.
         profile: Log times after each backward.
 
     Raises:
@@ -170,15 +170,15 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Drop the contiguous buffer, for example before an evaluation; the next step makes another."""
+    """Free the contiguous buffer, for example before an evaluation; the next step allocates another."""
     _CONFIGURED.reset()
 
 
 def memory(model: nn.Module | None = None) -> ActivationMemory:
-    """What saved inputs hold on this rank: those of ``model``'s configuration, or else those of :func:`configure`.
+    """The memory of saved inputs on this rank, under ``model``'s configuration, or else that of :func:`configure`.
 
     Raises:
-        StateError: ``model`` has no such configuration.
+        StateError: ``model`` has no configuration of activation checkpointing.
     """
     return (_CONFIGURED.checkpointer if model is None else checkpointer_of(model)).memory()
 
@@ -194,19 +194,19 @@ def set_num_layers(nlayers: int) -> None:
 
 
 def get_cuda_rng_tracker() -> RandomStates:
-    """The random states that checkpointed functions find in backward as they were in forward."""
+    """The named random states, which checkpointed functions restore for the recomputation."""
     return TRACKER
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the default generator the same on the tensor-parallel ranks, and the state of each with another seed."""
+    """Seed the default generator alike on the tensor-parallel ranks, and the named state of each differently."""
     TRACKER.reset()
     torch.manual_seed(seed)
     TRACKER.add(MODEL_PARALLEL, seed + SEED_OFFSET + _tensor_rank())
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed the state of each tensor-parallel rank alone, from another seed."""
+    """Seed only the named state of each tensor-parallel rank."""
     TRACKER.reset()
     TRACKER.add(MODEL_PARALLEL, seed + SEED_STEP * _tensor_rank())
 

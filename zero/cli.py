@@ -1,11 +1,11 @@
-"""The command ``zero``.
+"""The command line tool ``zero``.
 
 zero config explain FILE    the effective settings, where each came from, what is inactive and why
 zero config schema          the JSON schema, for editors
 zero config table           the table of all keys, as in docs/configuration.md
 zero export CKPT OUTPUT     the weights of a checkpoint as safetensors
 zero estimate PARAMETERS    the memory of each rank, by kind, for every stage and tier
-zero plan                   what fits on a cluster, what a step takes, and the configuration of the fastest
+zero plan                   what fits on a cluster, the time of a step, and the fastest configuration
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FACTORS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with ``arguments``, default ``sys.argv[1:]``, and return its exit status."""
+    """Run the command with ``arguments`` (default: ``sys.argv[1:]``) and return its exit status."""
     options = _parser().parse_args(arguments)
     try:
         sys.stdout.write(_answer(options))

@@ -2,7 +2,7 @@
 
 loss = engine(batch)      forward
 engine.backward(loss)     scaled by the loss scale and 1 / accumulation steps; gradients are averaged over the ranks
-engine.step()             nothing until the accumulation boundary, then clip, update, zero_grad, schedule
+engine.step()             at the accumulation boundary: clip, update, zero_grad, schedule
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BatchInfo(NamedTuple):
 
 
 class Engine:
-    """Made by :func:`zero.initialize`. What it has not, it takes from the model (``engine.parameters()``).
+    """Created by :func:`zero.initialize`. Attributes that it lacks are the model's (``engine.parameters()``).
 
     With plain ``loss.backward()`` instead of ``engine.backward(loss)``, divide by the accumulation steps yourself, and
     under fp16 call ``engine.scale(loss / steps).backward()``: unlike DeepSpeed's, neither divides.
@@ -81,7 +81,7 @@ class Engine:
         chosen = self._config.torch_autocast
         if not chosen.enabled:
             return nullcontext()
-        # Its cache would keep a copy of every gathered weight until the end of the forward.
+        # At stage 3 autocast's weight cache would keep a cast copy of every gathered weight until the forward ends.
         caches = not self.optimizer.effective.stage.shards_parameters
         return torch.autocast(self.device.type, dtype=to_dtype(chosen.dtype), cache_enabled=caches)
 
@@ -91,12 +91,12 @@ class Engine:
         return next(self.module.parameters()).device
 
     def train(self, mode: bool = True) -> Engine:  # noqa: FBT001  (torch's signature)
-        """As of the model."""
+        """Set the model to training mode."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Engine:
-        """As of the model."""
+        """Set the model to evaluation mode."""
         return self.train(mode=False)
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -116,10 +116,10 @@ class Engine:
             return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """At the accumulation boundary: clip, update, clear the gradients, advance the schedule; otherwise count.
+        """At the accumulation boundary: clip, update, clear the gradients, advance the schedule. Otherwise only count.
 
-        A step whose gradients overflowed on any rank updates nothing and does not advance the schedule; one that raises
-        counts nothing.
+        If gradients overflowed on any rank, nothing is updated and the schedule does not advance. A step that raises is
+        not counted.
         """
         is_boundary = self.is_gradient_accumulation_boundary()
         if is_boundary:
@@ -140,7 +140,7 @@ class Engine:
         return self.optimizer.was_step_applied
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         self.optimizer.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -154,7 +154,7 @@ class Engine:
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:  # noqa: FBT001  (DeepSpeed's signature)
-        """Say whether the next step() updates, instead of counting; call it before the backward."""
+        """Set whether the next step() updates, instead of counting; call it before the backward."""
         self._boundary = is_boundary
         self._mark_boundary()
 
@@ -175,23 +175,23 @@ class Engine:
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale; 1 without one."""
+        """The loss scale; 1 if there is none."""
         return 1.0 if self.optimizer.loss_scale is None else self.optimizer.loss_scale.scale
 
     def train_batch_size(self) -> int | None:
-        """Samples a step over all ranks; None: whatever the caller feeds."""
+        """Samples in a step over all ranks; None: the configuration does not say."""
         return self._batch_sizes.train
 
     def train_micro_batch_size_per_gpu(self) -> int | None:
-        """Samples a rank and backward; None: whatever the caller feeds."""
+        """Samples in a backward of one rank; None: the configuration does not say."""
         return self._batch_sizes.micro
 
     def gradient_accumulation_steps(self) -> int:
-        """Backwards a step."""
+        """Backward passes in a step."""
         return self._batch_sizes.accumulation
 
     def get_batch_info(self) -> BatchInfo:
-        """All three."""
+        """The train batch size, micro-batch size and accumulation steps."""
         return BatchInfo(self._batch_sizes.train, self._batch_sizes.micro, self._batch_sizes.accumulation)
 
     def save_checkpoint(
@@ -204,7 +204,7 @@ class Engine:
         *,
         async_op: bool = False,
     ) -> checkpoints.Saving:
-        """Save everything training goes on from, as ``global_stepN`` if no ``tag`` is given; collective.
+        """Save the complete training state, as ``global_stepN`` if no ``tag`` is given. Collective.
 
         See :func:`zero.save_checkpoint`.
         """
@@ -228,7 +228,7 @@ class Engine:
         load_lr_scheduler_states: bool = True,  # noqa: FBT001
         load_module_only: bool = False,  # noqa: FBT001
     ) -> checkpoints.Loaded:
-        """Go on from a checkpoint of any stage and world size: ``(path, client_state)``; collective.
+        """Load a checkpoint of any stage and world size; returns ``(path, client_state)``. Collective.
 
         See :func:`zero.load_checkpoint`.
         """
@@ -251,7 +251,7 @@ class Engine:
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,  # noqa: FBT001  (DeepSpeed's signature)
     ) -> bool:
-        """Write the model's weights, in their dtypes, at any stage; collective.
+        """Write the model's weights, in their dtypes, at any stage. Collective.
 
         See :func:`zero.checkpoints.save_model_file`.
 
@@ -274,15 +274,15 @@ class Engine:
         pin_memory: bool = True,  # noqa: FBT001  (DeepSpeed's signature)
         non_blocking: bool = False,  # noqa: FBT001
     ) -> None:
-        """Lend the device's memory to something else until :meth:`reload_states`. See :func:`zero.offload_states`."""
+        """Free device memory until :meth:`reload_states`. See :func:`zero.offload_states`."""
         offload_states(self.optimizer, include, device, pin_memory=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:  # noqa: FBT001  (DeepSpeed's signature)
-        """Bring everything back. See :func:`zero.reload_states`."""
+        """Move offloaded states back to the device. See :func:`zero.reload_states`."""
         reload_states(self.optimizer, non_blocking=non_blocking)
 
     def destroy(self) -> None:
-        """Take the hooks off the model and free what belongs to it; see :meth:`zero.ZeroOptimizer.close`."""
+        """Remove the hooks from the model and free process groups and files; see :meth:`zero.ZeroOptimizer.close`."""
         self._reports.close()
         self.optimizer.close()
 
@@ -292,7 +292,7 @@ class Engine:
 
 
 class _Counters:
-    """The counters of an engine and its dataloader, as something with a state dict; the engine's own is the model's."""
+    """The state dict of an engine's counters and dataloader; ``engine.state_dict()`` itself is the model's."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""What a configuration can be refused with, beside ConfigError."""
+"""Error classes of ZeRO beside zcomm's: NotAvailableError and CheckpointError."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ __all__ = ["CheckpointError", "NotAvailableError"]
 
 
 class NotAvailableError(ConfigError, NotImplementedError):
-    """A key that is understood and asks for what this version cannot do."""
+    """A known configuration key asks for something that this version does not support."""
 
 
 class CheckpointError(ZcommError, RuntimeError):
-    """A checkpoint that cannot be written, read, or used here: names the file or tensor, and the remedy."""
+    """A checkpoint cannot be written, read, or used here. Names the file or tensor, and the remedy."""

@@ -1,4 +1,4 @@
-"""``zero.initialize``: DeepSpeed's entry point."""
+"""``zero.initialize``: DeepSpeed's entry point, which builds an engine from a model and a JSON configuration."""
 
 from __future__ import annotations
 
@@ -56,30 +56,30 @@ def initialize(
     config: Source | None = None,
     config_params: Source | None = None,
 ) -> Initialized:
-    """A model ready to train under a DeepSpeed configuration; collective.
+    """Prepare a model for training under a DeepSpeed configuration. Collective.
 
     Args:
-        args: Parsed arguments; ``args.deepspeed_config`` is read if ``config`` is not given.
+        args: Parsed arguments; ``args.deepspeed_config`` is the configuration if ``config`` is not given.
         model: Moved to this rank's device and cast to the configured dtype, in place.
         optimizer: An instance without state, a class, or a function of the parameters. Default: the configuration's.
         model_parameters: Parameters or groups for an optimizer that is built here. Default: all trainable ones.
-        training_data: A dataset; a dataloader of this rank's share is returned for it.
+        training_data: A dataset; the returned dataloader has this rank's share of it.
         lr_scheduler: A scheduler, or a function of the optimizer. Default: the configuration's, if it has one.
-        distributed_port: For starting torch.distributed where MASTER_PORT is not set.
+        distributed_port: The port for initializing torch.distributed if MASTER_PORT is not set.
         mpu: An object with Megatron's ``get_data_parallel_group()`` and ``get_model_parallel_*()``, or a DeviceMesh
             with an axis for data; see :mod:`zero._ranks.model_parallel`. Default: all ranks are data-parallel.
-        dist_init_required: False: torch.distributed must run already. Default: it is started if it does not.
-        collate_fn: For the dataloader.
+        dist_init_required: False: torch.distributed must be initialized already. Default: initialize it if needed.
+        collate_fn: The dataloader's.
         config: A dict, or the path of a JSON file.
         config_params: The old name of ``config``.
 
     Raises:
-        NotAvailableError: The configuration asks for what this version cannot do; names the keys.
-        ConfigError: No model or configuration, or a configuration that cannot be meant.
-        Besides, what :class:`zero.ZeroOptimizer` raises. What is wrong on one rank alone is raised on all.
+        NotAvailableError: The configuration asks for something that this version does not support; names the keys.
+        ConfigError: No model or configuration, or an invalid configuration.
+        Also what :class:`zero.ZeroOptimizer` raises. An error on one rank is raised on all.
     """
     if dist_init_required is False and not torch.distributed.is_initialized():
-        raise StateError("dist_init_required=False, but torch.distributed does not run: call init_process_group()")
+        raise StateError("torch.distributed is not initialized: dist_init_required=False; call init_process_group()")
     init_distributed(distributed_port=distributed_port)
     ranks = data_parallel(mpu)
 
@@ -89,7 +89,7 @@ def initialize(
         data = _new_dataloader(training_data, ranks, sizes, configuration, collate_fn)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module: got {model!r}")
-        check_is_plain(model)  # moving it would untie what shares memory
+        check_is_plain(model)  # moving the model would untie parameters that share memory
         move(model, local_device(args))
         return model, configuration, sizes, data, _choose_optimizer(optimizer, model, model_parameters, configuration)
 
@@ -166,7 +166,7 @@ def _choose_scheduler(given: Any, model: nn.Module, optimizer: ZeroOptimizer, co
     try:
         return on_every_rank(choose, optimizer.topology)
     except Exception:
-        with GatheredParameters(model.parameters()):  # the model is left as it came
+        with GatheredParameters(model.parameters()):  # the model stays full
             optimizer.close()
         raise
 

@@ -1,9 +1,9 @@
 """ZeroOptimizer: ZeRO stages 0 to 3 and ZeRO++ behind the interface of a torch optimizer.
 
 optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=3, lr=3e-4)
-loss = model(x)            parameters are gathered and released by hooks (stage 3)
-loss.backward()            gradients are averaged over the ranks on the way (all stages)
-optimizer.step()           this rank's shard is updated; stages 1 and 2 gather the new parameters
+loss = model(x)            hooks gather and release parameters (stage 3)
+loss.backward()            hooks average gradients over the ranks (all stages)
+optimizer.step()           updates this rank's shard; stages 1 and 2 gather the new parameters
 optimizer.zero_grad()
 """
 
@@ -23,8 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zcomm import StateError, Topology
-from zcomm._transport.call_context import in_no_call
-from zero._access.auto_tiling import tile_configured
+from zcomm._transport.call_context import outside_public_call
 from zero._access.state_dict import StateDicts
 from zero._activations.activation_settings import ActivationSettings
 from zero._activations.install import NO_TENSOR_RANKS, install
@@ -47,7 +46,7 @@ from zero._runtime.runtime import Runtime, time_exchanges
 from zero._runtime.shard_state import RanksState, check_fits, load_masters, restore_parameters, shard_state
 from zero._runtime.validate import announce, check_inputs, choose_formats
 from zero._step.clip import clip_grad_norm_, fold_clipping
-from zero._step.final_gradients import BeforeScaler, FinalGradients
+from zero._step.final_gradients import FinalGradients, GradScalerHook
 from zero._step.update import Update
 
 __all__ = ["ZeroOptimizer"]
@@ -59,34 +58,35 @@ class ZeroOptimizer(Optimizer):
 
     Args:
         model: On its device. Its parameters keep their dtype (with float32 masters of 16-bit ones) unless the
-            configuration enables fp16 or bf16. Rank 0's values are taken over by every rank.
+            configuration enables fp16 or bf16. Every rank starts with rank 0's values.
         optimizer: A class, built here over the model's trainable parameters with ``options``; or an instance before its
             first step, whose parameter groups and settings are kept.
         config: A DeepSpeed configuration, as a dict or the path of a JSON file. Its ``optimizer``, ``scheduler`` and
             batch sizes are for :func:`zero.initialize`.
-        topology: Which ranks share a node, and what carries the exchanges. Default: torchrun's environment.
-        ranks_per_node: Instead of ``topology``: so many consecutive ranks stand in for a node.
-        group: The data-parallel ranks; default: all. A DeviceMesh or an mpu beside tensor- and pipeline-parallel ranks,
-            with which norms and overflows are agreed on: see :mod:`zero._ranks.model_parallel`.
+        topology: Which ranks share a node, and the backend of the exchanges. Default: torchrun's environment.
+        ranks_per_node: Instead of ``topology``: every so many consecutive ranks are one node.
+        group: The data-parallel ranks; default: all. With tensor or pipeline parallelism a DeviceMesh or an mpu: the
+            model-parallel ranks agree on norms and overflows; see :mod:`zero._ranks.model_parallel`.
         options: Any key of the configuration (``stage``, ``zero_quantized_weights``, ``fp16={"enabled": True}``, ...)
-            and the fields of :class:`zero.ZeroSettings`, which win over ``config``; what is left goes to the optimizer
+            and the fields of :class:`zero.ZeroSettings`; they override ``config``. Other options go to the optimizer
             class (``lr``, ``weight_decay``, ...).
 
     Raises:
-        NotAvailableError: A key asks for what this version cannot do.
-        ConfigError: A setting that cannot be meant, an optimizer that is not elementwise, parameters in no group.
-        LayoutError: Parameters on several devices, on meta, without floating point; models that differ between ranks.
-        BackendUnavailableError: ``backend`` or ``kernels`` cannot be had, or do not serve the parameters' device.
-        TopologyError: Ranks that do not divide into nodes, or ``hpz_partition_size`` that does not fit them.
-        What is wrong on one rank alone is raised on all. The model is whole then, and no process group stays behind.
+        NotAvailableError: A key asks for something that this version does not support.
+        ConfigError: An invalid setting, an optimizer that is not elementwise, or parameters in no group.
+        LayoutError: Parameters are on several devices or on meta, or are not floating point; or models differ between
+            ranks.
+        BackendUnavailableError: ``backend`` or ``kernels`` is not available, or does not support the device.
+        TopologyError: The ranks do not divide into nodes, or ``hpz_partition_size`` does not fit them.
+        An error on one rank is raised on all. The model is full then, and no process group is left.
 
-    ``param_groups`` hold this rank's float32 master weights, so schedulers and manual changes of ``lr`` work as ever.
+    ``param_groups`` hold this rank's float32 master weights, so schedulers and manual changes of ``lr`` work.
     Cost for each rank and step, P elements over N ranks: 2P(N-1)/N elements sent at stages 0, 1, 2; at most
     3P(N-1)/N at stage 3; one small agreement per reduced backward. Source: arXiv:1910.02054, arXiv:2306.10209.
     """
 
     state: Any = RanksState()
-    _step_supports_amp_scaling = BeforeScaler()
+    _step_supports_amp_scaling = GradScalerHook()
 
     def __init__(
         self,
@@ -102,7 +102,8 @@ class ZeroOptimizer(Optimizer):
         if group is not None and not isinstance(group, DataParallel):
             group = data_parallel(group)
         self._model_parallel, group = (ModelParallel(), None) if group is None else (group.model_parallel, group.group)
-        # A wrong option or optimizer is refused, on every rank, before the model is touched.
+        # On every rank, before the model is changed and before process groups are made: a rank that raises alone would
+        # leave the others in a collective (a deadlock).
         plan = check_inputs(model, optimizer, config, options, topology or group)
         self._owns_topology = topology is None
         topology = choose_topology(topology, ranks_per_node, group, plan)
@@ -120,12 +121,11 @@ class ZeroOptimizer(Optimizer):
         values = plan.configuration.values
         on_every_rank(lambda: set_configured(model, values.zero_optimization.leaf_module), topology)
         on_every_rank(lambda: cast(model, plan.dtype, values.data_types.keep_in_fp32_modules), topology)
-        tiled = tile_configured(model, plan.settings, optimizer)
         groups = as_groups(model, optimizer)
         self._group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
         settings, chosen = choose_formats(model, plan.settings, topology)
-        self._runtime = Runtime(model, settings, topology, speaks=topology.rank == self._model_parallel.rank == 0)
-        self._runtime.effective = self._runtime.effective.and_more(details=tuple(chosen), adjusted=tiled)
+        self._runtime = Runtime(model, settings, topology, is_log_rank=topology.rank == self._model_parallel.rank == 0)
+        self._runtime.effective = self._runtime.effective.with_notes(details=tuple(chosen))
         self._pieces = build_pieces(self._runtime.buckets, self._runtime.stage, topology.shard_index("local"))
         try:
             build = partial(build_updater, optimizer, groups, self._pieces, plan, self._runtime.buckets)
@@ -133,12 +133,13 @@ class ZeroOptimizer(Optimizer):
             self._runtime.open_states(self._inner, self._pieces)
             _install_on_model(self._runtime, plan.activations, self._model_parallel)
         except Exception:
-            with self._runtime.gathered(self._runtime.buckets):  # the model stays whole
+            with self._runtime.gathered(self._runtime.buckets):  # the model stays full
                 self._runtime.close()
             raise
         self._runtime.states = OptimizerStates(self._inner, self._pieces)
         self._gradients = FinalGradients(self._runtime, self._pieces)
         self._update = Update(self._runtime, self._inner, self._pieces, self._gradients)
+        # GradScaler looks for infinities in the gradients of all parameters, so it finds those of other ranks here.
         self._inner.param_groups[0]["params"].append(self._gradients.flag)
         self._adopt(plan)
         super().__init__(self._inner.param_groups, self._inner.defaults)
@@ -152,23 +153,24 @@ class ZeroOptimizer(Optimizer):
         """Whether the last step() updated the parameters; False if gradients overflowed."""
         self._last_norm: Tensor | None = None
         self.computes_grad_norm = False
-        """Whether step() computes it even where gradients are not clipped. Cost: one pass and one small exchange."""
+        """Whether step() computes the norm even if gradients are not clipped. Cost: a pass and a small exchange."""
         self._max_norm = plan.configuration.values.gradient_clipping or math.inf
         self._is_scaled = self._is_unscaled = False
         self._runtime.reducer.reduction.loss_scale = self.loss_scale
 
     def _share_state(self) -> None:
-        """One list of groups and one state, seen by both optimizers."""
+        # Schedulers change the groups of this optimizer and the inner one reads them: both must hold the same objects,
+        # also after load_state_dict, which replaces the inner one's.
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
 
     @property
     def effective(self) -> Effective:
-        """What is done on this model and topology, and what was asked for without effect."""
+        """The effective settings on this model and topology, and those that are inactive."""
         return self._runtime.effective
 
     @property
     def topology(self) -> Topology:
-        """The ranks and nodes the model is sharded over."""
+        """The ranks and nodes that the model is sharded over."""
         return self._runtime.topology
 
     @property
@@ -178,7 +180,7 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def is_boundary(self) -> bool:
-        """Whether the running or last backward completes a step's gradient. Counted, unless it is set."""
+        """Whether the running or last backward is the boundary of a step: counted, unless it is set."""
         return self._runtime.is_boundary
 
     @is_boundary.setter
@@ -194,9 +196,9 @@ class ZeroOptimizer(Optimizer):
         return measure(self._runtime, self._inner)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, ``backward()`` keeps gradients on this rank; the next outside, or ``step()``, averages the sum.
+        """Inside, ``backward()`` does not reduce gradients; the next one outside, or ``step()``, averages the sum.
 
-        At stages 2 and 3 this holds full gradients: ``memory().unreduced_gradients`` says how many bytes.
+        At stages 2 and 3 this keeps full gradients: ``memory().unreduced_gradients`` is their size in bytes.
         """
         return self._runtime.no_sync()
 
@@ -204,7 +206,7 @@ class ZeroOptimizer(Optimizer):
         """Scale all gradients so that their norm over all ranks, groups and parameters is at most ``max_norm``.
 
         Args:
-            max_norm: The largest norm to leave.
+            max_norm: The maximum norm.
             norm_type: 2 or infinity.
             error_if_nonfinite: Raise StateError, on every rank, if the norm is NaN or infinite.
 
@@ -214,7 +216,9 @@ class ZeroOptimizer(Optimizer):
         Cost for each rank: two passes over its shards, 8 bytes to every other rank. On a GPU the host does not wait,
         except with ``error_if_nonfinite`` and where gradients are offloaded.
         """
-        self.unscale_()  # by itself: what no_sync left on this rank meets a backward of ranks that are not here yet
+        # Outside calling_over: this reduces what no_sync left, while other ranks may still be in their backward, whose
+        # calls have another name. Inside, the ranks would be reported as diverged.
+        self.unscale_()
         with calling_over(self.topology, f"ZeroOptimizer.clip_grad_norm_({max_norm=}, {norm_type=})"):
             return clip_grad_norm_(
                 self._gradients, self._model_parallel, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
@@ -223,7 +227,7 @@ class ZeroOptimizer(Optimizer):
     def scale(self, loss: Tensor) -> Tensor:
         """``loss``, in at least float32, times the loss scale: call ``backward()`` of what is returned.
 
-        Raises StateError if the gradients so far are unscaled already: others cannot be added.
+        Raises StateError if gradients are unscaled already: scaled ones cannot be added to them.
         """
         if self.loss_scale is None:
             return loss
@@ -238,11 +242,11 @@ class ZeroOptimizer(Optimizer):
         yield self.scale(loss)
 
     def unscale_(self) -> None:
-        """Divide all gradients by the loss scale, once; ``clip_grad_norm_`` and ``step()`` do it if you do not.
+        """Divide all gradients by the loss scale, once; ``clip_grad_norm_`` and ``step()`` do it otherwise.
 
         Raises StateError if there are gradients of a loss that was not scaled.
         """
-        self._runtime.check_present()
+        self._runtime.check_not_suspended()
         self._runtime.reducer.flush()
         self._fold_unscaling()
         self._gradients.apply()
@@ -257,15 +261,15 @@ class ZeroOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's shard with the averaged gradients, and publish the new parameters. Collective.
+        """Update this rank's shard with the averaged gradients, and write back the new parameters. Collective.
 
-        With a loss scale, a step whose gradients overflow on any rank is skipped on all: ``was_step_applied`` says so.
-        With ``delayed_update`` it finishes the update of the step before, whose errors it raises, and publishes it; its
-        own has begun when it returns, and the gradients are gone, as after ``zero_grad()``.
+        With a loss scale, a step whose gradients overflow on any rank is skipped on all; ``was_step_applied`` is False.
+        With ``delayed_update`` it finishes and writes back the update of the previous step, and raises its errors. Its
+        own update is running when it returns, and the gradients are dropped, as by ``zero_grad()``.
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad(), in_no_call():
+            with torch.enable_grad(), outside_public_call():
                 loss = closure()
         (runtime := self._runtime).hooks.recover()
         runtime.check_model_unchanged()
@@ -276,12 +280,12 @@ class ZeroOptimizer(Optimizer):
             self.was_step_applied = self._prepare_gradients()
             runtime.step_ended()
             if not self.was_step_applied:
-                runtime.finish_update(publishes=True)
+                runtime.finish_update(writes_back=True)
             elif self._update.run():
                 self.zero_grad()
-        except BaseException as error:  # so that the step can be tried again
+        except BaseException as error:  # restore factor and scale, so that the step can be retried
             self.was_step_applied = False
-            self._update.broken_off(error)
+            self._update.on_step_error(error)
             if self._update.folds:
                 self._gradients.factor, self._is_unscaled = before
             if self.loss_scale is not None and scale is not None:
@@ -291,11 +295,11 @@ class ZeroOptimizer(Optimizer):
         return loss
 
     def finish_update(self) -> None:
-        """Let masters, states and parameters have the update under way, before others read them. Collective."""
-        self._runtime.finish_update(publishes=True)
+        """Finish a delayed update, so that masters, states and parameters can be read. Collective."""
+        self._runtime.finish_update(writes_back=True)
 
     def _prepare_gradients(self) -> bool:
-        """Check, unscale and clip, or leave that to the update; False if the step is to be skipped, on every rank."""
+        """Check, unscale and clip, or leave that to the update; False: all ranks skip the step."""
         self._last_norm = None
         if self.loss_scale is not None:
             overflowed = self._model_parallel.any(self._gradients.has_overflow())
@@ -310,70 +314,70 @@ class ZeroOptimizer(Optimizer):
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001  (torch's signature)
-        """Forget all gradients; ``param.grad`` becomes None, whatever ``set_to_none`` says."""
+        """Drop all gradients; ``param.grad`` becomes None, whatever ``set_to_none`` is."""
         self._runtime.hooks.recover()
-        self._runtime.give_up_step()
-        self._gradients.forget()
+        self._runtime.discard_step()
+        self._gradients.discard()
         self._is_scaled = self._is_unscaled = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not after construction: the layout of shards is fixed then."""
+        """Raise StateError: the layout of shards is fixed at construction."""
         if getattr(self, "_is_built", False):
             raise StateError("parameters cannot be added after construction: pass an optimizer that has them all")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard: masters, optimizer states, and the layout they belong to."""
-        self._runtime.check_present()
+        """This rank's shard: masters, optimizer states, and their layout."""
+        self._runtime.check_not_suspended()
         return shard_state(self._runtime, self._inner, self._pieces, self.loss_scale)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave on this rank of the same layout, and publish the parameters. Collective.
+        """Restore what :meth:`state_dict` returned on this rank of the same layout, and write back. Collective.
 
         Raises:
-            LayoutError: The shards were saved with another world size, on another rank or from another model; raised on
-                every rank, before anything is changed.
+            LayoutError: The shards are of another world size, rank or model. Raised on every rank, before anything is
+                changed.
         """
         check_fits(self._runtime, state_dict["layout"])
         self._runtime.hooks.recover()
         if self._runtime.delayed is not None:
             self._runtime.delayed.drop()
-        self._runtime.gatherer.release_all()  # what is gathered, or on its way, has the old values
+        self._runtime.gatherer.release_all()  # what is gathered, or in flight, has the old values
         buckets = [bucket for bucket in self._runtime.buckets if bucket.is_trainable]
         load_masters(self._runtime, buckets, state_dict["masters"])
         self.load_inner_state(state_dict["optimizer"])
         if self.loss_scale is not None and state_dict.get("loss_scale") is not None:
             self.loss_scale.load_state_dict(state_dict["loss_scale"])
-        self._runtime.publish(buckets)
+        self._runtime.write_back(buckets)
         restore_parameters(self._runtime, state_dict)
         restore_node_state(self._runtime, state_dict.get("node"))
 
     def load_inner_state(self, state_dict: dict[str, Any]) -> None:
-        """Give the inner optimizer, which updates this rank's masters, the state and parameter groups it had."""
+        """Load a state dict of the inner optimizer, which updates this rank's masters."""
         on_every_rank(lambda: self._inner.load_state_dict(state_dict), self.topology)
         self._share_state()
         if self._runtime.file_update is not None:
             on_every_rank(self._runtime.file_update.store_states, self.topology)
 
     @property
-    def inside(self) -> OptimizerParts:
-        """The parts of this optimizer, for :mod:`zero._checkpoint`."""
+    def parts(self) -> OptimizerParts:
+        """The internals of this optimizer, for :mod:`zero._checkpoint`."""
         parts = self._runtime, self._inner, self._pieces, self._group_of, self._model_parallel
         return OptimizerParts(*parts, self._update.fail)
 
     def master_pieces(self) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
-        """``(parameter, first element, master values)`` for what this rank updates; copies of what is in files."""
+        """``(parameter, first element, master values)`` for all that this rank updates; copies if they are in files."""
         return values_of(self._pieces, self._runtime)
 
     def close(self) -> None:
-        """Take the hooks off the model, drop the gradients, and free the process groups that were made for it.
+        """Remove the hooks from the model, drop the gradients, and free the process groups made for it.
 
-        The model is an ordinary one again. At stage 3 a rank holds only a shard of its parameters: to keep them whole,
+        The model is an ordinary one again. At stage 3 a rank holds only a shard of its parameters: to keep full ones,
         close inside ``zero.GatheredParameters(model.parameters())``, or save before. Collective with delayed updates.
         """
         try:
-            self._runtime.finish_update(publishes=True)
+            self._runtime.finish_update(writes_back=True)
         finally:
             self._runtime.close()
             self._model_parallel.close()
@@ -382,7 +386,7 @@ class ZeroOptimizer(Optimizer):
 
 
 def _install_on_model(runtime: Runtime, activations: ActivationSettings, model_parallel: ModelParallel) -> None:
-    """Saving and loading of its state, and where checkpointed functions keep their inputs. Collective.
+    """Install state-dict hooks and activation checkpointing on the model. Collective.
 
     Raises:
         OSError: See :func:`zero._activations.install.install`.
@@ -393,5 +397,5 @@ def _install_on_model(runtime: Runtime, activations: ActivationSettings, model_p
     inactive: tuple[str, ...] = ()
     if activations.partitions and group is None:
         activations, inactive = replace(activations, partitions=False), (f"partition_activations ({NO_TENSOR_RANKS})",)
-    runtime.effective = runtime.effective.and_more(details=activations.described(), inactive=inactive)
+    runtime.effective = runtime.effective.with_notes(details=activations.described(), inactive=inactive)
     runtime.hooks.keep(install(runtime.model, activations, group, runtime.topology))

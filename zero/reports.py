@@ -1,4 +1,4 @@
-"""What an engine prints on its first rank: steps_per_print, wall_clock_breakdown, memory_breakdown, comms_logger."""
+"""Reports that an engine logs on one rank: steps_per_print, wall_clock_breakdown, memory_breakdown, comms_logger."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ MIB = 2**20
 
 
 class Reports:
-    """Measures while the engine runs, as far as ``config`` asks for it, and prints after each step.
+    """Measures what ``config`` asks for while the engine runs, and logs it after each step.
 
     Args:
-        optimizer: Whose exchanges and memory are measured.
+        optimizer: Its exchanges and memory are measured.
         config: ``steps_per_print``, ``wall_clock_breakdown``, ``memory_breakdown`` and ``comms_logger``.
         device: Where the parameters are.
     """
 
     def __init__(self, optimizer: ZeroOptimizer, config: Config, device: torch.device) -> None:
         self._optimizer, self._config, self._device = optimizer, config, device
-        self._is_first = optimizer.inside.runtime.speaks
+        self._is_log_rank = optimizer.parts.runtime.is_log_rank
         self._seconds: dict[str, float] = {}
         if config.wall_clock_breakdown:
-            optimizer.time_exchanges(self._timed_on_host)
+            optimizer.time_exchanges(self._timed)
         self._sent: zcomm.Traffic | None = None
-        if config.comms_logger.enabled and self._is_first:
+        if config.comms_logger.enabled and self._is_log_rank:
             self._sent = zcomm.traffic().__enter__()
 
     @contextmanager
@@ -48,33 +48,33 @@ class Reports:
             yield
         else:
             self._synchronize()
-            with self._timed_on_host(phase):
+            with self._timed(phase):
                 yield
                 self._synchronize()
-        if self._config.memory_breakdown and self._is_first:
+        if self._config.memory_breakdown and self._is_log_rank:
             logger.info("memory after %s: %s", phase, self._memory())
 
     def end_step(self, step: int, line: str) -> None:
-        """Print what is due after ``step`` steps; ``line`` is for steps_per_print."""
+        """Log what is due after ``step`` steps; ``line`` is for steps_per_print."""
         config = self._config
         is_due = bool(config.steps_per_print) and step % (config.steps_per_print or 1) == 0
-        if self._is_first:
+        if self._is_log_rank:
             if is_due:
                 logger.info("step=%d, %s", step, line)
             if config.wall_clock_breakdown:
                 times = ", ".join(f"{phase} {1e3 * self._seconds.get(phase, 0.0):.1f} ms" for phase in PHASES)
                 logger.info("step=%d: %s (gather and reduce within the others)", step, times)
             if self._sent is not None and (config.comms_logger.verbose or is_due):
-                self._print_sent(f"in step {step}" if config.comms_logger.verbose else f"in {step} steps")
+                self._log_sent(f"in step {step}" if config.comms_logger.verbose else f"in {step} steps")
         self._seconds.clear()
 
     def close(self) -> None:
-        """Print what has been sent since the start, or since the last step if each prints its own."""
+        """Log what has been sent since the start, or since the last step if every step is logged."""
         if self._sent is not None:
-            self._print_sent("since the last step" if self._config.comms_logger.verbose else "by this engine")
+            self._log_sent("since the last step" if self._config.comms_logger.verbose else "by this engine")
             self._sent = None
 
-    def _print_sent(self, when: str) -> None:
+    def _log_sent(self, when: str) -> None:
         assert self._sent is not None, "nothing was counted"
         asked = self._config.comms_logger
         logger.info("sent %s by rank 0:\n%s", when, self._sent.table(None if asked.prof_all else asked.prof_ops))
@@ -92,7 +92,7 @@ class Reports:
         return f"{kinds}; resident {now / MIB:.1f} MiB, at most {most / MIB:.1f} MiB"
 
     @contextmanager
-    def _timed_on_host(self, phase: str) -> Iterator[None]:
+    def _timed(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started

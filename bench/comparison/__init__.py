@@ -1,1 +1,1 @@
-"""What compare.py keeps of its runs, and the tables and the picture that it makes of them."""
+"""The parts of compare.py: records of its runs, tables, and a plot."""

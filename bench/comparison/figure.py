@@ -1,4 +1,4 @@
-"""The picture of compare.py: tokens/s against the rate of the network, a line for each system."""
+"""The plot of compare.py: tokens/s against the rate of the network, a line for each system."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PANEL_INCHES = (7.0, 4.5)
 
 
 def rate_mbit(network: str) -> float | None:
-    """``200mbit``, as tc writes it, as a number; None of loopback, which has no rate."""
+    """Parse a rate as tc writes it, ``200mbit``; None for loopback, which has no rate."""
     unit = next((unit for unit in UNITS if network.endswith(unit)), None)
     return None if network == LOOPBACK or unit is None else float(network.removesuffix(unit)) * UNITS[unit]
 
 
 def draw(runs: dict[Key, Run], path: Path) -> None:
-    """A panel for each precision and batch; loopback stands to the right of the fastest rate."""
+    """Plot a panel for each precision and batch, with loopback to the right of the fastest rate."""
     panels = list(dict.fromkeys(key.rpartition(" ")[0] for key in runs))
     figure = Figure(figsize=(PANEL_INCHES[0] * len(panels), PANEL_INCHES[1]), layout="constrained")
     for index, name in enumerate(panels):

@@ -1,4 +1,4 @@
-"""What the systems of a comparison took: one JSON file, written after every turn, so that a run can go on.
+"""The measurements of a comparison, in one JSON file that is written after every turn, so that a run can be resumed.
 
 {"context": {...}, "shape": {batch: {...}},
  "runs":   {"bfloat16 network 200mbit": {"running": "", "systems": {"zero++": {"seconds": [...], ...}}}},
@@ -17,16 +17,16 @@ __all__ = ["Run", "Store", "System"]
 
 @dataclass
 class System:
-    """One system on one network: an entry a turn in each list."""
+    """The measurements of one system on one network: each list has an entry for each turn."""
 
     seconds: list[float] = field(default_factory=list)
-    """Of one optimizer step, the mean over a turn; of the slowest rank."""
+    """Time of an optimizer step on the slowest rank, the mean over a turn."""
     wire_nbytes: list[float] = field(default_factory=list)
-    """Sent by a node in a step by its interface's counter, the mean over the nodes."""
+    """Bytes that a node sends in a step, by its interface's counter, the mean over the nodes."""
     units: float | None = None
     """Bytes that zcomm counted between nodes in a step, in units of the bfloat16 model."""
     losses: dict[str, float] = field(default_factory=dict)
-    """By the number of steps taken, averaged over the ranks."""
+    """Losses by the number of steps, averaged over the ranks."""
     accumulation: int = 1
     error: str = ""
 
@@ -36,20 +36,20 @@ class Run:
     """All systems in one precision, with one batch, on one network."""
 
     running: str = ""
-    """Whose turn it is: known even if the ranks die in it."""
+    """The system whose turn it is; written before the turn, so that it is known if the ranks die."""
     tokens: int = 0
-    """Of all ranks in a batch."""
+    """Tokens of all ranks in a batch."""
     numel: int = 0
     systems: dict[str, System] = field(default_factory=dict)
 
     def unfinished(self, names: list[str], rounds: int) -> list[str]:
-        """Those of ``names`` that have turns to take and have not failed."""
+        """Return those of ``names`` that have turns left and have not failed."""
         systems = {name: self.systems.get(name, System()) for name in names}
         return [name for name, system in systems.items() if not system.error and len(system.seconds) < rounds]
 
 
 class Store:
-    """The file."""
+    """The JSON file of a comparison."""
 
     def __init__(self, path: Path) -> None:
         """Read ``path`` if it exists."""
@@ -59,18 +59,18 @@ class Store:
             self.values |= json.loads(path.read_text(encoding="utf-8"))
 
     def run(self, key: str) -> Run:
-        """What is known of a run; empty if nothing is."""
+        """Return the record of a run; an empty one if there is none."""
         values = self.values["runs"].get(key, {})
         systems = {name: System(**system) for name, system in values.get("systems", {}).items()}
         return Run(**values | {"systems": systems})
 
     def keep(self, key: str, run: Run) -> None:
-        """Write the file, whole or not at all, with ``run``."""
+        """Add ``run`` and replace the file, so that a reader never sees half of it."""
         self.values["runs"][key] = asdict(run)
         self.write()
 
     def write(self) -> None:
-        """Write the file, whole or not at all."""
+        """Replace the file, so that a reader never sees half of it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_suffix(".new")
         draft.write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")

@@ -16,9 +16,9 @@ from comparison.records import Run, System
 __all__ = ["PEERS", "Key", "bases", "best_peer", "cells", "markdown", "of_accumulation", "rows_of", "table"]
 
 PEERS = {1: "fsdp2 reshard=True", 4: "fsdp2 reshard=False x4"}
-"""FSDP2 by the number of batches in a step: what speeds are compared with. Of four, whole parameters are fastest."""
+"""The FSDP2 baseline by the number of micro-batches in a step. With four, keeping full parameters is fastest."""
 OURS = ("zero_optimizer", "alone")
-"""Modules of contenders that are no peers."""
+"""Modules of contenders that belong to this library or to no library."""
 LOOPBACK = "loopback"
 LOSS_TOLERANCE = {"float32": 5e-5, "bfloat16": 5e-2}
 """Absolute, beside :data:`PEERS` after the same steps: four decimals; in 16 bits so much that training is wrong."""
@@ -48,7 +48,7 @@ Key = str
 
 
 def rows_of(key: Key, runs: dict[Key, Run], memory: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a system: medians over its turns; what was not measured is absent."""
+    """Return a row for each system: medians over its turns, without what was not measured."""
     run, (dtype, batch, _) = runs[key], key.split()
     loopback, of_memory = runs.get(f"{dtype} {batch} {LOOPBACK}", Run()), memory.get(f"{dtype} {batch}", {})
     rows = []
@@ -87,7 +87,7 @@ def rows_of(key: Key, runs: dict[Key, Run], memory: dict[str, dict[str, Any]]) -
 
 
 def best_peer(run: Run, accumulation: int) -> str | None:
-    """The fastest system that is not this library's, of those with so many batches in a step."""
+    """Return the fastest system of other libraries with that number of micro-batches in a step."""
     seconds = {
         name: statistics.median(system.seconds)
         for name, system in run.systems.items()
@@ -104,7 +104,7 @@ def of_accumulation(rows: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, 
 
 
 def markdown(runs: dict[Key, Run], memory: dict[str, dict[str, Any]], context: dict[str, Any]) -> str:
-    """The whole report."""
+    """Return the report."""
     lines = ["# The same training under each system", "", *(f"{name}: {text}  " for name, text in context.items()), ""]
     lines += [*NOTES.splitlines(), ""]
     for key, run in runs.items():
@@ -130,7 +130,7 @@ def table(rows: Sequence[dict[str, Any]], titles: Sequence[str]) -> list[str]:
 
 
 def bases(run: Run, count: int) -> str:
-    """What the ratios of a table are to."""
+    """Return the baseline of a table's ratios."""
     what = "One batch a step." if count == 1 else f"{count} batches a step, accumulated."
     best = best_peer(run, count)
     fsdp2 = next((name for name in (PEERS.get(count),) if name in run.systems), None)
@@ -159,14 +159,14 @@ def _remark(name: str, system: System, run: Run, dtype: str, step: str | None) -
 
 
 def _median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Of turns of the same rounds; of the medians where one has more turns."""
+    """Ratio by rounds if both have the same turns, else of the medians."""
     if len(above) != len(below):
         return statistics.median(above) / statistics.median(below)
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def cells(row: dict[str, Any], titles: Sequence[str]) -> list[str]:
-    """What a row has under these titles."""
+    """Return the cells of a row under these titles."""
     found = []
     for title in titles:
         key, spec = COLUMNS[title]

@@ -1,4 +1,4 @@
-"""The model on each rank by itself: what a step computes, nothing is sent."""
+"""A contender without communication: each rank trains the model by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contenders by name, each imported when it is built."""
+"""The contenders by name. Each one's package is imported only when the contender is built."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["COMPARED", "ENTRIES", "ONE_MACHINE", "Entry", "available", "build"]
 
 
 class Entry(NamedTuple):
-    """One way to train."""
+    """How to build a contender: its module and options, what it shards, the package it needs."""
 
     stage: int
-    """Of ZeRO: what of the training is sharded."""
+    """ZeRO stage: what is sharded."""
     module: str
     options: dict[str, Any]
     needs: str = "torch"
-    """The package that has to be installed."""
+    """The package that must be installed."""
 
 
 ENTRIES = {
@@ -31,11 +31,11 @@ ENTRIES = {
     **{f"deepspeed stage {n}": Entry(n, "deepspeed_engine", {"stage": n}, "deepspeed") for n in (1, 2, 3)},
 }
 ONE_MACHINE = tuple(ENTRIES)
-"""Those of zero_step.py's tables."""
+"""The contenders in the tables of zero_step.py."""
 ZEROPP = {"stage": 3, "quantized_weights": True, "quantized_gradients": True, "stays_in_node": True}
 DELTA = {"stage": 3, "mode": "delta_hpz"}
 SMALL_WHOLE = {"stage": 3, "stage3_param_persistence_threshold": 100_000}
-"""DeepSpeed's default, which its own rows have: smaller parameters stay whole. This library's is 0."""
+"""DeepSpeed's default persistence threshold, for its rows: smaller parameters stay full. This library's is 0."""
 OFFLOADED = {"stage": 3, "offload": "cpu"}
 ENTRIES |= {
     "alone": Entry(0, "alone", {}),
@@ -72,11 +72,11 @@ COMPARED = (
     "zero stage 1", "zero stage 2", "zero stage 3", "zero stage 3 small whole", "zero stage 3 offload",
     "zero stage 3 nvme", "zero++", "zero++ x4", "delta-hpz", "delta-hpz x4",
 )  # fmt: skip
-"""Those of compare.py's."""
+"""The contenders in the tables of compare.py."""
 
 
 def available(names: tuple[str, ...] = ONE_MACHINE) -> list[str]:
-    """Those of ``names`` whose package is installed here."""
+    """Return those of ``names`` whose package is installed."""
     return [name for name in names if find_spec(ENTRIES[name].needs) is not None]
 
 

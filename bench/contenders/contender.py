@@ -1,4 +1,4 @@
-"""What the benchmark knows of a way to train."""
+"""The interface of a contender: what it is built from, and one optimizer step."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = ["Contender", "Setup", "torch_step"]
 
 @dataclass(frozen=True)
 class Setup:
-    """What every contender gets."""
+    """The job that every contender is built for."""
 
     model: nn.Module
-    """Its own, with float32 parameters, on the device; ``model(tokens, targets)`` is the loss."""
+    """The contender's own copy, float32, on the device; ``model(tokens, targets)`` returns the loss."""
     dtype: torch.dtype
-    """Of the computation; optimizer states and what they are added to are float32."""
+    """Dtype of the computation; optimizer states and masters are float32."""
     learning_rate: float
     num_sequences: int
-    """In a rank's batch."""
+    """Sequences in a rank's batch."""
     topology: Topology | None = None
-    """Which ranks share a node; None: as torchrun has it."""
+    """Ranks of a node; None: as torchrun has started them."""
     folder: str | None = None
-    """For files of what is offloaded to NVMe."""
+    """Folder for files of the NVMe tier."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Contender:
     step: Callable[[Tensor, Tensor], Tensor]
     """One optimizer step on tokens and targets [accumulation x sequences, tokens]; returns this rank's loss."""
     accumulation: int = 1
-    """Batches in a step."""
+    """Micro-batches in a step."""
     close: Callable[[], object] = lambda: None
     num_steps: int = 0
     loss: float = float("nan")
@@ -55,7 +55,7 @@ def torch_step(
     accumulation: int = 1,
     accumulates: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A step as torch's own loops have it.
+    """A step of a plain torch training loop.
 
     Each forward runs in the context ``within``. All batches but the last run, forward and backward, in a context that
     ``accumulates`` makes, which puts the exchange of gradients off.

@@ -32,7 +32,7 @@ def build(setup: Setup, *, gradient_as_bucket_view: bool, sends_bf16: bool = Fal
 
 
 def _in_bf16(state: object, bucket: GradBucket) -> Future[Tensor]:  # noqa: ARG001  (DDP's signature)
-    """torch's bf16_compress_hook, which refuses gloo."""
+    """torch's bf16_compress_hook, rewritten because torch's refuses gloo."""
     mean = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
     reduced = dist.all_reduce(mean, async_op=True).get_future()
     return reduced.then(lambda done: bucket.buffer().copy_(done.value()[0]))

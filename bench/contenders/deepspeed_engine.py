@@ -1,4 +1,4 @@
-"""DeepSpeed, by stage."""
+"""The contender DeepSpeed, by stage."""
 
 from __future__ import annotations
 

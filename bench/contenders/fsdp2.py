@@ -1,4 +1,4 @@
-"""FSDP2: ``fully_shard`` on each block and on the model, over all ranks or, as HSDP, over those of a node."""
+"""The contender FSDP2: ``fully_shard`` on each block and the model, over all ranks or (HSDP) those of a node."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["SHAPE", "add_shape", "batch", "new_setup"]
 
 SHAPE = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 64, "batch_size": 2}
-"""The arguments of the job and their defaults; a batch is so many sequences per step and rank."""
+"""The job's arguments and defaults; the batch is the number of sequences of a rank in a step."""
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
 def new_setup(
     arguments: argparse.Namespace, dtype: str, device: torch.device, topology: Topology | None = None
 ) -> Setup:
-    """A model of the arguments' shape, the same each time."""
+    """Make a model of the arguments' shape, with the same values each time."""
     torch.manual_seed(1)
     config = GPTConfig(
         num_layers=arguments.num_layers,
@@ -46,7 +46,7 @@ def new_setup(
 def batch(
     arguments: argparse.Namespace, step: int, rank: int, device: torch.device, *, num_batches: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of a rank's step."""
+    """Return the tokens and targets of a rank's step."""
     generator = torch.Generator().manual_seed(step * 1_000 + rank)
     shape = (num_batches * arguments.batch_size, arguments.seq_length + 1)
     tokens = torch.randint(0, 256, shape, generator=generator).square() // 256  # skewed, so that there is much to learn

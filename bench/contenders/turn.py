@@ -1,4 +1,4 @@
-"""One contender's turn in a round."""
+"""A turn: the timed steps of one contender in a round of the comparison."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["take_steps"]
 
 
 def take_steps(arguments: argparse.Namespace, contender: Contender, topology: Topology, device: torch.device) -> None:
-    """``arguments.steps`` optimizer steps; the last loss, averaged over the ranks, is the contender's."""
+    """Run ``arguments.steps`` optimizer steps, and record the last loss, averaged over the ranks."""
     for _ in range(arguments.steps):
         number, count = contender.num_steps, contender.accumulation
         loss = contender.step(*batch(arguments, number, topology.rank, device, num_batches=count))

@@ -1,4 +1,4 @@
-"""ZeroOptimizer, by stage, with any of its switches."""
+"""The contender ZeroOptimizer, by stage, with any of its settings."""
 
 from __future__ import annotations
 

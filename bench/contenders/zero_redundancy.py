@@ -1,4 +1,4 @@
-"""torch's ZeroRedundancyOptimizer under DDP: optimizer states are divided by whole parameters, nothing else is."""
+"""The contender ZeroRedundancyOptimizer under DDP: each rank has the optimizer states of some parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training configurations beside one another on the same seeds and data: the parts of convergence.py.
+"""The parts of convergence.py, which compares training configurations on the same seeds and data.
 
 jobs, configurations --> engines --> run (errors, checkpoints) --> records: a JSON file each --> report, plot
 """

@@ -1,4 +1,4 @@
-"""A run's state in files, so that it goes on where it stopped: one file a rank, and one that says they are whole."""
+"""Checkpoints of a run, so that it can be resumed: one file for each rank, and one that commits them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Checkpoints"]
 
 
 class Checkpoints:
-    """The last state of one run.
+    """The latest checkpoint of one run.
 
     Args:
         folder: Of this run alone; on a file system that all ranks see.
@@ -26,7 +26,7 @@ class Checkpoints:
         self._folder, self._topology = folder, topology
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Keep this rank's ``state`` after ``step`` steps. Collective; the one before is removed."""
+        """Save this rank's ``state`` after ``step`` steps. Collective; the checkpoint before is removed."""
         new = self._folder / str(step)
         new.mkdir(parents=True, exist_ok=True)
         torch.save(state, new / f"{self._topology.rank}.pt")
@@ -41,7 +41,7 @@ class Checkpoints:
         self._wait()
 
     def load(self) -> dict[str, Any] | None:
-        """This rank's last state that was saved on every rank, of as many ranks as now; else None."""
+        """Return this rank's latest state that all ranks have saved; None if there is none for this world size."""
         whole = self._folder / "whole.json"
         if not whole.exists():
             return None
@@ -54,7 +54,7 @@ class Checkpoints:
         return state
 
     def remove(self) -> None:
-        """The run is finished. Collective."""
+        """Remove the checkpoint of a finished run. Collective."""
         self._wait()
         if self._topology.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The configurations by name. What the library does not have yet is refused by it, and its row says so."""
+"""The configurations of convergence.py by name. If the library refuses one, its row shows the error."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from zcomm import RECIPES
 __all__ = ["BASELINE", "CONFIGURATIONS", "DEFAULT", "Configuration"]
 
 BASELINE = "bf16-zero3"
-"""What the others are compared with."""
+"""The baseline of all comparisons."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to train."""
+    """A training configuration."""
 
     description: str
     dtype: torch.dtype = torch.bfloat16
     is_ddp: bool = False
     """torch's DistributedDataParallel instead of ZeroOptimizer."""
     accumulation: int = 1
-    """Micro-batches that a step's batch is cut into; the data of a step is the same for any number."""
+    """Micro-batches of a step; a step's data does not depend on their number."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of ZeroOptimizer at stage 3."""
+    """Settings of ZeroOptimizer at stage 3."""
     stays_in_node: bool = False
-    """Whether a secondary partition inside each node is asked for (hpZ)."""
+    """Whether to use a secondary partition inside each node (hpZ)."""
 
 
 def _recipe(name: str, description: str) -> Configuration:

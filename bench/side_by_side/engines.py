@@ -1,4 +1,4 @@
-"""A model in training under DDP or ZeroOptimizer, behind the same few calls."""
+"""Training engines with one interface: DDP and ZeroOptimizer."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True
 
 
 class Engine(Protocol):
-    """What a run needs of either."""
+    """The interface that a run uses."""
 
     model: nn.Module
-    """The user's own; its forward is the loss."""
+    """The user's model; its forward returns the loss."""
     was_step_applied: bool
 
     def loss(self, tokens: Tensor, targets: Tensor, *, is_last: bool) -> Tensor:
-        """The forward of a micro-batch, the step's last or not."""
+        """Run the forward of a micro-batch, and return the loss."""
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss``, times the loss scale if there is one."""
+        """Run the backward of ``loss``, with the loss scale if there is one."""
 
     def step(self, lr: float, max_norm: float) -> None:
-        """Clip, update and forget the gradients. Collective."""
+        """Clip the gradients, update the parameters, clear the gradients. Collective."""
 
     def gradient(self, param: nn.Parameter) -> Tensor | None:
-        """The averaged gradient, whole, between the last backward and the step. Collective."""
+        """Return the full averaged gradient; call it between the last backward and the step. Collective."""
 
     def master(self, param: nn.Parameter) -> Tensor:
-        """The exact parameter, whole, float32. Collective."""
+        """Return the full master parameter, float32. Collective."""
 
     def uncounted_inter_nbytes(self) -> int:
-        """Bytes between nodes of a step, over all ranks, that zcomm does not count: by formula."""
+        """Return the bytes between nodes that zcomm does not count, by formula: of a step, all ranks."""
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of all that the next step depends on."""
+        """Return this rank's part of the training state."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken. Collective."""
+        """Restore ``state``. Collective."""
 
     def close(self) -> None:
-        """Free what was made for the model."""
+        """Free the engine's resources."""
 
 
 class _Ddp:
@@ -86,7 +86,7 @@ class _Ddp:
         return param.detach()
 
     def uncounted_inter_nbytes(self) -> int:
-        """An all-reduce that sends no more between nodes than it must."""
+        """A two-hop all-reduce: each gradient crosses the network once."""
         numel = sum(p.numel() for p in self.model.parameters())
         nodes, per_node = self._topology.num_nodes, self._topology.ranks_per_node
         sent = volume.all_reduce_sent(numel, torch.float32, nodes, per_node, ("none", "none"))
@@ -155,7 +155,7 @@ class _Zero:
 
 
 def build_engine(configuration: Configuration, model: nn.Module, lr: float, topology: Topology) -> Engine:
-    """Put ``model`` under the configuration. Collective; what the library refuses, it raises."""
+    """Make the engine of a configuration for ``model``. Collective; raises the library's error if it refuses."""
     if configuration.is_ddp:
         return _Ddp(model, lr, topology)
     return _Zero(model, lr, topology, configuration)

@@ -1,4 +1,4 @@
-"""What a configuration's communication does to weights and gradients, measured where they are used.
+"""Measure the errors of weights and gradients that a configuration's communication causes, where they are used.
 
     weights     what the modules find in their parameters when their forward begins, beside the float32 masters
     gradients   the averaged gradient before clipping, beside that of a copy of the model with the weights that the
@@ -26,7 +26,7 @@ Batch = tuple[Tensor, Tensor]
 
 @contextmanager
 def seen_by_forward(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Copies of the parameters, by name, as the first forward inside the block finds them."""
+    """Copy the parameters, by name, as the first forward inside the block reads them."""
     names = {param: name for name, param in model.named_parameters()}
     seen: dict[str, Tensor] = {}
 
@@ -72,13 +72,13 @@ def exact_gradients(
 
 
 def gradient_error(engine: Engine, exact: Mapping[str, Tensor]) -> float:
-    """Of the engine's averaged gradient. Collective."""
+    """Return the relative error of the engine's averaged gradient. Collective."""
     got = {name: engine.gradient(param) for name, param in engine.model.named_parameters()}
     return _relative({name: grad for name, grad in got.items() if grad is not None}, exact)
 
 
 def _relative(values: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """What ``values`` lacks counts as zero."""
+    """Missing ``values`` count as zero."""
     error = torch.zeros((), dtype=torch.float64)
     norm = torch.zeros((), dtype=torch.float64)
     for name, x in exact.items():

@@ -1,4 +1,4 @@
-"""transformers' GPT-2 by its configuration, random weights: imported only where it is trained."""
+"""transformers' GPT-2 with random weights; transformers is imported only if the model is trained."""
 
 from __future__ import annotations
 

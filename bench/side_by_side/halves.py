@@ -1,4 +1,4 @@
-"""The GPT of gpt_model.py in two parts, each gathered as a whole.
+"""The GPT of gpt_model.py as two modules, each one unit.
 
 A layer of a model this small is an exchange of a few kilobytes, and a step would be the latency of dozens of them.
 """

@@ -1,4 +1,4 @@
-"""What is trained: a model, its batches of real text, and the text that it is judged by."""
+"""Training jobs: a model, its batches of real text, and the held-out text."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class Job:
     """One model and how it is trained. ``model(tokens, targets)`` is the loss in nats per byte."""
 
     build: Build
-    """Parameters in that dtype; the values are the same for every dtype but for its rounding."""
+    """Make the model in a dtype; all dtypes have the same values, up to rounding."""
     seq_length: int
     lr: float
     batch_size: int = 16
     """Sequences in a step, over all ranks and micro-batches."""
     num_held_out: int = 512
-    """Windows of the text that it is judged by."""
+    """Number of held-out sequences."""
     max_nbytes: int = 8_000_000
     """Of text."""
 
     def text(self) -> Text:
-        """The standard library's sources, as in the main job."""
+        """Return the training text: the standard library's sources, as in the main job."""
         return load_text(None, max_bytes=self.max_nbytes, seq_length=self.seq_length)
 
     def model(self, dtype: torch.dtype, device: torch.device, seed: int) -> nn.Module:
@@ -79,7 +79,7 @@ JOBS = {
 
 
 def unigram_entropy(text: Text) -> float:
-    """Nats per byte of the held-out text for who knows only how often each byte is in the text trained on."""
+    """Nats per byte of the held-out text under the byte frequencies of the training text: a trivial baseline."""
     counts = torch.bincount(text.train.long(), minlength=VOCABULARY).double() + 1
     held_out = torch.bincount(text.held_out.long(), minlength=VOCABULARY).double()
     value = -(held_out / held_out.sum() * (counts / counts.sum()).log()).sum().item()

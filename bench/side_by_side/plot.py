@@ -1,4 +1,4 @@
-"""The picture of convergence.py: held-out loss against steps, and against bytes between nodes."""
+"""The plot of convergence.py: held-out loss against steps, and against bytes between nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["draw"]
 
 
 def draw(rows: Sequence[Row], path: Path, *, title: str) -> None:
-    """A line for each configuration, the mean over its seeds; the first evaluation, of random weights, is left out."""
+    """Plot a line for each configuration, the mean over its seeds, without the evaluation of random weights."""
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     by_steps, by_bytes = figure.subplots(1, 2, sharey=True)
     for row in rows:

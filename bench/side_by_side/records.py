@@ -1,4 +1,4 @@
-"""What a run has reached and cost: one JSON file a run, in the results folder."""
+"""The record of a run, one JSON file in the results folder: losses, bytes, errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Key", "LibraryLog", "Record"]
 
 @dataclass(frozen=True)
 class Key:
-    """What a run is: the same key gives the same run."""
+    """The key of a run: equal keys give equal runs."""
 
     model: str
     configuration: str
@@ -26,13 +26,13 @@ class Key:
         return f"{self.model}-{self.steps}-{self.configuration}-seed{self.seed}{outlier}"
 
     def path(self, results: Path) -> Path:
-        """The file of the finished run."""
+        """Return the path of the run's file."""
         return results / f"{self}.json"
 
 
 @dataclass
 class Record:
-    """One run, finished or under way."""
+    """The record of one run, finished or not."""
 
     key: Key
     command: str
@@ -41,25 +41,25 @@ class Record:
     numel: int = 0
     steps_done: int = 0
     train_losses: list[tuple[int, float]] = field(default_factory=list)
-    """(step, mean over the ranks and the steps since the last)."""
+    """(step, mean over the ranks and the steps since the last entry)."""
     held_out_losses: list[tuple[int, float]] = field(default_factory=list)
     inter_nbytes: list[int] = field(default_factory=list)
-    """Sent between nodes by all ranks until each held-out loss: by steps, not by evaluations."""
+    """Bytes that training steps (not evaluations) have sent between nodes before each held-out loss."""
     inter_nbytes_per_step: int = 0
-    """Of the median step that did not follow an evaluation."""
+    """Of the median step, without steps after an evaluation."""
     is_counted: bool = True
     """Whether bytes were counted, not calculated."""
     gradient_errors: list[tuple[int, float]] = field(default_factory=list)
     weight_errors: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     skipped_steps: list[int] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
-    """What the library said in warnings, once each."""
+    """The library's warnings, each once."""
     seconds: float = 0.0
     error: str = ""
-    """Why there is nothing more."""
+    """Why the run has ended early."""
 
     def write(self, results: Path) -> None:
-        """Into the results folder, whole or not at all."""
+        """Replace the file in the results folder, so that a reader never sees half of it."""
         path = self.key.path(results)
         results.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".new")
@@ -68,12 +68,12 @@ class Record:
         draft.replace(path)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the record as a dict for JSON."""
         return asdict(self)
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Record:
-        """From what :meth:`as_dict` gave, with or without a way through JSON."""
+        """Make a record from :meth:`as_dict`'s result, also after a round trip through JSON."""
         return cls(**values | {"key": Key(**values["key"])})
 
     @classmethod
@@ -89,7 +89,7 @@ class Record:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all steps were taken: what failed is tried again."""
+        """Whether all steps were run; runs that failed are tried again."""
         return not self.error and self.steps_done == self.key.steps
 
     def add_log(self, line: str) -> None:
@@ -100,7 +100,7 @@ class Record:
 
 
 class LibraryLog(logging.Handler):
-    """Keeps what the library warns of in a run's record."""
+    """A logging handler that adds the library's warnings to a run's record."""
 
     def __init__(self, record: Record) -> None:
         super().__init__(logging.WARNING)

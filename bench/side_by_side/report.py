@@ -1,4 +1,4 @@
-"""The table of the finished runs of one model: a row a configuration, over its seeds."""
+"""The table of the finished runs of one model: a row for each configuration, over its seeds."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Row:
 
     @property
     def finished(self) -> list[Record]:
-        """Those with all steps."""
+        """Return the runs with all steps."""
         return [record for record in self.records if record.is_finished]
 
     @property
     def error(self) -> str:
-        """Why some have not finished."""
+        """Return the errors of runs that have not finished."""
         return next((record.error for record in self.records if record.error), "")
 
     @property
@@ -41,7 +41,7 @@ class Row:
         return {record.key.seed: record.held_out_losses[-1][1] for record in self.finished}
 
     def differences(self, baseline: Row) -> list[float]:
-        """Of the losses to the baseline's with the same seed."""
+        """Differences of the losses from the baseline's with the same seed."""
         return [loss - baseline.losses[seed] for seed, loss in self.losses.items() if seed in baseline.losses]
 
     @property
@@ -53,7 +53,7 @@ class Row:
 
     @property
     def drift(self) -> float:
-        """The last error of the weights, over the larger of the first and of bf16's rounding; the worst seed's."""
+        """The last weight error over the larger of the first one and bf16's rounding; the worst seed's."""
         ratios = []
         for record in self.finished:
             (_, first), (_, last) = record.weight_errors[0], record.weight_errors[-1]
@@ -83,13 +83,13 @@ class Row:
 
 
 def rows_of(records: Sequence[Record]) -> list[Row]:
-    """In the order of :data:`CONFIGURATIONS`; those without a record are left out."""
+    """Return the rows in the order of :data:`CONFIGURATIONS`, without configurations that have no record."""
     rows = [Row(name, [r for r in records if r.key.configuration == name]) for name in CONFIGURATIONS]
     return [row for row in rows if row.records]
 
 
 def table(rows: Sequence[Row]) -> str:
-    """As Markdown, with what the library said."""
+    """Return the table as Markdown, with the library's warnings."""
     baseline = next((row for row in rows if row.name == BASELINE), Row(BASELINE, []))
     lines = [HEADER, ["---"] * len(HEADER), *(row.cells(baseline) for row in rows)]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)

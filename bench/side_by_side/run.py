@@ -1,4 +1,4 @@
-"""One run: a model, a configuration and a seed, trained from its last checkpoint to its end or until time is up."""
+"""One run: train a model under a configuration and a seed, from its last checkpoint until it or the time ends."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ __all__ = ["Run", "Settings"]
 
 MAX_NORM = 1.0
 EARLY, LATE = 20, 2_000
-"""Steps in which errors are sampled, beside the middle and the end of the run."""
+"""Steps in which errors are sampled, in addition to the middle and the end of the run."""
 
 
 CHECKPOINT_INTERVAL = 250
-"""Steps after which a run that is killed goes on at the latest, where held-out losses are taken then."""
+"""Steps between checkpoints, at the most; saved where held-out losses are taken."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs of a command share."""
+    """The options that all runs of a command share."""
 
     eval_interval: int
-    """Steps between held-out losses, and between looks at the clock."""
+    """Steps between held-out losses, and between checks of the time limit."""
     outlier_factor: float
-    """What rank 0's loss is multiplied by in the step with the outlier."""
+    """Factor of rank 0's loss in the step with the outlier."""
 
 
 class Run:
@@ -97,7 +97,7 @@ class Run:
         return True
 
     def close(self) -> None:
-        """Free what was made for the model."""
+        """Free the run's resources."""
         self._engine.close()
 
     def _batches(self) -> list[tuple[Tensor, Tensor]]:
@@ -159,7 +159,7 @@ class Run:
         return mean.item()
 
     def _count(self) -> None:
-        """Add up the bytes of all ranks."""
+        """Sum the bytes over all ranks."""
         of_ranks = control.gather_float64(torch.tensor(self._inter, dtype=torch.float64), self._topology)
         of_steps = [int(nbytes) + self._engine.uncounted_inter_nbytes() for nbytes in of_ranks.sum(0).tolist()]
         # After an evaluation replicas inside a node are in line with the masters already: that step sends less.

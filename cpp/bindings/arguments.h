@@ -6,10 +6,10 @@
 #include "zcomm/check.h"
 #include "zcomm/message_layout.h"
 
-// What Python passes, as the operations take it.
+// Converts arguments from Python to those of the operations.
 namespace zcomm::bindings {
 
-// Python ints arrive signed, so that a negative one is named instead of wrapping around.
+// Python ints arrive as signed integers, so that a negative one is an error instead of wrapping around.
 inline std::size_t Size(const char* name, std::int64_t value) {
   ZCOMM_CHECK(value >= 0, name, " must not be negative: ", name, "=", value);
   return static_cast<std::size_t>(value);

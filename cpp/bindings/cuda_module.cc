@@ -1,4 +1,5 @@
-// The operations on a GPU, of zcomm/cuda_kernels.h, over whole messages. As in module.cc, tensors cross as addresses.
+// The part of zcomm._native that runs the operations of zcomm/cuda_kernels.h on a GPU. As in module.cc, tensors are
+// passed as addresses.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>

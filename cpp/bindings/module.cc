@@ -1,5 +1,9 @@
-// zcomm._native: argument conversion, GIL release, nothing else. Tensors cross as addresses (int), so one binary serves
-// every torch version and a call costs no DLPack handshake. The contracts stand in the headers.
+// zcomm._native: converts arguments, releases the GIL, and nothing else. The contracts are in the headers. Tensors are
+// passed as addresses (int), so that one binary works with every torch version, and a call needs no DLPack handshake.
+//
+// Every call that computes, reads files or waits releases the GIL. If a thread held it while it waits, threads that
+// need it could not run: the autograd thread, the deadlock watch, or the very thread that would end the wait (a
+// deadlock).
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -94,7 +98,7 @@ void DecodeSumRequantize(int codec, std::int64_t block, bool is_rotated, std::in
                              Size("num_threads", num_threads));
 }
 
-// Addresses and strides in elements of codes and scales; beta
+// codes: address, stride in elements; scales: address, stride in elements; beta
 using ResidualArgument = std::tuple<std::uintptr_t, std::int64_t, std::uintptr_t, std::int64_t, float>;
 
 zcomm::ResidualRows MakeResidual(const ResidualArgument& argument) {
@@ -209,7 +213,7 @@ void DefineOperations(nb::module_& m) {
         "moment1_ptr"_a, "moment2_ptr"_a, "moment_dtype"_a, "largest_ptr"_a, "out"_a, "draw"_a.none(), "num_threads"_a);
 }
 
-// What is made of the operations above.
+// Operations that combine those above.
 void DefineCompoundOperations(nb::module_& m) {
   const auto release = nb::call_guard<nb::gil_scoped_release>();
   m.def("quantize_with_residual", &QuantizeWithResidual, release, "codec"_a, "block"_a, "is_rotated"_a,

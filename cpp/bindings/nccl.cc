@@ -1,5 +1,5 @@
-// The part of zcomm._native that speaks NCCL: argument conversion, GIL release, nothing else. In builds without CUDA
-// the communicator works with the emulated NCCL alone.
+// The part of zcomm._native that calls NCCL: converts arguments, releases the GIL, and owns communicators. In builds
+// without CUDA, communicators work only with the emulated NCCL.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -49,11 +49,12 @@ using SizesArgument = std::tuple<std::size_t, std::size_t, std::vector<WireArgum
 using RowsArgument = std::tuple<int, std::uintptr_t, std::size_t, std::size_t>;
 // stream, address of is_valid, address of the workspace, its bytes
 using PlaceArgument = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::size_t>;
-// unique id, number of ranks, this one's; no id: one rank
+// unique id (empty if there is one rank), number of ranks, this rank
 using HopArgument = std::tuple<nb::bytes, std::size_t, std::size_t>;
 
-// A communicator until it is closed. Whoever holds it for longer (work, the traceback of an error) keeps only what had
-// gone wrong: freed by the last of them it would be in any thread at any time, and wait there for all that is queued.
+// Owns a communicator until Close; afterwards it keeps only the error. Python objects that live on (work handles, the
+// traceback of an error) hold this object. If they held the communicator itself, the last of them to be freed, in any
+// thread at any time, would wait in its destructor for everything that is queued.
 class ClosableCommunicator {
  public:
   explicit ClosableCommunicator(std::shared_ptr<Communicator> made) : made_(std::move(made)) {}
@@ -75,6 +76,7 @@ class ClosableCommunicator {
   void Close() {
     const auto [made, before] = Now();
     if (made == nullptr) return;
+    // Without the lock: Finish may wait, and Abort, which takes the lock, must be able to end the wait.
     const std::string failure = made->Finish();
     const std::lock_guard<std::mutex> lock(mutex_);
     failure_ = failure;
@@ -87,7 +89,7 @@ class ClosableCommunicator {
     return {made_, failure_};
   }
 
-  mutable std::mutex mutex_;
+  mutable std::mutex mutex_;  // Close, in one thread, against calls in others
   std::shared_ptr<Communicator> made_;
   std::string failure_;
 };
@@ -129,7 +131,7 @@ zcomm::nccl::ExchangeCall MakeExchange(const SizesArgument& sizes, const RowsArg
   return {MakeSizes(sizes), MakeRows(input), MakeRows(output)};
 }
 
-// Without a place to work: the bytes of workspace that the call needs when it is captured.
+// Runs the call; without a place, returns the bytes of workspace that the call needs when it is captured.
 template <class Call>
 std::size_t RunOrMeasure(Communicator* communicator, const Call& call, const std::optional<PlaceArgument>& place) {
   if (!place.has_value()) return communicator->WorkspaceNbytes(call);
@@ -154,12 +156,13 @@ void MakeCommunicator(ClosableCommunicator* self, const Library& library, int de
   using Seconds = std::chrono::duration<double>;
   std::vector<std::tuple<zcomm::nccl::UniqueId, std::size_t, std::size_t>> parsed;
   for (const auto& [bytes, size, rank] : hops) {
-    ZCOMM_CHECK(size == 1 || bytes.size() == zcomm::nccl::kUniqueIdNbytes, "a unique id has 128 bytes, got ",
-                bytes.size());
+    ZCOMM_CHECK(size == 1 || bytes.size() == zcomm::nccl::kUniqueIdNbytes,
+                "a unique id must have 128 bytes: nbytes=", bytes.size());
     zcomm::nccl::UniqueId id{};
     std::memcpy(id.internal, bytes.c_str(), bytes.size());
     parsed.emplace_back(id, size, rank);
   }
+  // Connecting waits for the other ranks, up to the timeout; other Python threads must run meanwhile.
   const nb::gil_scoped_release released;
   auto [place, operations] = MakeDevice(library, device);
   std::vector<std::unique_ptr<zcomm::nccl::Transport>> transports;

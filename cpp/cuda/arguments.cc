@@ -13,7 +13,7 @@ constexpr std::size_t kRangeMultiple = 256;
 
 void CheckServed(const MessageLayout& layout) {
   ZCOMM_CHECK(Serves(layout),
-              "the CUDA kernels serve cast codecs, and int8, int4, nf4 and fp8_e4m3 not rotated with a ",
+              "the CUDA kernels support cast codecs, and int8, int4, nf4 and fp8_e4m3 not rotated with a ",
               "block that is a power of two in ", kMinCudaBlock, "..", kMaxCudaBlock,
               ": codec=", static_cast<int>(layout.codec), ", block=", layout.block);
 }
@@ -51,7 +51,8 @@ Array ArrayOf(const MessageLayout& layout, const ConstRows& rows, const char* na
 Wire WireOf(const MessageLayout& layout, const Range& range, const ConstMessages& messages, const char* name) {
   CheckServed(layout);
   CheckMessages(layout, messages, name);
-  ZCOMM_CHECK(messages.count <= std::numeric_limits<std::int32_t>::max(), "too many messages: ", messages.count);
+  ZCOMM_CHECK(messages.count <= std::numeric_limits<std::int32_t>::max(),
+              "a call must have fewer than 2^31 messages: count=", messages.count);
   int block_log2 = 0;
   while ((std::size_t{2} << block_log2) <= layout.block) ++block_log2;
   return {const_cast<std::uint8_t*>(messages.data),
@@ -79,7 +80,7 @@ Residual ResidualOf(const MessageLayout& layout, const Residual* residual) {
 
 Expected ExpectedOf(const Expected& expected) {
   ZCOMM_CHECK(expected.count == 0 || (expected.data != nullptr && IsAligned(expected.data, 16)),
-              "messages that are expected must begin at a multiple of 16 bytes: count=", expected.count);
+              "expected messages must begin at a multiple of 16 bytes: count=", expected.count);
   return expected;
 }
 
@@ -96,7 +97,7 @@ QuantizeArguments MakeQuantizeArguments(const MessageLayout& layout, const Range
                                         const Expected& expected) {
   CheckRange(layout, range);
   const Wire wire = WireOf(layout, range, AsConst(output), "output");
-  ZCOMM_CHECK(IsBlockCodec(layout.codec), "a cast codec has no quantization: codec=", static_cast<int>(layout.codec));
+  ZCOMM_CHECK(IsBlockCodec(layout.codec), "quantizing needs a block codec: codec=", static_cast<int>(layout.codec));
   const Array held_array = held == nullptr ? Array{nullptr, 0, 0, DType::kFloat32} : ArrayOf(layout, *held, "held");
   return {TilesOf(layout, range, output.count),
           ArrayOf(layout, input, "input"),
@@ -110,7 +111,7 @@ DecodeArguments MakeCastArguments(const MessageLayout& layout, const Range& rang
                                   const MutableMessages& output) {
   CheckRange(layout, range);
   const Wire wire = WireOf(layout, range, AsConst(output), "output");
-  ZCOMM_CHECK(!IsBlockCodec(layout.codec), "a block codec is no cast: codec=", static_cast<int>(layout.codec));
+  ZCOMM_CHECK(!IsBlockCodec(layout.codec), "a cast needs a cast codec: codec=", static_cast<int>(layout.codec));
   const Array source = ArrayOf(layout, input, "input");
   const auto itemsize = static_cast<std::int64_t>(ItemSize(input.dtype));
   const auto out_itemsize = ItemSize(static_cast<DType>(layout.codec));
@@ -174,7 +175,7 @@ RequantizeArguments MakeRequantizeArguments(const MessageLayout& layout, const R
   ZCOMM_CHECK(input.count >= 1, "a sum needs at least one message: num_messages=", input.count);
   CheckRequantized(layout, out_layout, output);
   ZCOMM_CHECK(IsBlockCodec(out_layout.codec),
-              "a cast codec has no quantization: codec=", static_cast<int>(out_layout.codec));
+              "quantizing needs a block codec: codec=", static_cast<int>(out_layout.codec));
   CheckRange(layout, range);
   CheckRange(out_layout, range);
   return {TilesOf(layout, range, 1),

@@ -7,16 +7,16 @@
 #include "zcomm/cuda_kernels.h"
 #include "zcomm/message_layout.h"
 
-// What a kernel is given, by value: the same for a GPU and for the emulated grid.
+// The arguments of a kernel, passed by value: the same for a GPU and for the emulated grid of the tests.
 namespace zcomm::cuda {
 
-// A warp does a tile at a time: 32 lanes times 4 vectors of 8 elements, whole blocks of every codec.
+// A warp processes one tile at a time: 32 lanes times 4 vectors of 8 elements, which are whole blocks of every codec.
 constexpr int kVector = 8;
 constexpr int kVectors = 4;
 constexpr int kVectorStride = 32 * kVector;
 constexpr int kTile = kVectors * kVectorStride;
 
-// The tiles of a call: those of segment 0 of message 0, of its segment 1, ...
+// The tiles of a call, numbered by message, then by segment. They cover elements [begin, end) of each segment.
 struct Tiles {
   std::uint32_t count;
   Divisor per_segment;
@@ -25,7 +25,7 @@ struct Tiles {
   std::uint64_t end;
 };
 
-// An array that is not there has no data.
+// An array; null data if the call has none.
 struct Array {
   std::uint8_t* data;
   std::int64_t message_stride;
@@ -33,7 +33,7 @@ struct Array {
   DType dtype;
 };
 
-// Messages; a cast codec's are arrays of its dtype, with headers of no bytes.
+// Messages. Those of a cast codec are arrays of its dtype, with headers of 0 bytes.
 struct Wire {
   std::uint8_t* data;
   std::int64_t pitch;  // bytes from message to message
@@ -78,7 +78,7 @@ struct RequantizeArguments {
   Expected expected;
 };
 
-// Each throws std::invalid_argument on arguments that the kernels do not take.
+// Each throws std::invalid_argument on arguments that the kernels do not support.
 QuantizeArguments MakeQuantizeArguments(const MessageLayout& layout, const Range& range, const ConstRows& input,
                                         const ConstRows* held, const Residual* residual, const MutableMessages& output,
                                         const Expected& expected = {});
@@ -94,7 +94,7 @@ RequantizeArguments MakeRequantizeArguments(const MessageLayout& layout, const R
                                             const Residual* residual, std::int32_t* is_valid,
                                             const Expected& expected = {});
 
-// That `output` has a message for each segment of `layout`.
+// Checks that `output` has one message for each segment of `layout`.
 void CheckRequantized(const MessageLayout& layout, const MessageLayout& out_layout, const MutableMessages& output);
 
 }  // namespace zcomm::cuda

@@ -4,19 +4,19 @@
 
 #include "portable.h"
 
-// The block codecs of the numerics contract (zcomm/_formats/reference.py), eight elements of a lane at a time: scaled values to the
-// bits of their codes, and bits to levels, which times the scale are values.
+// The block codecs of the numerics contract (zcomm/_formats/reference.py), eight elements of a lane at a time: from
+// scaled values to the bits of their codes, and from bits to levels (level * scale = value).
 //
-// No code needs a clamp. The scale is absmax / qmax rounded up, so a scaled value is at most qmax * (1 + 2^-22), after
-// the roundings of the quotient, the inverse and the product; and it rounds to at most qmax. Nor does the scale reach
-// its bound 0x7F7F, as qmax is at least 7.
+// No code needs a clamp. The scale is absmax / qmax rounded up. After the roundings of the quotient, the inverse and
+// the product, a scaled value is at most qmax * (1 + 2^-22), which rounds to at most qmax. The scale does not reach its
+// bound 0x7F7F either, because qmax is at least 7.
 namespace zcomm::cuda {
 
 constexpr std::uint32_t kInfinityBits = 0x7F800000U;
 constexpr std::uint32_t kTinyBits = 0x0D800000U;  // 2^-100
 constexpr std::uint32_t kNanHeader = 0x7FC0U;
 
-// N5's levels and what lies between them, in shared memory.
+// The levels of nf4 (N5) and the midpoints between them, in shared memory.
 struct Tables {
   // Cell c covers scaled values within [(c - 16) / 2 - 1/16, (c - 16) / 2 + 7/16], and at most one midpoint: the first
   // that is not below the cell, with the number of those below in its lowest 4 bits (which a midpoint does not need).
@@ -32,7 +32,7 @@ ZCOMM_DEVICE float Nf4Level(int code) {
   return levels[code];
 }
 
-// Called for each of 0 .. 63.
+// Fills entry `index`; to be called for each of 0 .. 63.
 ZCOMM_DEVICE void FillTables(int index, Tables* tables) {
   ZCOMM_UNROLL
   for (int i = 0; i < 16; ++i) {
@@ -53,10 +53,10 @@ ZCOMM_DEVICE void FillTables(int index, Tables* tables) {
   tables->cells[index] = (BitsOf(next) & ~15U) | below;
 }
 
-// A value below 2^21 in magnitude, rounded half to even: its two's complement in the lowest bits.
+// Rounds half to even; |value| < 2^21. The integer, in two's complement, is in the lowest bits.
 ZCOMM_DEVICE std::uint32_t Rounded(float value) { return BitsOf(value + 12582912.0F); }
 
-// The lowest 4 bits of eight words.
+// Packs the lowest 4 bits of eight words into one word.
 template <class P>
 ZCOMM_DEVICE std::uint32_t Nibbles(const std::uint32_t (&r)[8]) {
   const std::uint32_t even = LowBytes<P>(r[0], r[2], r[4], r[6]);
@@ -64,7 +64,7 @@ ZCOMM_DEVICE std::uint32_t Nibbles(const std::uint32_t (&r)[8]) {
   return (even & 0x0F0F0F0FU) | ((odd << 4) & 0xF0F0F0F0U);
 }
 
-// 2^23 plus byte k of a word: the byte is the float32's lowest.
+// 2^23 plus byte k of a word: the byte becomes the lowest of the float32.
 template <class P>
 ZCOMM_DEVICE float FloatAbove2To23(std::uint32_t word, int k) {
   return FloatOf(P::Permute(word, 0x4B000000U, 0x7650U | static_cast<std::uint32_t>(k)));
@@ -159,7 +159,8 @@ struct Fp8Codec {
     }
   }
 
-  // Sign, exponent and mantissa where a float32 has them; 2^120 is the difference of the biases, for denormals too.
+  // Moves sign, exponent and mantissa to where a float32 has them; the factor 2^120 makes up for the difference of the
+  // biases, for denormals too.
   template <class P>
   ZCOMM_DEVICE static void Decode(const std::uint32_t (&words)[2], const Tables& /*tables*/, float (&levels)[8]) {
     ZCOMM_UNROLL
@@ -186,7 +187,7 @@ struct Scale {
   float inverse;
 };
 
-// N1 to N3 of a block. Where its values are not finite they must be ignored: their codes are 0.
+// N1 to N3 of a block. The caller must ignore the result if a value is not finite: such a block has only 0 codes.
 template <class P, class C>
 ZCOMM_DEVICE Scale ScaleOf(std::uint32_t absmax_bits) {
   const bool is_normal = absmax_bits >= kTinyBits && absmax_bits < kInfinityBits;
@@ -197,7 +198,7 @@ ZCOMM_DEVICE Scale ScaleOf(std::uint32_t absmax_bits) {
   return {absmax_bits < kTinyBits ? 0U : kNanHeader, 0.0F};
 }
 
-// N4: codes of a lane times their block's scale, in [-limit, limit] or NaN.
+// N4: the codes of a lane times their block's scale, clamped to [-limit, limit]; a NaN stays a NaN.
 template <class P, class C>
 ZCOMM_DEVICE void DecodeVector(const std::uint32_t (&words)[C::kBits / 4], std::uint32_t header, float limit,
                                const Tables& tables, float (&values)[8]) {

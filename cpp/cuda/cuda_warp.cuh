@@ -9,7 +9,7 @@
 
 namespace zcomm::cuda {
 
-// The policy of portable.h on a GPU.
+// The policy P of portable.h on a GPU.
 struct CudaWarp {
   static constexpr unsigned kAllLanes = 0xFFFFFFFFU;
 

@@ -4,7 +4,8 @@
 
 #include "tiles.h"
 
-// The kernels' bodies: what warp `warp` of `num_warps` does.
+// The bodies of the kernels: what warp `warp` of `num_warps` does. Warps share nothing but their inputs, and never wait
+// for each other.
 namespace zcomm::cuda {
 
 constexpr float kFloat32Max = 3.4028234663852886e38F;
@@ -13,7 +14,7 @@ constexpr int kResidualBlockLog2 = 8;  // a vector of all lanes
 // The codec of messages that are plain arrays.
 struct CastCodec {};
 
-// Of each vector, the largest magnitude's bits over its lane's block.
+// For each vector, the bits of the largest magnitude in the lane's block.
 template <class P>
 ZCOMM_DEVICE void AbsmaxOfBlocks(const Values& v, int block_log2, std::uint32_t (&absmax)[kVectors]) {
   ZCOMM_UNROLL
@@ -46,7 +47,7 @@ ZCOMM_DEVICE void AbsmaxOfBlocks(const Values& v, int block_log2, std::uint32_t 
   }
 }
 
-// Values, 0 where there is no element, to headers and codes; bits of codes that are not there are 0.
+// Encodes values to headers and codes. Values past the last element are 0, and so are their codes' bits.
 template <class P, class C>
 ZCOMM_DEVICE void EncodeTile(const Values& v, int block_log2, int numel, const Tables& tables, Coded<C>* coded) {
   std::uint32_t absmax[kVectors];
@@ -79,7 +80,7 @@ ZCOMM_DEVICE void ZeroOutside(int at, int numel, float (&vector)[kVector]) {
   for (int k = 0; k < kVector; ++k) vector[k] = at + k < numel ? vector[k] : 0.0F;
 }
 
-// Where the residual of a tile begins: codes and, one for each vector, scales.
+// Where the residual of a tile starts: its codes, and one scale for each vector.
 struct ResidualPlace {
   std::uint8_t* codes;
   std::uint8_t* scales;
@@ -109,7 +110,7 @@ ZCOMM_DEVICE void AddResidual(const ResidualPlace& place, float beta, int numel,
   }
 }
 
-// Encodes v - (what `coded` decodes to) as the tile's residual; blocks that are not finite stay.
+// Encodes v - Decode(coded) as the tile's residual. Blocks that are not finite keep their old residual.
 template <class P, class C>
 ZCOMM_DEVICE void KeepResidual(const ResidualPlace& place, const Coded<C>& coded, int numel, const Tables& tables,
                                Values& v) {
@@ -133,7 +134,7 @@ ZCOMM_DEVICE void KeepResidual(const ResidualPlace& place, const Coded<C>& coded
   }
 }
 
-// Values into a message, with the residual of row `row`, if there are any.
+// Encodes values into a message, with the residual of row `row` if the call has one.
 template <class P, class C>
 ZCOMM_DEVICE void EncodeAndStore(const Wire& wire, const Place& place, const Residual& residual, std::int64_t row,
                                  const Tables& tables, Values& v) {
@@ -149,7 +150,7 @@ ZCOMM_DEVICE void EncodeAndStore(const Wire& wire, const Place& place, const Res
   StoreCoded<P, C>(wire, place, coded);
 }
 
-// The zeros after headers and codes, and the trailers, with `hash`.
+// Writes the zero padding after headers and codes, and the trailers with `hash`.
 template <class P>
 ZCOMM_DEVICE void WriteEnds(const Wire& wire, std::uint32_t hash, std::uint32_t warp, std::uint32_t num_warps) {
   if (!wire.has_ends) return;
@@ -165,7 +166,8 @@ ZCOMM_DEVICE void WriteEnds(const Wire& wire, std::uint32_t hash, std::uint32_t 
   }
 }
 
-// The trailers of messages yet to come; not of those that this call writes.
+// Zeroes the trailers of the expected messages (see Expected in zcomm/cuda_kernels.h), except of those that this call
+// writes.
 template <class P>
 ZCOMM_DEVICE void ClearEnds(const Wire& wire, const Expected& expected, std::uint32_t warp, std::uint32_t num_warps) {
   if (!wire.has_ends) return;
@@ -178,7 +180,7 @@ ZCOMM_DEVICE void ClearEnds(const Wire& wire, const Expected& expected, std::uin
   }
 }
 
-// Whether all messages carry their hash, as far as this call checks them. All lanes call.
+// Whether all messages carry their hash; true if this call does not check it. All lanes must call.
 template <class P>
 ZCOMM_DEVICE bool HasValidEnds(const Wire& wire) {
   if (!wire.has_ends) return true;
@@ -195,8 +197,8 @@ ZCOMM_DEVICE void CheckEnds(const Wire& wire, std::uint32_t warp, std::int32_t* 
   if (!HasValidEnds<P>(wire) && P::Lane() == 0) P::template Store<std::int32_t>(is_valid, 0);
 }
 
-// v = term 0, + term 1, + ...: messages place.message, place.message + 1, ... The next one's codes are on the way while
-// one is decoded.
+// v = term 0 + term 1 + ..., of messages place.message, place.message + 1, ... Loads the next message's codes while it
+// decodes one.
 template <class P, class C>
 ZCOMM_DEVICE void SumTile(const Wire& wire, Place place, std::uint32_t num_terms, float limit, const Tables& tables,
                           Values& v) {
@@ -337,8 +339,8 @@ ZCOMM_DEVICE void RequantizeTiles(const RequantizeArguments& a, std::uint32_t wa
     place.segment = 0;
     EncodeAndStore<P, C>(a.output, place, a.residual, segment, tables, v);
   }
-  // Whoever gets what was made of refused messages must refuse it, too: only this rank's flag would tell. Every warp
-  // that writes a trailer looks for itself, for warps do not wait for each other.
+  // If an input message is refused, the ranks that receive this output must refuse it, too: they cannot see this rank's
+  // flag. Every warp that writes a trailer checks all inputs itself, as warps do not wait for each other.
   const bool is_refused = warp < a.output.count && !HasValidEnds<P>(a.input);
   WriteEnds<P>(a.output, is_refused ? 0U : a.output.hash, warp, num_warps);
   ClearEnds<P>(a.output, a.expected, warp, num_warps);

@@ -15,8 +15,8 @@ namespace zcomm::cuda {
 
 constexpr int kThreads = 128;
 constexpr std::uint32_t kWarps = kThreads / 32;
-// Of a multiprocessor: bounds a thread's registers, to 96, so that 20 warps have loads on the way. What decodes and
-// encodes in one kernel would spill, and has 128.
+// Thread blocks on a multiprocessor. This bounds the registers of a thread to 96, so that 20 warps have loads in
+// flight. A kernel that both decodes and encodes would spill with 96, and gets 128.
 template <class Operation>
 constexpr int kBlocksAtOnce = 5;
 
@@ -65,7 +65,8 @@ inline void CheckCuda(cudaError_t error, const char* call) {
   if (error != cudaSuccess) throw std::runtime_error(std::string(call) + ": " + cudaGetErrorString(error));
 }
 
-// As many thread blocks of `kernel` as the current device holds at once. Asked of CUDA once a device.
+// The number of thread blocks of the kernel that the current device runs at once. Asks CUDA once for each device.
+// Atomic, because several threads launch; if two ask at once, both get and store the same number.
 template <class Operation, class C>
 std::uint32_t ResidentBlocks() {
   constexpr int kMaxDevices = 64;
@@ -84,7 +85,7 @@ std::uint32_t ResidentBlocks() {
   return total;
 }
 
-// One launch; at least one thread block, which has the messages' ends to do.
+// Launches the kernel once, with at least one thread block: even without elements, the messages have trailers.
 template <class Operation, class C>
 void Launch(const typename Operation::Arguments& arguments, Stream stream) {
   const std::uint32_t wanted = (arguments.tiles.count + kWarps - 1) / kWarps;
@@ -108,7 +109,7 @@ void LaunchFor(Codec codec, const typename Operation::Arguments& arguments, Stre
   }
 }
 
-// In decode.cu.
+// Defined in decode.cu.
 void LaunchDecode(const DecodeArguments& arguments, Stream stream);
 
 }  // namespace zcomm::cuda

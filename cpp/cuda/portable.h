@@ -3,8 +3,10 @@
 #include <cstdint>
 #include <cstring>
 
-// The kernels' bodies compile for a GPU, and for the processor, where a test runs them on an emulated warp. What
-// differs is behind a policy P of static functions: CudaWarp (cuda_warp.cuh) and EmulatedWarp (tests/emulated_warp.h).
+// The kernels' bodies compile for a GPU, and for the CPU, where cpp/tests/cuda_kernels_test.cc runs them on an emulated
+// warp. What differs is in a policy P of static functions: CudaWarp (cuda_warp.cuh) or EmulatedWarp
+// (cpp/tests/emulated_warp.h). "All lanes call": the lanes exchange words, so that a lane that does not call would
+// leave the others without its word (on a GPU, a deadlock).
 //
 //   Lane()                        0..31
 //   ShuffleXor(word, mask)        the word of lane (Lane() ^ mask); all lanes call, with one mask
@@ -12,7 +14,7 @@
 //   MaxOfWarp(word)               the largest word of all lanes; all lanes call
 //   Load<W>, Store<W>(pointer)    device memory, aligned to sizeof(W)
 //   Divide(a, b)                  IEEE division
-//   Permute(a, b, selector)       byte i is that of a (0..3) or b (4..7) which digit i of the selector numbers
+//   Permute(a, b, selector)       byte i of the result is byte d of a (d = 0..3) or b (d = 4..7), d digit i of selector
 //   FromFloat16(bits)             float32
 //   PackBfloat16, PackFloat16(low, high)    two float32 values to nearest, ties to even
 #ifdef __CUDACC__
@@ -63,13 +65,13 @@ ZCOMM_DEVICE bool IsAligned(const void* pointer, std::uintptr_t nbytes) {
   return reinterpret_cast<std::uintptr_t>(pointer) % nbytes == 0;
 }
 
-// The low byte of each, a's lowest.
+// Packs the low bytes of the four words, a's lowest.
 template <class P>
 ZCOMM_DEVICE std::uint32_t LowBytes(std::uint32_t a, std::uint32_t b, std::uint32_t c, std::uint32_t d) {
   return P::Permute(P::Permute(a, b, 0x0040), P::Permute(c, d, 0x0040), 0x5410);
 }
 
-// Division of numbers below 2^31 by one that is known before the launch: a multiplication and a shift.
+// Division of numbers below 2^31 by a divisor known before the launch, as a multiplication and a shift.
 struct Divisor {
   std::uint32_t value;
   std::uint32_t factor;

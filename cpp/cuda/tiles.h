@@ -5,11 +5,11 @@
 #include "arguments.h"
 #include "codecs.h"
 
-// Moving a tile between memory and the registers of a warp. Lane l holds of each of its 4 vectors 8 consecutive
-// elements: vector j, element k is element 256 j + 8 l + k of the tile. A whole tile moves in aligned words of 16 bytes
-// (codes: 8 or 4, as many as a lane's vector has). One that does not begin at a word is taken as a ring: its head and
-// its tail share a word, which one lane moves element by element, and the warp turns the ring to where the tile begins.
-// What is not a whole tile, the last of a row, moves element by element.
+// Moves a tile between memory and the registers of a warp. Each lane holds 4 vectors of 8 consecutive elements: element
+// k of vector j in lane l is element 256 j + 8 l + k of the tile. A whole tile moves in aligned words of 16 bytes
+// (codes: 8 or 4 bytes, the size of a lane's vector). If the tile does not start at a word boundary, its words are
+// treated as a ring: its head and its tail share one word, which one lane moves element by element, and the warp
+// rotates the ring to the tile's start. A partial tile, the last of a row, moves element by element.
 namespace zcomm::cuda {
 
 using Values = float[kVectors][kVector];
@@ -42,22 +42,24 @@ ZCOMM_DEVICE std::uint8_t* Start(const Array& array, const Place& place) {
   return array.data + element * (array.dtype == DType::kFloat32 ? 4 : 2);
 }
 
-// Of each of a lane's vectors, kCount consecutive words: word (32 j + l) kCount + i of the tile's 128 kCount.
+// kCount consecutive words for each vector of a lane: word i of vector j in lane l is word (32 j + l) kCount + i of the
+// tile's 128 kCount.
 template <class Words, int kCount>
 using TileWords = Words[kVectors][kCount];
 
 template <class Words, int kCount>
 constexpr int kTileNbytes = kVectors * 32 * kCount * static_cast<int>(sizeof(Words));
 
-// Constant bounds: an array in a loop that is not unrolled would be in a thread's local memory.
+// The bounds are constants: in a loop that is not unrolled, the compiler would put the array in local memory, which is
+// slow.
 template <int kDropped, int kNumWords>
 ZCOMM_DEVICE void DropWords(bool is_dropped, std::uint32_t (&w)[kNumWords]) {
   ZCOMM_UNROLL
   for (int i = 0; i + kDropped < kNumWords; ++i) w[i] = is_dropped ? w[i + kDropped] : w[i];
 }
 
-// Turns the ring of a tile's words: its byte `nbytes`, of the first word and at a multiple of sizeof(Unit), becomes its
-// first. All lanes call, with the same `nbytes`.
+// Rotates the ring of a tile's words: byte `nbytes`, which is in the first word and at a multiple of sizeof(Unit),
+// becomes the first byte. All lanes call, with the same `nbytes`.
 template <class P, class Unit, class Words, int kCount>
 ZCOMM_DEVICE void Turn(TileWords<Words, kCount>& words, int nbytes) {
   constexpr int kPerWord = static_cast<int>(sizeof(Words)) / 4;
@@ -81,8 +83,8 @@ ZCOMM_DEVICE void Turn(TileWords<Words, kCount>& words, int nbytes) {
   }
 }
 
-// The word that a tile's ends share, when the tile begins `offset` bytes behind the word boundary `base`. The first
-// `offset` bytes are the tail, which lies a tile behind `base`; the others are the head.
+// The word that a tile's ends share, when the tile starts `offset` bytes after the word boundary `base`. Its first
+// `offset` bytes are the tail, which lies one tile after `base`; the others are the head.
 template <class P, class Unit, class Words>
 ZCOMM_DEVICE Words LoadEnds(const std::uint8_t* base, int offset, int tile_nbytes) {
   Words ends{};
@@ -108,7 +110,7 @@ ZCOMM_DEVICE int Misalignment(const std::uint8_t* start) {
   return static_cast<int>(reinterpret_cast<std::uintptr_t>(start) % sizeof(Words));
 }
 
-// The words of a whole tile, and no byte outside it.
+// Loads the words of a whole tile, and no byte outside it.
 template <class P, class Unit, class Words, int kCount>
 ZCOMM_DEVICE void LoadWords(const std::uint8_t* start, TileWords<Words, kCount>& words) {
   const int offset = Misalignment<Words>(start);
@@ -125,8 +127,8 @@ ZCOMM_DEVICE void LoadWords(const std::uint8_t* start, TileWords<Words, kCount>&
   if (offset != 0) Turn<P, Unit>(words, offset);
 }
 
-// Pairs of lanes exchange words, so that each store of the warp covers 32-byte sectors whole: a lane has then words 0
-// and 2 behind its own first, an odd one -1 and 1.
+// Pairs of lanes exchange words, so that each store of the warp covers whole 32-byte sectors. Counted from its own
+// first word, an even lane then has words 0 and 2, an odd one words -1 and 1.
 template <class P>
 ZCOMM_DEVICE void ExchangeHalves(Words4 (&words)[2]) {
   const bool is_odd = P::Lane() % 2 == 1;
@@ -166,7 +168,7 @@ ZCOMM_DEVICE void StoreWords(TileWords<Words, kCount>& words, std::uint8_t* star
   }
 }
 
-// Two 16-bit elements of a word in float32.
+// The two 16-bit elements of a word as float32.
 template <class P>
 ZCOMM_DEVICE void Widen(DType dtype, std::uint32_t word, float* low, float* high) {
   if (dtype == DType::kBfloat16) {
@@ -205,7 +207,7 @@ ZCOMM_DEVICE void LoadNarrow(const std::uint8_t* start, DType dtype, Values& v) 
   }
 }
 
-// Elements that are not there are 0.
+// Loads a tile as float32; elements past its end are 0.
 template <class P>
 ZCOMM_DEVICE void LoadElements(const std::uint8_t* start, DType dtype, int numel, Values& v) {
   ZCOMM_UNROLL

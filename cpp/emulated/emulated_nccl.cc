@@ -1,5 +1,6 @@
-// NCCL's functions between processes of one machine, in memory of the host, for tests: what nccl_library.cc resolves,
-// and zcommNcclIsEmulated, by which it knows that streams are those of host_stream.h. Messages are bytes.
+// An emulated NCCL for tests, between processes of one machine and in host memory. It exports the functions that
+// nccl_library.cc resolves, and zcommNcclIsEmulated, which tells that streams are those of host_stream.h. Only
+// DataType::kUint8 is supported.
 
 #include <chrono>
 #include <cstdint>
@@ -31,21 +32,21 @@ using zcomm::nccl::Stream;
 using zcomm::nccl::UniqueId;
 using zcomm::nccl::WorkStream;
 
-constexpr int kVersion = 22907;  // whose functions these are
+constexpr int kVersion = 22907;  // the NCCL version that it imitates
 constexpr std::align_val_t kAlignment{256};
 
 struct Communicator {
-  std::shared_ptr<Network> network;  // also of exchanges that are queued
+  std::shared_ptr<Network> network;  // shared with queued exchanges, which may outlive an aborted communicator
   std::size_t size;
   std::size_t rank;
   bool is_blocking;
   std::string name;
   bool is_finalized = false;
   std::size_t num_splits = 0;
-  std::shared_ptr<Network> split{};  // the last one that was split off: this one tells when it is connected
+  std::shared_ptr<Network> split{};  // the last split, whose progress is reported by its parent, as NCCL does
 };
 
-// What a thread has called since it began a group.
+// The calls of a thread since ncclGroupStart, by communicator and stream. Thread-local, as NCCL's groups are.
 struct Queued {
   Communicator* comm;
   Stream stream;
@@ -119,7 +120,7 @@ EXPORTED const char* ncclGetErrorString(Result result) {
 }
 
 EXPORTED const char* ncclGetLastError(Comm comm) {
-  thread_local std::string text;
+  thread_local std::string text;  // the caller reads the pointer after this returns; another thread must not change it
   text = comm == nullptr ? "" : Of(comm)->network->error();
   return text.c_str();
 }
@@ -136,7 +137,7 @@ EXPORTED Result ncclCommInitRankConfig(Comm* comm, int num_ranks, UniqueId id, i
   return made->network->state();
 }
 
-// Of the same ranks alone: color 0, key the rank.
+// Supports only splits with the same ranks: color 0, and the rank as key.
 EXPORTED Result ncclCommSplit(Comm comm, int color, int key, Comm* split, Config* config) {
   Communicator* parent = Of(comm);
   if (color != 0 || key != static_cast<int>(parent->rank) || parent->is_blocking) return Result::kInvalidArgument;
@@ -187,7 +188,7 @@ EXPORTED Result ncclGroupEnd() {
   bool is_blocking = true;
   for (Queued& queued : ended.calls) {
     const std::shared_ptr<Network> network = queued.comm->network;
-    const std::size_t number = network->NextNumber();
+    const std::size_t number = network->NextNumber();  // taken now: exchanges must run in the order of the calls
     const auto exchange = std::make_shared<Exchange>(std::move(queued.exchange));
     static_cast<WorkStream*>(queued.stream)->Queue([network, number, exchange] {
       network->Run(number, std::move(*exchange));
@@ -223,7 +224,7 @@ EXPORTED Result ncclAllGather(const void* send, void* receive, std::size_t count
   ncclGroupStart();
   auto* rows = static_cast<std::uint8_t*>(receive);
   for (std::size_t peer = 0; peer < Of(comm)->size; ++peer) {
-    if (peer == Of(comm)->rank && rows + peer * count == send) continue;  // it is there
+    if (peer == Of(comm)->rank && rows + peer * count == send) continue;  // already in place
     ncclSend(send, count, type, static_cast<int>(peer), comm, stream);
     ncclRecv(rows + peer * count, count, type, static_cast<int>(peer), comm, stream);
   }

@@ -15,9 +15,9 @@ namespace {
 
 using nccl::Result;
 
-constexpr int kPollMs = 10;  // an abort is seen that late
+constexpr int kPollMs = 10;  // how late an abort is noticed at most
 
-// Of the abstract namespace: gone with the sockets.
+// The address of a rank, in Linux's abstract namespace: it disappears with its sockets, even after a crash.
 socklen_t Name(const std::string& id, std::size_t rank, sockaddr_un* address) {
   const std::string text = "zcomm-nccl-" + id + "-" + std::to_string(rank);
   *address = {};
@@ -30,13 +30,14 @@ bool IsAgain() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINT
 
 }  // namespace
 
-// What is left to do with one peer, and how much of the first part, its length before it, is done.
+// What is left to send to and to receive from one peer. Each part is preceded by its length, 8 bytes; `sent` and
+// `received` count the bytes of the first part that are done, those 8 included.
 struct Network::Transfer {
   std::deque<Part> sends;
   std::deque<Part> receives;
   std::size_t sent = 0;
   std::size_t received = 0;
-  std::uint64_t length = 0;  // of the part that is being received, as its sender says
+  std::uint64_t length = 0;  // of the part that is being received, as the sender announced it
 
   bool is_done() const { return sends.empty() && receives.empty(); }
 };
@@ -60,6 +61,7 @@ Network::~Network() {
 
 bool Network::Connect() {
   if (state() != Result::kSuccess || listener_ < 0) return true;
+  // This rank connects to the lower ranks and accepts the higher ones: one socket for each pair.
   bool is_complete = true;
   for (std::size_t peer = 0; peer < rank_; ++peer) is_complete = ConnectTo(peer) && is_complete;
   AcceptAll();
@@ -92,7 +94,7 @@ void Network::AcceptAll() {
       sockets_[peer] = found;
     } else {
       close(found);
-      Fail(Result::kInvalidUsage, "a rank that does not belong here has come, or one has come twice");
+      Fail(Result::kInvalidUsage, "an unexpected rank connected, or one connected twice: rank=" + std::to_string(peer));
     }
   }
 }
@@ -121,12 +123,13 @@ void Network::Run(std::size_t number, Exchange exchange) {
   turn_.notify_all();
 }
 
-// What this rank sends to itself; it leaves nothing of that to do.
+// Copies what this rank sends to itself, and removes it from the exchange.
 bool Network::CopyOwn(Exchange* exchange) {
   std::deque<Part>& sends = exchange->sends[rank_];
   std::deque<Part>& receives = exchange->receives[rank_];
   if (sends.size() != receives.size()) {
-    Fail(Result::kInvalidUsage, "this rank does not receive what it sends to itself");
+    Fail(Result::kInvalidUsage, "a rank must receive what it sends to itself: sends=" + std::to_string(sends.size()) +
+                                    ", receives=" + std::to_string(receives.size()));
     return false;
   }
   for (; !sends.empty(); sends.pop_front(), receives.pop_front()) {
@@ -136,8 +139,8 @@ bool Network::CopyOwn(Exchange* exchange) {
   return true;
 }
 
-// Sends and receives at once, so that no two ranks wait for one another with full buffers. False: it has failed or was
-// aborted.
+// Sends and receives with all peers concurrently: ranks that only sent, until their sockets' buffers are full, would
+// deadlock. Returns false after an error or an abort.
 bool Network::Advance(std::vector<Transfer>* transfers) {
   for (;;) {
     std::vector<pollfd> waiting;
@@ -167,7 +170,7 @@ bool Network::Send(std::size_t peer, Transfer* transfer) {
     const ssize_t count = left == 0 ? 0 : send(sockets_[peer], from, left, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (count < 0) {
       if (IsAgain()) return true;
-      Fail(Result::kRemoteError, "rank " + std::to_string(peer) + " has gone: " + std::strerror(errno));
+      Fail(Result::kRemoteError, "rank " + std::to_string(peer) + " disconnected: " + std::strerror(errno));
       return false;
     }
     transfer->sent += static_cast<std::size_t>(count);
@@ -190,7 +193,7 @@ bool Network::Receive(std::size_t peer, Transfer* transfer) {
     const ssize_t count = left == 0 ? 0 : recv(sockets_[peer], to, left, MSG_DONTWAIT);
     if (count < 0 && IsAgain()) return true;
     if (count < 0 || (count == 0 && left > 0)) {
-      Fail(Result::kRemoteError, "rank " + std::to_string(peer) + " has gone");
+      Fail(Result::kRemoteError, "rank " + std::to_string(peer) + " disconnected");
       return false;
     }
     transfer->received += static_cast<std::size_t>(count);

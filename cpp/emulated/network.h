@@ -12,22 +12,22 @@
 
 namespace zcomm::emulated {
 
-// Bytes from or to another rank.
+// Bytes to send to, or to receive from, another rank. Not owned.
 struct Part {
   std::uint8_t* data;
   std::size_t nbytes;
 };
 
-// Sends and receives that happen at once; those of a peer in this order.
+// One group of sends and receives, which run concurrently; those with one peer are in order.
 struct Exchange {
   std::vector<std::deque<Part>> sends;     // by peer
   std::vector<std::deque<Part>> receives;  // by peer
 };
 
-// The ranks of one communicator: a UNIX socket between any two, found by names that are made of the unique id.
+// The connections of one communicator: a UNIX socket between any two ranks, whose names are made from the unique id.
 //
-// As NCCL does it: what goes wrong in an exchange is told by state(), and the exchange does not end until Abort().
-// Thread-safe.
+// Errors are as in NCCL: state() reports the error of an exchange, and the exchange does not return until Abort().
+// Thread-safe, except that only one thread may call Connect until it has returned true.
 class Network {
  public:
   Network(const std::string& id, std::size_t size, std::size_t rank);
@@ -35,16 +35,17 @@ class Network {
   Network(const Network&) = delete;
   Network& operator=(const Network&) = delete;
 
-  // Looks for ranks that are not connected yet; never waits for one. Returns whether all are there, or it has failed.
+  // Tries to connect to the ranks that are still missing, without waiting. Returns true when all are connected, or
+  // after an error.
   bool Connect();
 
-  // Exchanges run in the order of their numbers, which is the order of the calls.
+  // Numbers the exchanges in the order of the calls.
   std::size_t NextNumber();
-  // Blocks until it is done or Abort() was called.
+  // Runs exchange `number` after all those before it. Blocks until it is done or Abort() was called.
   void Run(std::size_t number, Exchange exchange);
   bool is_idle();
 
-  // Everything under way ends without result; the others find out.
+  // Ends all exchanges, without results. The other ranks see their connections closed.
   void Abort();
   nccl::Result state();
   std::string error();
@@ -66,7 +67,9 @@ class Network {
   std::vector<int> sockets_;  // by peer; -1: none
   int listener_ = -1;
 
-  std::mutex mutex_;  // of everything below
+  std::mutex mutex_;  // guards everything below; not held during I/O, which Abort must be able to interrupt
+  // num_done_ or is_aborted_ has changed. Exchanges of one communicator may be on several streams, that is threads, but
+  // the sockets are byte streams: run out of order, a rank would receive the bytes of another exchange.
   std::condition_variable turn_;
   std::size_t next_number_ = 0;
   std::size_t num_done_ = 0;

@@ -12,7 +12,7 @@ namespace {
 constexpr auto kLookEvery = std::chrono::milliseconds(100);
 constexpr auto kPollEvery = std::chrono::microseconds(200);
 
-// While it lives, a call is being queued, which is to end by `deadline`.
+// Marks, while it lives, that a call is being queued, which must be done by `deadline`.
 class Queueing {
  public:
   using Clock = std::chrono::steady_clock;
@@ -44,7 +44,7 @@ Communicator::Communicator(std::shared_ptr<Device> device, std::shared_ptr<Kerne
       timeout_(timeout),
       pipeline_(device_.get()),
       registrations_(hops_.size(), nullptr) {
-  ZCOMM_CHECK(hops_.size() == 1 || hops_.size() == 2, "one hop or two are needed: hops=", hops_.size());
+  ZCOMM_CHECK(hops_.size() == 1 || hops_.size() == 2, "there must be one hop or two: hops=", hops_.size());
   workspace_free_ = device_->CreateEvent();
   try {
     watch_ = std::thread([this] { Watch(); });
@@ -55,6 +55,7 @@ Communicator::Communicator(std::shared_ptr<Device> device, std::shared_ptr<Kerne
 }
 
 Communicator::~Communicator() {
+  // First the watch thread, which uses every member. Then Finish: the streams must not use memory that is freed next.
   {
     const std::lock_guard<std::mutex> lock(closing_mutex_);
     is_closing_ = true;
@@ -81,7 +82,7 @@ void Communicator::Run(const ExchangeCall& call, const Place& place) {
 }
 
 void Communicator::Run(const BytesCall& call, const Place& place) {
-  RunPlan("an exchange of bytes", MakePlan(call, parts_), place, Flow::kOutward);
+  RunPlan("exchange_bytes", MakePlan(call, parts_), place, Flow::kOutward);
 }
 
 void Communicator::RunPlan(const char* name, const Plan& plan, const Place& place, Flow flow) {
@@ -89,7 +90,7 @@ void Communicator::RunPlan(const char* name, const Plan& plan, const Place& plac
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout_);
   const Queueing queueing(&queued_by_, deadline);
   const bool is_captured = device_->IsCapturing(place.stream);
-  if (!is_captured) Look();  // asks for events, which would spoil the capture
+  if (!is_captured) Look();  // queries events, which would invalidate a capture
   ThrowIfFailed();
   if (under_way_.empty()) oldest_flow_ = flow;
   ZCOMM_CHECK(place.workspace == nullptr ? !is_captured || plan.slot_nbytes == 0
@@ -101,12 +102,12 @@ void Communicator::RunPlan(const char* name, const Plan& plan, const Place& plac
       pipeline_.Run(plan, place.workspace, place.stream);
     } else {
       std::uint8_t* workspace = GrownWorkspace(plan.workspace_nbytes());
-      device_->Wait(place.stream, workspace_free_);  // the last call may have been on another stream
+      device_->Wait(place.stream, workspace_free_);  // the last call that used it may be on another stream
       pipeline_.Run(plan, workspace, place.stream);
       device_->Record(workspace_free_, place.stream);
     }
-    if (is_stuck_) throw std::runtime_error("it was aborted while it was queued");
-    if (is_captured) return;
+    if (is_stuck_) throw std::runtime_error("aborted while it was being queued");
+    if (is_captured) return;  // an event recorded in a capture cannot be queried: no deadline is kept
     if (idle_events_.empty()) idle_events_.push_back(device_->CreateEvent());
     device_->Record(idle_events_.back(), place.stream);
     under_way_.push_back({idle_events_.back(), deadline, name, flow});
@@ -121,8 +122,9 @@ void Communicator::RunPlan(const char* name, const Plan& plan, const Place& plac
 
 std::uint8_t* Communicator::GrownWorkspace(std::size_t nbytes) {
   if (nbytes <= workspace_nbytes_) return workspace_;
+  // Calls in flight still use the old workspace.
   if (!DrainUntil(Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout_))) {
-    throw std::runtime_error("earlier calls do not end");
+    throw std::runtime_error("earlier calls did not complete before the timeout");
   }
   FreeWorkspace();
   std::size_t room = 1;
@@ -136,7 +138,7 @@ std::uint8_t* Communicator::GrownWorkspace(std::size_t nbytes) {
 void Communicator::FreeWorkspace() noexcept {
   for (std::size_t hop = 0; hop < hops_.size(); ++hop) {
     if (registrations_[hop] != nullptr && failure_.empty()) hops_[hop]->Deregister(registrations_[hop]);
-    registrations_[hop] = nullptr;  // an aborted communicator has given them back
+    registrations_[hop] = nullptr;  // an aborted communicator has released its registrations
   }
   if (workspace_ != nullptr) device_->Free(workspace_);
   workspace_ = nullptr;
@@ -152,11 +154,14 @@ void Communicator::Check() {
 std::string Communicator::Finish() {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout_);
-  if (failure_.empty() && !DrainUntil(deadline)) Fail("the communicator was closed with calls that do not end");
+  if (failure_.empty() && !DrainUntil(deadline)) {
+    Fail("the communicator was closed, and its calls did not complete before the timeout");
+  }
   return failure_;
 }
 
 void Communicator::Abort(const std::string& reason) {
+  // The mutex may be held by a call that hangs. Try for a while, as an orderly abort is better, then abort under it.
   const auto deadline = Clock::now() + kLookEvery;
   do {
     const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
@@ -172,8 +177,9 @@ void Communicator::Fail(const std::string& reason) noexcept {
   AbortHops();
 }
 
-// The second hop of the oldest call first. Once the first is aborted, what waited in it ends and the later stages run
-// on stale buffers: they must not send these over a hop that still works, to ranks that would accept them.
+// Aborts the hop that the oldest call uses second, then the other. Once a hop is aborted, the stages that waited for it
+// go on with stale buffers. In the other order they would send these over the hop that still works, to ranks that would
+// accept them (test: CheckOrderOfAborts).
 void Communicator::AbortHops() noexcept {
   const bool is_outward = oldest_flow_ == Flow::kOutward;
   for (std::size_t i = 0; i < hops_.size(); ++i) hops_[is_outward ? hops_.size() - 1 - i : i]->Abort();
@@ -183,7 +189,7 @@ void Communicator::ThrowIfFailed() const {
   if (!failure_.empty()) throw std::runtime_error(failure_ + "; the communicator has been aborted");
 }
 
-// Forgets calls that have ended; fails where one is late, or NCCL has an error to report.
+// Removes completed calls. Fails if one is past its deadline, or if NCCL reports an error. Requires mutex_.
 void Communicator::Look() {
   if (!failure_.empty()) return;
   try {
@@ -208,6 +214,7 @@ void Communicator::Watch() {
   const auto pause = std::min<Clock::duration>(kLookEvery, std::chrono::duration_cast<Clock::duration>(timeout_ / 4));
   std::unique_lock<std::mutex> closing(closing_mutex_);
   while (!closing_.wait_for(closing, pause, [this] { return is_closing_; })) {
+    // Only try: a call that hangs holds the mutex, and this thread is the one to abort it.
     const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
     if (lock.owns_lock()) {
       Look();
@@ -222,10 +229,10 @@ void Communicator::EndStuckCall() {
   if (queued_by != 0 && Clock::now().time_since_epoch().count() >= queued_by) AbortUnderCall("");
 }
 
-// Whoever queues a call holds the lock, and may be inside CUDA (its queue is full, for a peer has gone) or NCCL (which
-// connects at the first use), or wait for earlier calls. NCCL is then aborted under it: the flag that this sets ends
-// the kernels and waits that the call hangs on. NCCL promises that for communicators that do not block alone, but there
-// is no other way out.
+// The thread that queues a call holds mutex_. It may hang in CUDA (the stream's queue is full because a peer has died),
+// in NCCL (which connects at the first use), or in waiting for earlier calls. This aborts NCCL from another thread: the
+// abort flag ends the kernels and waits that the call hangs in. NCCL documents this for nonblocking communicators only,
+// but there is no other way out (test: CheckStuckCalls).
 void Communicator::AbortUnderCall(const std::string& reason) {
   {
     const std::lock_guard<std::mutex> lock(stuck_mutex_);
@@ -237,10 +244,10 @@ void Communicator::AbortUnderCall(const std::string& reason) {
 }
 
 std::string Communicator::LateText(const char* name) const {
-  return std::string(name) + " has not ended within " + std::to_string(timeout_.count()) + " s";
+  return std::string(name) + " timed out after " + std::to_string(timeout_.count()) + " s";
 }
 
-// False: not all calls have ended in time, or something has failed.
+// Waits until all calls are complete. Returns false if the deadline passes or the communicator fails. Requires mutex_.
 bool Communicator::DrainUntil(Clock::time_point deadline) {
   for (Look(); failure_.empty() && !under_way_.empty(); Look()) {
     if (is_stuck_ || Clock::now() > deadline) return false;

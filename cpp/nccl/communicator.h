@@ -19,49 +19,53 @@ namespace zcomm::nccl {
 
 // Quantized collectives over one or two hops, each call a pipeline of chunks (pipeline.h, plans.h).
 //
-// A call queues its work behind what is on the caller's stream and returns; what is queued there later runs after it.
-// The host waits for nothing, but when the workspace has to grow. While the stream is being captured into a graph the
-// caller gives the workspace, which belongs to the graph; no time limit is kept for its replays.
+// A call queues its work after what is on the caller's stream, and returns; work queued there later runs after it. The
+// host waits only when the workspace must grow. While the stream is being captured into a CUDA graph, the caller
+// provides the workspace, which then belongs to the graph; replays of the graph have no timeout.
 //
-// Errors: a call that fails, an error that NCCL reports later, and a call that has not ended `timeout` after it was
-// queued end the communicator: everything under way is aborted, its results are of no use, and every later call throws
-// std::runtime_error with what had gone wrong. Other ranks find out by their own NCCL, or their own time limit. A call
-// that does not even get queued in time, because CUDA or NCCL does not return, is ended in the same way, by a thread.
+// Errors: the communicator fails when a call fails, when NCCL reports an error later, and when a call is not complete
+// `timeout` after it was queued. Then everything in flight is aborted, its results are undefined, and every later call
+// throws std::runtime_error with the first error. Other ranks notice through their own NCCL, or their own timeout. If
+// queueing itself hangs, because CUDA or NCCL does not return, the watch thread aborts in the same way.
 //
-// Thread-safe; calls of several threads are queued one after the other. The ranks must make the same calls in the same
-// order.
+// Thread-safe: calls from several threads are queued one after the other. All ranks must make the same calls in the
+// same order.
 class Communicator {
  public:
-  // `hops`: one over all ranks, or two, inside the node and between nodes.
+  // `hops`: one over all ranks; or two, first inside the node, then between nodes.
   Communicator(std::shared_ptr<Device> device, std::shared_ptr<Kernels> kernels,
                std::vector<std::unique_ptr<Transport>> hops, std::chrono::duration<double> timeout);
-  // As Finish(), and frees everything.
+  // Calls Finish(), then frees everything. Blocks up to `timeout`.
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
+  // Queue a collective (plans.h). Throw std::invalid_argument if its sizes or its workspace do not fit, before anything
+  // is queued, and std::runtime_error as described above. The buffers must stay valid until the work is done on the
+  // GPU.
   void Run(const GatherCall& call, const Place& place);
   void Run(const ReduceCall& call, const Place& place);
   void Run(const ExchangeCall& call, const Place& place);
   void Run(const BytesCall& call, const Place& place);
 
-  // Bytes of workspace of a call that is captured.
+  // Bytes of workspace that the caller must provide when it captures `call`.
   template <class Call>
   std::size_t WorkspaceNbytes(const Call& call) {
     return MakePlan(call, parts_).workspace_nbytes();
   }
 
-  // Looks for errors and for calls that are late; a thread does this all the time. Throws what has gone wrong.
+  // Looks for errors and for calls past their deadline, and throws what it finds. The watch thread also looks, every
+  // 100 ms or more often.
   void Check();
-  // Waits for what is under way, at most until its time is up, which aborts it. Returns what has gone wrong; empty:
-  // nothing.
+  // Waits until all calls are complete, or aborts them after `timeout`. Returns the error; empty if there is none.
   std::string Finish();
-  // Aborts what is under way, under a call that is being queued, too; every later call throws `reason`, or that.
+  // Aborts everything in flight, even while another thread hangs in queueing a call. Every later call throws `reason`,
+  // unless the communicator had failed before.
   void Abort(const std::string& reason);
 
  private:
   using Clock = std::chrono::steady_clock;
-  // Of two hops, which comes first: inside the node (outward) or between nodes (inward).
+  // Which of two hops a call uses first: the one inside the node (outward), or the one between nodes (inward).
   enum class Flow { kOutward, kInward };
   struct UnderWay {
     Event end;
@@ -89,25 +93,33 @@ class Communicator {
   PlanParts parts_;
   std::chrono::duration<double> timeout_;
   Pipeline pipeline_;
-  Event workspace_free_ = nullptr;  // of the last call that used the workspace
+  // Recorded after the last call that used the workspace. The next call may be on another stream: without waiting for
+  // this event it would overwrite messages that are still being sent.
+  Event workspace_free_ = nullptr;
 
-  std::mutex mutex_;  // of everything below, and of queueing
+  // Guards everything down to failure_, and is held while a call is queued: if two threads queued their NCCL calls
+  // interleaved, the order could differ from that of other ranks, a deadlock.
+  std::mutex mutex_;
   std::uint8_t* workspace_ = nullptr;
   std::size_t workspace_nbytes_ = 0;
   std::vector<void*> registrations_;  // of the workspace, by hop
-  std::deque<UnderWay> under_way_;
-  std::atomic<Flow> oldest_flow_{Flow::kOutward};  // of the first of them, or of the call that is being queued
+  std::deque<UnderWay> under_way_;    // calls in flight, oldest first
+  // Of the oldest call in flight, or of the one being queued. Atomic: AbortUnderCall reads it without mutex_.
+  std::atomic<Flow> oldest_flow_{Flow::kOutward};
   std::vector<Event> idle_events_;
-  std::string failure_;
+  std::string failure_;  // the first error; empty if there is none
 
-  std::atomic<Clock::rep> queued_by_{0};  // by when the call that is being queued has to be; 0: there is none
-  std::atomic<bool> is_stuck_{false};     // it was not, or Abort() could not wait for it: it has been aborted
-  std::mutex stuck_mutex_;
-  std::string stuck_reason_;  // constant once is_stuck_; empty: it was late
+  // The watch thread and Abort() use the following while another thread hangs in a call and holds mutex_.
+  std::atomic<Clock::rep> queued_by_{0};  // deadline of the call that is being queued; 0: there is none
+  std::atomic<bool> is_stuck_{false};     // that call has been aborted: it was late, or Abort() did not wait for it
+  std::mutex stuck_mutex_;                // the first of several aborts gives the reason
+  std::string stuck_reason_;              // does not change once is_stuck_; empty: the call was late
 
-  std::mutex closing_mutex_;
+  std::mutex closing_mutex_;  // of is_closing_ alone: the watch thread sleeps on it while calls hold mutex_
   bool is_closing_ = false;
   std::condition_variable closing_;
+  // Notices errors and late calls while no thread calls: a rank that waits on the GPU's stream would otherwise never
+  // learn that a peer has failed.
   std::thread watch_;
 };
 

@@ -18,7 +18,7 @@ void Check(cudaError_t result, const char* call) {
 cudaStream_t Of(Stream stream) { return static_cast<cudaStream_t>(stream); }
 cudaEvent_t OfEvent(Event event) { return static_cast<cudaEvent_t>(event); }
 
-// This GPU is the thread's current one.
+// Makes a GPU the current one of this thread while the object lives.
 class OnDevice {
  public:
   explicit OnDevice(int index) {
@@ -30,7 +30,8 @@ class OnDevice {
   int before_ = 0;
 };
 
-// What this thread asks of CUDA breaks no capture, neither another thread's nor, as thread-local mode would, its own.
+// While it lives, this thread's CUDA calls invalidate no capture. In the default (global) mode, cudaEventQuery or
+// cudaFree would invalidate a capture of any thread; in thread-local mode, one of this thread.
 class BesideCaptures {
  public:
   BesideCaptures() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
@@ -50,6 +51,7 @@ class CudaDevice final : public Device {
     int highest = 0;
     Check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
     cudaStream_t stream = nullptr;
+    // Non-blocking: otherwise work on the legacy default stream would serialize with ours.
     Check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest), "cudaStreamCreateWithPriority");
     return stream;
   }
@@ -73,7 +75,7 @@ class CudaDevice final : public Device {
     const BesideCaptures beside;
     const cudaError_t result = cudaEventQuery(OfEvent(event));
     if (result == cudaErrorNotReady) {
-      static_cast<void>(cudaGetLastError());  // it is no error
+      static_cast<void>(cudaGetLastError());  // clear it: PyTorch would report "not ready" as an error of its own
       return false;
     }
     Check(result, "cudaEventQuery");
@@ -106,7 +108,7 @@ class CudaDevice final : public Device {
     if (nccl_.mem_free == nullptr) {
       static_cast<void>(cudaFree(data));
     } else {
-      static_cast<void>(cudaDeviceSynchronize());  // NCCL does not say whether it waits
+      static_cast<void>(cudaDeviceSynchronize());  // cudaFree waits for the device; ncclMemFree does not promise to
       nccl_.mem_free(data);
     }
   }

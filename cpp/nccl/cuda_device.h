@@ -7,8 +7,8 @@
 
 namespace zcomm::nccl {
 
-// GPU number `index` of this process. Memory comes from NCCL where it offers some (2.19), which its communicators can
-// register; else from CUDA. `library` outlives it. In builds with CUDA alone.
+// GPU number `index` of this process. Memory comes from ncclMemAlloc (since NCCL 2.19), so that communicators can
+// register it; otherwise from cudaMalloc. `library` must outlive the device. Only in builds with CUDA.
 std::shared_ptr<Device> MakeCudaDevice(int index, const Library* library);
 
 // The kernels of zcomm/cuda_kernels.h, on the current GPU.

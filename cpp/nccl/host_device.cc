@@ -15,10 +15,10 @@
 namespace zcomm::nccl {
 namespace {
 
-constexpr std::align_val_t kAlignment{256};  // of CUDA's memory
+constexpr std::align_val_t kAlignment{256};  // the alignment of cudaMalloc
 
 WorkStream* Of(Stream stream) {
-  if (stream == nullptr) throw std::runtime_error("the host has no default stream");
+  if (stream == nullptr) throw std::runtime_error("a host stream must not be null: the host has no default stream");
   return static_cast<WorkStream*>(stream);
 }
 HostEvent* OfEvent(Event event) { return static_cast<HostEvent*>(event); }
@@ -47,7 +47,8 @@ class HostDevice final : public Device {
   }
 };
 
-// Queues `decode`, which refuses messages with a wrong trailer: then *is_valid becomes 0.
+// Queues `decode`. If it refuses a message with a wrong trailer, *is_valid becomes 0, as on a GPU: nobody could catch
+// an exception on the stream's thread.
 template <class Call>
 void QueueDecoding(std::int32_t* is_valid, Stream stream, const Call& decode) {
   Of(stream)->Queue([=] {
@@ -93,13 +94,15 @@ class HostKernels final : public Kernels {
     }
     QueueDecoding(is_valid, stream, [=] {
       ClearExpected(out_layout, expected, output);
-      ClearTrailers(out_layout, output);  // what it refuses to write must not be taken for an earlier call's
+      // If an input is refused, nothing is written: receivers must not accept an earlier call's messages in its place.
+      ClearTrailers(out_layout, output);  // before the inputs are checked
       zcomm::DecodeSumRequantize(layout, input, out_layout, output, nullptr, 1);
     });
   }
 
  private:
-  // But for those of messages that are written: kernels have no order in which to do one before the other.
+  // Zeroes the trailers of expected messages, except of those that the call writes: on a GPU, clearing and writing
+  // happen in one kernel, in no particular order.
   static void ClearExpected(const MessageLayout& layout, const Expected& expected, const MutableMessages& output) {
     const std::uint8_t* end = output.data + output.count * output.stride_nbytes;
     for (std::size_t i = 0; i < expected.count; ++i) {

@@ -6,11 +6,11 @@
 
 namespace zcomm::nccl {
 
-// The device of the emulated NCCL (cpp/emulated): memory of the host, streams that are threads (host_stream.h), so that
-// work which events do not order runs in any order. Nothing is captured.
+// The device of the emulated NCCL (cpp/emulated): host memory, and a thread for each stream (host_stream.h), so that
+// work that is not ordered by events runs in any order, as on a GPU. There is no capture.
 std::shared_ptr<Device> MakeHostDevice();
 
-// The operations of the processor; layouts that the CUDA kernels do not serve are refused as by these.
+// The CPU kernels. They refuse the layouts that the CUDA kernels do not support, so that tests see the same errors.
 std::shared_ptr<Kernels> MakeHostKernels();
 
 }  // namespace zcomm::nccl

@@ -9,7 +9,7 @@
 namespace zcomm::nccl {
 namespace {
 
-// The streams of this process. Never destroyed: streams may outlive every static object.
+// The streams of this process. Never destroyed: a stream may be destroyed after static objects, and must find it.
 struct Streams {
   std::mutex mutex;
   std::set<HostStream*> all;
@@ -42,6 +42,7 @@ HostStream::HostStream() {
 }
 
 HostStream::~HostStream() {
+  // Out of the set first: WaitForAll must not record an event on a stream that no longer runs it, a deadlock.
   {
     const std::lock_guard<std::mutex> lock(AllStreams().mutex);
     AllStreams().all.erase(this);
@@ -84,7 +85,7 @@ void HostStream::Serve() {
     queue_.pop_front();
     lock.unlock();
     work();
-    work = nullptr;  // what it holds is given back outside the lock, and before the next
+    work = nullptr;  // free what it holds outside the lock, and before the next work runs
     lock.lock();
   }
 }

@@ -2,9 +2,9 @@
 
 #include <cstddef>
 
-// NCCL's interface as far as it is used here, declared by us: no nccl.h is needed to build, and the library is found at
-// run time (nccl_library.h). Where nccl.h is there, tests/nccl_declarations_test.cc compares the two at compile time.
-// "since" is the NCCL version that brought a function.
+// Our own declarations of the part of NCCL that we use: building needs no nccl.h, and the library is loaded at run time
+// (nccl_library.h). Where there is an nccl.h, cpp/tests/nccl_declarations_test.cc compares the two at compile time.
+// "since" is the NCCL version that introduced a function.
 
 namespace zcomm::nccl {
 
@@ -28,9 +28,9 @@ enum class Result : int {
   kInProgress = 7,   // since 2.14
 };
 
-enum class DataType : int { kUint8 = 1 };  // all messages are bytes
+enum class DataType : int { kUint8 = 1 };  // all messages are sent as bytes
 
-// ncclConfig_t as of 2.14, which every later version takes: `size` and `version` say how much of it there is.
+// ncclConfig_t of 2.14. Later versions accept it: `size` and `version` tell them which fields it has.
 struct Config {
   std::size_t size = sizeof(Config);
   unsigned int magic = 0xcafebeef;
@@ -38,7 +38,7 @@ struct Config {
   int blocking = 1;
 };
 
-// Every function that is called. Those of the last group are null in a library that is older.
+// The functions that we call. Those of the last group are null if the library is older.
 struct Functions {
   Result (*get_version)(int* version);
   Result (*get_unique_id)(UniqueId* id);

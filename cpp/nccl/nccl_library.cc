@@ -19,7 +19,7 @@ std::string PathOf(void* handle, const std::string& asked) {
   return is_known ? map->l_name : asked;
 }
 
-// The handle, or null after adding a line to *failures.
+// Returns the handle; or null, after appending a line to *failures.
 void* Open(const std::string& path, int flags, const char* where, std::string* failures) {
   void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | flags);
   if (handle == nullptr) {
@@ -32,7 +32,7 @@ void* Open(const std::string& path, int flags, const char* where, std::string* f
 void* OpenFirst(const std::string& path, const std::vector<std::string>& candidates) {
   std::string failures;
   if (!path.empty()) {
-    if (void* handle = Open(path, 0, "the path that was set", &failures)) return handle;
+    if (void* handle = Open(path, 0, "the given path", &failures)) return handle;
     throw std::runtime_error("NCCL cannot be loaded:" + failures);
   }
   if (void* handle = Open(kName, RTLD_NOLOAD, "loaded by torch", &failures)) return handle;
@@ -40,10 +40,10 @@ void* OpenFirst(const std::string& path, const std::vector<std::string>& candida
     if (void* handle = Open(candidate, 0, "nvidia-nccl wheel", &failures)) return handle;
   }
   if (void* handle = Open(kName, 0, "system", &failures)) return handle;
-  throw std::runtime_error("there is no NCCL:" + failures);
+  throw std::runtime_error("no NCCL library was found:" + failures);
 }
 
-// What is resolved in one library; remembers the names that are missing.
+// Resolves functions of one library, and collects the names that are missing.
 class Resolver {
  public:
   explicit Resolver(void* handle) : handle_(handle) {}
@@ -66,7 +66,7 @@ int VersionOf(void* handle, const std::string& path, Functions* functions) {
   resolve("ncclGetVersion", &functions->get_version);
   int version = 0;
   if (!resolve.missing().empty() || functions->get_version(&version) != Result::kSuccess) {
-    throw std::runtime_error(path + " is no NCCL: it does not tell its version by ncclGetVersion");
+    throw std::runtime_error(path + " is not an NCCL library: ncclGetVersion is missing or fails");
   }
   return version;
 }

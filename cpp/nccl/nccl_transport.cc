@@ -46,7 +46,8 @@ void NcclTransport::Join(const UniqueId& id) {
   Settle(joined_, result, "ncclCommInitRankConfig");
 }
 
-// The config of the split is its own. That it is made is the first communicator's to tell.
+// The second communicator has its own config (blocking). The split is complete when the first one says so. Only then
+// may the first be finalized and destroyed.
 void NcclTransport::SplitOff() {
   Config config;
   config.blocking = 1;
@@ -62,7 +63,7 @@ NcclTransport::~NcclTransport() {
   try {
     Settle(InTime([nccl = nccl_, comm] { return nccl.comm_finalize(comm); }, "ncclCommFinalize"), "ncclCommFinalize");
     InTime([nccl = nccl_, comm] { return nccl.comm_destroy(comm); }, "ncclCommDestroy");
-  } catch (const std::exception&) {  // the others may have gone
+  } catch (const std::exception&) {  // other ranks may have died: destroying waits for them, aborting does not
     Abort();
   }
 }
@@ -75,7 +76,7 @@ void NcclTransport::Gather(const void* send, void* receive, std::size_t stride_n
   auto* rows = static_cast<std::uint8_t*>(receive);
   InGroup("ncclSend and ncclRecv", [&](const auto& check) {
     for (std::size_t i = 0; i < size_; ++i) {
-      if (i == rank_ && rows + i * stride_nbytes == send) continue;  // it is there
+      if (i == rank_ && rows + i * stride_nbytes == send) continue;  // already in place
       check(nccl_.send(send, nbytes, DataType::kUint8, static_cast<int>(i), comm_, stream));
       check(nccl_.recv(rows + i * stride_nbytes, nbytes, DataType::kUint8, static_cast<int>(i), comm_, stream));
     }
@@ -96,7 +97,9 @@ void NcclTransport::Exchange(const Parts& send, const Parts& receive, std::size_
   });
 }
 
-// A group that was begun is ended also after an error: it belongs to the thread, not to the communicator.
+// Groups sends and receives: outside a group, each would wait for its peer, and two ranks that send to each other first
+// would deadlock. The group is ended even after an error: it belongs to the thread, whose next NCCL call would
+// otherwise be added to it and never start.
 template <class Call>
 void NcclTransport::InGroup(const char* name, const Call& call) {
   Settle(nccl_.group_start(), "ncclGroupStart");
@@ -155,14 +158,15 @@ Result NcclTransport::InTime(std::function<Result()> work, const char* call) con
     return work();
   });
   std::future<Result> result = task.get_future();
+  // Detached, and with copies of all it uses: a thread that hangs in NCCL cannot be joined, and outlives this object.
   std::thread(std::move(task)).detach();
   if (result.wait_for(timeout_) != std::future_status::ready) throw std::runtime_error(LateText(call));
   return result.get();
 }
 
 std::string NcclTransport::LateText(const char* call) const {
-  return std::string(call) + " has not ended within " + std::to_string(timeout_.count()) +
-         " s: have all ranks made the same call?";
+  return std::string(call) + " timed out after " + std::to_string(timeout_.count()) +
+         " s: check that all ranks make the same call";
 }
 
 std::string NcclTransport::Text(Result result, const char* call) const {

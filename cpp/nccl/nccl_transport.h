@@ -10,20 +10,25 @@
 
 namespace zcomm::nccl {
 
-// A new name for a communicator; one rank makes it and tells the others.
+// A new name for a communicator. One rank makes it and sends it to the others.
 UniqueId MakeUniqueId(const Library& library);
 
-// A hop over NCCL. The ranks join one another without blocking the host: what NCCL has not finished is asked for again
-// and again, for `timeout` at most, and can be aborted at any time. Calls then go over a second communicator of the
-// same ranks, split off the first, that blocks: from NCCL 2.23 on, every group of a communicator that does not block
-// starts a thread and is waited for by polling, some 100 us of the host for each exchange. A call that hangs in it is
-// ended by Abort(). Before 2.18 there is no such split, and groups start no threads: there the first communicator is
-// used.
+// A hop over NCCL. It uses two communicators of the same ranks, one after the other:
+//
+//   1. a nonblocking one, to connect: NCCL returns at once and is polled, for `timeout` at most. With a
+//      blocking one, a rank that waits for a rank that never arrives could not be stopped
+//   2. a blocking one, split off the first, for the exchanges: since NCCL 2.23 a nonblocking communicator starts a
+//      thread for every group and has to be polled, about 100 us of host time for each exchange
+//
+// Abort() ends a call that hangs in the second, too.
+//
+// Before NCCL 2.18 there is no ncclCommSplit, and groups start no threads: there the first communicator is used for
+// both.
 class NcclTransport final : public Transport {
  public:
-  // Joins the communicator `id` as one of `size` ranks, which all do so; the GPU is the current one. Throws
-  // std::runtime_error with NCCL's text, also when the others have not come within `timeout`. `library` outlives it.
-  // `enter` makes that GPU current for threads of its own: NCCL leaves a thread on the GPU that it came with.
+  // Joins the communicator `id` with the current GPU, as one of `size` ranks, all of which must do so. Throws
+  // std::runtime_error with NCCL's text, also if the other ranks do not join within `timeout`. `library` must outlive
+  // the transport. `enter` makes the GPU current on a thread that the transport starts: a new thread is on GPU 0.
   NcclTransport(
       const Library* library, const UniqueId& id, std::size_t size, std::size_t rank,
       std::chrono::duration<double> timeout, std::function<void()> enter = [] {});
@@ -46,11 +51,11 @@ class NcclTransport final : public Transport {
  private:
   void Join(const UniqueId& id);
   void SplitOff();
-  // Waits until `result`, which `call` has given for `comm`, is no longer "in progress"; throws unless it is then a
-  // success.
+  // Waits until `result`, which `call` returned for `comm`, is no longer kInProgress. Throws unless it is then
+  // kSuccess.
   void Settle(Comm comm, Result result, const char* call);
   void Settle(Result result, const char* call) { Settle(comm_, result, call); }
-  // What `work` returns, from a thread of its own, for it may block; throws when it has not returned in time.
+  // Runs `work` on a new thread and returns its result. Throws if it does not return before the timeout: it may block.
   Result InTime(std::function<Result()> work, const char* call) const;
   template <class Call>
   void InGroup(const char* name, const Call& call);
@@ -62,8 +67,9 @@ class NcclTransport final : public Transport {
   std::size_t rank_;
   std::chrono::duration<double> timeout_;
   std::function<void()> enter_;
-  Comm joined_ = nullptr;  // until its split has been made
-  Comm split_ = nullptr;   // NCCL writes it when it has been
+  Comm joined_ = nullptr;  // the first communicator, until the second has been split off
+  Comm split_ = nullptr;   // the second; NCCL writes it at any time until the split is complete
+  // The one in use; null once aborted. Atomic: Abort() takes it from another thread while a call hangs.
   std::atomic<Comm> comm_{nullptr};
 };
 

@@ -39,7 +39,8 @@ void Pipeline::Run(const Plan& plan, std::uint8_t* workspace, Stream caller) {
                    caller);
       }
     }
-    device_->Wait(caller, DoneOf(plan, num_stages - 1, num_chunks - 1));  // the last stage's stream is in order
+    // P3. The last chunk's event is enough, as a stream is in order.
+    device_->Wait(caller, DoneOf(plan, num_stages - 1, num_chunks - 1));
   } catch (...) {
     JoinAll(caller);
     throw;
@@ -51,25 +52,29 @@ void Pipeline::QueueStage(const Plan& plan, std::size_t stage, const Chunk& chun
   const Stream stream = is_callers ? caller : streams_[stage];
   const std::size_t last = plan.stages.size() - 1;
   if (stage > 0) {
+    // P1, between stages. Within a stage, the stream itself keeps the order of chunks.
     device_->Wait(stream, DoneOf(plan, stage - 1, chunk.index));
   } else {
-    if (!is_callers && chunk.index == 0) {
+    if (!is_callers && chunk.index == 0) {  // P3: a stream of ours starts after the caller's
       device_->Record(start_, caller);
       device_->Wait(stream, start_);
     }
-    if (last > 0 && chunk.index >= plan.num_slots())
-      device_->Wait(stream, DoneOf(plan, last, chunk.index));  // of the slot's last
+    // P2: this event was last recorded for the chunk that had the slot before.
+    if (last > 0 && chunk.index >= plan.num_slots()) {
+      device_->Wait(stream, DoneOf(plan, last, chunk.index));
+    }
   }
   plan.stages[stage].queue(chunk, stream);
   device_->Record(DoneOf(plan, stage, chunk.index), stream);
 }
 
+// After an error: the caller may free buffers once its stream has passed this point, so it waits for all streams.
 void Pipeline::JoinAll(Stream caller) noexcept {
   for (const Stream stream : streams_) {
     try {
       device_->Record(start_, stream);
       device_->Wait(caller, start_);
-    } catch (const std::exception&) {  // the first error is the one to tell
+    } catch (const std::exception&) {  // the caller reports the first error
     }
   }
 }

@@ -9,27 +9,29 @@
 
 namespace zcomm::nccl {
 
-// One message's way through its stages, cut into chunks, so that a stage of one chunk overlaps the others of its
-// neighbours. Each stage has a stream of its own; events order them, the host waits for nothing.
+// Runs a collective as a pipeline: the elements are split into chunks, and one chunk is transferred while its neighbors
+// are quantized and decoded. Each stage has its own stream. Events order the streams; the host never waits. No wait is
+// redundant: nccl_communicator_test CheckEveryWaitIsNeeded leaves out each in turn and sees wrong bits.
 //
 //   stage 0, quantize   caller's stream   0 1 2 3
 //   stage 1, transfer   stream 1            0 1 2 3       after stage 0 of the chunk
-//   stage 2, decode     stream 2              0 1 2 3     after stage 1 of the chunk; then the caller's stream goes on
+//   stage 2, decode     stream 2              0 1 2 3     after stage 1 of the chunk; the caller's stream waits for it
 //
 // Invariants:
-//   P1  A stage of a chunk runs after the stage before it of the same chunk, and after itself of the chunk before.
+//   P1  A stage of a chunk runs after the previous stage of that chunk, and after the same stage of the previous chunk.
+//       Otherwise it would read a slot that is not yet filled.
 //   P2  The workspace has as many slots as there are stages. Chunk c uses slot c % num_slots, once chunk c - num_slots
-//       has been through all its stages.
-//   P3  All that was queued on the caller's stream goes before, all that will be queued there after. So memory that
-//       belongs to that stream may be given back as soon as the call has returned.
-//   P4  Chunks and stages are queued in the same order on all ranks.
+//       has passed all its stages. Otherwise it would overwrite a message that is still being sent or decoded.
+//   P3  Everything queued on the caller's stream before the call runs before it, everything queued later runs after it.
+//       So the caller may free memory that belongs to that stream (torch's caching allocator does) once Run returns.
+//   P4  Chunks and stages are queued in the same order on all ranks. NCCL matches calls by order: else they deadlock.
 inline constexpr std::size_t kMaxStages = 5;
 
 struct Chunk {
   std::size_t index;
   std::size_t begin;  // elements
   std::size_t numel;
-  std::uint8_t* slot;  // room of its own in the workspace
+  std::uint8_t* slot;  // its part of the workspace
 };
 
 struct Stage {
@@ -37,11 +39,11 @@ struct Stage {
   std::function<void(const Chunk& chunk, Stream stream)> queue;
 };
 
-// What a call does: its stages, and how much room a chunk needs.
+// What a call does: its stages, and how much workspace a chunk needs.
 struct Plan {
   std::vector<Stage> stages;
   std::size_t numel;
-  std::size_t chunk_numel;  // of every chunk but the last
+  std::size_t chunk_numel;  // of every chunk except the last
   std::size_t slot_nbytes;
 
   std::size_t num_chunks() const { return (numel + chunk_numel - 1) / chunk_numel; }
@@ -56,8 +58,8 @@ class Pipeline {
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
 
-  // Queues all of `plan`, whose chunks use `workspace`. When it throws, what was queued up to then goes before what
-  // will be queued on `caller`, as far as events can still be recorded.
+  // Queues `plan`, whose chunks use `workspace` [plan.workspace_nbytes()], on the device, ordered with `caller` as P3
+  // says. If it throws, P3 still holds for the part that was queued, as far as events can still be recorded.
   void Run(const Plan& plan, std::uint8_t* workspace, Stream caller);
 
  private:
@@ -69,7 +71,7 @@ class Pipeline {
   }
 
   Device* device_;
-  std::vector<Stream> streams_;  // by stage; that of stage 0 is for plans that begin with a transfer
+  std::vector<Stream> streams_;  // by stage; that of stage 0 is used only by plans that start with a transfer
   Event start_ = nullptr;
   std::vector<Event> done_;  // [kMaxStages][kMaxStages]: by stage, by slot
 };

@@ -8,9 +8,9 @@
 namespace zcomm::nccl {
 namespace {
 
-constexpr std::size_t kAlign = 256;  // of every buffer of a slot
+constexpr std::size_t kAlign = 256;  // alignment of every buffer of a slot
 
-// Buffers one after the other in a slot. Their sizes are those of a whole chunk.
+// Allocates the buffers of a slot, one after the other, for a full chunk.
 class Slot {
  public:
   std::size_t Add(std::size_t nbytes) {
@@ -30,12 +30,12 @@ bool IsSameWire(const Wire& a, const Wire& b) {
   return a.codec == b.codec && (a.block == b.block || !IsBlockCodec(a.codec));
 }
 
-// What values between two wires are kept in: the second's own type, or float32, which is exact.
+// The dtype of values between two hops: the second hop's own if it is a cast format, otherwise float32, which is exact.
 DType DTypeBetween(const Wire& next) {
   return IsBlockCodec(next.codec) ? DType::kFloat32 : static_cast<DType>(next.codec);
 }
 
-// A plan in the making: what its stages share. Stages hold copies.
+// What the stages of a plan share. They hold copies: their functions run after MakePlan has returned.
 struct Draft {
   Kernels* kernels;
   std::vector<Transport*> hops;
@@ -52,12 +52,12 @@ struct Draft {
   std::uint32_t Hash(std::size_t hop, const Chunk& chunk) const {
     return sizes.wires[hop].hashes[chunk.begin + chunk.numel == sizes.numel ? 1 : 0];
   }
-  // `count` messages in a row that hop number `hop` will bring, for the kernel that makes what the hop sends: it clears
-  // their trailers. A cast codec's have none.
+  // `count` contiguous messages that this rank will receive over `hop`, for the kernel that encodes what the hop sends:
+  // it zeroes their trailers (see cuda::Expected; test: CheckShortMessages). Messages of a cast codec have none.
   Expected Coming(std::size_t hop, std::uint8_t* data, std::size_t count) const {
     return IsBlockCodec(sizes.wires[hop].codec) ? Expected{data, count} : Expected{};
   }
-  // `count` messages of `layout` in a row.
+  // `count` contiguous messages of `layout`.
   MutableMessages Out(const MessageLayout& layout, std::size_t hop, const Chunk& chunk, std::uint8_t* data,
                       std::size_t count) const {
     return {data, layout.nbytes, count, Hash(hop, chunk)};
@@ -71,7 +71,7 @@ struct Draft {
 Draft MakeDraft(const CallSizes& sizes, const PlanParts& parts, std::int32_t* is_valid) {
   ZCOMM_CHECK(sizes.numel > 0 && sizes.chunk_numel > 0, "nothing to send: numel=", sizes.numel,
               ", chunk_numel=", sizes.chunk_numel);
-  ZCOMM_CHECK(sizes.wires.size() == parts.hops.size(), "a wire for each hop is needed: wires=", sizes.wires.size(),
+  ZCOMM_CHECK(sizes.wires.size() == parts.hops.size(), "each hop must have a wire: wires=", sizes.wires.size(),
               ", hops=", parts.hops.size());
   for (const Wire& wire : sizes.wires) {
     ZCOMM_CHECK(sizes.numel <= sizes.chunk_numel ||
@@ -81,7 +81,7 @@ Draft MakeDraft(const CallSizes& sizes, const PlanParts& parts, std::int32_t* is
   return {parts.kernels, parts.hops, sizes, is_valid};
 }
 
-// Elements from `at` on, of an array of `dtype`.
+// Address of element `at` of an array of `dtype`.
 std::uint8_t* At(std::uint8_t* data, DType dtype, std::size_t at) { return data + at * ItemSize(dtype); }
 const std::uint8_t* At(const std::uint8_t* data, DType dtype, std::size_t at) { return data + at * ItemSize(dtype); }
 
@@ -89,7 +89,8 @@ Plan Finish(const Draft& draft, std::vector<Stage> stages, const Slot& slot) {
   return {std::move(stages), draft.sizes.numel, draft.sizes.chunk_numel, slot.nbytes()};
 }
 
-// One hop, and values that travel as they are into their place: nothing to overlap, one transfer.
+// One hop that sends values unchanged, straight into the output: one transfer of all elements, as there is nothing to
+// overlap with it.
 Plan PlainGather(Draft draft, const GatherCall& call) {
   const std::size_t item = ItemSize(call.input_dtype);
   draft.sizes.chunk_numel = draft.sizes.numel;
@@ -109,7 +110,8 @@ Plan PlainExchange(Draft draft, const ExchangeCall& call) {
   return Finish(draft, {{true, transfer}}, Slot());
 }
 
-// Decodes messages [local ranks][nodes] into their rows.
+// Decodes messages [local ranks][nodes] into their rows: in one launch if the rows have one stride, otherwise in one
+// for each local rank.
 void DecodeToRows(const Draft& draft, const MessageLayout& layout, std::size_t hop, const Chunk& chunk,
                   const std::uint8_t* messages, std::size_t num_locals, std::size_t num_nodes, const CallRows& rows,
                   Stream stream) {
@@ -128,7 +130,7 @@ void DecodeToRows(const Draft& draft, const MessageLayout& layout, std::size_t h
   }
 }
 
-// Both hops carry the same messages, [local ranks][nodes]; with one hop there is one node.
+// An all-gather whose hops carry the same messages, [local ranks][nodes]. With one hop there is one node.
 Plan ForwardedGather(const Draft& draft, const GatherCall& call) {
   const bool has_two_hops = draft.hops.size() == 2;
   Transport* const first = draft.hops[0];
@@ -166,7 +168,8 @@ Plan ForwardedGather(const Draft& draft, const GatherCall& call) {
   return Finish(draft, std::move(stages), slot);
 }
 
-// Between nodes a message a rank, inside the node a message of a segment for every node.
+// An all-gather that encodes again between its hops. Between nodes, one message for each rank; inside the node, one
+// message for each rank with a segment for each node.
 Plan RecodedGather(const Draft& draft, const GatherCall& call) {
   Transport* const inter = draft.hops[0];
   Transport* const intra = draft.hops[1];
@@ -248,7 +251,8 @@ Plan OneHopReduce(const Draft& draft, const ReduceCall& call) {
   return Finish(draft, std::move(stages), slot);
 }
 
-// Inside the node a message of a segment for every node, between nodes a message a rank.
+// A reduce-scatter over two hops. Inside the node, one message for each local rank with a segment for each node;
+// between nodes, one message for each node.
 Plan TwoHopReduce(const Draft& draft, const ReduceCall& call) {
   Transport* const intra = draft.hops[0];
   Transport* const inter = draft.hops[1];
@@ -316,7 +320,7 @@ Plan OneHopExchange(const Draft& draft, const ExchangeCall& call) {
   return Finish(draft, {{false, quantize}, {true, transfer}, {false, decode}}, slot);
 }
 
-// Quantizes or decodes rows, those of a local rank at a time: messages [local ranks][nodes].
+// Quantizes rows into messages [local ranks][nodes], in one launch for each local rank.
 void QuantizeByLocal(const Draft& draft, const MessageLayout& layout, const Chunk& chunk, const CallRows& rows,
                      std::uint8_t* messages, const Expected& coming, Stream stream) {
   const std::size_t nodes = draft.hops[1]->size();
@@ -328,8 +332,9 @@ void QuantizeByLocal(const Draft& draft, const MessageLayout& layout, const Chun
   }
 }
 
-// Inside the node the messages for all nodes to the local rank of their destination, [local ranks][nodes] both when
-// sent and when received; between nodes those of all local ranks, [nodes][local ranks].
+// An all-to-all over two hops. Inside the node, messages go to the local rank of their destination, as
+// [local ranks][nodes] both when sent and when received. Between nodes, those of all local ranks go on, as
+// [nodes][local ranks].
 Plan TwoHopExchange(const Draft& draft, const ExchangeCall& call) {
   Transport* const intra = draft.hops[0];
   Transport* const inter = draft.hops[1];
@@ -341,7 +346,8 @@ Plan TwoHopExchange(const Draft& draft, const ExchangeCall& call) {
   const std::size_t count = nodes * locals;
   Slot slot;
   const std::size_t sending = slot.Add(count * draft.ChunkLayout(0, 1).nbytes);
-  // Forwarded messages that arrive at the end lie behind those received first: one launch clears all their trailers.
+  // If messages are forwarded, the second hop's receive buffer follows the first's, so that one launch zeroes the
+  // trailers of both.
   const std::size_t received = slot.Add((is_forwarded ? 2 : 1) * count * draft.ChunkLayout(0, 1).nbytes);
   const std::size_t chunk_numel = std::min(draft.sizes.chunk_numel, draft.sizes.numel);
   const std::size_t values = slot.Add(is_forwarded || is_direct ? 0 : count * chunk_numel * ItemSize(between));
@@ -385,7 +391,7 @@ Plan TwoHopExchange(const Draft& draft, const ExchangeCall& call) {
     }
   };
   const auto decode = [=](const Chunk& chunk, Stream stream) {
-    const CallRows& rows = call.output;  // rank order, which is [nodes][local ranks]
+    const CallRows& rows = call.output;  // in rank order, which is [nodes][local ranks]
     DecodeToRows(draft, draft.Layout(1, 1, chunk.numel), 1, chunk, arrived(chunk), count, 1,
                  {rows.dtype, rows.data, rows.local_stride, 0}, stream);
   };
@@ -410,7 +416,8 @@ Plan MakePlan(const BytesCall& call, const PlanParts& parts, std::int32_t* /*is_
 
 Plan MakePlan(const GatherCall& call, const PlanParts& parts, std::int32_t* is_valid) {
   Draft draft = MakeDraft(call.sizes, parts, is_valid);
-  std::reverse(draft.hops.begin(), draft.hops.end());  // between nodes first
+  // Between nodes first: each shard then crosses the slow link once for each node, and not once for each rank.
+  std::reverse(draft.hops.begin(), draft.hops.end());
   const std::vector<Wire>& wires = call.sizes.wires;
   if (wires.size() == 1 && IsPlain(wires[0], call.input_dtype) && call.input_dtype == call.output.dtype) {
     return PlainGather(draft, call);

@@ -9,15 +9,15 @@
 
 namespace zcomm::nccl {
 
-// How a hop carries values. `hashes`: of the message layout of a chunk, and of the last chunk; 0 for cast codecs.
+// The wire format of a hop. `hashes`: the layout hashes of a chunk and of the last chunk; 0 for cast codecs.
 struct Wire {
   Codec codec;
   std::size_t block;
   std::uint32_t hashes[2];
 };
 
-// Rows of a call, one of `numel` elements for each rank, strides in elements: that of rank l of node n begins at
-// data + l * local_stride + n * node_stride. With one hop: l is the rank, and n is 0.
+// Rows of a call, one of `numel` elements for each rank. That of local rank l of node n starts at element
+// l * local_stride + n * node_stride. With one hop, l is the rank and n is 0. Not owned.
 struct CallRows {
   DType dtype;
   std::uint8_t* data;
@@ -25,16 +25,16 @@ struct CallRows {
   std::size_t node_stride;
 };
 
-// All collectives: `numel` elements a rank, a wire for each hop in the order in which the call uses them, chunks of
-// `chunk_numel` elements, a multiple of both blocks and of 256.
+// Sizes of a collective: `numel` elements for each rank, in chunks of `chunk_numel` elements, which is a multiple of
+// all blocks and of 256; one wire for each hop, in the order in which the call uses the hops.
 struct CallSizes {
   std::size_t numel;
   std::size_t chunk_numel;
   std::vector<Wire> wires;
 };
 
-// Every rank's shard [numel] to all. Two hops: between nodes, then inside the node; with the same wire on both, bytes
-// are forwarded, else decoded and encoded again.
+// An all-gather: every rank's shard [numel] to all ranks. Two hops: between nodes, then inside the node. If both hops
+// have the same wire, messages are forwarded; otherwise they are decoded and encoded again.
 struct GatherCall {
   CallSizes sizes;
   DType input_dtype;
@@ -42,7 +42,8 @@ struct GatherCall {
   CallRows output;
 };
 
-// The sum of row r of every rank's input, over `divisor`, to rank r. Two hops: inside the node, then between nodes.
+// A reduce-scatter: rank r receives the sum of row r of all ranks' inputs, divided by `divisor`. Two hops: inside the
+// node, then between nodes.
 struct ReduceCall {
   CallSizes sizes;
   CallRows input;
@@ -51,15 +52,15 @@ struct ReduceCall {
   float divisor;
 };
 
-// Row r of the input to rank r. Two hops: inside the node, then between nodes.
+// An all-to-all: sends row r of the input to rank r. Two hops: inside the node, then between nodes.
 struct ExchangeCall {
   CallSizes sizes;
   CallRows input;
   CallRows output;
 };
 
-// Bytes as they are, over hop number `hop` alone: `input` [nbytes] of rank i to output + i * stride_nbytes of every
-// rank, or, unless `is_gather`, part i of `input` [size, nbytes] to rank i. On the caller's stream itself.
+// Sends bytes unchanged over one hop. With `is_gather`, `input` [nbytes] of rank i goes to output + i * stride_nbytes
+// on every rank; otherwise part i of `input` [size, nbytes] goes to rank i.
 struct BytesCall {
   std::size_t hop;
   bool is_gather;
@@ -69,21 +70,22 @@ struct BytesCall {
   std::size_t nbytes;
 };
 
-// On which stream a call is queued, and where it finds room.
+// Where a call runs: its stream and its workspace.
 struct Place {
   Stream stream;
-  std::int32_t* is_valid;   // becomes 0 where a message is not what was to come; device memory or null
-  std::uint8_t* workspace;  // null: the communicator's
+  std::int32_t* is_valid;   // becomes 0 if a message has the wrong hash; device memory or null
+  std::uint8_t* workspace;  // null: the communicator's own
   std::size_t workspace_nbytes;
 };
 
-// Who does the work of a plan. Two hops: inside the node, between nodes.
+// What a plan calls. Two hops: inside the node, then between nodes.
 struct PlanParts {
   Kernels* kernels;
   std::vector<Transport*> hops;
 };
 
-// Throw std::invalid_argument where sizes, wires and hops do not fit.
+// Throw std::invalid_argument if sizes, wires and hops do not fit together. A plan refers to `parts` and to the call's
+// buffers, which must outlive its work on the device.
 Plan MakePlan(const GatherCall& call, const PlanParts& parts, std::int32_t* is_valid = nullptr);
 Plan MakePlan(const ReduceCall& call, const PlanParts& parts, std::int32_t* is_valid = nullptr);
 Plan MakePlan(const ExchangeCall& call, const PlanParts& parts, std::int32_t* is_valid = nullptr);

@@ -6,7 +6,7 @@
 
 namespace zcomm::nccl {
 
-// A hop of one rank: what it sends to itself is copied.
+// A hop of one rank: exchanges are copies.
 class SingleRank final : public Transport {
  public:
   explicit SingleRank(Device* device) : device_(device) {}

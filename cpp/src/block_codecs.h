@@ -1,9 +1,9 @@
-// What a codec brings to the loops of encode_blocks.h and decode_blocks.h. For each codec there are
+// What a codec must provide for the loops of encode_blocks.h and decode_blocks.h:
 //
-//   Encoder<codec>  made from a block's scales; Codes(x), for int codecs RandomCodes(x, uniform), give the codes of
-//                   kLanes values in the low bits of the lanes
-//   Levels<codec>   Of() gives what the codes of 2 * kLanes elements stand for before they are scaled, |level| <=
-//                   kLargest; kIsSplit: the even elements first, then the odd ones
+//   Encoder<codec>  constructed from a block's scales; Codes(x), and RandomCodes(x, uniform) of int codecs, return the
+//                   codes of kLanes values in the low bits of the lanes
+//   Levels<codec>   Of() returns the unscaled values of the codes of 2 * kLanes elements, |level| <= kLargest; with
+//                   kIsSplit the even elements come first, then the odd ones
 
 template <Codec kCodec>
 struct Encoder;
@@ -11,7 +11,7 @@ struct Encoder;
 template <Codec kCodec>
 struct Levels;
 
-// Cast codecs: an element is its value.
+// Cast codecs: an element is its own level.
 template <class T>
 struct CastLevels {
   static constexpr bool kIsSplit = false;

@@ -1,7 +1,7 @@
 // The kernels of one ISA level. Each block_kernels_<level>.cc defines ZCOMM_ISA_NAMESPACE, ZCOMM_ISA_TABLE and
-// ZCOMM_ISA_LANES (its lanes_*.h), includes this file once, and is compiled with that level's flags. Everything lives
-// in the level's own namespace and no inline function of another header is called at run time: otherwise the linker
-// could keep the AVX-512 copy of a function that all levels share.
+// ZCOMM_ISA_LANES (its lanes_*.h), includes this file once, and is compiled with that level's flags. Everything is in
+// the level's own namespace, and no inline function of another header is called at run time. Otherwise the linker,
+// which keeps one copy of an inline function, could keep the AVX-512 one, and older CPUs would stop with SIGILL.
 
 #include <cstddef>
 #include <cstdint>
@@ -15,7 +15,7 @@
 #endif
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "The kernels store the message's little-endian fields as they are in memory."
+#error "The kernels copy the little-endian fields of messages without swapping bytes: only little-endian CPUs will do."
 #endif
 
 namespace zcomm {
@@ -27,13 +27,13 @@ constexpr std::size_t kCodeBits = CodeBits(kCodec);
 template <Codec kCodec>
 constexpr std::size_t kHeaderNbytes = HeaderNbytes(kCodec);
 
-// Bytes of the codes of `numel` elements.
+// Size in bytes of the codes of `numel` elements.
 template <Codec kCodec>
 constexpr std::size_t NumBytes(std::size_t numel) {
   return (numel * kCodeBits<kCodec> + 7) / 8;
 }
 
-// One layer on the other; the order matters.
+// Each layer uses those above it: the order matters.
 // clang-format off
 #include "lanes_scalar.h"
 #include ZCOMM_ISA_LANES

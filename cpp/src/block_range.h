@@ -1,12 +1,12 @@
-// What the encoding of a block needs to know of its values before it can choose a scale: the largest magnitude, or the
-// lowest and the highest value. In integers, so that NaN and infinity come out on top and no denormal mode matters.
+// The range of a block's values, from which its scale is computed: the largest magnitude, or the lowest and the highest
+// value. Compared as integers, so that NaN and infinity come out largest and denormal modes do not matter.
 
-// Bits whose order is that of |x|; 16 bits where those suffice.
+// Integers ordered as |x|: 16 bits for 16-bit types.
 inline std::int32_t OrderedMagnitude(float value) { return Bits(value) & 0x7FFFFFFF; }
 inline std::int16_t OrderedMagnitude(Bfloat16 value) { return static_cast<std::int16_t>(value.bits & 0x7FFF); }
 inline std::int16_t OrderedMagnitude(Float16 value) { return static_cast<std::int16_t>(value.bits & 0x7FFF); }
 
-// float32 bits of the |x| that has this magnitude.
+// The float32 bits of the |x| with this OrderedMagnitude.
 inline std::int32_t WidenMagnitude(std::int32_t magnitude, float /*type*/) { return magnitude; }
 template <class T>
 inline std::int32_t WidenMagnitude(std::int32_t magnitude, T /*type*/) {
@@ -24,7 +24,7 @@ inline std::int32_t AbsMaxBits(const T* x, std::size_t numel) {
   return WidenMagnitude(absmax, T{});
 }
 
-// Float bits as integers of the same order, and back: the magnitude of a negative number is turned around.
+// Float bits as integers in the order of the floats, and back: the magnitude bits of negative numbers are inverted.
 inline I OrderedBits(F value) {
   const I bits = BitsOf(value);
   return bits ^ ((bits >> 31) & 0x7FFFFFFF);
@@ -49,7 +49,7 @@ inline void Extremes(const T* x, std::size_t numel, std::int32_t* low, std::int3
     x = first;
     numel = kLanes;
   }
-  const std::size_t last = numel - kLanes;  // a vector may be read twice
+  const std::size_t last = numel - kLanes;  // the last vector overlaps the one before: harmless for an extreme
   I min = OrderedBits(Load(x + last));
   I max = min;
   for (std::size_t i = 0; i < last; i += kLanes) {

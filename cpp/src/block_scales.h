@@ -1,10 +1,10 @@
-// Headers of blocks, and what their codes are computed with (N1, N2 and N9 of zcomm/_formats/reference.py). The loops over blocks
-// vectorize without help.
+// Headers of blocks, and the factors that their codes are computed with (N1, N2 and N9 of zcomm/_formats/reference.py).
+// The compiler vectorizes the loops over blocks.
 
-// So many blocks go through the passes of quantization together.
+// The most blocks in one tile of quantization.
 constexpr std::size_t kMaxBlocks = 64;
 
-// Element i belongs to block i of the tile. A block whose values are not finite has no codes but 0.
+// Entry i belongs to block i of the tile. A block with a value that is not finite has only 0 codes.
 struct TileScales {
   std::uint32_t headers[kMaxBlocks];
   std::int32_t are_finite[kMaxBlocks];
@@ -12,12 +12,13 @@ struct TileScales {
   float zeros[kMaxBlocks];  // of codecs with a zero point
 };
 
-// float32 bits rounded up to bf16. Below 0x7F7F, as every quotient is. Unsigned: the bits of a NaN may carry over.
+// float32 bits rounded up to bf16. A finite quotient stays below 0x7F7F. Unsigned, because the bits of a NaN may
+// overflow.
 inline std::int32_t RoundUpToBfloat16(float quotient) {
   return static_cast<std::int32_t>((static_cast<std::uint32_t>(Bits(quotient)) + 0xFFFFU) & 0xFFFF0000U);
 }
 
-// A block below 2^-100 gets scale and reciprocal 0; one with a NaN or infinity the NaN scale.
+// A block with absmax below 2^-100 gets scale and reciprocal 0; one with a NaN or an infinity gets the NaN scale.
 inline void ComputeScales(const std::int32_t* __restrict absmax, std::size_t count, float qmax,
                           TileScales* __restrict scales) {
   for (std::size_t i = 0; i < count; ++i) {
@@ -32,7 +33,8 @@ inline void ComputeScales(const std::int32_t* __restrict absmax, std::size_t cou
 
 constexpr float kLargestAsymmetric = 8.507059173023462e37F;  // 2^126
 
-// The same from float32 bits of the lowest and highest values, with a zero point in the header's upper half.
+// The same for codecs with a zero point, which goes into the header's upper half, from the float32 bits of the lowest
+// and the highest values.
 inline void ComputeScalesAndZeros(const std::int32_t* __restrict low, const std::int32_t* __restrict high,
                                   std::size_t count, float qmax, TileScales* __restrict scales) {
   constexpr std::int32_t kMagnitude = 0x7FFFFFFF;
@@ -44,7 +46,7 @@ inline void ComputeScalesAndZeros(const std::int32_t* __restrict low, const std:
                                      : lowest > kLargestAsymmetric ? kLargestAsymmetric
                                                                    : lowest);
     const float top = highest > kLargestAsymmetric ? kLargestAsymmetric : highest;
-    // Rounded down: a negative number's magnitude goes up.
+    // Rounding down increases the magnitude of a negative number.
     const std::uint32_t down = (static_cast<std::uint32_t>(bottom) + (bottom < 0 ? 0xFFFFU : 0U)) & 0xFFFF0000U;
     const std::uint32_t zero_bits = (bottom & kMagnitude) < kTinyBits ? 0 : down;
     const float zero = FromBits(static_cast<std::int32_t>(zero_bits));

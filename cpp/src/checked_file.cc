@@ -26,7 +26,7 @@ struct Header {
   std::uint32_t version;
   std::uint32_t page_nbytes;
   std::uint64_t data_nbytes;
-  std::uint32_t checksum;  // of what stands before it
+  std::uint32_t checksum;  // of the fields before it
 };
 constexpr std::size_t kCheckedNbytes = offsetof(Header, checksum);
 
@@ -38,7 +38,7 @@ int Move(int descriptor, bool is_write, std::uint64_t offset, std::uint8_t* data
 }
 
 // Calls `body(first, checksums, count)` for the pages in order until it returns false. Allocates nothing: the threads
-// of a queue have nobody to tell that there is no memory.
+// of a FileQueue cannot report std::bad_alloc, which would end the process.
 using Batch = std::array<std::uint32_t, 256>;
 template <class Body>
 void ForBatches(const void* data, std::size_t num_pages, const Body& body) {

@@ -6,9 +6,9 @@ struct Encoder<Codec::kFp8E4m3> {
 
   Encoder(const TileScales& scales, std::size_t block) : inverse(Splat(scales.inverses[block])) {}
 
-  // |y| counted in eighths of its power of two (2^-6 at least, as the denormals): adding 2^20 of those powers leaves
-  // the count, rounded half to even, in the low bits. It is 8 to 16 for normal numbers and continues where the
-  // exponent's eights end. |y| stays below 464, where the count would pass the largest code (see SymmetricEncoder).
+  // Counts |y| in eighths of its power of two (at least 2^-6, the power of the denormals): adding 2^20 times that power
+  // leaves the count, rounded half to even, in the low bits. The count is 8 to 16 for normal numbers; 16 correctly
+  // carries into the exponent. |y| stays below 464, from where on the code would be too large (see SymmetricEncoder).
   I Codes(F x) const {
     constexpr std::int32_t kSmallest = (127 - 6) << 23;
     const I bits = BitsOf(x * inverse);
@@ -23,7 +23,7 @@ struct Encoder<Codec::kFp8E4m3> {
 template <>
 struct Levels<Codec::kFp8E4m3> {
   static constexpr bool kIsSplit = false;
-  static constexpr float kLargest = 480.0F;  // of a code that no encoder writes
+  static constexpr float kLargest = 480.0F;  // the value of a code that no encoder writes, but that a message may hold
 
   static void Of(const std::uint8_t* codes, F* first, F* second) {
     *first = LoadFp8(codes);

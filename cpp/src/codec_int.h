@@ -1,6 +1,6 @@
 // int8 and int4, symmetric or with a zero point (N3, N4, N6 and N9 of zcomm/_formats/reference.py).
 
-// Stochastic rounding: |y| up iff uniform < fraction * 2^24, both exact; the sign of y.
+// Stochastic rounding: rounds |y| up iff uniform < fraction * 2^24 (both exact), and keeps the sign of y.
 inline I RoundAtRandom(F y, F uniform) {
   const I sign = BitsOf(y) >> 31;
   const F magnitude = FloatOf(BitsOf(y) & 0x7FFFFFFF);
@@ -9,14 +9,14 @@ inline I RoundAtRandom(F y, F uniform) {
   return (rounded ^ sign) - sign;
 }
 
-// The low bits of a lane are its code.
+// Codes are in the low bits of the lanes.
 template <std::int32_t kQMax>
 struct SymmetricEncoder {
   F inverse;
 
   SymmetricEncoder(const TileScales& scales, std::size_t block) : inverse(Splat(scales.inverses[block])) {}
 
-  // No clamp: scale >= absmax / qmax up to a rounding error of 2^-24, so |y| stays below qmax + 1/2.
+  // Needs no clamp: scale >= absmax / qmax up to a rounding error of 2^-24, so that |y| < qmax + 1/2.
   I Codes(F x) const { return BitsOf(x * inverse + Splat(kRoundMagic)); }
 
   I RandomCodes(F x, F uniform) const {
@@ -35,7 +35,7 @@ struct AsymmetricEncoder {
 
   F Scaled(F x) const { return (Clamp(x, Splat(kLargestAsymmetric)) - zero) * inverse; }
 
-  // Below 0 where a zero point under 2^-100 became +0; above as for symmetric codes.
+  // Scaled(x) is below 0 where a zero point under 2^-100 was replaced by +0. The upper end needs no clamp, as above.
   I Codes(F x) const { return BitsOf(Max(Scaled(x), Splat(0.0F)) + Splat(kRoundMagic)); }
 
   I RandomCodes(F x, F uniform) const {

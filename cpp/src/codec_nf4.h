@@ -1,4 +1,5 @@
-// nf4 (N5 of zcomm/_formats/reference.py): a code is the number of midpoints between levels that are below y.
+// nf4 (N5 of zcomm/_formats/reference.py): a code is the number of midpoints between neighboring levels that are below
+// y.
 
 constexpr float kNf4Levels[16] = {-8.0F,       -5.5625F, -4.1875F,    -3.15625F,  -2.28125F, -1.4765625F,
                                   -0.7265625F, 0.0F,     0.63671875F, 1.2890625F, 1.96875F,  2.703125F,
@@ -15,9 +16,10 @@ constexpr std::int32_t BitsOfConstant(float value) {
   return value < 0 ? bits | INT32_MIN : bits;
 }
 
-// The range of y, [-8, 8], in 32 cells so small that none holds two midpoints. Each entry is the midpoint that lies in
-// the cell, or one out of reach, and in the 4 lowest bits, which no midpoint needs, how many lie in the cells before.
-// Which cell a midpoint is in is found as for y, so that rounding cannot matter.
+// Divides the range of y, [-8, 8], into 32 cells, each with at most one midpoint, so that a table lookup and one
+// comparison give the code. An entry is the cell's midpoint (or a number above all y) whose 4 lowest bits, which no
+// midpoint needs, count the midpoints in the cells before. The cells of midpoints and of y are computed alike, so that
+// rounding cannot put them on different sides.
 struct Nf4Cells {
   static constexpr std::size_t kNumCells = 32;
   static constexpr float kPerUnit = 1.96875F;

@@ -1,6 +1,7 @@
 // The loop that decodes messages and sums them in registers (N4 and N8 of zcomm/_formats/reference.py).
 
-// One IEEE division at the end. Multiplying with the reciprocal of a power of two gives the same bits.
+// The division of a sum: one IEEE division. For a power of two, multiplying by the reciprocal is faster and gives the
+// same bits.
 struct Divisor {
   enum Way { kNone, kMultiply, kDivide };
 
@@ -24,14 +25,14 @@ inline float LoadHeaderPart(const std::uint8_t* bytes) {
   return Widen(value);
 }
 
-// How levels of a block become values. A product of a level and a scale is exact (at most 8 bits by 8 bits) unless it
-// overflows, so that MultiplyAdd may leave out its rounding.
+// Scales the levels of a block to values. The product of a level and a scale is exact (at most 8 bits by 8 bits) unless
+// it overflows, so that a fused MultiplyAdd gives the same bits.
 template <Codec kCodec>
 struct Scaling {
   F scale;
   F zero;
   F limit;
-  bool needs_clamp;  // also for a NaN, which is never below the limit
+  bool needs_clamp;  // some code could exceed the limit; also true for a NaN scale, which compares false
 
   Scaling(const std::uint8_t* header, float largest_value) : limit(Splat(largest_value)), needs_clamp(false) {
     if constexpr (IsBlockCodec(kCodec)) {
@@ -81,7 +82,7 @@ inline void AddMessage(const std::uint8_t* header, const std::uint8_t* codes, fl
   }
 }
 
-// 2 * kLanes elements in the order of memory.
+// Stores 2 * kLanes elements in their order.
 template <bool kIsSplit, class Out>
 inline void StorePair(Out* out, F first, F second) {
   if constexpr (kIsSplit && std::is_same_v<Out, Bfloat16>) {
@@ -95,8 +96,8 @@ inline void StorePair(Out* out, F first, F second) {
   }
 }
 
-// 2 * kLanes * kPairs elements of one block, summed over the messages in order; or fewer, `numel`: then the codes are
-// moved to where all can be read, and the values from where all can be written.
+// Sums 2 * kLanes * kPairs elements of one block over the messages, in order. Unless kIsWhole there are only `numel`
+// elements: then codes and values go through padded buffers, as a full vector would reach past the arrays.
 template <Codec kCodec, std::size_t kPairs, bool kIsWhole, class Out>
 inline void SumChunk(const CodeRange& range, const std::uint8_t* header, const std::uint8_t* codes, std::size_t numel,
                      float limit, const Divisor& divisor, Out* out) {
@@ -122,7 +123,8 @@ inline void SumChunk(const CodeRange& range, const std::uint8_t* header, const s
   if constexpr (!kIsWhole) std::memcpy(out, values, numel * sizeof(Out));
 }
 
-// One message of 4-bit codes to 16-bit elements: the 16 values of a block are converted once.
+// Decodes one message of 4-bit codes to 16-bit elements: converts the 16 possible values of a block once, then looks
+// them up.
 template <Codec kCodec, class Out>
 void DecodeByTable(const CodeRange& range, float limit, Out* out) {
   constexpr std::size_t kNumel = WordTable<Out>::kNumel;

@@ -17,7 +17,8 @@ CodeRange RangeOf(const MessageLayout& layout, const ConstMessages& input, std::
           numel};
 }
 
-// Float32 values of whole blocks (but for the segment's last) of one message, rotated back.
+// Float32 values of whole blocks (except the segment's last) of one message, rotated back. A short last block is not
+// rotated.
 void DecodeRotated(const BlockKernels& kernels, const MessageLayout& layout, const CodeRange& range, float limit,
                    float* values) {
   const std::size_t whole = range.numel / range.block * range.block;
@@ -27,7 +28,7 @@ void DecodeRotated(const BlockKernels& kernels, const MessageLayout& layout, con
   kernels.scale(values + whole, range.numel - whole, 1.0F, limit);
 }
 
-// workspace->values = the sum over the messages; the blocks are those of DecodeRotated.
+// workspace->values = the sum over the messages, of whole blocks as in DecodeRotated.
 void SumRotated(const BlockKernels& kernels, const MessageLayout& layout, const ConstMessages& input,
                 std::size_t segment, std::size_t begin, std::size_t end, const DecodeTarget& target,
                 Workspace* workspace) {
@@ -47,7 +48,7 @@ void SumRotated(const BlockKernels& kernels, const MessageLayout& layout, const 
   if (target.divisor != 1.0F) kernels.divide(sum, numel, target.divisor);
 }
 
-// At most kTileNumel values to `out`.
+// Stores at most kTileNumel values to `out`.
 void StoreTile(const BlockKernels& kernels, const float* values, std::size_t numel, const DecodeTarget& target,
                void* out) {
   const auto convert = kernels.convert[Index(DType::kFloat32)][Index(target.dtype)];
@@ -63,7 +64,7 @@ void DecodeSumRotatedRange(const BlockKernels& kernels, const MessageLayout& lay
                            void* out, Workspace* workspace) {
   const std::size_t tile = TileOfBlocks(layout);
   for (std::size_t at = begin; at < end;) {
-    // A range that cuts through a block still needs all of it.
+    // A range that starts or ends inside a block needs the whole block, because rotation mixes its elements.
     const std::size_t first = at / layout.block * layout.block;
     const std::size_t end_of_blocks = (end + layout.block - 1) / layout.block * layout.block;
     const std::size_t last = std::min({first + tile, end_of_blocks, layout.segment_numel});

@@ -9,7 +9,7 @@
 namespace zcomm {
 namespace {
 
-// Float32 values of two arrays.
+// One tile of two arrays in float32.
 struct Tile {
   explicit Tile(std::size_t numel) : first(numel), second(numel) {}
 

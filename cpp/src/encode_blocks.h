@@ -1,8 +1,8 @@
 // The loop that quantizes blocks.
 
-// Quantization goes twice over a tile of a few blocks in the first-level cache, and on the way asks for the elements
-// two tiles ahead: the second pass would otherwise leave the memory idle (1.3 times faster on large arrays). Of one
-// tile ahead the first pass would still wait for the last lines (0.8 times as fast for float32).
+// Quantization makes two passes over a tile of a few blocks in the first-level cache, and prefetches the elements two
+// tiles ahead: otherwise the memory would be idle during the second pass (1.3 times faster on large arrays). One tile
+// ahead is too late: the first pass waits for the last lines (0.8 times as fast for float32).
 constexpr std::size_t kQuantizeTileNbytes = 4096;
 constexpr std::size_t kPrefetchNbytes = 2 * kQuantizeTileNbytes;
 
@@ -10,7 +10,7 @@ inline void Prefetch(const void* data, std::size_t nbytes) {
   for (std::size_t i = 0; i < nbytes; i += 64) __builtin_prefetch(static_cast<const std::uint8_t*>(data) + i);
 }
 
-// Codes of kEncodeVectors vectors of elements.
+// Encodes kEncodeVectors vectors of elements.
 template <Codec kCodec, bool kRandom, class T>
 inline void EncodeVectors(const Encoder<kCodec>& encoder, const T* x, const float* uniform, std::uint8_t* codes) {
   I lanes[kEncodeVectors];
@@ -28,7 +28,7 @@ inline void EncodeVectors(const Encoder<kCodec>& encoder, const T* x, const floa
   }
 }
 
-// Fewer elements than that; a last odd nibble gets a zero beside it.
+// Encodes fewer elements than that; if their number is odd, the last byte's other nibble is 0.
 template <Codec kCodec, bool kRandom, class T>
 inline void EncodeRest(const Encoder<kCodec>& encoder, const T* x, const float* uniform, std::size_t numel,
                        std::uint8_t* codes) {
@@ -55,7 +55,7 @@ inline void EncodeBlock(const Encoder<kCodec>& encoder, const T* x, const float*
   if (i < numel) EncodeRest<kCodec, kRandom>(encoder, x + i, from(i), numel - i, codes + NumBytes<kCodec>(i));
 }
 
-// Scales of the `count` blocks of a tile, and their headers.
+// Computes the scales of the `count` blocks of a tile, and writes their headers.
 template <Codec kCodec, class T>
 inline void ScaleTile(const T* x, std::size_t numel, std::size_t block, std::size_t count, TileScales* scales,
                       std::uint8_t* headers) {

@@ -11,7 +11,7 @@
 namespace zcomm {
 namespace {
 
-// Whole blocks of the message and of the residual that make about a tile.
+// The number of elements that are whole blocks of both the message and the residual, about one tile.
 std::size_t TileOf(const MessageLayout& layout) {
   const std::size_t unit = std::max(layout.block, kResidualBlock);
   return std::max<std::size_t>(1, kTileNumel / unit) * unit;
@@ -31,7 +31,7 @@ class Row {
         beta_(residual.beta),
         message_(message) {}
 
-  // Elements [begin, begin + numel); `values` are lost.
+  // Encodes elements [begin, begin + numel) and updates their residual. Overwrites `values`.
   void Encode(std::size_t begin, std::size_t numel, float* values, const DrawFrom& from, Workspace* workspace) {
     terms_.resize(numel);
     float* terms = terms_.data();
@@ -84,13 +84,13 @@ void CheckOutput(const MessageLayout& layout, const MutableMessages& output, con
   CheckThreads(num_threads);
   CheckMessages(layout, AsConst(output), "output");
   ZCOMM_CHECK(layout.num_segments == 1, "a residual has a row for each message: num_segments=", layout.num_segments);
-  ZCOMM_CHECK(MayKeepResidual(layout), "no residual can follow these messages: block=", layout.block);
+  ZCOMM_CHECK(MayKeepResidual(layout), "these messages cannot have a residual: block=", layout.block);
   ZCOMM_CHECK(
       output.count == 0 || layout.segment_numel == 0 || (residual.codes != nullptr && residual.scales != nullptr),
       "the residual has no data");
 }
 
-// Calls fill(row, begin, end, values, workspace) for every tile, and encodes the values.
+// For every tile: fill(row, begin, end, values, workspace) computes the values, which are then encoded.
 template <class Fill>
 void EncodeRows(const MessageLayout& layout, const MutableMessages& output, const ResidualRows& residual,
                 const Draw* draw, std::size_t row_stride, std::size_t tile_numel, std::size_t num_threads,
@@ -139,7 +139,7 @@ void DecodeSumRequantizeWithResidual(const MessageLayout& layout, const ConstMes
               ", num_segments=", layout.num_segments);
   CheckMessages(layout, input, "input");
   CheckTrailers(layout, input);
-  // No fewer than the input needs for a rotation.
+  // At least a whole block of the input, which a rotation needs.
   const std::size_t unit = TileOf(out_layout);
   const std::size_t least = layout.is_rotated ? layout.block : 1;
   EncodeRows(out_layout, output, residual, draw, layout.segment_numel, (least + unit - 1) / unit * unit, num_threads,

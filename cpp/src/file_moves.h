@@ -8,7 +8,8 @@
 
 namespace zcomm {
 
-// Reads or writes all of `nbytes`. The errno of what ended it before, or 0; `done` counts the bytes that moved.
+// Reads or writes `nbytes`, continuing after short counts and signals. Returns 0, or the errno that stopped it: ENODATA
+// at the end of the file. *done is the number of bytes moved.
 inline int MoveBytes(int descriptor, bool is_write, std::uint64_t offset, std::uint8_t* data, std::size_t nbytes,
                      std::size_t* done) {
   for (*done = 0; *done < nbytes;) {

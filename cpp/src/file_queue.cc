@@ -19,7 +19,7 @@ namespace zcomm {
 namespace {
 
 constexpr std::size_t kMaxRequests = 256;
-constexpr int kBegin = -EINTR;  // a result after which the same operation begins
+constexpr int kBegin = -EINTR;  // a result after which the operation is submitted (again)
 
 std::uint64_t Start(std::uint64_t offset, const CheckedFile* checked) {
   return offset + (checked == nullptr ? 0 : CheckedFile::kDataOffset);
@@ -44,16 +44,17 @@ FileQueue::FileQueue(std::size_t num_requests, std::size_t request_nbytes, bool 
               "num_requests must be 1 to 256: num_requests=", num_requests);
   ZCOMM_CHECK(request_nbytes >= kFileAlignment && request_nbytes % kFileAlignment == 0,
               "request_nbytes must be a multiple of 4096: request_nbytes=", request_nbytes);
-  const WithoutSizeSignal in_every_thread;
-  threads_.reserve(ring_ ? 1 : num_requests);  // a thread that has begun is in it: no memory is needed any more
+  const WithoutSizeSignal in_every_thread;  // threads inherit the signal mask
+  // emplace_back must not throw for lack of memory once a thread has started: see below.
+  threads_.reserve(ring_ ? 1 : num_requests);
   try {
     if (ring_) {
       threads_.emplace_back([this, slots = std::vector<Request>(num_requests)]() mutable { ServeRing(&slots); });
       return;
     }
     for (std::size_t i = 0; i < num_requests; ++i) threads_.emplace_back([this] { Serve(); });
-  } catch (const std::system_error& error) {  // a limit of processes or of memory
-    // A std::thread that is destroyed while it runs ends the process.
+  } catch (const std::system_error& error) {  // a limit of threads or memory
+    // Join the threads first: destroying a std::thread that is joinable ends the process.
     EndThreads();
     throw FileError(error.code().value(), "",
                     "cannot start thread " + std::to_string(threads_.size() + 1) + " of " +
@@ -65,9 +66,12 @@ FileQueue::FileQueue(std::size_t num_requests, std::size_t request_nbytes, bool 
 }
 
 FileQueue::~FileQueue() {
-  if (::getpid() != process_) {  // forked: the threads are not here, and the mutex may be held for ever
+  // In a forked child the threads do not exist, and one of them may have held the mutex at the fork. Joining the
+  // threads or locking the mutex would deadlock, and so would destroying the condition variables, which waits for their
+  // waiters.
+  if (::getpid() != process_) {
     for (std::thread& thread : threads_) thread.detach();
-    static_cast<void>(signals_.release());  // the end of a condition variable waits for its waiters: they are not here
+    static_cast<void>(signals_.release());
     return;
   }
   EndThreads();
@@ -85,7 +89,7 @@ void FileQueue::EndThreads() {
 
 void FileQueue::Notify() {
   if (ring_) {
-    ring_->Wake();
+    ring_->Wake();  // the thread waits in io_uring, where a condition variable cannot reach it
   } else {
     signals_->work.notify_all();
   }
@@ -100,6 +104,7 @@ int FileQueue::Create(const std::string& path, std::uint64_t nbytes, FileKind ki
   File file = OpenFile(path, O_RDWR | O_CREAT | O_EXCL);
   const int descriptor = file.descriptor.number();
   int error = reserved == 0 || ::fallocate(descriptor, 0, 0, size) == 0 ? 0 : errno;
+  // Without fallocate (NFS, for example) the size is set, but no space is reserved.
   if (error == EOPNOTSUPP) error = ::ftruncate(descriptor, size) == 0 ? 0 : errno;
   if (error == 0 && checked) error = checked->WriteNew(descriptor);
   if (error != 0) {
@@ -125,7 +130,8 @@ FileQueue::File FileQueue::OpenFile(const std::string& path, int flags) {
   File file;
   file.path = path;
   file.descriptor = Descriptor(::open(path.c_str(), flags | O_DIRECT | O_CLOEXEC, S_IRUSR | S_IWUSR));
-  if (file.descriptor.number() < 0 && errno == EINVAL) {  // no direct I/O here; O_CREAT may have made the file
+  // The file system has no O_DIRECT. O_CREAT may have made the file already, so that O_EXCL would now refuse it.
+  if (file.descriptor.number() < 0 && errno == EINVAL) {
     file.descriptor = Descriptor(::open(path.c_str(), (flags & ~O_EXCL) | O_CLOEXEC, S_IRUSR | S_IWUSR));
   }
   if (file.descriptor.number() < 0) throw FileError(errno, path, "cannot open the file");
@@ -149,17 +155,19 @@ std::uint64_t FileQueue::Size(int file) {
   const File& of = At(file);
   if (of.checked) return of.checked->data_nbytes();
   struct stat status{};
-  if (::fstat(of.descriptor.number(), &status) != 0) throw FileError(errno, of.path, "cannot ask for the file's size");
+  if (::fstat(of.descriptor.number(), &status) != 0) throw FileError(errno, of.path, "cannot get the file's size");
   return static_cast<std::uint64_t>(status.st_size);
 }
 
 void FileQueue::Sync(int file) {
   std::unique_lock<std::mutex> lock(mutex_);
-  const File& of = At(file);  // which the caller does not close meanwhile
-  lock.unlock();
+  const File& of = At(file);  // valid without the lock: the caller must not close the file during Sync
+  lock.unlock();              // a sync takes long; transfers of other files go on meanwhile
+  // The table first: fdatasync then covers both. In the other order a crash could leave durable data with old
+  // checksums, and the next run would report them as damaged.
   int error = of.checked ? of.checked->WriteTable(of.descriptor.number()) : 0;
   if (error == 0 && ::fdatasync(of.descriptor.number()) != 0) error = errno;
-  if (error != 0) throw FileError(error, of.path, "cannot write to the disk");
+  if (error != 0) throw FileError(error, of.path, "cannot sync the file to the disk");
 }
 
 void FileQueue::Close(int file) {
@@ -197,7 +205,7 @@ std::uint64_t FileQueue::Submit(int file, bool is_write, std::uint64_t offset, s
       lane.push_back({ticket, of.descriptor.number(), of.checked.get(), is_write, offset + at, data + at, part});
     }
     transfers_[ticket] = {file, is_write, offset, nbytes, count, 0, 0, 0, 0};
-  } catch (...) {  // no memory: nothing of it was begun
+  } catch (...) {  // no memory: withdraw the transfer's requests, none of which has started, as the lock is held
     while (lane.size() > num_before) lane.pop_back();
     throw;
   }
@@ -223,7 +231,7 @@ void FileQueue::Serve() {
     signals_->work.wait(lock, [this] { return is_closing_ || HasRequest(); });
     if (is_closing_) return;
     Request request = TakeRequest();
-    lock.unlock();
+    lock.unlock();  // checksums and I/O run without the lock, in as many threads as there are requests in flight
     Prepare(request);
     int error = MoveBytes(request.descriptor, request.is_write, Start(request.offset, request.checked), request.data,
                           request.nbytes, &request.moved_nbytes);
@@ -233,13 +241,15 @@ void FileQueue::Serve() {
   }
 }
 
+// The one thread of a queue with io_uring: it alone touches the ring, so that the ring needs no lock. It fills free
+// slots from the lanes, then waits for a completion or a Wake.
 void FileQueue::ServeRing(std::vector<Request>* slots) {
   std::size_t num_moving = 0;
   std::unique_lock<std::mutex> lock(mutex_);
   const auto ended = [&](std::size_t slot, int result) {
     if (MoveOn(slot, result, &(*slots)[slot])) --num_moving;
   };
-  while (!is_closing_ || num_moving > 0) {
+  while (!is_closing_ || num_moving > 0) {  // the kernel still writes to the buffers of requests in flight
     for (std::size_t slot = 0; slot < slots->size() && HasRequest(); ++slot) {
       Request& request = (*slots)[slot];
       if (request.nbytes > 0) continue;
@@ -255,8 +265,8 @@ void FileQueue::ServeRing(std::vector<Request>* slots) {
   }
 }
 
-// Goes on with the request in a slot after `result` of its last operation, as FileRing reports it. Returns whether it
-// has ended; then the slot is free, which is a request of no bytes.
+// Continues the request in a slot after its last operation, whose `result` is as FileRing reports it: a short read or
+// write is continued where it stopped. Returns whether the request is complete; the slot is then free (0 bytes).
 bool FileQueue::MoveOn(std::size_t slot, int result, Request* request) {
   int error = 0;
   if (result > 0) {
@@ -298,7 +308,8 @@ int FileQueue::Verify(Request* request) {
 
 void FileQueue::Finish(const Request& request, int error) {
   Transfer& transfer = transfers_.at(request.ticket);
-  // Requests end in any order: the one that stands first in the file is named, whatever the threads' timing.
+  // Requests complete in any order. The error with the lowest offset is reported, so that the text does not depend on
+  // timing.
   if (error != 0 && (transfer.error == 0 || request.offset < transfer.failed_offset)) {
     transfer.error = error;
     transfer.failed_offset = request.offset;
@@ -313,24 +324,24 @@ void FileQueue::Finish(const Request& request, int error) {
 bool FileQueue::IsDone(std::uint64_t ticket) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = transfers_.find(ticket);
-  ZCOMM_CHECK(found != transfers_.end(), "no such transfer, or it was waited for: ticket=", ticket);
+  ZCOMM_CHECK(found != transfers_.end(), "no such transfer, or Wait has already returned for it: ticket=", ticket);
   return found->second.unfinished == 0;
 }
 
 void FileQueue::Wait(std::uint64_t ticket) {
   std::unique_lock<std::mutex> lock(mutex_);
-  ZCOMM_CHECK(transfers_.count(ticket) == 1, "no such transfer, or it was waited for: ticket=", ticket);
+  ZCOMM_CHECK(transfers_.count(ticket) == 1, "no such transfer, or Wait has already returned for it: ticket=", ticket);
   signals_->done.wait(lock, [&] { return transfers_.at(ticket).unfinished == 0; });
   const Transfer transfer = transfers_.at(ticket);
   transfers_.erase(ticket);
   if (transfer.error == 0) return;
   const auto file = files_.find(transfer.file);
   const bool is_wrong = transfer.error == EBADMSG;
-  const std::string verb = is_wrong ? "read wrong bytes after " : transfer.is_write ? "wrote " : "read ";
+  const std::string verb = is_wrong ? "checksum mismatch after " : transfer.is_write ? "wrote " : "read ";
   throw FileError(transfer.error, file == files_.end() ? "" : file->second.path,
                   verb + std::to_string(transfer.moved_nbytes) + " of " + std::to_string(transfer.failed_nbytes) +
                       " bytes at offset " + std::to_string(transfer.failed_offset) +
-                      (is_wrong ? ", by the checksum kept when they were written" : ""));
+                      (is_wrong ? " (the data differ from what was written)" : ""));
 }
 
 }  // namespace zcomm

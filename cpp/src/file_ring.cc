@@ -13,6 +13,7 @@ namespace zcomm {
 #ifdef ZCOMM_HAS_URING
 namespace {
 
+// Errors after which the same submission can succeed.
 bool IsPassing(int error) { return error == -EINTR || error == -EAGAIN || error == -EBUSY; }
 
 class UringRing : public FileRing {
@@ -30,7 +31,7 @@ class UringRing : public FileRing {
 
   int Begin(std::size_t slot, const Operation& of) override {
     io_uring_sqe* entry = ::io_uring_get_sqe(&ring_);
-    if (entry == nullptr) return EBUSY;  // each is submitted at once, and there is one for each slot
+    if (entry == nullptr) return EBUSY;  // never: there is an entry for each slot, and each is submitted at once
     const auto nbytes = static_cast<unsigned>(of.nbytes);
     if (of.is_write) {
       ::io_uring_prep_write(entry, of.descriptor, of.data, nbytes, of.offset);
@@ -43,11 +44,11 @@ class UringRing : public FileRing {
 
   void WaitForSome(const std::function<void(std::size_t, int)>& ended) override {
     io_uring_cqe* entry = nullptr;
-    if (::io_uring_wait_cqe(&ring_, &entry) != 0) return;  // interrupted
+    if (::io_uring_wait_cqe(&ring_, &entry) != 0) return;  // interrupted by a signal
     do {
       const std::uint64_t slot = ::io_uring_cqe_get_data64(entry);
       const int result = entry->res;
-      ::io_uring_cqe_seen(&ring_, entry);
+      ::io_uring_cqe_seen(&ring_, entry);  // the kernel may reuse the entry from here on: read it before
       if (slot == kWake) {
         ListenForWake();
       } else {
@@ -65,6 +66,9 @@ class UringRing : public FileRing {
  private:
   static constexpr std::uint64_t kWake = ~std::uint64_t{0};
 
+  // Keeps a read of the eventfd in the ring, so that Wake, from another thread, completes an operation and ends the
+  // wait in WaitForSome. Without it, new requests would wait until one in flight completes; with none in flight, a
+  // deadlock.
   int ListenForWake() {
     io_uring_sqe* entry = ::io_uring_get_sqe(&ring_);
     if (entry == nullptr) return EBUSY;
@@ -73,7 +77,8 @@ class UringRing : public FileRing {
     return Submit();
   }
 
-  // After an error that does not pass nothing more is submitted, so that what was reported as failed never begins.
+  // After a permanent error nothing more is submitted. An entry whose submission failed is still in the queue: a later
+  // submission would start it, and write to a buffer whose owner was told that the request had failed.
   int Submit() {
     int submitted = -EINTR;
     while (broken_ == 0 && IsPassing(submitted)) submitted = ::io_uring_submit(&ring_);
@@ -85,7 +90,7 @@ class UringRing : public FileRing {
   bool has_ring_ = false;
   int wake_ = -1;
   int broken_ = 0;
-  std::uint64_t woken_ = 0;
+  std::uint64_t woken_ = 0;  // the kernel writes the eventfd's count here
 };
 
 }  // namespace

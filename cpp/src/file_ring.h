@@ -7,8 +7,9 @@
 
 namespace zcomm {
 
-// The kernel's queue of file operations, io_uring, where liburing was found at build time and the kernel allows it.
-// Begin and WaitForSome are for one thread, Wake for any. Nothing is allocated after Make.
+// io_uring, the kernel's queue of file operations, where liburing was found at build time and the kernel allows it.
+// One thread calls Begin and WaitForSome: the submission and completion queues have no lock. Any thread may call Wake.
+// Nothing is allocated after Make.
 class FileRing {
  public:
   struct Operation {
@@ -19,14 +20,15 @@ class FileRing {
     std::size_t nbytes = 0;
   };
 
-  // For `depth` operations at a time, or null.
+  // A ring for `depth` operations at a time; null if there is no io_uring.
   static std::unique_ptr<FileRing> Make(std::size_t depth);
   virtual ~FileRing() = default;
 
-  // Begins an operation in a slot, 0 to depth - 1, that has none. Returns errno, or 0.
+  // Starts an operation in a free slot, 0 to depth - 1. Its data must stay valid until it is complete. Returns errno,
+  // or 0.
   virtual int Begin(std::size_t slot, const Operation& operation) = 0;
-  // Returns when an operation has ended or Wake was called. Calls `ended` with each slot and the bytes moved, or minus
-  // errno; it may begin another in that slot.
+  // Returns when an operation is complete or Wake was called. Calls `ended` with the slot of each completed operation
+  // and the bytes moved, or minus errno. `ended` may start another operation in that slot.
   virtual void WaitForSome(const std::function<void(std::size_t slot, int result)>& ended) = 0;
   virtual void Wake() = 0;
 };

@@ -48,8 +48,8 @@ std::uint16_t Float16FromFloat(float value) {
   if (magnitude_bits < 0x33000000U) return sign;  // below 2^-25: half of the smallest denormal
   const float magnitude = FloatFromBits(magnitude_bits);
   if (magnitude >= 65520.0F) return static_cast<std::uint16_t>(sign | 0x7C00U);
-  // Count in units of the last place: 2^-24 for denormals, 2^(e - 10) above. A carry out of the mantissa lands in the
-  // exponent field, as it should.
+  // Count in units of the last place: 2^-24 for denormals, 2^(e - 10) for normal numbers. A carry out of the mantissa
+  // correctly increments the exponent field.
   int exponent = static_cast<int>(magnitude_bits >> 23) - 127;
   if (exponent < -14) exponent = -14;
   const auto units = static_cast<std::uint32_t>(std::nearbyint(std::ldexp(magnitude, 10 - exponent)));

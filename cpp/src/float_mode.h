@@ -8,8 +8,9 @@
 
 namespace zcomm {
 
-// While it lives, this thread's float arithmetic is IEEE's: denormals are neither flushed nor taken for zero, whatever
-// the caller has set (torch.set_flush_denormal), and rounding is to nearest even.
+// Sets IEEE arithmetic on the current thread while the object lives: denormals are neither flushed nor read as zero,
+// whatever the caller has set (torch.set_flush_denormal), and rounding is to nearest even. Without it, messages would
+// have other bits on ranks or threads with another mode.
 class IeeeFloatMode {
  public:
 #if defined(ZCOMM_X86)

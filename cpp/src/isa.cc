@@ -36,7 +36,8 @@ Isa CapFromEnvironment() {
 
 Isa DetectIsa() {
 #ifdef ZCOMM_X86
-  // The compiler's test covers the operating system's part (saved register state) as well.
+  // __builtin_cpu_supports also checks that the operating system saves the wider registers: without that, the first
+  // AVX instruction would raise SIGILL.
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !HasF16c()) return Isa::kBaseline;
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -1,4 +1,4 @@
-// 8 lanes: AVX2 and F16C. What the functions do stands in lanes_generic.h.
+// 8 lanes: AVX2 and F16C. lanes_generic.h documents the functions.
 
 constexpr std::size_t kLanes = 8;
 constexpr std::size_t kEncodeVectors = 4;
@@ -42,7 +42,7 @@ inline void Store(Float16* out, F value) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out), half);
 }
 
-// The operand order keeps a NaN: min and max return their second operand then.
+// The operand order keeps a NaN: the instructions return their second operand if either is NaN.
 inline F Clamp(F value, F limit) { return _mm256_max_ps(-limit, _mm256_min_ps(limit, value)); }
 inline F MultiplyAdd(F a, F b, F c) { return a * b + c; }
 inline F Max(F a, F b) { return _mm256_max_ps(a, b); }
@@ -72,7 +72,7 @@ struct Table16 {
 };
 inline Table16 LoadTable16(const float* values) { return {Load(values), Load(values + kLanes)}; }
 
-// A lane's index is its low 4 bits: 3 for the shuffles, and the fourth, moved to the sign, chooses between them.
+// A lane's index is its low 4 bits: 3 select within each shuffle; the fourth, moved to the sign, blends the two.
 inline F Lookup16(const Table16& table, __m256i index) {
   const __m256 low = _mm256_permutevar8x32_ps(table.low, index);
   const __m256 high = _mm256_permutevar8x32_ps(table.high, index);
@@ -92,7 +92,7 @@ inline Table32 LoadTable32(const std::int32_t* entries) {
   std::memcpy(table.quarters, entries, sizeof(table.quarters));
   return table;
 }
-// 3 bits of the index for the shuffles; the other two, moved to the sign, choose between their results.
+// 3 bits of the index select within each shuffle; the other two, moved to the sign, blend the results.
 inline I Lookup32(const Table32& table, I index) {
   F found[4];
   for (std::size_t j = 0; j < 4; ++j) found[j] = _mm256_permutevar8x32_ps(table.quarters[j], Raw(index));
@@ -117,14 +117,14 @@ inline F SwapLanes(F value) {
   if constexpr (kStride == 4) return _mm256_permute2f128_ps(value, value, 0x01);
 }
 
-// 32 codes, the low bits of the lanes, as bytes in order. The saturation of the packs never acts: the codes fit.
+// 32 codes, the low bits of the lanes, as bytes in order. The packs never saturate: masked codes fit into a byte.
 inline __m256i PackBytes(const I (&codes)[kEncodeVectors], std::int32_t mask) {
   const __m256i low_bits = _mm256_set1_epi32(mask);
   const __m256i words01 =
       _mm256_packus_epi32(_mm256_and_si256(Raw(codes[0]), low_bits), _mm256_and_si256(Raw(codes[1]), low_bits));
   const __m256i words23 =
       _mm256_packus_epi32(_mm256_and_si256(Raw(codes[2]), low_bits), _mm256_and_si256(Raw(codes[3]), low_bits));
-  // The packs work within 128-bit halves: groups of 4 come out as 0 2 4 6 | 1 3 5 7.
+  // The packs work within 128-bit halves, so that groups of 4 come out as 0 2 4 6 | 1 3 5 7.
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words01, words23), order);
 }
@@ -176,7 +176,7 @@ inline std::size_t AbsMaxLanes(const T* x, std::size_t numel, std::int16_t* absm
     max = _mm256_max_epi16(max, _mm256_and_si256(magnitude, bits));
   }
   const __m128i half = _mm_max_epi16(_mm256_castsi256_si128(max), _mm256_extracti128_si256(max, 1));
-  // The one horizontal instruction finds a minimum; 0x7FFF - x turns the order around.
+  // The only horizontal instruction finds a minimum; 0x7FFF - x reverses the order.
   const __m128i min = _mm_minpos_epu16(_mm_sub_epi16(_mm_set1_epi16(0x7FFF), half));
   *absmax = static_cast<std::int16_t>(0x7FFF - _mm_extract_epi16(min, 0));
   return i;

@@ -1,4 +1,4 @@
-// 16 lanes: AVX-512 F, BW, DQ, VL. What the functions do stands in lanes_generic.h.
+// 16 lanes: AVX-512 F, BW, DQ, VL. lanes_generic.h documents the functions.
 
 constexpr std::size_t kLanes = 16;
 constexpr std::size_t kEncodeVectors = 2;
@@ -22,7 +22,7 @@ inline F Load(const Float16* x) { return _mm512_cvtph_ps(_mm256_loadu_si256(rein
 
 inline void Store(float* out, F value) { _mm512_storeu_ps(out, value); }
 
-// Not AVX512-BF16's conversion, which flushes denormals.
+// Does not use AVX512-BF16's conversion, which flushes denormals: the bits would differ from the other levels.
 inline I Bfloat16Bits(F value) {
   const __m512i bits = _mm512_castps_si512(value);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -41,7 +41,7 @@ inline void Store(Float16* out, F value) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), half);
 }
 
-// The operand order keeps a NaN: min and max return their second operand then.
+// The operand order keeps a NaN: the instructions return their second operand if either is NaN.
 inline F Clamp(F value, F limit) { return _mm512_max_ps(-limit, _mm512_min_ps(limit, value)); }
 inline F MultiplyAdd(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F Max(F a, F b) { return _mm512_max_ps(a, b); }
@@ -60,7 +60,7 @@ inline I LoadSignedBytes(const std::uint8_t* codes) {
   return Ints(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
 }
 
-// One shuffle for three operations.
+// One shuffle instead of two shifts and a conversion.
 inline F SignedNibbles(I codes) {
   return _mm512_permutexvar_ps(Raw(codes), _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
 }
@@ -76,14 +76,14 @@ struct Table16 {
 };
 inline Table16 LoadTable16(const float* values) { return {Load(values)}; }
 
-// A lane's index is its low 4 bits, the rest is ignored.
+// A lane's index is its low 4 bits; the instruction ignores the others.
 inline void LookupNibbles(const Table16& table, const std::uint8_t* codes, F* even, F* odd) {
   const __m512i bytes = Raw(LoadBytes(codes));
   *even = _mm512_permutexvar_ps(bytes, table.values);
   *odd = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table.values);
 }
 
-// An index has 5 bits, of which the fifth is a bit of the other nibble: the register holds the 16 values twice.
+// An index has 5 bits, but the fifth is a bit of the other nibble: so the register holds the 16 values twice.
 template <class Out>
 struct WordTable16 {
   static constexpr bool kExists = true;
@@ -146,10 +146,11 @@ inline void StoreBytes(std::uint8_t* out, const I (&codes)[kEncodeVectors]) {
   }
 }
 
-// 32 codes as 16-bit lanes in order; then each pair, a 32-bit lane, brings its odd nibble down from bit 16 to bit 4.
+// Puts 32 codes into 16-bit lanes in order; then, in each pair (a 32-bit lane), moves the odd nibble from bit 16 to bit
+// 4.
 inline void StoreNibbles(std::uint8_t* out, const I (&codes)[kEncodeVectors]) {
   constexpr int kSelect = 0xCA;  // a ? b : c, bit by bit
-  // Word k of the result is word 2k of both: the low word of element k.
+  // Word k of the result is word 2k of the two registers together: the low word of element k.
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m512i low_words =
       _mm512_add_epi32(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x00040004)), _mm512_set1_epi32(0x00020000));
@@ -190,7 +191,7 @@ inline std::size_t AbsMaxLanes(const T* x, std::size_t numel, std::int16_t* absm
   }
   const __m256i half = _mm256_max_epi16(_mm512_castsi512_si256(max), _mm512_extracti64x4_epi64(max, 1));
   const __m128i quarter = _mm_max_epi16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-  // The one horizontal instruction finds a minimum; 0x7FFF - x turns the order around.
+  // The only horizontal instruction finds a minimum; 0x7FFF - x reverses the order.
   const __m128i min = _mm_minpos_epu16(_mm_sub_epi16(_mm_set1_epi16(0x7FFF), quarter));
   *absmax = static_cast<std::int16_t>(0x7FFF - _mm_extract_epi16(min, 0));
   return i;

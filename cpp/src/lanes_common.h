@@ -1,5 +1,5 @@
-// Vectors of kLanes 32-bit lanes, with the compiler's own operators, and what every ISA level does alike. Included by
-// each lanes_<level>.h after it has set kLanes.
+// Vectors of kLanes 32-bit lanes, with the compiler's vector extensions, and the operations that are the same at every
+// ISA level. Each lanes_<level>.h includes this after it has set kLanes.
 
 using F = float __attribute__((vector_size(4 * kLanes)));
 using I = std::int32_t __attribute__((vector_size(4 * kLanes)));
@@ -12,7 +12,7 @@ inline I Signed(U value) { return reinterpret_cast<I>(value); }
 inline F ToFloat(I value) { return __builtin_convertvector(value, F); }
 inline I Truncate(F value) { return __builtin_convertvector(value, I); }
 
-// 16 values of the element type Out, chosen from by 4-bit codes, where the ISA does that for more than kLanes at once.
+// A table of 16 values of type Out that 4-bit codes index, on levels that look up more than kLanes codes at once.
 template <class Out>
 struct WordTable {
   static constexpr bool kExists = false;

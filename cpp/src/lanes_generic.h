@@ -1,4 +1,5 @@
-// 4 lanes in the compiler's own vectors: SSE2 on x86-64, NEON on arm64. Every lanes_<level>.h has these functions.
+// 4 lanes with the compiler's vector extensions: SSE2 on x86-64, NEON on arm64. Every lanes_<level>.h has the functions
+// of this file; the comments here hold for all.
 
 constexpr std::size_t kLanes = 4;
 // How many vectors of codes StoreBytes and StoreNibbles take.
@@ -9,7 +10,7 @@ constexpr std::size_t kEncodeVectors = 4;
 inline F Splat(float value) { return F{value, value, value, value}; }
 inline I SplatInt(std::int32_t value) { return I{value, value, value, value}; }
 
-// kLanes elements to float32.
+// Loads kLanes elements as float32.
 inline F Load(const float* x) {
   F value;
   std::memcpy(&value, x, sizeof(value));
@@ -25,7 +26,7 @@ inline U LoadWords(const void* words) {
 
 inline F Load(const Bfloat16* x) { return FloatOf(Signed(LoadWords(x) << 16)); }
 
-// As the scalar Widen.
+// The scalar Widen (lanes_scalar.h) on lanes.
 inline F Load(const Float16* x) {
   const U half = LoadWords(x);
   const I magnitude = Signed((half & 0x7FFF) << 13);
@@ -36,7 +37,7 @@ inline F Load(const Float16* x) {
   return FloatOf(bits | Signed((half & 0x8000) << 16));
 }
 
-// Round kLanes values to the element type, to nearest, ties to even, overflow to infinity.
+// Store kLanes values, rounded to the element type: to nearest, ties to even, overflow to infinity.
 inline void Store(float* out, F value) { std::memcpy(out, &value, sizeof(value)); }
 
 inline void StoreWords(void* out, I words) {
@@ -45,7 +46,7 @@ inline void StoreWords(void* out, I words) {
   std::memcpy(out, &value, sizeof(value));
 }
 
-// The upper halves of the lanes are kLanes bf16; the lower ones are of no meaning.
+// The upper half of each lane is the value as bf16; the lower half is undefined.
 inline I Bfloat16Bits(F value) {
   const U bits = Unsigned(BitsOf(value));
   const U rounded = bits + 0x7FFF + ((bits >> 16) & 1);
@@ -53,7 +54,7 @@ inline I Bfloat16Bits(F value) {
 }
 inline void Store(Bfloat16* out, F value) { StoreWords(out, Signed(Unsigned(Bfloat16Bits(value)) >> 16)); }
 
-// Denormals by an addition that leaves the rounded half-precision integer in the low bits (0.5 has spacing 2^-24).
+// Denormals: adding 0.5, whose unit in the last place is 2^-24, leaves the rounded float16 bits in the low bits.
 inline void Store(Float16* out, F value) {
   const I magnitude = BitsOf(value) & 0x7FFFFFFF;
   const I denormal = BitsOf(FloatOf(magnitude) + Splat(0.5F)) - BitsOf(Splat(0.5F));
@@ -64,12 +65,12 @@ inline void Store(Float16* out, F value) {
   StoreWords(out, half | ((BitsOf(value) >> 16) & 0x8000));
 }
 
-// To +-limit; a NaN stays one.
+// Clamps to +-limit; a NaN stays a NaN.
 inline F Clamp(F value, F limit) {
   const F below = value > limit ? limit : value;
   return below < -limit ? -limit : below;
 }
-// a * b + c, whether a * b is rounded or not: for exact products.
+// a * b + c. Levels may fuse it or not: only for products that are exact, so that all levels give the same bits.
 inline F MultiplyAdd(F a, F b, F c) { return a * b + c; }
 inline F Max(F a, F b) { return a > b ? a : b; }  // no NaNs
 inline I MaxInt(I a, I b) { return a > b ? a : b; }
@@ -78,7 +79,7 @@ inline I MinInt(I a, I b) { return a < b ? a : b; }
 // base + 1 where a > b.
 inline I AddGreater(I base, F a, F b) { return base - (a > b); }
 
-// kLanes bytes, each in the upper 8 bits of its lane.
+// Loads kLanes bytes, each into the upper 8 bits of its lane.
 inline U LoadBytesHigh(const std::uint8_t* codes) {
   std::uint32_t bytes;
   std::memcpy(&bytes, codes, sizeof(bytes));
@@ -91,14 +92,14 @@ inline U LoadBytesHigh(const std::uint8_t* codes) {
 #endif
 }
 
-// kLanes bytes, without or with a sign.
+// Load kLanes unsigned or signed bytes.
 inline I LoadBytes(const std::uint8_t* codes) { return Signed(LoadBytesHigh(codes) >> 24); }
 inline I LoadSignedBytes(const std::uint8_t* codes) { return Signed(LoadBytesHigh(codes)) >> 24; }
 
-// The low nibbles of the lanes, in two's complement, to float32; the other bits are ignored.
+// The low nibble of each lane, in two's complement, as float32; the other bits are ignored.
 inline F SignedNibbles(I codes) { return ToFloat((codes << 28) >> 28); }
 
-// kLanes float8 e4m3 codes to their values. Denormals by an exact subtraction.
+// Loads kLanes fp8_e4m3 codes as their values. Denormals come from an exact subtraction of normal numbers.
 inline F LoadFp8(const std::uint8_t* codes) {
   const I bits = LoadBytes(codes);
   const I magnitude = (bits & 0x7F) << 20;
@@ -107,7 +108,8 @@ inline F LoadFp8(const std::uint8_t* codes) {
   return FloatOf(finite | Signed(Unsigned(bits & 0x80) << 24));
 }
 
-// 16 floats, chosen from by 4-bit codes: kLanes bytes give the values of their low and of their high nibbles.
+// A table of 16 floats that 4-bit codes index. LookupNibbles gives the values of the low (even) and the high (odd)
+// nibbles of kLanes bytes.
 struct Table16 {
   float values[16];
 };
@@ -122,7 +124,7 @@ inline void LookupNibbles(const Table16& table, const std::uint8_t* codes, F* ev
   *odd = F{v[codes[0] >> 4], v[codes[1] >> 4], v[codes[2] >> 4], v[codes[3] >> 4]};
 }
 
-// 32 entries, chosen from by lanes in [0, 32).
+// A table of 32 entries that lanes in [0, 32) index.
 struct Table32 {
   const std::int32_t* entries;
 };
@@ -132,7 +134,7 @@ inline I Lookup32(const Table32& table, I index) {
   return I{e[index[0]], e[index[1]], e[index[2]], e[index[3]]};
 }
 
-// a0 a1 .. and b0 b1 .. to a0 b0 a1 b1 ..
+// From a0 a1 .. and b0 b1 .. to a0 b0 a1 b1 ..
 inline void Interleave(F* even, F* odd) {
   const F a = *even;
   const F b = *odd;
@@ -191,11 +193,11 @@ inline U MulHigh(U a, std::uint32_t b) {
 #endif
 }
 
-// `absmax` is an OrderedMagnitude, raised to the largest of a prefix of x, whose length is returned.
+// Raises *absmax, an OrderedMagnitude, to the largest of a prefix of x, and returns the prefix's length.
 template <class T, class Magnitude>
 inline std::size_t AbsMaxLanes(const T* /*x*/, std::size_t /*numel*/, Magnitude* /*absmax*/) {
-  return 0;  // the compiler vectorizes the loop over the rest
+  return 0;  // the compiler vectorizes the caller's loop over the rest
 }
 
-// Past the caches. `out` and `in` are whole cache lines, `out` aligned to one.
+// Copies whole cache lines with non-temporal stores where the level has them; `out` is aligned to a line.
 inline void StreamLines(std::uint8_t* out, const std::uint8_t* in, std::size_t nbytes) { std::memcpy(out, in, nbytes); }

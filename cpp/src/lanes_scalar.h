@@ -1,4 +1,4 @@
-// Element types, bits of floats and constants. Included by block_kernels_impl.h inside the ISA level's namespace.
+// Element types, constants and the bits of floats. block_kernels_impl.h includes this in the ISA level's namespace.
 
 struct Bfloat16 {
   std::uint16_t bits;
@@ -7,8 +7,8 @@ struct Float16 {
   std::uint16_t bits;
 };
 
-// y + kRoundMagic has unit spacing for |y| < 2^22: adding rounds half to even, and the low bits of the sum's
-// representation are the integer in two's complement.
+// For |y| < 2^22, floats near y + kRoundMagic are 1 apart: the addition rounds half to even, and the low bits of the
+// sum are the integer in two's complement.
 constexpr float kRoundMagic = 12582912.0F;  // 1.5 * 2^23
 constexpr std::int32_t kInfinityBits = 0x7F800000;
 constexpr std::int32_t kTinyBits = 0x0D800000;  // 2^-100
@@ -35,7 +35,7 @@ inline float FromBfloat16Bits(std::uint32_t bits) { return FromBits(static_cast<
 
 inline float Widen(Bfloat16 value) { return FromBfloat16Bits(value.bits); }
 
-// Denormals by an exact subtraction of normal numbers, so the processor's denormal modes do not matter.
+// Denormals come from an exact subtraction of normal numbers, so that the processor's denormal modes do not matter.
 inline float Widen(Float16 value) {
   const std::int32_t magnitude = (value.bits & 0x7FFF) << 13;
   const std::int32_t denormal = Bits(FromBits(magnitude + (113 << 23)) - FromBits(113 << 23));

@@ -20,14 +20,14 @@ bool IsAligned(const void* pointer, std::size_t alignment) {
 
 MessageLayout MakeMessageLayout(Codec codec, std::size_t block, std::size_t num_segments, std::size_t segment_numel,
                                 bool is_rotated) {
-  // 8 bytes an element and a segment bound every sum and product below.
+  // Bounds every sum and product below, so that none wraps around: at most 8 bytes for each element and segment.
   ZCOMM_CHECK(segment_numel <= kMaxNbytes / 32 && num_segments <= kMaxNbytes / 32 &&
                   (num_segments == 0 || segment_numel + 1 <= kMaxNbytes / 32 / num_segments),
               "a message's size must stay below 2^62 bytes: num_segments=", num_segments,
               ", segment_numel=", segment_numel);
   MessageLayout layout{codec, 0, num_segments, segment_numel, is_rotated, 0, 0, 0, 0};
   if (!IsBlockCodec(codec)) {
-    ZCOMM_CHECK(!is_rotated, "only block codecs are rotated: codec=", static_cast<int>(codec));
+    ZCOMM_CHECK(!is_rotated, "rotation needs a block codec: codec=", static_cast<int>(codec));
     layout.segment_codes_nbytes = segment_numel * ItemSize(static_cast<DType>(codec));
     layout.nbytes = num_segments * layout.segment_codes_nbytes;
     return layout;

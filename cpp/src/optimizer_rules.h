@@ -1,4 +1,5 @@
-// The rules of zcomm/optimizer_step.h over float32 arrays. Plain loops, which the compiler vectorizes at each level.
+// The update rules of zcomm/optimizer_step.h over float32 arrays: plain loops, which the compiler vectorizes at each
+// level.
 
 template <bool kAddsDecay, bool kHasLargest>
 void StepAdam(const StepOptions& options, const StepArrays& arrays, std::size_t numel) {
@@ -71,8 +72,8 @@ void StepTraffic(const StepOptions& options, const StepArrays& arrays, std::size
   }
 }
 
-// bfloat16 between its two neighbours at random: up iff uniform, a whole number below 2^24, is below the part that is
-// cut off. Infinities stay, a NaN stays one.
+// Rounds stochastically to bfloat16: up iff `uniform`, an integer below 2^24, is below the part that is cut off (scaled
+// to 24 bits). Infinities stay, and a NaN stays a NaN.
 void RoundAtRandom(const float* __restrict values, const float* __restrict uniform, std::size_t numel,
                    void* __restrict out_data) {
   auto* __restrict out = static_cast<std::uint16_t*>(out_data);

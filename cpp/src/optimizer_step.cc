@@ -20,8 +20,10 @@ void Check(const StepOptions& options, const Shard& shard, bool has_draw) {
   if (shard.numel == 0) return;
   ZCOMM_CHECK(shard.param != nullptr && shard.grad != nullptr, "a step needs parameters and gradients");
   ZCOMM_CHECK(shard.moment1 != nullptr, "a step needs its first moment");
-  ZCOMM_CHECK((shard.moment2 != nullptr) == HasSecondMoment(options.rule), "a second moment is Adam's, which needs it");
-  ZCOMM_CHECK(shard.largest == nullptr || options.rule <= Rule::kAdamW, "amsgrad is Adam's");
+  ZCOMM_CHECK((shard.moment2 != nullptr) == HasSecondMoment(options.rule),
+              "the second moment must be given if and only if the rule has one: rule=", static_cast<int>(options.rule));
+  ZCOMM_CHECK(shard.largest == nullptr || options.rule <= Rule::kAdamW,
+              "amsgrad needs Adam: rule=", static_cast<int>(options.rule));
   ZCOMM_CHECK(shard.moment_dtype == DType::kFloat32 || shard.moment_dtype == DType::kBfloat16,
               "moments are in float32 or bfloat16: moment_dtype=", static_cast<int>(shard.moment_dtype));
   ZCOMM_CHECK(shard.moment_dtype == DType::kFloat32 || has_draw, "moments in bfloat16 need random numbers");
@@ -33,9 +35,9 @@ void Check(const StepOptions& options, const Shard& shard, bool has_draw) {
   CheckAligned(shard.out, shard.out_dtype, "out");
 }
 
-// What one thread works on: float32 copies in the first-level cache of what rests in another type. Tiles are short so
-// that the memory works while the square roots do: before each, the arrays' elements two tiles further are asked for
-// (bench/results/cpu_adam.md).
+// The working set of one thread: float32 copies, in the first-level cache, of arrays that are stored in another type.
+// Tiles are short so that memory accesses overlap the square roots: each tile first prefetches the elements two tiles
+// ahead (measurements: bench/results/cpu_adam.md).
 class Tile {
  public:
   static constexpr std::size_t kNumel = 128;
@@ -56,7 +58,7 @@ class Tile {
   static constexpr std::size_t kTilesAhead = 2;
   static constexpr std::size_t kLineNbytes = 64;
 
-  // GCC takes a function that does nothing but prefetch for one without effect, and drops its calls; hence inline.
+  // always_inline: GCC treats a function that only prefetches as one without effects, and removes the calls.
   [[gnu::always_inline]] static void PrefetchElements(const void* data, DType dtype, std::size_t begin,
                                                       std::size_t numel) {
     if (data == nullptr) return;

@@ -19,7 +19,7 @@ constexpr std::uint32_t kPolynomial = 0x82F63B78;  // reflected
 constexpr std::size_t kSlices = 8;
 using Tables = std::array<std::array<std::uint32_t, 256>, kSlices>;
 
-// tables[k][b]: what byte b, followed by k zero bytes, adds to the checksum.
+// tables[k][b]: the contribution of byte b, followed by k zero bytes, to the checksum (slicing by 8).
 constexpr Tables MakeTables() {
   Tables tables{};
   for (std::uint32_t byte = 0; byte < 256; ++byte) {
@@ -77,7 +77,7 @@ ZCOMM_CRC_TARGET std::uint32_t ChecksumPage(const std::uint8_t* page) {
   return ~crc;
 }
 
-// The instruction takes three cycles and one can begin in each: four pages side by side keep it busy.
+// The instruction has a latency of three cycles and a throughput of one: four independent pages keep it busy.
 ZCOMM_CRC_TARGET void ChecksumFourPages(const std::uint8_t* first, std::uint32_t* checksums) {
   std::uint32_t a = ~std::uint32_t{0};
   std::uint32_t b = a;

@@ -9,11 +9,12 @@
 
 namespace zcomm {
 
-// Below this many elements a thread's wake-up costs more than its help.
+// With fewer elements than this, waking a thread costs more than it saves.
 inline constexpr std::size_t kMinPartNumel = 32768;
 
-// Cuts `num_rows` rows of `row_numel` elements into units of `unit_numel` (a row's last unit may be short), spreads the
-// units over the threads, and calls body(row, begin, end) for runs of consecutive units [begin, end) of one row.
+// Splits `num_rows` rows of `row_numel` elements into units of `unit_numel` (a row's last unit may be short),
+// distributes the units over threads with ParallelFor, and calls body(row, begin, end) for the elements [begin, end) of
+// consecutive units of one row, in IEEE arithmetic.
 template <class Body>
 void ParallelOverRows(std::size_t num_rows, std::size_t row_numel, std::size_t unit_numel, std::size_t num_threads,
                       const Body& body) {
@@ -30,7 +31,8 @@ void ParallelOverRows(std::size_t num_rows, std::size_t row_numel, std::size_t u
       body(row, first * unit_numel, std::min(row_numel, (first + count) * unit_numel));
       unit += count;
     }
-    // Non-temporal stores are not ordered with the lock by which another thread learns of them; this orders them.
+    // Non-temporal stores are weakly ordered on x86: releasing a lock need not order them. Without this fence the
+    // thread that waits for the result could read the old contents of the output.
     std::atomic_thread_fence(std::memory_order_seq_cst);
   });
 }

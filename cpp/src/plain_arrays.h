@@ -1,4 +1,4 @@
-// Arrays without codes: conversion, arithmetic, copying past the caches.
+// Plain arrays: conversion, arithmetic, copies that bypass the caches.
 
 template <class In, class Out>
 void Convert(const void* __restrict data, std::size_t numel, void* __restrict out_data) {

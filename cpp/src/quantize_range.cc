@@ -5,7 +5,7 @@
 namespace zcomm {
 namespace {
 
-// A tile through float32 values of our own, which are rotated, and random numbers.
+// Quantizes a tile from a float32 copy, which is rotated if the layout says so, with random numbers if there is a draw.
 void QuantizeTile(const BlockKernels& kernels, const MessageLayout& layout, std::size_t numel, DType dtype,
                   const void* x, const DrawFrom& from, std::uint8_t* headers, std::uint8_t* codes,
                   Workspace* workspace) {

@@ -45,7 +45,7 @@ void DecodeSumRequantize(const MessageLayout& layout, const ConstMessages& input
   CheckMessages(out_layout, AsConst(output), "output");
   CheckTrailers(layout, input);
   const BlockKernels& kernels = ActiveKernels();
-  // Whole blocks of the output, and no fewer than the input needs for a rotation.
+  // Whole blocks of the output, and at least a whole block of the input, which a rotation needs.
   const std::size_t unit = TileOfBlocks(out_layout);
   const std::size_t least = layout.is_rotated ? layout.block : 1;
   const std::size_t tile_numel = (least + unit - 1) / unit * unit;

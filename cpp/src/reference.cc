@@ -1,5 +1,5 @@
-// The oracle of every operation: block by block, in the order of the numerics contract, sharing nothing with the vector
-// kernels but the layout.
+// The oracle of every operation: block by block, in the order of the numerics contract. It shares only the message
+// layout with the vector kernels.
 
 #include <algorithm>
 #include <cstring>
@@ -43,7 +43,7 @@ bool IsRotated(const MessageLayout& layout, const std::vector<float>& block) {
   return layout.is_rotated && block.size() == layout.block;
 }
 
-// `values` are the segment's; element e has the random number of draw position `first` + e.
+// `values` are those of the segment; element e uses random number `first` + e of `draw`.
 void QuantizeSegment(const MessageLayout& layout, std::size_t segment, const std::vector<float>& values,
                      const Draw* draw, std::uint64_t first, std::uint8_t* message) {
   if (!IsBlockCodec(layout.codec)) {
@@ -65,7 +65,7 @@ void QuantizeSegment(const MessageLayout& layout, std::size_t segment, const std
   }
 }
 
-// One segment of one message in float32, within +-limit for block codecs.
+// One segment of one message in float32, clamped to +-limit for block codecs.
 std::vector<float> DecodeSegment(const MessageLayout& layout, const std::uint8_t* message, std::size_t segment,
                                  float limit) {
   std::vector<float> values;

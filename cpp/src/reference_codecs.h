@@ -7,25 +7,26 @@
 
 namespace zcomm {
 
-// The codecs in scalar arithmetic, a block at a time, in the order of the numerics contract (zcomm/_formats/reference.py): shared by
-// the oracles, and sharing nothing with the vector kernels.
+// The codecs in scalar arithmetic, one block at a time, in the order of the numerics contract
+// (zcomm/_formats/reference.py). All oracles use them. They share no code with the vector kernels, so that a mistake in
+// one cannot hide in the other.
 
-// The header's bits, and one code an element (its low bits count).
+// The header's bits, and one code for each element (in the low bits).
 struct EncodedBlock {
   std::uint32_t header;
   std::vector<int> codes;
 };
 
-// `uniform`: one random number an element, or empty for rounding to nearest.
+// `uniform` has one random number for each element, or is empty: rounding to nearest.
 EncodedBlock EncodeBlockRef(Codec codec, const std::vector<float>& values, const std::vector<float>& uniform);
 
 // Values in the finite range of float32, or NaN.
 std::vector<float> DecodeBlockRef(Codec codec, const EncodedBlock& block);
 
-// The butterflies of a block of 2^k values.
+// The Hadamard butterflies of a block of 2^k values, without scaling.
 void RotateRef(std::vector<float>* values);
 
-// To +-limit; a NaN stays one.
+// Clamps to +-limit; a NaN stays a NaN.
 float ClampRef(float value, float limit);
 
 }  // namespace zcomm

@@ -1,4 +1,4 @@
-// The oracle of the steps: element by element, as zcomm/optimizer_step.h words them.
+// The oracle of the optimizer steps: element by element, as zcomm/optimizer_step.h defines them.
 
 #include <cmath>
 #include <cstring>
@@ -51,7 +51,7 @@ std::uint16_t RoundAtRandom(float value, float uniform) {
   return static_cast<std::uint16_t>((bits >> 16) + (up ? 1 : 0));
 }
 
-// One moment of the whole shard, in float32 from before the step until it is kept.
+// One moment of the whole shard, as float32 during the step.
 class Moment {
  public:
   Moment(void* data, const Shard& shard, std::uint32_t which) : data_(data), shard_(shard), which_(which) {

@@ -1,7 +1,8 @@
-// The Hadamard rotation of blocks of 2^k elements: butterflies of stride 1, 2, 4, ... (N7 of zcomm/_formats/reference.py). The order
-// in which butterflies of one stride are done does not matter, so several strides are done on a load.
+// The Hadamard rotation of blocks of 2^k elements: butterflies of stride 1, 2, 4, ... (N7 of
+// zcomm/_formats/reference.py). Butterflies of one stride are independent, so that several strides can be done between
+// one load and one store.
 
-// (a + b, a - b) of lanes j and j + kStride: a lane with a set bit kStride is b, and negates itself.
+// (a + b, a - b) of lanes j and j + kStride. The lanes with bit kStride set are b, and negate their own value.
 template <std::size_t kStride>
 inline F ButterflyLanes(F value) {
   std::int32_t signs[kLanes];
@@ -11,7 +12,7 @@ inline F ButterflyLanes(F value) {
   return SwapLanes<kStride>(value) + FloatOf(BitsOf(value) ^ sign);
 }
 
-// Strides 1 .. block / 2 within a vector, block <= kLanes.
+// Strides 1 .. block / 2 within a vector; block <= kLanes.
 template <std::size_t kStride = 1>
 inline F RotateLanes(F value, std::size_t block) {
   if constexpr (kStride == kLanes) {
@@ -27,7 +28,7 @@ inline void Butterfly(F* a, F* b) {
   *a = sum;
 }
 
-// Strides 1 .. kVectors * kLanes / 2 of kVectors vectors in registers.
+// Strides 1 .. kVectors * kLanes / 2 over kVectors vectors in registers.
 template <std::size_t kVectors>
 inline void RotateVectors(float* values) {
   F v[kVectors];
@@ -40,7 +41,7 @@ inline void RotateVectors(float* values) {
   for (std::size_t j = 0; j < kVectors; ++j) Store(values + j * kLanes, v[j]);
 }
 
-// Blocks shorter than a vector.
+// Rotates blocks shorter than a vector.
 inline void RotateShort(float* values, std::size_t numel, std::size_t block) {
   std::size_t i = 0;
   for (; i + kLanes <= numel; i += kLanes) Store(values + i, RotateLanes(Load(values + i), block));
@@ -50,7 +51,7 @@ inline void RotateShort(float* values, std::size_t numel, std::size_t block) {
   std::memcpy(values + i, padded, (numel - i) * sizeof(float));
 }
 
-// One block of at least a vector.
+// Rotates one block of at least a vector.
 template <std::size_t kVectors>
 inline void RotateLong(float* values, std::size_t block) {
   for (std::size_t i = 0; i < block; i += kVectors * kLanes) RotateVectors<kVectors>(values + i);

@@ -7,9 +7,9 @@
 
 namespace zcomm {
 
-// A write beyond the file size limit (RLIMIT_FSIZE) raises SIGXFSZ and then fails with EFBIG. The error is reported;
-// the signal would end the process wherever it is not ignored. Python ignores it, until LLVM compiles a Triton kernel
-// in the process and takes the signal. While this lives, neither this thread nor one that it starts gets it.
+// Blocks SIGXFSZ for the current thread, and for threads that it starts, while the object lives. A write beyond the
+// file size limit (RLIMIT_FSIZE) raises SIGXFSZ and fails with EFBIG. We report the error; unless the signal is ignored
+// or blocked, it ends the process. Python ignores it, but LLVM installs its own handler when Triton compiles a kernel.
 class WithoutSizeSignal {
  public:
   WithoutSizeSignal() {
@@ -20,7 +20,8 @@ class WithoutSizeSignal {
   ~WithoutSizeSignal() {
     if (sigismember(&before_, SIGXFSZ) == 1) return;
     const timespec now{};
-    while (sigtimedwait(&size_, nullptr, &now) > 0) {  // what came is dropped
+    // Discard a pending signal: unblocking it would deliver it.
+    while (sigtimedwait(&size_, nullptr, &now) > 0) {
     }
     pthread_sigmask(SIG_SETMASK, &before_, nullptr);
   }

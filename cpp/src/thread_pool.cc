@@ -19,17 +19,19 @@
 namespace zcomm {
 namespace {
 
-// More ranges than threads, so that a thread that starts late or is descheduled delays only a part of its share.
+// More ranges than threads: if a thread starts late or is descheduled, the others take over most of its share.
 constexpr std::size_t kRangesPerThread = 4;
 constexpr std::size_t kMaxWorkers = 255;
 
-// One ParallelFor call. Whoever takes part claims ranges until none is left, so a job ends without any worker's help.
+// One ParallelFor call. Every participating thread claims ranges until none is left, so that the caller can finish the
+// job even if no worker ever picks it up.
 class Job {
  public:
   Job(std::size_t count, std::size_t num_ranges, const std::function<void(std::size_t, std::size_t)>& body)
       : count_(count), num_ranges_(num_ranges), body_(body), unfinished_(num_ranges) {}
 
   void Work() {
+    // The atomic counter gives each range to one thread. It need not publish data: mutex_ below does.
     for (std::size_t i = next_.fetch_add(1); i < num_ranges_; i = next_.fetch_add(1)) {
       std::exception_ptr error;
       try {
@@ -37,8 +39,10 @@ class Job {
       } catch (...) {
         error = std::current_exception();
       }
+      // The lock orders this range's writes before the caller's return from Wait().
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (error && !error_) error_ = std::move(error);  // only the caller frees it: it reads it unlocked
+      // Moved, so that the worker keeps no reference: the caller, which reads the exception unlocked, also frees it.
+      if (error && !error_) error_ = std::move(error);
       if (--unfinished_ == 0) done_.notify_all();
     }
   }
@@ -50,35 +54,40 @@ class Job {
   }
 
  private:
-  // Ranges differ by one element at most.
+  // Start of range i. Ranges differ in length by at most one element.
   std::size_t Bound(std::size_t i) const { return count_ / num_ranges_ * i + std::min(i, count_ % num_ranges_); }
 
   const std::size_t count_;
   const std::size_t num_ranges_;
-  const std::function<void(std::size_t, std::size_t)>& body_;  // outlives Wait(), and no range starts after it
-  std::atomic<std::size_t> next_{0};
-  std::mutex mutex_;
-  std::condition_variable done_;
+  // The caller's own object: it outlives Wait(), after which no range starts. A worker that is late still holds the
+  // Job, but finds no range left and does not call it.
+  const std::function<void(std::size_t, std::size_t)>& body_;
+  std::atomic<std::size_t> next_{0};  // the next range to claim
+  std::mutex mutex_;                  // guards unfinished_ and error_
+  std::condition_variable done_;      // unfinished_ has become 0
   std::size_t unfinished_;
   std::exception_ptr error_;
 };
 
+// Set in workers, whose nested calls must not change the affinity: AvoidCpuOfCaller is about the outermost caller.
 thread_local bool is_worker = false;
 
-// Workers are detached and the pool is never destroyed: at process exit a worker sleeps on memory that stays valid.
+// Workers are detached and the pool is never destroyed. At process exit workers still wait on the pool's mutex and
+// condition variable: if a static destructor freed these, the exit could crash or hang.
 class Pool {
  public:
   void Submit(const std::shared_ptr<Job>& job, std::size_t num_helpers) {
     const std::lock_guard<std::mutex> lock(mutex_);
     num_helpers = std::min(num_helpers, kMaxWorkers);
-    workers_.reserve(num_helpers);  // no memory is needed once a worker has begun
+    // push_back must not throw once a thread has started: destroying a joinable std::thread ends the process.
+    workers_.reserve(num_helpers);
     try {
       while (workers_.size() < num_helpers) {
         std::thread worker([this] { Loop(); });
         workers_.push_back(worker.native_handle());
         worker.detach();
       }
-    } catch (const std::system_error&) {  // the system allows no more threads: those that there are, and the caller, do
+    } catch (const std::system_error&) {  // no more threads allowed: the existing ones and the caller do the work
     }
     if (!is_worker) AvoidCpuOfCaller();
     for (std::size_t i = 0; i < std::min(num_helpers, workers_.size()); ++i) {
@@ -102,9 +111,9 @@ class Pool {
     }
   }
 
-  // Where threads are to fill all processors, workers wake on others than the caller's. Left alone, Linux often wakes a
-  // worker on the caller's, where it waits for a time slice of milliseconds while another processor sleeps (seen on two
-  // in a virtual machine). A caller that is bound to one processor leaves the workers as they are.
+  // If there are enough threads to fill all processors, binds the workers to the processors other than the caller's.
+  // Otherwise Linux often wakes a worker on the caller's processor, where it waits a time slice of milliseconds while
+  // another processor is idle (seen in a virtual machine with two). A caller bound to one processor changes nothing.
   void AvoidCpuOfCaller() {
 #ifdef __linux__
     const int cpu = sched_getcpu();
@@ -120,17 +129,20 @@ class Pool {
 #endif
   }
 
-  std::mutex mutex_;
-  std::condition_variable wake_;
+  std::mutex mutex_;              // guards everything below; not held while a job runs
+  std::condition_variable wake_;  // queue_ has a job
   std::deque<std::shared_ptr<Job>> queue_;
   std::vector<pthread_t> workers_;
 #ifdef __linux__
-  cpu_set_t of_workers_;
-  std::size_t num_bound_ = 0;  // workers that may run on those alone
+  cpu_set_t of_workers_;       // the affinity that was last set
+  std::size_t num_bound_ = 0;  // how many workers have it
 #endif
 };
 
-// The pool of this process. A child of fork() inherits the parent's pool without its threads, and possibly locked.
+// The pool of this process. A child of fork() inherits the parent's pool, but not its threads, and the mutex may be
+// locked by one of those: a job submitted to it would wait for workers that do not exist, or deadlock. So a pool is
+// used only in the process that made it. Two threads of the child may make its pool at once: the compare-and-swap keeps
+// one, and the other thread deletes its own.
 Pool& ProcessPool() {
   struct Owned {
     Pool pool;

@@ -9,8 +9,8 @@
 
 namespace zcomm {
 
-// Outputs of at least this many bytes bypass the caches: measured with a last-level cache of 32 MiB, a reader that
-// comes right after the decode is served faster from there up to about that size.
+// Outputs of at least this many bytes are written past the caches. Measured with a last-level cache of 32 MiB: below
+// about that size, the reader of a decoded tensor is faster if it finds it in the cache.
 inline constexpr std::size_t kStreamNbytes = std::size_t{32} << 20;
 
 // Address of an element of an array of `dtype`.
@@ -26,18 +26,18 @@ constexpr std::size_t Index(Enum value) {
   return static_cast<std::size_t>(value);
 }
 
-// Elements of whole blocks that make about a tile; kTileNumel for cast codecs.
+// The number of elements in the whole blocks that make about one tile; kTileNumel for cast codecs.
 std::size_t TileOfBlocks(const MessageLayout& layout);
 
-// Room for tiles of float32 values, kept from one to the next. One a thread.
+// Buffers for tiles of float32 values, reused from tile to tile. Each thread has its own.
 struct Workspace {
   std::vector<float> values;
   std::vector<float> terms;
   std::vector<float> uniform;
 };
 
-// What becomes of the values of messages: each within +-limit (block codecs), summed, divided, stored as `dtype`, past
-// the caches or not.
+// How values of messages are stored: each clamped to +-limit (block codecs), summed, divided, converted to `dtype`, and
+// written past the caches if `stream`.
 struct DecodeTarget {
   float limit;
   float divisor;
@@ -45,24 +45,24 @@ struct DecodeTarget {
   bool stream;
 };
 
-// Where a sum goes on in float32.
+// The target of a sum that is processed further in float32.
 inline constexpr float kLargest = std::numeric_limits<float>::max();
 inline constexpr DecodeTarget kToFloat{kLargest, 1.0F, DType::kFloat32, false};
 
-// Decodes and sums elements [begin, end) of a segment of the messages; `out` points at element `begin`. `begin` is
-// even.
+// Decodes and sums elements [begin, end) of a segment of the messages. `out` points to the output of element `begin`,
+// which is even.
 void DecodeSumRange(const BlockKernels& kernels, const MessageLayout& layout, const ConstMessages& input,
                     std::size_t segment, std::size_t begin, std::size_t end, const DecodeTarget& target, void* out,
                     Workspace* workspace);
 
-// Random numbers for stochastic rounding: of the elements from `element` on.
+// Random numbers for stochastic rounding, starting with that of `element`.
 struct DrawFrom {
   const Draw* draw;  // null: rounding to nearest
   std::uint64_t element;
 };
 
-// Quantizes elements [begin, end) of segment `segment` of a message from `x`, which points at element `begin`. `begin`
-// is a multiple of the block; `end` too, or the segment's end. Cast codecs: any range.
+// Quantizes elements [begin, end) of a segment of a message; `x` points to element `begin`. `begin` is a multiple of
+// the block; so is `end`, unless it is the segment's end. A cast codec takes any range.
 void QuantizeRange(const BlockKernels& kernels, const MessageLayout& layout, std::size_t segment, std::size_t begin,
                    std::size_t end, DType dtype, const void* x, const DrawFrom& from, std::uint8_t* message,
                    Workspace* workspace);

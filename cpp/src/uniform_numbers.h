@@ -1,6 +1,6 @@
 // Philox4x32-10 on kLanes counters at a time; see zcomm/random.h.
 
-// The numbers of kLanes quads of elements, 4 * kLanes in order.
+// The random numbers of kLanes quads of elements: 4 * kLanes numbers, in order.
 inline void UniformQuads(const Draw& draw, std::uint64_t first_quad, float* out) {
   constexpr int kRounds = 10;
   constexpr std::uint32_t kMultipliers[2] = {0xD2511F53, 0xCD9E8D57};

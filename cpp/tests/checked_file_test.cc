@@ -28,7 +28,7 @@ Buffer MakeBuffer(std::size_t nbytes, std::uint64_t seed) {
   return buffer;
 }
 
-// A file's bytes as they stand, past any queue.
+// Direct access to a file's bytes, not through a queue.
 class Raw {
  public:
   explicit Raw(const std::string& path) : number_(::open(path.c_str(), O_RDWR)) { EXPECT(number_ >= 0, "open"); }
@@ -73,7 +73,7 @@ void TestWhatIsWrittenIsRead(const std::string& path, bool may_use_ring) {
   const Buffer back = MakeBuffer(kPages * kPage, 2);
   queue.Wait(queue.Read(file, 0, back.get(), kPages * kPage));
   EXPECT(std::all_of(back.get(), back.get() + kPages * kPage, [](std::uint8_t byte) { return byte == 0; }), "new");
-  // Neighbours on one page of checksums, at the same time, from two threads.
+  // Two threads at once, with neighboring entries in one page of checksums.
   std::thread odd([&] {
     for (std::size_t at = 100; at < kPages; at += 200)
       queue.Wait(queue.Write(file, at * kPage, data.get() + at * kPage, 100 * kPage));
@@ -111,11 +111,11 @@ void TestDamageIsFound(const std::string& path, bool may_use_ring) {
     const std::string text = TextOfError(EBADMSG, read);
     const std::string where =
         std::to_string(page % 4 * kPage) + " of 16384 bytes at offset " + std::to_string(page / 4 * 4 * kPage);
-    EXPECT(Contains(text, "read wrong bytes after " + where), "%s", text.c_str());
+    EXPECT(Contains(text, "checksum mismatch after " + where), "%s", text.c_str());
     raw.Flip((1 + page) * kPage + 17 * page);
     read();
   }
-  // A write that was lost: the old data are whole, but not what was written last.
+  // A lost write: the old data are intact, but are not what was written last.
   const Buffer newer = MakeBuffer(kPage, 5);
   queue.Wait(queue.Write(file, 2 * kPage, newer.get(), kPage));
   const int descriptor = ::open(path.c_str(), O_RDWR);
@@ -123,8 +123,8 @@ void TestDamageIsFound(const std::string& path, bool may_use_ring) {
   TextOfError(EBADMSG, read);
   queue.Wait(queue.Write(file, 2 * kPage, newer.get(), kPage));
   read();
-  // Cut short behind its back. Two requests fail, the one at the higher offset first since nothing of it is left: the
-  // lower is named every time.
+  // The file is truncated behind the queue's back. Two requests fail, the one at the higher offset first, because none
+  // of its data are left. The error must always name the lower offset.
   EXPECT(::ftruncate(descriptor, 8 * kPage) == 0, "ftruncate");
   for (int i = 0; i < 100; ++i) {
     const std::string text = TextOfError(ENODATA, read);
@@ -169,7 +169,7 @@ int main() {
   char folder[] = "checked_file_test.XXXXXX";
   EXPECT(mkdtemp(folder) != nullptr, "mkdtemp");
   const std::string path = std::string(folder) + "/data";
-  for (const bool may_use_ring : {false, true}) {  // where there is no ring, threads twice
+  for (const bool may_use_ring : {false, true}) {  // without io_uring, this runs twice with threads
     zcomm::TestWhatIsWrittenIsRead(path, may_use_ring);
     zcomm::TestDamageIsFound(path, may_use_ring);
   }

@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::uint32_t kHash = 7;
 
-// `numel` elements from `x` through a message of their own.
+// Encodes and decodes `numel` elements of `x` as one message.
 Bytes RoundTrip(const Wire& wire, DType from, const std::uint8_t* x, std::size_t numel, DType to) {
   const MessageLayout layout = MakeMessageLayout(wire.codec, wire.block, 1, numel);
   Bytes message(layout.nbytes + 4);
@@ -23,7 +23,7 @@ const std::uint8_t* RowOf(const Case& c, const Bytes& rows, std::size_t row) {
   return rows.data() + row * c.numel * ItemSize(c.input);
 }
 
-// A row that goes its way unsummed.
+// A row that is sent without being summed.
 Bytes Carried(const Case& c, const std::uint8_t* x) {
   const Wire& first = c.wires[0];
   if (c.wires.size() == 1) return RoundTrip(first, c.input, x, c.numel, c.output);

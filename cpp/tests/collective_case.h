@@ -35,8 +35,8 @@ using Bytes = std::vector<std::uint8_t>;
 // Every rank's input.
 std::vector<Bytes> MakeInputs(const Case& c, std::uint32_t seed);
 
-// What `rank` must end with: computed from whole rows by the scalar reference, without chunks, exchanges or messages
-// for several ranks.
+// The expected output of `rank`, computed from whole rows by the scalar reference, without chunks, exchanges or
+// messages for several ranks.
 Bytes Expected(const Case& c, const std::vector<Bytes>& inputs, std::size_t rank);
 
 }  // namespace zcomm::nccl

@@ -1,5 +1,5 @@
-// The CUDA kernels' bodies on an emulated grid against the reference, bit for bit. What no emulation shows, the GPU's
-// own instructions behind the policy (portable.h), the tests marked gpu do.
+// Compares the bodies of the CUDA kernels on an emulated grid with the reference, bit for bit. The GPU's own
+// instructions, behind the policy of portable.h, are tested by the Python tests marked gpu.
 
 #include <algorithm>
 #include <cmath>
@@ -147,7 +147,7 @@ std::size_t Shift(DType dtype, Random* random) {
 
 std::size_t Shift(const Case& c, Random* random) { return c.shift.has_value() ? *c.shift : Shift(c.dtype, random); }
 
-// While it lives, a kernel that touches anything but these rows and messages fails the test.
+// While it lives, a kernel that accesses anything except these rows and messages fails the test.
 class Bounds {
  public:
   Bounds(const ConstRows& rows, const Case& c, std::size_t num_messages, const MessageLayout& layout,
@@ -206,7 +206,7 @@ void CheckQuantize(const Case& c, Kind kind, Random* random) {
   }
 }
 
-// Messages of any bytes, but for their trailers: headers and codes that no quantization writes, too.
+// Messages of random bytes with valid trailers, so that there are headers and codes that no encoder writes.
 void FillMessages(const MessageLayout& layout, std::size_t stride, std::size_t count, Kind kind, Random* random,
                   Buffer* messages) {
   if (IsBlockCodec(layout.codec) && random->Below(2) == 0) {
@@ -514,7 +514,7 @@ void CheckMisaligned() {
   }
 }
 
-// What is scaled to every place near each midpoint and each border of a cell, and to ties of every codec.
+// Values that are scaled to every place near each midpoint and each cell border, and to the ties of every codec.
 void CheckEdgesOfCodes() {
   Random random(5);
   for (const Codec codec : kBlockServed) {
@@ -570,7 +570,7 @@ void CheckLargestOfBlocks() {
   }
 }
 
-// The trailers of messages that are expected are cleared, and nothing else of them; not those of what is written.
+// Of expected messages the trailers are cleared and nothing else; messages that the call writes keep theirs.
 void CheckExpected() {
   Random random(8);
   for (const Codec codec : kBlockServed) {
@@ -614,8 +614,8 @@ void CheckExpected() {
   EXPECT(Contains(error, "must begin at a multiple of 16 bytes: count=1"), "%s", error.c_str());
 }
 
-// What is made of messages of which one is refused carries no hash, with a flag to say so or without: the reference
-// refuses all of it. Every warp that writes a trailer must see to that.
+// If one input message is refused, the output messages carry no hash, with or without a flag, and the reference refuses
+// all of them. Every warp that writes a trailer must do so.
 void CheckRefusedSums() {
   Random random(10);
   for (const Codec codec : kBlockServed) {
@@ -679,8 +679,8 @@ void ExpectCounts(const Counts& expected, const char* what, DType dtype, Codec c
   }
 }
 
-// Whole tiles move in the widest accesses there are, wherever they begin: anything else would be slow on a GPU. Only a
-// word's worth of a tile that begins within a word, its two ends, moves in elements.
+// Whole tiles move in the widest accesses, wherever they start: anything else would be slow on a GPU. Only the two ends
+// of a tile that starts inside a word, one word together, move element by element.
 void CheckWidths(DType dtype, Codec codec, std::size_t shift) {
   Random random(8);
   const std::size_t item = ItemSize(dtype);

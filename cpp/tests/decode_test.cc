@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::uint32_t kHash = 77;
 
-// Messages of arbitrary bytes, so every code and every scale occurs (also what no encoder writes), with valid trailers.
+// Messages of random bytes with valid trailers: every code and scale occurs, even those that no encoder writes.
 std::vector<std::uint8_t> RandomMessages(const MessageLayout& layout, std::size_t count, std::size_t stride,
                                          Random* random) {
   std::vector<std::uint8_t> bytes(count * stride + 16);

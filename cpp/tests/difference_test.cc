@@ -60,7 +60,7 @@ void CheckQuantize(const Case& c, Random* random) {
   }
 }
 
-// Whoever holds it then holds RN(RN(held + decoded)): rounded to float32, and to the dtype that holds it.
+// The new held value is RN(RN(held + decoded)): rounded to float32, then to the dtype of `held`.
 void CheckAdd(const Case& c, Random* random) {
   const DType dtype = SomeDType(random);
   const auto x = MakeArray(DType::kFloat32, c.array_numel(), SomeKind(random), random);
@@ -108,7 +108,7 @@ void CheckThreadCounts() {
   }
 }
 
-// By hand: 4 and 2 are what changed, and arrive within half a scale: 4 / 127, rounded up to bf16, is 0.03173828125.
+// By hand: the changes are 4 and 2, and arrive within half a scale: 4 / 127, rounded up to bf16, is 0.03173828125.
 void CheckKnownValues() {
   const float values[] = {5.0F, 3.0F};
   float held[] = {1.0F, 1.0F};

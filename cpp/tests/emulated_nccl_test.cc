@@ -1,5 +1,5 @@
-// The emulated NCCL between threads that stand for processes, under the transport of the real one: what arrives, in
-// which order, and what the others are told when something goes wrong. With the kernels of the host, whole calls, too.
+// The emulated NCCL between threads that stand in for processes, under the real transport: what arrives, in which
+// order, and which errors the other ranks see. With the host's kernels, whole collectives, too.
 
 #include <atomic>
 #include <chrono>
@@ -46,7 +46,7 @@ void WaitFor(HostStream* stream) {
   end.Wait();
 }
 
-// What goes wrong with `call`: at once, or while it is under way.
+// The error of `call`, thrown at once or reported while it is in flight.
 template <class Call>
 std::string ErrorOf(Transport* transport, const Call& call) {
   try {
@@ -61,7 +61,7 @@ std::string ErrorOf(Transport* transport, const Call& call) {
   }
 }
 
-// What rank `from` sends to rank `to`: every byte tells where it belongs.
+// The bytes that rank `from` sends to rank `to`; each identifies its place.
 Bytes Sent(std::size_t from, std::size_t to, std::size_t nbytes) {
   Bytes bytes(nbytes);
   std::iota(bytes.begin(), bytes.end(), static_cast<std::uint8_t>(50 * from + 7 * to));
@@ -92,7 +92,7 @@ void TestExchanges(const Library& library) {
   });
 }
 
-// Streams of one communicator that are not ordered by events: its exchanges run in the order of the calls all the same.
+// Two streams of one communicator, not ordered by events: the exchanges still run in the order of the calls.
 void TestOrderOverStreams(const Library& library) {
   OnRanks(library, [](Transport* transport, std::size_t rank, HostStream* stream) {
     HostStream late;
@@ -119,7 +119,7 @@ void TestErrors(const Library& library) {
         ErrorOf(transport, [&] { transport->Gather(own.data(), rows.data(), nbytes, nbytes, stream->handle()); });
     const bool is_named = Contains(
         error, rank == 0 ? "sends 12 bytes where this rank expects 8" : "sends 8 bytes where this rank expects 12");
-    EXPECT(is_named || Contains(error, "has gone"), "%s", error.c_str());
+    EXPECT(is_named || Contains(error, "disconnected"), "%s", error.c_str());
     transport->Abort();
     WaitFor(stream);
   });
@@ -128,9 +128,9 @@ void TestErrors(const Library& library) {
     std::uint8_t own = 1;
     std::uint8_t rows[kRanks];
     const std::string error = ErrorOf(transport, [&] { transport->Gather(&own, rows, 1, 1, stream->handle()); });
-    EXPECT(Contains(error, "has gone"), "%s", error.c_str());
+    EXPECT(Contains(error, "disconnected"), "%s", error.c_str());
     transport->Abort();
-    WaitFor(stream);  // what an error has stopped ends when it is aborted
+    WaitFor(stream);  // an exchange that failed returns only after an abort
   });
 }
 
@@ -187,9 +187,9 @@ class DamagedHop final : public Transport {
   std::size_t number_ = 0;
 };
 
-// Two reductions over 2 nodes x 2 ranks. In the second, exchange `at` of hop 1 brings rank 0 a damaged message: who
-// gets a sum that it is in, rank 0 and its peer of the other node, refuses; the others have the mean. What rank 0 sends
-// on has been a right message in the first call.
+// Two reductions over 2 nodes x 2 ranks. In the second, rank 0 receives a damaged message in exchange `at` of hop 1.
+// The ranks whose sum includes it, rank 0 and its peer in the other node, must refuse; the others get the mean. The
+// buffer that rank 0 sends from holds a valid message of the first call.
 void TestWhatIsMadeOfADamagedMessage(const Library& library, std::size_t at) {
   constexpr std::size_t kNumel = 600;
   constexpr std::size_t kChunk = 256;

@@ -15,10 +15,10 @@
 #include "test_util.h"
 #include "zcomm/float_formats.h"
 
-// A warp on the processor: 32 lanes, each with a stack of its own, that run one after another in a random order up to
-// the next collective, where they wait for each other. A collective that not all lanes reach, or reach with different
-// arguments, fails the test; so does an access that is not aligned. What a lane writes, others see before a collective
-// or after it, as the order happens to be: a missing synchronization shows.
+// A warp on the CPU: 32 lanes, each with its own stack, that run one after another in random order up to the next
+// collective, where they wait for each other. If some lanes do not reach a collective, or reach it with other
+// arguments, the test fails; so it does for an unaligned access. Between collectives, lanes see each other's writes or
+// not, depending on the order, so that a missing synchronization shows.
 namespace zcomm::cuda {
 
 class EmulatedWarp {
@@ -85,7 +85,7 @@ class EmulatedWarp {
     const void* data;
     std::size_t nbytes;
   };
-  // What a kernel may touch; anything, when it is empty.
+  // The ranges that a kernel may access; empty: any.
   inline static std::vector<Span> allowed{};
 
  private:

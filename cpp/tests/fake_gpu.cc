@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kGarbage = 0xCD;
 
-// In a kernel there is no order: what is cleared must not be what is written.
+// A kernel clears and writes in no particular order: it must not clear what it writes.
 void Clear(const MessageLayout& layout, const Expected& expected, const MutableMessages& output) {
   const std::uint8_t* end = output.data + output.count * output.stride_nbytes;
   for (std::size_t i = 0; i < expected.count; ++i) {
@@ -23,7 +23,7 @@ void Clear(const MessageLayout& layout, const Expected& expected, const MutableM
   }
 }
 
-// The kernels check headers; what they throw for is a wrong message.
+// The kernels check trailers: they throw for a wrong message.
 template <class Call>
 void Checked(std::int32_t* is_valid, const Call& call) {
   try {
@@ -444,8 +444,8 @@ class FakeTransport final : public Transport {
   }
 
  private:
-  // Two operations: the begin, when what is sent is read and what is to be received becomes garbage, and, once all
-  // ranks have begun, the end, when it is written.
+  // Two operations: the start, when the sent data are read and the receive buffer becomes garbage; and, once all ranks
+  // have started, the end, when it is written.
   void Transfer(const char* name, Stream stream, const std::function<std::vector<std::uint8_t>()>& read,
                 const std::function<void()>& spoil,
                 const std::function<void(std::size_t, const std::vector<std::uint8_t>&, std::size_t)>& write) {

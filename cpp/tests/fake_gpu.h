@@ -17,19 +17,19 @@
 
 namespace zcomm::nccl {
 
-// Several ranks' GPUs, and the links between them, in CPU memory. What is queued runs in a thread of its own, in any
-// order that streams and events allow: a seed chooses which streams go first and for how long, so that whatever an
-// event does not order runs the wrong way round for some seed. Transfers begin (what is sent is read, what is received
-// becomes garbage) and end (it is written) with other work in between.
+// The GPUs of several ranks, and the links between them, in CPU memory. One thread runs the queued work, in any order
+// that streams and events allow. A seed chooses which streams go first and for how long, so that work that is not
+// ordered by events runs in the wrong order for some seed. A transfer has a start (the sent data are read, the receive
+// buffer becomes garbage) and an end (it is written), with other work in between.
 class FakeWorld {
  public:
   explicit FakeWorld(std::uint32_t seed);
   ~FakeWorld();
 
-  // While held, nothing runs: as on a GPU far behind its host.
+  // While held, nothing runs, as on a GPU that is far behind its host.
   void Hold();
   void Release();
-  // Waits until nothing is left that could run.
+  // Waits until no work is left that could run.
   void Settle();
 
   // The `number`-th call (from 0) of rank `rank` that may fail throws "injected failure in NAME".
@@ -43,14 +43,14 @@ class FakeWorld {
   // Calls that may fail, and waits, of a rank since it was last asked.
   std::size_t TakeNumCalls(std::size_t rank);
   std::size_t TakeNumWaits(std::size_t rank);
-  // What a rank has asked of its GPU and of NCCL since it was last asked, by name: kernels, transfers, events, waits.
+  // The calls of a rank to its GPU and to NCCL since this was last called, by name: kernels, transfers, events, waits.
   std::map<std::string, std::size_t> TakeCounts(std::size_t rank);
   // The links that a rank has aborted, in that order, each by its ranks.
   std::vector<std::vector<std::size_t>> Aborted(std::size_t rank);
-  // What AsyncError() says on `rank`.
+  // Sets what AsyncError() returns on `rank`.
   void SetAsyncError(std::size_t rank, const std::string& text);
 
-  // Kernels that ran while a transfer of the same rank was under way.
+  // The number of kernels that ran while a transfer of the same rank was in flight.
   std::size_t num_overlaps() const { return num_overlaps_; }
   // Streams, events, buffers, registrations and transports that exist.
   std::size_t num_alive() const { return num_alive_; }
@@ -64,9 +64,10 @@ class FakeWorld {
   Stream MakeStream(std::size_t rank);
   // Queues any work.
   void Queue(Stream stream, std::function<void()> work);
-  // Everything queued on `stream`, and on what comes to wait for it, becomes a graph instead of running. Until the end,
-  // the calling thread must not ask for an event, allocate, free or wait for the device: as in CUDA such a call fails
-  // and spoils the capture, whose end then throws. Other threads may, and events may be made and destroyed.
+  // Everything queued on `stream`, and on streams that wait for it, becomes a graph instead of running. Until the end
+  // of the capture, the calling thread must not query an event, allocate, free or wait for the device: as in CUDA, such
+  // a call fails and invalidates the capture, whose end then throws. Other threads may, and events may be created and
+  // destroyed.
   void BeginCapture(Stream stream);
   std::function<void()> EndCapture(Stream stream);
 

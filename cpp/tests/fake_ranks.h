@@ -11,8 +11,8 @@
 
 namespace zcomm::nccl {
 
-// The ranks of a case in a fake world, each with a communicator. A call has a stream and buffers of its own; its input
-// comes into being on that stream just before, and just after its output is taken away and both become garbage.
+// The ranks of a case in a fake world, each with a communicator. A call has its own stream and buffers. Work on that
+// stream writes the input just before the call; just after it, the output is copied away and both become garbage.
 class FakeRanks {
  public:
   FakeRanks(FakeWorld* world, const Case& c, double timeout_s = 60);
@@ -23,7 +23,7 @@ class FakeRanks {
   void Call(std::size_t rank);
   // A call on every rank, each in a thread. Throws the first error.
   void CallAll();
-  // Where the output of a rank is not what it must be; empty: nowhere.
+  // Describes the first wrong output of a rank; empty if all are right.
   std::string Difference() const;
 
   Communicator* communicator(std::size_t rank) { return communicators_[rank].get(); }

@@ -37,7 +37,8 @@ Blocks MakeBlocks(std::size_t num_rows, std::size_t numel, Random* random) {
   return blocks;
 }
 
-// N10 of zcomm/_formats/reference.py for one row, word by word: u = RN(x + RN(beta * r)), and what is kept of u - `decoded`.
+// N10 of zcomm/_formats/reference.py for one row, step by step: u = RN(x + RN(beta * r)), and the new residual of
+// u - `decoded`.
 std::vector<float> Summed(const std::vector<float>& x, const Blocks& blocks, std::size_t row, float beta) {
   std::vector<float> u(x.size());
   for (std::size_t e = 0; e < x.size(); ++e) {
@@ -78,13 +79,13 @@ void Keep(const std::vector<float>& u, const float* decoded, Blocks* blocks, std
   }
 }
 
-// What is to become the rows' messages: row i at x[i * stride], float32.
+// The values that become the rows' messages: row i at x[i * stride], float32.
 struct Source {
   std::vector<float> x;
   std::size_t stride;
 };
 
-// The messages and the residual that the definition gives.
+// The messages and the residual according to the definition.
 std::vector<std::uint8_t> Expected(const MessageLayout& layout, const Source& source, std::size_t num_rows,
                                    std::size_t message_stride, float beta, const Draw* draw, Blocks* blocks) {
   std::vector<float> sums(num_rows * source.stride + 1);
@@ -202,7 +203,7 @@ void CheckThreadCounts() {
   }
 }
 
-// By hand: int4 of scale 1 sends nothing of a quarter, until the residual has saved up enough of them.
+// By hand: int4 with scale 1 rounds a quarter to 0 until the residual has added up enough of them.
 void CheckNothingIsLost() {
   const float x[] = {7.0F, 0.25F, -0.25F, 0.0F};
   const MessageLayout layout = MakeMessageLayout(Codec::kInt4, 4, 1, 4);

@@ -74,7 +74,7 @@ void TestTransfers(const std::string& folder, std::size_t num_requests, bool may
   queue.Wait(ticket);
   EXPECT(std::memcmp(written.get(), read.get(), kPart * kParts) == 0, "%s, requests %zu",
          FileEngineName(queue.engine()), num_requests);
-  EXPECT(Contains(MessageOfThrow([&] { queue.Wait(ticket); }), "was waited for"), "twice");
+  EXPECT(Contains(MessageOfThrow([&] { queue.Wait(ticket); }), "Wait has already returned"), "twice");
   queue.Wait(queue.Read(again, 0, read.get(), 0));
   queue.Close(again);
   EXPECT(::unlink(path.c_str()) == 0, "unlink");
@@ -101,9 +101,9 @@ void TestErrors(const std::string& folder, bool may_use_ring) {
   ::unlink(path.c_str());
 }
 
-// A limit on the size of files stands for a full disk.
+// A file size limit stands in for a full disk.
 void TestNoSpace(const std::string& folder, bool may_use_ring) {
-  std::signal(SIGXFSZ, SIG_DFL);  // the queue keeps it from ending the process
+  std::signal(SIGXFSZ, SIG_DFL);  // would end the process if the queue did not block it
   rlimit before{};
   getrlimit(RLIMIT_FSIZE, &before);
   FileQueue queue(2, kFileAlignment, may_use_ring);
@@ -133,7 +133,7 @@ void TestClosingDropsWhatHasNotBegun(const std::string& folder, bool may_use_rin
   ::unlink(path.c_str());
 }
 
-// Many transfers at once and through one another, each of many requests, with errors among them.
+// Many interleaved transfers, each of many requests, some of which fail.
 void TestManyTransfers(const std::string& folder, bool may_use_ring) {
   constexpr std::size_t kFiles = 8;
   constexpr std::size_t kNbytes = 40 * kFileAlignment;
@@ -170,7 +170,7 @@ void TestManyTransfers(const std::string& folder, bool may_use_ring) {
 }
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // which need all the address space there is
-// Lets `call` have so much more address space than is used now.
+// Runs `call` with `nbytes` more address space than is used now.
 template <class Call>
 void WithRoomFor(std::size_t nbytes, const Call& call) {
   rlimit before{};
@@ -199,7 +199,7 @@ void TestNoThread(const std::string&) {}
 
 int main() {
   const std::string folder = zcomm::MakeFolder();
-  for (const bool may_use_ring : {false, true}) {  // where there is no ring, threads twice
+  for (const bool may_use_ring : {false, true}) {  // without io_uring, this runs twice with threads
     for (const std::size_t num_requests : {1, 2, 8}) zcomm::TestTransfers(folder, num_requests, may_use_ring);
     zcomm::TestErrors(folder, may_use_ring);
     zcomm::TestNoSpace(folder, may_use_ring);

@@ -7,7 +7,7 @@
 namespace zcomm {
 namespace {
 
-// Every pair of neighbours a < b of a 16-bit format: their midpoint, and the floats next to it.
+// Every pair of neighboring values a < b of a 16-bit format: their midpoint, and the floats next to it.
 void CheckRounding(float (*widen)(std::uint16_t), std::uint16_t (*narrow)(float), unsigned infinity) {
   for (unsigned bits = 0; bits < infinity; ++bits) {
     const auto low = static_cast<std::uint16_t>(bits);

@@ -9,7 +9,7 @@ int main() {
   setenv("ZCOMM_ISA", "sse9", 1);
   const std::string text = zcomm::MessageOfThrow([] { zcomm::ActiveIsa(); });
   EXPECT(zcomm::Contains(text, "ZCOMM_ISA=sse9") && zcomm::Contains(text, "baseline"), "%s", text.c_str());
-  // A level that threw was not read: the next call reads again, then keeps what it found.
+  // After an invalid value the next call reads the variable again, and then keeps the level.
   setenv("ZCOMM_ISA", "baseline", 1);
   EXPECT(zcomm::ActiveIsa() == Isa::kBaseline, "the environment caps the level");
   setenv("ZCOMM_ISA", "avx512", 1);

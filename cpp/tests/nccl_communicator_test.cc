@@ -1,5 +1,5 @@
-// The communicator on fake GPUs: the bits of the reference in whatever order streams run, every wait needed, transfers
-// overlapped, and every failure an error on every rank.
+// The communicator on fake GPUs: the reference's bits in whatever order streams run, no redundant wait, transfers that
+// overlap, and an error on every rank after any failure.
 
 #include <algorithm>
 #include <chrono>
@@ -66,7 +66,7 @@ void Expect(const FakeRanks& ranks, std::uint32_t seed) {
   EXPECT(difference.empty(), "seed %u: %s", seed, difference.c_str());
 }
 
-// Several calls, some on a GPU far behind its host, some on one that keeps up.
+// Several calls, some on a GPU that is far behind its host, some on one that keeps up.
 void CheckBits() {
   std::uint32_t seed = 0;
   for (const Case& c : Cases()) {
@@ -87,7 +87,7 @@ void CheckBits() {
   }
 }
 
-// Whether two calls on two streams give the right bits when a wait of the first rank is forgotten, or none is.
+// Whether two calls on two streams give the right bits if a wait of the first rank, or none, is left out.
 bool IsRightWithout(const Case& c, std::size_t wait, std::uint32_t seed, std::size_t* num_waits) {
   FakeWorld world(seed);
   FakeRanks ranks(&world, c);
@@ -103,7 +103,7 @@ bool IsRightWithout(const Case& c, std::size_t wait, std::uint32_t seed, std::si
   return ranks.Difference().empty();
 }
 
-// Each wait orders something that nothing else orders: without it some interleaving gives wrong bits.
+// Each wait is needed: without it, some interleaving gives wrong bits.
 void CheckEveryWaitIsNeeded() {
   constexpr std::size_t kNone = SIZE_MAX;
   constexpr std::uint32_t kMaxSeed = 20000;  // some waits matter in one interleaving of a hundred
@@ -145,7 +145,7 @@ void CheckOverlap() {
 
 using Counts = std::map<std::string, std::size_t>;
 
-// Of a call in the steady state, on rank 0: kernels, transfers, events. Each costs the host some microseconds.
+// The kernels, transfers and events of a call in the steady state, on rank 0. Each costs the host some microseconds.
 Counts CountsOf(const Case& c) {
   FakeWorld world(9);
   FakeRanks ranks(&world, c);
@@ -214,7 +214,7 @@ std::string ErrorOf(const std::function<void()>& call) {
   return "";
 }
 
-// Rank 0 fails at its call number `number`. Both ranks end with an error, and nothing is left.
+// Rank 0 fails at its call number `number`. Both ranks get an error, and nothing is leaked.
 void CheckFailure(const Case& c, std::size_t number) {
   FakeWorld world(static_cast<std::uint32_t>(number));
   {
@@ -225,7 +225,7 @@ void CheckFailure(const Case& c, std::size_t number) {
     EXPECT(ErrorOf([&] { ranks.Call(0); }) == error, "later calls say the same");
     std::string other = ErrorOf([&] { ranks.Call(1); });
     while (other.empty()) other = ErrorOf([&] { ranks.communicator(1)->Check(); });
-    EXPECT(Contains(other, "has not ended within") && Contains(other, "has been aborted"), "%s", other.c_str());
+    EXPECT(Contains(other, "timed out after") && Contains(other, "has been aborted"), "%s", other.c_str());
   }
   EXPECT(world.num_alive() == 0, "call %zu: %zu things leaked", number, world.num_alive());
 }
@@ -266,15 +266,15 @@ void CheckTimeoutAndAbort() {
   ranks.Call(0);
   std::string error;
   while (error.empty()) error = ErrorOf([&] { ranks.communicator(0)->Check(); });
-  EXPECT(Contains(error, "reduce_scatter has not ended within 0.05"), "%s", error.c_str());
+  EXPECT(Contains(error, "reduce_scatter timed out after 0.05"), "%s", error.c_str());
   ranks.communicator(1)->Abort("rank 1 gives up");
   EXPECT(Contains(ErrorOf([&] { ranks.Call(1); }), "rank 1 gives up"), "aborted by hand");
   world.SetAsyncError(2, "remote process exited");
   while (!Contains(error, "remote process exited")) error = ErrorOf([&] { ranks.communicator(2)->Check(); });
-  ranks.Close(3);  // with nothing under way
+  ranks.Close(3);  // with nothing in flight
 }
 
-// What waits in the first hop of a call goes on once that is aborted: nothing may be sent over the second any more.
+// Once the first hop of a call is aborted, the stages that waited in it go on: the second hop must send nothing more.
 void CheckOrderOfAborts() {
   const std::vector<std::size_t> inside = {0, 1}, between = {0, 2};
   for (const auto& [collective, wanted] : {std::pair(Collective::kReduce, std::vector({between, inside})),
@@ -294,7 +294,7 @@ void CheckOrderOfAborts() {
   }
 }
 
-// A call of CUDA or NCCL does not return: every call of a collective in turn.
+// A call of CUDA or NCCL hangs: every call of a collective in turn.
 void CheckStuckCalls() {
   const Case c = OneHop(Collective::kReduce, 2, kInt8, 300);
   std::size_t number = 0;
@@ -305,13 +305,12 @@ void CheckStuckCalls() {
     world.HangAt(0, number);
     const std::string error = ErrorOf([&] { ranks.Call(0); });
     is_over = error.empty();  // there is no such call
-    EXPECT(is_over || Contains(error, "reduce_scatter has not ended within 0.02"), "call %zu: %s", number,
-           error.c_str());
+    EXPECT(is_over || Contains(error, "reduce_scatter timed out after 0.02"), "call %zu: %s", number, error.c_str());
   }
   EXPECT(number > 15, "only %zu calls", number);
 }
 
-// Abort() of another thread does not wait for a call that does not return: it ends it.
+// Abort() in another thread does not wait for a call that hangs, but ends it.
 void CheckAbortUnderCall() {
   const Case c = OneHop(Collective::kReduce, 2, kInt8, 300);
   FakeWorld world(1);
@@ -328,7 +327,7 @@ void CheckAbortUnderCall() {
   EXPECT(Contains(ErrorOf([&] { ranks.Call(0); }), "the ranks make different calls"), "the next call");
 }
 
-// A graph is made once and runs twice, each time on what is there then.
+// A graph is captured once and runs twice, each time on the current input.
 void CheckCapture() {
   for (const Case& c : {TwoHops(Collective::kReduce, kInt8, kNf4), TwoHops(Collective::kGather, kInt8, kInt8)}) {
     FakeWorld world(5);
@@ -363,7 +362,7 @@ void CheckCapture() {
   }
 }
 
-// The end of a message does not come, and where it should be is that of an equal message of the call before.
+// The end of a message does not arrive, and in its place is the end of an equal message of the previous call.
 void CheckShortMessages() {
   std::size_t num_cases = 0;
   for (const auto collective : {Collective::kGather, Collective::kReduce, Collective::kExchange}) {

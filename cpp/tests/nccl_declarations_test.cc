@@ -25,7 +25,7 @@ static_assert(offsetof(Config, version) == offsetof(ncclConfig_t, version));
 static_assert(offsetof(Config, blocking) == offsetof(ncclConfig_t, blocking));
 static_assert(Config{}.magic == NCCL_API_MAGIC && sizeof(Config) <= sizeof(ncclConfig_t));
 
-// The same function but for the names of its types: parameters are as wide, and as many.
+// The same function except for the names of its types: as many parameters, of the same widths.
 template <class Ours, class Theirs>
 struct IsSameCall : std::false_type {};
 template <class R, class... A, class S, class... B>

@@ -1,4 +1,4 @@
-// With a path as argument: that NCCL is resolved, too, and its version printed. Needs no GPU.
+// With a path as argument, also resolves that NCCL and prints its version. Needs no GPU.
 
 #include "nccl_library.h"
 
@@ -56,10 +56,10 @@ void CheckErrors() {
   EXPECT(Contains(old, "NCCL 2.13.4 is too old: at least 2.14.0"), "%s", old.c_str());
   const std::string half = ErrorOf(STUB_HALF, {});
   EXPECT(Contains(half, "lacks ncclMemAlloc, ncclMemFree, ncclCommRegister, ncclCommDeregister"), "%s", half.c_str());
-  EXPECT(Contains(ErrorOf("libm.so.6", {}), "is no NCCL"), "libm");
+  EXPECT(Contains(ErrorOf("libm.so.6", {}), "is not an NCCL library"), "libm");
 }
 
-// What can be asked of a real one without a GPU.
+// What a real library can do without a GPU.
 void CheckReal(const char* path) {
   const Library library = LoadLibrary(path, {});
   const std::string text = library.functions.get_error_string(Result::kRemoteError);

@@ -1,4 +1,4 @@
-// A hop over NCCL against functions that stand for NCCL's: what is called, with what, and what its answers become.
+// A hop over fake NCCL functions: what is called, with which arguments, and what becomes of the results.
 
 #include "nccl_transport.h"
 
@@ -19,7 +19,7 @@ namespace {
 
 struct Fake {
   std::vector<std::string> calls;
-  int num_in_progress = 0;  // how often a call is still under way
+  int num_in_progress = 0;  // how often a call is still in progress
   Result then = Result::kSuccess;
   Result send_result = Result::kSuccess;
   const char* last_error = "no route";
@@ -113,7 +113,7 @@ Library MakeLibrary() {
 }
 
 const Library library = MakeLibrary();
-// Of before 2.18.
+// A library older than 2.18.
 const Library old_library = [] {
   Library old = MakeLibrary();
   old.functions.comm_split = nullptr;
@@ -229,7 +229,7 @@ void CheckErrors() {
   EXPECT(ErrorOf([] { MakeUniqueId(library); }) == "ncclGetUniqueId: system error", "id");
 }
 
-// A call that hangs inside NCCL is ended by Abort() of another thread; so is the end, after its time.
+// Abort() in another thread ends a call that hangs inside NCCL; the timeout ends a destructor that hangs.
 void CheckHangs() {
   {
     NcclTransport transport = Joined();
@@ -254,7 +254,7 @@ void CheckHangs() {
 
 void CheckTimeouts() {
   const std::string alone = ErrorOf([] { Joined(1 << 30, std::chrono::duration<double>(0.01)); });
-  EXPECT(Contains(alone, "ncclCommInitRankConfig has not ended within 0.01"), "%s", alone.c_str());
+  EXPECT(Contains(alone, "ncclCommInitRankConfig timed out after 0.01"), "%s", alone.c_str());
   ExpectCalls({"init 1/2i", "abort"});
   Renew();
   fake.hanging = "";
@@ -265,7 +265,7 @@ void CheckTimeouts() {
   };
   const std::string split =
       ErrorOf([&] { NcclTransport(&never, MakeUniqueId(never), 2, 1, std::chrono::duration<double>(0.01)); });
-  EXPECT(Contains(split, "ncclCommSplit has not ended within 0.01"), "%s", split.c_str());
+  EXPECT(Contains(split, "ncclCommSplit timed out after 0.01"), "%s", split.c_str());
   ExpectCalls({"init 1/2i", "split", "abort"});
 }
 

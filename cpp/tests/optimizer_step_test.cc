@@ -75,7 +75,7 @@ bool SameBits(const std::vector<T>& a, const std::vector<T>& b) {
   return a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
 
-// NaN payloads depend on the order of operands that the compiler chooses: any NaN equals any other.
+// NaN payloads depend on the operand order that the compiler chooses: all NaNs count as equal.
 bool SameValues(DType dtype, const void* a, const void* b, std::size_t numel) {
   for (std::size_t i = 0; i < numel; ++i) {
     const float x = LoadElement(dtype, a, i);

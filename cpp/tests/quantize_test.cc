@@ -137,7 +137,7 @@ void CheckKnownRotation() {
   EXPECT(bytes[0] == 0x80 && bytes[1] == 0x3F && std::memcmp(bytes.data() + 16, codes, 4) == 0, "rotation");
 }
 
-// The first and last block of each kind of length that the rotation treats apart.
+// The first and last block of each length that the rotation handles differently.
 void CheckRotations() {
   Random random(4);
   for (std::size_t block = 2; block <= 8192; block *= 2) {
@@ -155,7 +155,7 @@ void CheckRotations() {
 }
 
 #ifdef ZCOMM_X86
-// A caller who has denormals flushed gets the same bytes.
+// A caller that flushes denormals gets the same bytes.
 void CheckDenormalModes() {
   constexpr unsigned kFlushed = 0x8040;
   Random random(5);

@@ -1,5 +1,5 @@
-// A library that looks like NCCL of version STUB_VERSION to the loader. STUB_LACKS_SEND: without ncclSend.
-// STUB_HAS_REGISTRATION: with what came in 2.19.
+// A library that looks to the loader like NCCL of version STUB_VERSION. STUB_LACKS_SEND: without ncclSend.
+// STUB_HAS_REGISTRATION: with the functions that 2.19 introduced.
 
 #define STUB(name) \
   extern "C" __attribute__((visibility("default"))) int name() { return 0; }

@@ -65,7 +65,7 @@ inline float FromBits(std::uint32_t bits) {
   return value;
 }
 
-// Kinds of data that take different ways through the numerics contract.
+// Kinds of data that take different paths through the numerics contract.
 enum class Kind { kPlain, kTies, kZeros, kDenormals, kTiny, kHuge, kInfinities, kNans, kAnyBits, kNumKinds };
 
 inline float Sample(Kind kind, std::size_t i, Random* random) {

@@ -81,7 +81,7 @@ void CheckAfterFork(const Check& check) {
 #ifdef __linux__
 bool Bind(const cpu_set_t& to) { return pthread_setaffinity_np(pthread_self(), sizeof(to), &to) == 0; }
 
-// What a worker of a call by two threads may run on; the caller waits until one takes part.
+// The processors that the worker of a call with two threads may run on; the caller waits until it takes part.
 cpu_set_t AllowedOfAWorker() {
   const auto caller = std::this_thread::get_id();
   std::atomic<bool> has_worker{false};

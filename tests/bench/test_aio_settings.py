@@ -1,6 +1,6 @@
 """Direct file I/O from Python: what is written is read, errors are OSErrors, and the benchmark leaves no file."""
 
-# covers: zero/_storage/transfer_buffers.py
+# covers zero/_storage/transfer_buffers.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The tables of ``bench/compare.py``, from recorded JSON."""
 
-# covers: bench/beside.py bench/compare.py
+# covers bench/beside.py bench/compare.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``bench/gpu_check.sh``: how steps are run and read, and what it says on a machine without a GPU."""
 
-# covers: bench/beside.py bench/collectives.py
+# covers bench/beside.py bench/collectives.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The report on machine code: counts are those of the disassembly, and it runs on one kernel."""
 
-# covers: triton_kernels/arithmetic.py
+# covers triton_kernels/arithmetic.py
 
 from __future__ import annotations
 

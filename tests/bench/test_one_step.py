@@ -1,6 +1,6 @@
 """The table in docs/design/schedule.md is what 4 ranks record, and a released layer holds no memory on any of them."""
 
-# covers: bench/contenders/job.py bench/one_step.py
+# covers bench/contenders/job.py bench/one_step.py
 
 from __future__ import annotations
 

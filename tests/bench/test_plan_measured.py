@@ -1,6 +1,6 @@
 """``bench/plan_validation.py --measured``, from recorded JSON: what it plans, by hand."""
 
-# covers: zero/plan/command.py zero/plan/planner.py zero/plan/times.py
+# covers zero/plan/command.py zero/plan/planner.py zero/plan/times.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The records and the table of ``bench/convergence.py``, and the errors it measures, without ranks."""
 
-# covers: bench/comparison/__init__.py bench/comparison/records.py
+# covers bench/comparison/__init__.py bench/comparison/records.py
 
 from __future__ import annotations
 

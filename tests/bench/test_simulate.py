@@ -1,6 +1,6 @@
 """Simulated ranks: the real code at sizes that no test can start, and what it may cost there."""
 
-# covers: zcomm/_bench/emulated_nodes.py zcomm/_bench/harness.py zcomm/_bench/interface.py
+# covers zcomm/_bench/emulated_nodes.py zcomm/_bench/harness.py zcomm/_bench/interface.py
 
 from __future__ import annotations
 

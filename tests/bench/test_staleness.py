@@ -1,6 +1,6 @@
 """The formula that bench/staleness.py trains with is torch's AdamW with clipped gradients."""
 
-# covers: bench/contenders/alone.py bench/contenders/job.py
+# covers bench/contenders/alone.py bench/contenders/job.py
 
 from __future__ import annotations
 

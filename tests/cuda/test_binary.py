@@ -4,7 +4,7 @@ The bits need IEEE division and no multiplication fused with an addition; the sp
 in registers.
 """
 
-# covers: zcomm/__init__.py
+# covers zcomm/__init__.py
 
 from __future__ import annotations
 

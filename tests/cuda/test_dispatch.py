@@ -1,6 +1,6 @@
 """When the CUDA kernels are chosen, and what the native module is given. No GPU is needed."""
 
-# covers: zcomm/_base/env.py zcomm/_formats/formats.py zcomm/_formats/message.py
+# covers zcomm/_base/env.py zcomm/_formats/formats.py zcomm/_formats/message.py
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def setting(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
 @pytest.mark.parametrize("setting", ["cuda"], indirect=True)
 def test_what_they_serve(setting: str) -> None:
     for name in ("int8", "int4", "nf4", "fp8_e4m3", "none", "bf16"):
-        assert kernels._on_gpu(ON_GPU, _layout(name)) is on_cuda, name
+        assert kernels._gpu_kernels(ON_GPU, _layout(name)) is on_cuda, name
     assert on_cuda.serves(ON_GPU, _layout("int8", block=1024), _layout("int4", block=8))
     others = [
         _layout("int8", block=2048), _layout("int8", block=6), _layout("int8", symmetric=False),
@@ -63,10 +63,10 @@ def test_what_they_serve(setting: str) -> None:
 @pytest.mark.parametrize("setting", ["auto", "native"], indirect=True)
 def test_without_triton_they_are_the_default(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ZCOMM_KERNELS=cuda" in on_cuda.unavailable_reason()
-    assert kernels._on_gpu(ON_GPU, _layout("int8")) is on_triton
+    assert kernels._gpu_kernels(ON_GPU, _layout("int8")) is on_triton
     on_cuda._is_chosen.cache_clear()
     monkeypatch.setattr(on_triton, "triton_unavailable_reason", lambda _: "Triton is not installed")
-    assert kernels._on_gpu(ON_GPU, _layout("int8")) is on_cuda
+    assert kernels._gpu_kernels(ON_GPU, _layout("int8")) is on_cuda
 
 
 @pytest.mark.parametrize("setting", ["triton", "reference"], indirect=True)

@@ -1,6 +1,6 @@
 """On a GPU: the CUDA kernels and Triton's against the reference on the CPU, bit for bit, on fresh random data."""
 
-# covers: zcomm/_formats/reference.py zcomm/_formats/formats.py zcomm/_formats/message.py
+# covers zcomm/_formats/reference.py zcomm/_formats/formats.py zcomm/_formats/message.py
 
 from __future__ import annotations
 

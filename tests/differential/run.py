@@ -74,13 +74,13 @@ def largest_difference(got: Trained, expected: Trained, rank: int | None = None)
 def _quick_and_quiet() -> Iterator[None]:
     """No rank waits long for another that lacks a layer, and none says so; other tests run in the same processes."""
     logger = logging.getLogger("zero")
-    before = reducer.PATIENCE_S, logger.level
-    reducer.PATIENCE_S = 1.0
+    before = reducer.MIN_WAIT_S, logger.level
+    reducer.MIN_WAIT_S = 1.0
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        reducer.PATIENCE_S = before[0]
+        reducer.MIN_WAIT_S = before[0]
         logger.setLevel(before[1])
 
 

@@ -1,6 +1,6 @@
 """Twenty random training programs a day, against one process; any again by ``python -m tests.differential``."""
 
-# covers: zcomm/__init__.py
+# covers zcomm/__init__.py
 
 from __future__ import annotations
 

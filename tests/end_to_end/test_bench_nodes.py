@@ -1,6 +1,6 @@
 """``zcomm bench --emulate-nodes``: bytes, speed-ups on a slow network, and nothing left behind by any end."""
 
-# covers: zcomm/_bench/emulated_nodes.py
+# covers zcomm/_bench/emulated_nodes.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``bench/compare.py``'s ranks at miniature size, on ranks that stand in for two nodes."""
 
-# covers: bench/compare.py bench/compare_ranks.py
+# covers bench/compare.py bench/compare_ranks.py
 
 from __future__ import annotations
 

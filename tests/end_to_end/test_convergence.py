@@ -1,6 +1,6 @@
 """``bench/convergence.py`` at miniature size: what it measures, that it goes on where it stopped, and its table."""
 
-# covers: bench/contenders/ddp.py bench/contenders/job.py
+# covers bench/contenders/ddp.py bench/contenders/job.py
 
 from __future__ import annotations
 

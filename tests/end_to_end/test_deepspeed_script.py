@@ -1,6 +1,6 @@
 """The training script of DeepSpeed's tutorials runs with one import changed, under their configurations."""
 
-# covers: bench/contenders/job.py bench/side_by_side/configurations.py
+# covers bench/contenders/job.py bench/side_by_side/configurations.py
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def _check_tiers(report: dict[str, Any], rank: int, places: tuple[str, str], fol
     in_parameters, in_states = places
     own_numel, num_applied = report["numel"] // 2, num_steps - report["skipped"]
     itemsize = 2 if report["skipped"] else 4
-    said = {"nvme": f"parameters rest in files below {folder};", "cpu": "parameters rest in host memory;"}
+    said = {"nvme": f"parameters are stored in files below {folder};", "cpu": "parameters are stored in host memory;"}
     if in_states != "device":
-        assert said.get(in_parameters, "parameters rest on the device, as they stay whole;") in report["effective"]
+        assert said.get(in_parameters, "parameters are stored on the device, as they stay full;") in report["effective"]
         assert "zero's CPUAdam in place of the torch.optim.Adam that was given" in report["effective"]
     assert shards[in_parameters] == sum(shards.values()) >= own_numel * itemsize
     assert ("gradients to_host" in counts) == (in_states != "device")

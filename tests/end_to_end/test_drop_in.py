@@ -3,7 +3,7 @@
 ``python bench/drop_in.py`` is the whole comparison, 300 steps a case, and fails by its exit code.
 """
 
-# covers: bench/beside.py bench/contenders/ddp.py
+# covers bench/beside.py bench/contenders/ddp.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """LoRA adapters of ``peft`` on transformers' GPT-2, at stages 2 and 3: as in one process without ZeRO."""
 
-# covers: bench/comparison/__init__.py bench/contenders/__init__.py
+# covers bench/comparison/__init__.py bench/contenders/__init__.py
 
 from __future__ import annotations
 

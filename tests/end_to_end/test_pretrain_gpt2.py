@@ -1,6 +1,6 @@
 """bench/pretrain_gpt2.py: the tutorial's flags and JSONs at stages 1, 2 and 3 train alike."""
 
-# covers: bench/contenders/job.py bench/pretrain_gpt2.py
+# covers bench/contenders/job.py bench/pretrain_gpt2.py
 
 from __future__ import annotations
 

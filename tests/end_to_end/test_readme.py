@@ -1,6 +1,6 @@
 """The examples of the README and of docs run as they are printed, on the ranks they ask for."""
 
-# covers: README.md docs/usage.md
+# covers README.md docs/usage.md
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The main job: it runs as the README says, its bytes and memory are those of the formulas."""
 
-# covers: bench/compare.py bench/contenders/alone.py
+# covers bench/compare.py bench/contenders/alone.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The main job as on two machines: two torchrun agents in two network namespaces, nodes from torchrun's environment."""
 
-# covers: zcomm/_bench/emulated_nodes.py
+# covers zcomm/_bench/emulated_nodes.py
 
 from __future__ import annotations
 

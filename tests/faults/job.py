@@ -191,20 +191,20 @@ class Rank:
     @contextmanager
     def _flipped_message(self) -> Iterator[None]:
         """In one of the next exchanges; what is behind the last of the step waits for the next one."""
-        draw, usual = random.Random(self.spec["draw"]), checked.land
+        draw, usual = random.Random(self.spec["draw"]), checked.wait_received
         left = [draw.randrange(1, 12)]
 
-        def land(pending: Any, received: Mapping[int, Tensor]) -> None:
+        def wait_received(pending: Any, received: Mapping[int, Tensor]) -> None:
             usual(pending, received)
             left[0] -= 1
             if left[0] <= 0 and received:
-                checked.land = usual
+                checked.wait_received = usual
                 part = received[draw.choice(sorted(received))]
                 view = part.view(-1).view(torch.uint8)
                 view[draw.randrange(view.numel())] ^= 1 << draw.randrange(8)
                 self.happened()
 
-        checked.land = land
+        checked.wait_received = wait_received
         yield
 
     def _flip_file(self) -> None:

@@ -1,6 +1,6 @@
 """A few faults of each run of the suite, by the date; the page of results is what the log of the runs says."""
 
-# covers: tests/faults/definition.py tests/faults/forked.py
+# covers tests/faults/definition.py tests/faults/forked.py
 
 from __future__ import annotations
 

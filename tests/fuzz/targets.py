@@ -96,7 +96,7 @@ def make_targets(folder: Path) -> dict[str, Target]:  # noqa: C901 (a function f
         path = write("model.safetensors.index.json", data)
         with contextlib.suppress(LayoutError):
             open_tensors(path)
-        index_of_weights(path, known[0].inside)
+        index_of_weights(path, known[0].parts)
 
     def probe(data: bytes) -> None:
         path = write("probe.json", data)

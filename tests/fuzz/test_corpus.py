@@ -1,6 +1,6 @@
 """Every input of the corpus, findings that were fixed among them: taken, or refused by a named error."""
 
-# covers: tests/fuzz/targets.py
+# covers tests/fuzz/targets.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Mistakes drawn by rule: where they may stand, and, in the set that takes minutes, what becomes of twenty a day."""
 
-# covers: tests/mutants/drawn.py tests/mutants/rules.py
+# covers tests/mutants/drawn.py tests/mutants/rules.py
 
 from __future__ import annotations
 

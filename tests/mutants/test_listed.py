@@ -1,6 +1,6 @@
 """Every listed mutant can still be made and run: its text stands in its file once, and its tests exist."""
 
-# covers: tests/mutants/listed.py tests/mutants/run.py
+# covers tests/mutants/listed.py tests/mutants/run.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """No module of the libraries can unpickle what it did not make itself: read from the sources."""
 
-# covers: zcomm/__init__.py
+# covers zcomm/__init__.py
 
 from __future__ import annotations
 

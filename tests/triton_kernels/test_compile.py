@@ -4,7 +4,7 @@ The numerics contract stands on three things that only the compiled code shows: 
 and denormals that are kept.
 """
 
-# covers: triton_kernels/launch.py
+# covers triton_kernels/launch.py
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ def _reduce(format: str, out_format: str, *, residual: bool = False, numel: int 
     launch.decode_sum_requantize(messages, layout, out, out_layout, draw, is_valid=flag, residual=blocks)
 
 
-def _residual(num_rows: int, numel: int) -> launch.Residual:
+def _residual(num_rows: int, numel: int) -> launch.ResidualArguments:
     codes = torch.zeros(num_rows, -(-numel // 256), 256, dtype=torch.int8)
-    return launch.Residual(codes, torch.zeros(codes.shape[:2], dtype=torch.bfloat16), 0.9)
+    return launch.ResidualArguments(codes, torch.zeros(codes.shape[:2], dtype=torch.bfloat16), 0.9)
 
 
 def _instructions(kernel: Any) -> set[str]:

@@ -1,6 +1,6 @@
 """When the Triton kernels are chosen, what is said when they cannot be, and how a launch is tuned."""
 
-# covers: triton_kernels/_kept.py triton_kernels/_run.py triton_kernels/kernels.py zcomm/_kernels/on_triton.py
+# covers triton_kernels/_kept.py triton_kernels/_run.py triton_kernels/kernels.py zcomm/_kernels/on_triton.py
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_cpu_tensors_are_served_by_others(setting: str, monkeypatch: pytest.Monk
 def test_without_triton_the_reason_names_the_remedy() -> None:
     hidden = "import sys; sys.modules['triton'] = None; import importlib.util as u; find = u.find_spec; "
     hidden += "u.find_spec = lambda name, *a: None if name == 'triton' else find(name, *a); "
-    done = _run_python(hidden + "from zcomm import on_triton; print(on_triton.unavailable_reason('cuda'))")
+    done = _run_python(hidden + "from zcomm._kernels import on_triton; print(on_triton.unavailable_reason('cuda'))")
     assert done.stdout == "Triton is not installed: pip install 'zcomm-zero[triton]'\n", done.stderr
     assert unavailable_reason("xpu") == "there are none for xpu tensors"
 

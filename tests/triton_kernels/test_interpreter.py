@@ -3,7 +3,7 @@
 With ZCOMM_TEST_DRAWS=10000 hypothesis draws so many cases, here and in tests/zcomm/test_kernels.py.
 """
 
-# covers: zcomm/__init__.py
+# covers zcomm/__init__.py
 
 from __future__ import annotations
 

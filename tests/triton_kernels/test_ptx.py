@@ -1,6 +1,6 @@
 """The texts of NVIDIA instructions, executed on the CPU, against the reference's levels, midpoints and roundings."""
 
-# covers: triton_kernels/ptx.py
+# covers triton_kernels/ptx.py
 
 from __future__ import annotations
 

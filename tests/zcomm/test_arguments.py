@@ -1,6 +1,6 @@
 """Arguments of a wrong kind: one named error, before any communication, the same for operators and their fakes."""
 
-# covers: zcomm/_base/arguments.py
+# covers zcomm/_base/arguments.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``format="auto"``: what the probe's file says, the same on all ranks whatever files they have; else uncompressed."""
 
-# covers: zcomm/_bench/probe.py zcomm/_collectives/auto_format.py
+# covers zcomm/_bench/probe.py zcomm/_collectives/auto_format.py
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import zcomm
 from tests.ranks import run_ranks
 from zcomm import ConfigError, Topology, ZcommError, cli
 from zcomm._base import env
-from zcomm._bench.probe import confirmed, fastest_of
+from zcomm._bench.probe import choose_confirmed, choose_fastest
 from zcomm._collectives import auto_format
 from zcomm._collectives.auto_format import NONE, ProbedChoice, Table
 
@@ -133,7 +133,7 @@ def test_without_a_probe_of_these_nodes_and_device_it_is_uncompressed(tmp_path: 
 def _check_broken(rank: int, path: str) -> None:
     with _topology_with(path if rank == 0 else "/no/such/file") as t:
         for _ in range(2):
-            with pytest.raises(ConfigError, match=r"broken.json is not what `zcomm probe` writes: .*delete it"):
+            with pytest.raises(ConfigError, match=r"broken.json is not a file of `zcomm probe`: .*delete it"):
                 zcomm.all_gather_single(torch.empty(4), torch.empty(1), t, format="auto")
         zcomm.all_gather_single(torch.empty(4), torch.empty(1), t)
 
@@ -181,16 +181,16 @@ def test_nothing_is_chosen_that_was_not_allowed(capsys: pytest.CaptureFixture[st
     for text in ("int8:stochastic", "int8+int4:stochastic", "auto"):
         with pytest.raises(SystemExit):
             cli.main(["probe", "--formats", text])
-        assert "must be rounded to nearest" in capsys.readouterr().err
+        assert "must round to nearest" in capsys.readouterr().err
         with pytest.raises(ZcommError):
             ProbedChoice.parse(text, 2)
 
 
 def test_a_choice_must_be_worth_it() -> None:
-    usual = ("none", 2)
-    assert fastest_of({usual: 1.0, ("none", 1): 0.95, ("int8", 2): 0.85}, usual=usual) == usual
-    assert fastest_of({usual: 1.0, ("none", 1): 0.85, ("int8", 2): 0.75}, usual=usual) == ("none", 1)
-    assert fastest_of({usual: 1.0, ("none", 1): 0.95, ("int8", 2): 0.75}, usual=usual) == ("int8", 2)
+    default = ("none", 2)
+    assert choose_fastest({default: 1.0, ("none", 1): 0.95, ("int8", 2): 0.85}, default=default) == default
+    assert choose_fastest({default: 1.0, ("none", 1): 0.85, ("int8", 2): 0.75}, default=default) == ("none", 1)
+    assert choose_fastest({default: 1.0, ("none", 1): 0.95, ("int8", 2): 0.75}, default=default) == ("int8", 2)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_choice_is_made_every_time(trials: list[tuple[float, ...]], chosen: tu
         assert {key for key, seconds in found.items() if seconds is not None} == set(keys)
         return {key: found[key] for key in keys}
 
-    best, p50 = confirmed(trial, ways, usual=("none", 2))
+    best, p50 = choose_confirmed(trial, ways, default=("none", 2))
     assert best == chosen
     assert len(asked) == num_trials
     assert p50.keys() == set(ways)

@@ -1,6 +1,6 @@
 """What is refused, before any communication: in this process there is no process group to reach."""
 
-# covers: zcomm/functional.py
+# covers zcomm/functional.py
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _check_bad_topologies(rank: int) -> None:
             Topology(ranks_per_node=bad)  # type: ignore[arg-type]
     os.environ["GROUP_RANK"] = "0" if rank < 3 else "1"
     try:
-        with pytest.raises(TopologyError, match=r"node of each rank \[0, 0, 0, 1\]"):
+        with pytest.raises(TopologyError, match=r"nodes of the ranks=\[0, 0, 0, 1\]"):
             Topology.from_env()
         for variable in ("GROUP_RANK", "LOCAL_WORLD_SIZE"):
             with pytest.MonkeyPatch.context() as patch:
@@ -149,8 +149,8 @@ def test_world_size_without_process_group(monkeypatch: pytest.MonkeyPatch) -> No
 
 CORRUPT = """
 import torch, zcomm
-from zcomm import kernels
-from zcomm.message import layout_of
+from zcomm._kernels import kernels
+from zcomm._formats.message import layout_of
 layout = layout_of("test", zcomm.get_format("int8"), torch.float32, 1, 100)
 message = layout.new(1, torch.device("cpu"))
 kernels.quantize(torch.ones(100), layout, message, 0, 0)

@@ -1,6 +1,6 @@
 """``zcomm bench``: its grammar, its verdicts, what it refuses, and the columns against formulas."""
 
-# covers: zcomm/_bench/checking.py zcomm/_bench/collectives.py zcomm/_bench/command.py zcomm/_bench/data.py
+# covers zcomm/_bench/checking.py zcomm/_bench/collectives.py zcomm/_bench/command.py zcomm/_bench/data.py
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def test_sizes(step: dict[str, Any], expected: list[int]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["-b", "1T"], "a size is a number of bytes, with K, M or G"),
-        (["-b", "2M", "-e", "1M"], "--minbytes must not be more than --maxbytes: 2097152, 1048576"),
+        (["-b", "1T"], "must be a number of bytes, optionally with K, M or G"),
+        (["-b", "2M", "-e", "1M"], "--minbytes must be at most --maxbytes: --minbytes 2097152 --maxbytes 1048576"),
         (["--formats", "int5"], "did you mean 'int"),
-        (["--collectives", "broadcast"], "must be of all_gather, reduce_scatter"),
+        (["--collectives", "broadcast"], "must be one of all_gather, reduce_scatter"),
         (
             ["--backend", "nccl", "--device", "cpu"],
             "it takes tensors on GPUs, got --device cpu; --backend torch runs on",
@@ -83,7 +83,7 @@ def test_a_gpu_that_is_not_there(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main([command, "--device", "cuda"]) == 2
-    assert "--device cuda needs a GPU that torch can use" in capsys.readouterr().err
+    assert "--device cuda needs a GPU, but torch.cuda.is_available() is False" in capsys.readouterr().err
 
 
 def test_emulated_nodes_need_root(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,21 +146,21 @@ def _check_verdicts(rank: int, op: str, dtypes: tuple[torch.dtype, ...], texts: 
             for wire in [None, *wires]:
                 if wire is None or (wire.num_hops == 1 and wire.inside != wire.between):
                     continue
-                w.spoil()
-                w.ours(wire)
+                w.poison()
+                w.call_zcomm(wire)
                 verdict = check(w, wire)
                 assert verdict.num_wrong == 0, (collective, str(wire), wire.num_hops)
                 if collective != "secondary_gather":
                     _check_a_fault_is_seen(rank, w, wire)
-            w.spoil()
-            w.torchs()
+            w.poison()
+            w.call_torch()
             assert check(w, None).num_wrong == 0, collective
 
 
 def _check_a_fault_is_seen(rank: int, w: Workload, wire: Any) -> None:
     """One element, on one rank, moved by a little more than it may be; or one that ranks hold differently."""
     part = list(w.parts())[-1]
-    spot = part.begin + part.numel // 2
+    spot = part.start + part.numel // 2
     usual = w.output[spot].clone()
     if rank == 2:
         w.output[spot] = usual.double() + 3 * w.bound(part, 0, part.numel, wire)[part.numel // 2] + 1e-2
@@ -185,7 +185,7 @@ def _check_other_numbers(rank: int) -> None:
     w = Workload("all_gather", 40_000, Tiles(torch.float32), topology(2), "sum")
     results = []
     for _ in range(2):
-        w.ours(wire_of("int4:stochastic", 2))
+        w.call_zcomm(wire_of("int4:stochastic", 2))
         results.append(w.output.clone())
     assert not torch.equal(*results)
 
@@ -298,5 +298,5 @@ def test_probe_overwrites_nothing_else(capsys: pytest.CaptureFixture[str], tmp_p
     other = tmp_path / "precious.json"
     other.write_text('{"mine": 1}')
     assert cli.main(["probe", "--output", str(other)]) == 2
-    assert "precious.json is not what `zcomm probe` writes" in capsys.readouterr().err
+    assert "precious.json is not a file of `zcomm probe`" in capsys.readouterr().err
     assert other.read_text() == '{"mine": 1}'

@@ -1,6 +1,6 @@
 """With ZCOMM_CHECK=1 one wrong bit in any message is the same named error on every rank, and nothing of it is used."""
 
-# covers: zcomm/_base/env.py zcomm/_transport/checked.py
+# covers zcomm/_base/env.py zcomm/_transport/checked.py
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def checking() -> Iterator[None]:
 @contextmanager
 def flipped_bit(nth: int, *, at: int = -1, bit: int = 4) -> Iterator[list[int]]:
     """In what the ``nth`` exchange from here on brings, in one byte from one rank. Yields the senders."""
-    usual, left, senders = checked.land, [nth], []
+    usual, left, senders = checked.wait_received, [nth], []
 
-    def land(pending: Any, received: Mapping[int, Tensor]) -> None:
+    def wait_received(pending: Any, received: Mapping[int, Tensor]) -> None:
         usual(pending, received)
         left[0] -= 1
         if left[0] == 0:
@@ -54,11 +54,11 @@ def flipped_bit(nth: int, *, at: int = -1, bit: int = 4) -> Iterator[list[int]]:
             flat[at] ^= bit
             senders.append(sender)
 
-    checked.land = land
+    checked.wait_received = wait_received
     try:
         yield senders
     finally:
-        checked.land = usual
+        checked.wait_received = usual
 
 
 def _calls(rank: int, world_size: int) -> dict[str, tuple[int, Callable[[], object]]]:
@@ -106,7 +106,7 @@ def _check(rank: int, world_size: int) -> None:
                     call()
                 dist.all_gather_object(of_ranks, str(error.value))
                 assert len(set(of_ranks)) == 1, (name, nth, of_ranks)
-                assert f"what rank {VICTIM} got from rank " in of_ranks[0], (name, nth, of_ranks)
+                assert f"rank {VICTIM} received other bytes than rank " in of_ranks[0], (name, nth, of_ranks)
             call()  # the groups are as before
         _check_order(rank, world_size)
         if world_size == 4:
@@ -130,7 +130,7 @@ def _check_node_sums(rank: int) -> None:
             call()
         dist.all_gather_object(texts, str(error.value))
         assert len(set(texts)) == 1, texts
-        assert f"what rank {VICTIM} got from rank {sender}" in texts[0]
+        assert f"rank {VICTIM} received other bytes than rank {sender} sent" in texts[0]
         sums.clear()
 
 
@@ -145,7 +145,7 @@ def _check_gathers_of_a_node(rank: int) -> None:
             call()
         dist.all_gather_object(texts, str(error.value))
         assert len(set(texts)) == 1, texts
-        assert f"what rank {VICTIM} got from rank 0" in texts[0]
+        assert f"rank {VICTIM} received other bytes than rank 0 sent" in texts[0]
         call()
     secondary.gather(out)
     assert torch.equal(out, torch.arange(4.0 * NUMEL))
@@ -199,7 +199,7 @@ def _check_diverging(rank: int) -> None:
         for leaving in ([3], [1, 2, 3], [0, 2]):
             start, leaves = time.perf_counter(), rank in leaving
             for call in (partial(gather, t.companion if leaves else t), scatter if leaves else partial(gather, t)):
-                with pytest.raises(DivergedError, match="wait for one another"):
+                with pytest.raises(DivergedError, match="deadlock: the ranks make different calls"):
                     call()
             assert time.perf_counter() - start < 20
             for _ in range(2):

@@ -1,6 +1,6 @@
 """Chunks: where they are cut, the order of their exchanges, and that nothing but time depends on them."""
 
-# covers: zcomm/_transport/chunks.py
+# covers zcomm/_transport/chunks.py
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def test_on_gpus_a_chunk_takes_several_times_what_it_costs_the_host() -> None:
     slow, fast = Link(20e-6, 2e9), Link(5e-6, 900e9)
     cases = ((8, (), 450e9, 0), (8, (slow, fast), 900e9, 25e-6), (2, (slow,), 2e9, 20e-6))
     for num_ranks, links, rate, latency_s in cases:
-        least = chunks.least_chunk("cuda", num_ranks, links)
+        least = chunks.min_chunk_numel("cuda", num_ranks, links)
         assert least >= 2**24
         assert least == 2**24 or least * num_ranks / rate == pytest.approx(4 * (300e-6 + latency_s), rel=1e-3)
-    assert chunks.least_chunk("cpu", 8, (slow, fast)) == 2**18
-    assert len(chunks.chunks_of(2**24, INT8, least=chunks.least_chunk("cuda", 8))) == 1
-    assert len(chunks.chunks_of(2**30, INT8, least=chunks.least_chunk("cuda", 8))) > 4
+    assert chunks.min_chunk_numel("cpu", 8, (slow, fast)) == 2**18
+    assert len(chunks.chunks_of(2**24, INT8, min_numel=chunks.min_chunk_numel("cuda", 8))) == 1
+    assert len(chunks.chunks_of(2**30, INT8, min_numel=chunks.min_chunk_numel("cuda", 8))) > 4
 
 
 class _Exchange:

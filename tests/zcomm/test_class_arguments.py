@@ -1,6 +1,6 @@
 """Arguments of a wrong kind for the classes: one named error with the argument's name, before any communication."""
 
-# covers: zcomm/__init__.py
+# covers zcomm/__init__.py
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_an_argument_of_a_wrong_kind_is_named(taker: str) -> None:
         ([("a", 6, 4)], "a span must lie in the buffer"),
         ([("a", 0, 4), ("b", 4, -2)], r"spans\[1\]\.numel must be an integer of at least 0: spans\[1\]\.numel=-2"),
         ([("a", 0, 4, True)], r"spans\[0\]\.offset must be an integer .*offset=True"),
-        ([("a", 0)], r"spans must be of zcomm\.Span, or \(key, first element, numel\): spans\[0\]=\('a', 0\)"),
+        ([("a", 0)], r"spans must be zcomm\.Span, or \(key, first element, numel\): spans\[0\]=\('a', 0\)"),
     ],
 )
 def test_a_span_that_cannot_be_is_named_by_its_place(spans: Any, text: str) -> None:

@@ -1,6 +1,6 @@
 """The report for bug reports: whole, machine readable, and never the thing that fails."""
 
-# covers: zcomm/_stateful/encoded_shard.py zcomm/cli.py zcomm/report.py
+# covers zcomm/_stateful/encoded_shard.py zcomm/cli.py zcomm/report.py
 
 from __future__ import annotations
 

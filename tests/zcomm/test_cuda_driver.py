@@ -1,6 +1,6 @@
 """A driver that is missing or too old is one named reason, on every rank before NCCL is asked for anything."""
 
-# covers: zcomm/_kernels/on_cuda.py
+# covers zcomm/_kernels/on_cuda.py
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _drive(monkeypatch: pytest.MonkeyPatch, cuda: tuple[int, int] | None) -> Non
     ("cuda", "built", "expected"),
     [
         (None, BUILT, r"no NVIDIA driver \(libcuda.so.1\): install driver 580 or later"),
-        ((12, 9), BUILT, r"too old: of CUDA 12.9.*built with CUDA 13.0\. Install driver 580 or later.*Triton's"),
+        ((12, 9), BUILT, r"too old: CUDA 12.9.*built with CUDA 13.0\. Install driver 580 or later.*Triton's"),
         ((12, 9), "14.1.0", r"too old.*Install a driver of CUDA 14.0 or later, or compile them with CUDA 12"),
         ((13, 0), "13.2.1 for 90-real", "^$"),  # a minor version older is as good
         ((14, 0), BUILT, "^$"),
@@ -58,7 +58,7 @@ def test_what_a_driver_serves(
     assert re.search(expected, driver_unavailable_reason(built)), driver_unavailable_reason(built)
 
 
-@pytest.mark.parametrize(("version", "text"), [(12040, "of CUDA 12.4"), (13010, "of CUDA 13.1"), (0, "none: there is")])
+@pytest.mark.parametrize(("version", "text"), [(12040, "CUDA 12.4"), (13010, "CUDA 13.1"), (0, "none: there is")])
 def test_the_driver_is_asked(tmp_path: Path, version: int, text: str) -> None:
     folder, file = stub_driver(tmp_path, version).parent, on_cuda.__file__
     done = subprocess.run(
@@ -75,13 +75,13 @@ def test_cuda_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env, "value", lambda _: "cuda")
     assert "driver is too old" in on_cuda.unavailable_reason()
     monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: True)
-    assert "ZCOMM_KERNELS=cuda, but the NVIDIA driver is too old" in kernels.refusal()
+    assert "ZCOMM_KERNELS=cuda, but the NVIDIA driver is too old" in kernels.unavailable_reason()
 
 
 def test_the_report_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     _drive(monkeypatch, None)
     monkeypatch.setattr(report.kernels, "native", lambda: SimpleNamespace(build_info=lambda: {"cuda": BUILT}))
-    assert "nvidia-driver-580" in report._or_none(report._no_cuda, str)
+    assert "nvidia-driver-580" in report._described(report._cuda_unavailable_reason, str)
 
 
 def _fake_native() -> Any:

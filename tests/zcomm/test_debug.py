@@ -1,6 +1,6 @@
 """ZCOMM_DEBUG=1: calls that differ between ranks are one error on every rank, before anything is exchanged."""
 
-# covers: zcomm/_bench/torch_calls.py zcomm/_transport/debug.py
+# covers zcomm/_bench/torch_calls.py zcomm/_transport/debug.py
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.ranks import run_ranks, topology
 from zcomm import CommunicationError, LayoutError
 from zcomm._base import env
 from zcomm._transport import backend
-from zcomm._transport.call_context import calling
+from zcomm._transport.call_context import public_call
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def _check_control(rank: int) -> None:
     ]
     with _debugging():
         for call, text in calls:
-            with pytest.raises(LayoutError, match=text), calling("save_checkpoint()"):
+            with pytest.raises(LayoutError, match=text), public_call("save_checkpoint()"):
                 _gather(5, group=t) if rank == 1 else call()
             call()
 

@@ -1,6 +1,6 @@
 """Delta weights: their arithmetic against the oracle, and that errors do not add up."""
 
-# covers: zcomm/_stateful/delta_gather.py
+# covers zcomm/_stateful/delta_gather.py
 
 from __future__ import annotations
 

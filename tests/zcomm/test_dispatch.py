@@ -1,6 +1,6 @@
 """Which kernels serve a call, on every instruction set of the binary, and what happens when there are none."""
 
-# covers: zcomm/_base/env.py zcomm/_formats/reference.py zcomm/_formats/formats.py
+# covers zcomm/_base/env.py zcomm/_formats/reference.py zcomm/_formats/formats.py
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ ALL_OPERATIONS = """
 import torch, zcomm
 from tests.zcomm.oracle import Wire
 from tests.zcomm.data import mixture, same_values
-from zcomm import _native, kernels, quant
-from zcomm.formats import FORMATS
-from zcomm.message import layout_of
+from zcomm import _native
+from zcomm._formats import reference
+from zcomm._kernels import kernels
+from zcomm._formats.formats import FORMATS
+from zcomm._formats.message import layout_of
 
 assert _native.isa() == {isa!r}, _native.isa()
 for name in ("int8", "int4"):
@@ -43,7 +45,7 @@ for name in ("int8", "int4"):
             layout, last = (layout_of("test", FORMATS[name], dtype, segments, numel) for segments in (2, 1))
             x = mixture(3 * 2 * numel, numel, dtype)
             results = []
-            for module in (quant, kernels):
+            for module in (reference, kernels):
                 messages, out = layout.new(3, x.device).fill_(7), last.new(2, x.device).fill_(7)
                 values, total = torch.empty(3 * 2 * numel, dtype=dtype), torch.empty(2 * numel, dtype=dtype)
                 module.quantize(x, layout, messages, 2 * numel, numel)

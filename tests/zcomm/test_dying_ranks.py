@@ -1,6 +1,6 @@
 """A rank that dies or stops in a collective: the others get an error within the process group's timeout, no hang."""
 
-# covers: zcomm/control.py
+# covers zcomm/control.py
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 backend, what is not served is refused by name, and what goes wrong is a named error on every rank.
 """
 
-# covers: zcomm/errors.py
+# covers zcomm/errors.py
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _check_other_format(rank: int) -> None:
     shard, full = torch.ones(NUMEL), torch.empty(4 * NUMEL)
     for group in (t, None):
         for async_op in (False, True):
-            with small_chunks(), pytest.raises(MessageError, match="sizes or formats differ"):
+            with small_chunks(), pytest.raises(MessageError, match="another layout than this rank expects"):
                 _gather(full, shard, group, wire, async_op=async_op)
     zcomm.all_gather_single(full, shard, t, format="none")
     assert bool((full == 1).all())
@@ -135,7 +135,7 @@ def _check_other_size(rank: int) -> None:
     own, other = ("2000", "2400") if rank == 0 else ("2400", "2000")
     group: Any = dist.new_group([0, 1])
     for _ in range(2):
-        with pytest.raises(CommunicationError, match=f"(sends {other} bytes where this rank expects {own})|has gone"):
+        with pytest.raises(CommunicationError, match=f"sends {other} bytes where this rank expects {own}|disconnected"):
             zcomm.all_gather_single(torch.empty(2 * numel), torch.ones(numel), group, format="none")
     dist.destroy_process_group(group)
     t = zcomm.Topology(ranks_per_node=2)
@@ -155,7 +155,7 @@ def test_it_takes_tensors_of_the_host_alone(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(nccl_library.env, "value", lambda _: "emulated")
     nccl_library._forget()
     try:
-        assert "emulated in host memory, for tests alone" in nccl_library.nccl_description()
+        assert "emulated in host memory, for tests only" in nccl_library.nccl_description()
         nccl_communicators.check_device("all_gather", torch.device("cpu"))
         with pytest.raises(BackendUnavailableError, match="takes CPU tensors, got device=cuda:0"):
             nccl_communicators.check_device("all_gather", torch.device("cuda", 0))

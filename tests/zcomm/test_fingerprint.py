@@ -1,6 +1,6 @@
 """A rank with another library or another switch is one named error on every rank, before anything is exchanged."""
 
-# covers: zcomm/_transport/fingerprint.py
+# covers zcomm/_transport/fingerprint.py
 
 from __future__ import annotations
 

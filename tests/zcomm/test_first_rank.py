@@ -1,6 +1,6 @@
 """Texts to and from the first rank: each rank gets its own, and only those bytes travel; damage is found."""
 
-# covers: zcomm/control.py
+# covers zcomm/control.py
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def _check(rank: int, world_size: int) -> None:
             (0, lambda: control.texts_to_first("some text", group)),
             (1, lambda: control.text_from_first(["some text"] * world_size, group)),
         ):
-            with flipped_bit(2 if rank == victim else 0), pytest.raises(DamagedError, match=f"what rank {victim} got"):
+            with (
+                flipped_bit(2 if rank == victim else 0),
+                pytest.raises(DamagedError, match=f"rank {victim} received other bytes"),
+            ):
                 call()
 
 

@@ -1,6 +1,6 @@
 """The flight recorder: the last exchanges of a rank, and a rank that leaves one out."""
 
-# covers: zcomm/_transport/collective_log.py zcomm/_transport/flight_record.py
+# covers zcomm/_transport/collective_log.py zcomm/_transport/flight_record.py
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _check_skipped_exchange(rank: int) -> None:
         _gather(t, 8)
     record = flight_record(t)
     assert len(record) == 64
-    last = t.world.ledger.num_started
+    last = t.world.log.num_started
     assert [flight.number for flight in record] == list(range(last - 63, last + 1))
     assert {(flight.operation, flight.nbytes, flight.state) for flight in record} == {("all_gather", 32, "ended")}
     assert {(flight.format, flight.bucket) for flight in record} == {("none", "")}
@@ -40,12 +40,11 @@ def _check_skipped_exchange(rank: int) -> None:
         ]
     assert [work.wait() for work in works if work is not None] == [None, None]
     assert {flight[-2:] for flight in flight_record(t)[-1:]} == {("int8", "layer 3")}
-    last = t.world.ledger.num_started
+    last = t.world.log.num_started
     assert all(flight.ranks == (0, 1) and 0 <= flight.age_s < 200 for flight in record)
-    lags = (
-        rf"rank 1 lags in the exchanges of ranks 0, 1: it has started {last} of {last + 1}, and not number {last + 1}"
-    )
-    with pytest.raises(DivergedError, match=rf"{lags}, all_gather of 64 bytes"):
+    behind = "rank 1 is behind in the exchanges of ranks 0, 1: "
+    behind += f"it has started {last} of {last + 1}, and not number {last + 1}"
+    with pytest.raises(DivergedError, match=rf"{behind}, all_gather of 64 bytes"):
         _gather(t if rank == 0 else t.companion, 16)  # rank 1 leaves one out
     _gather(t, 8)
     t.close()
@@ -56,21 +55,21 @@ def test_a_rank_that_leaves_out_an_exchange_is_named_with_it() -> None:
 
 
 def test_threads_do_not_disturb_one_another_in_a_ledger() -> None:
-    ledger = CollectiveLog()
+    log = CollectiveLog()
     is_over, looks = threading.Event(), 0
 
     def start(thread: int) -> list[tuple[int, int]]:
         return [
-            (ledger.start(CollectiveCall("all_gather", 10_000 * thread + i, "cpu")), 10_000 * thread + i)
+            (log.start(CollectiveCall("all_gather", 10_000 * thread + i, "cpu")), 10_000 * thread + i)
             for i in range(2000)
         ]
 
     def look() -> int:
         num_looks = 0
         while not is_over.is_set():
-            numbers = [entry.number for entry in ledger.entries()]
+            numbers = [entry.number for entry in log.entries()]
             assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True
-            num_started, _, recent, _ = ledger.account()
+            num_started, _, recent, _ = log.snapshot()
             assert len(recent) == min(num_started, NUM_KEPT)
             num_looks += 1
         return num_looks
@@ -87,4 +86,4 @@ def test_threads_do_not_disturb_one_another_in_a_ledger() -> None:
         sys.setswitchinterval(before)
     assert sorted(number for number, _ in calls) == list(range(1, 8001))
     assert looks > 0
-    assert {(entry.number, entry.call.nbytes) for entry in ledger.entries()} <= set(calls)
+    assert {(entry.number, entry.call.nbytes) for entry in log.entries()} <= set(calls)

@@ -1,6 +1,6 @@
 """The functional collectives: bits of the eager ones, and no graph break under torch.compile."""
 
-# covers: zcomm/_collectives/all_gather.py zcomm/_collectives/all_reduce.py zcomm/_collectives/all_to_all.py
+# covers zcomm/_collectives/all_gather.py zcomm/_collectives/all_reduce.py zcomm/_collectives/all_to_all.py
 
 from __future__ import annotations
 

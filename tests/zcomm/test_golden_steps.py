@@ -1,6 +1,6 @@
 """Golden sums, deltas and residuals: what comes of messages is as much a specification as their bytes."""
 
-# covers: zcomm/_collectives/encoder.py zcomm/_formats/reference.py zcomm/_kernels/kernels.py
+# covers zcomm/_collectives/encoder.py zcomm/_formats/reference.py zcomm/_kernels/kernels.py
 
 from __future__ import annotations
 

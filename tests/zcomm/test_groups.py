@@ -1,6 +1,6 @@
 """What topologies make of process groups goes with them: threads, and names that are never used twice."""
 
-# covers: zcomm/_transport/groups.py
+# covers zcomm/_transport/groups.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A native module of another Python, processor or C library is one named error, on every rank."""
 
-# covers: zcomm/_kernels/native_calls.py
+# covers zcomm/_kernels/native_calls.py
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ ERROR = ImportError("cannot import name '_native'")
 SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
 USE = """
 import torch
-from zcomm import kernels, report
-from zcomm.formats import get_format
-from zcomm.message import layout_of
+from zcomm import report
+from zcomm._kernels import kernels
+from zcomm._formats.formats import get_format
+from zcomm._formats.message import layout_of
 print(report.collect()["available"]["native"])
 layout = layout_of("test", get_format("int8"), torch.float32, 1, 1000)
 kernels.quantize(torch.ones(1000), layout, layout.new(1, torch.device("cpu")), 0, 0)
@@ -38,7 +39,7 @@ print("quantized")
 
 def test_a_tree_that_was_not_built_is_no_misfit(tmp_path: Path) -> None:
     found = import_failure(ERROR, [str(tmp_path)])
-    assert not found.is_misfit
+    assert not found.is_incompatible
     assert "not built" in found.reason
 
 
@@ -52,8 +53,8 @@ def test_a_tree_that_was_not_built_is_no_misfit(tmp_path: Path) -> None:
 )
 def test_it_is_said_what_was_built_and_what_is_here(tmp_path: Path, name: str, built_for: str) -> None:
     (tmp_path / name).touch()
-    reason, is_misfit = import_failure(ERROR, ["/no/such/folder", str(tmp_path)])
-    assert is_misfit
+    reason, is_incompatible = import_failure(ERROR, ["/no/such/folder", str(tmp_path)])
+    assert is_incompatible
     here = f"CPython {sys.version_info.major}.{sys.version_info.minor}"
     assert re.search(rf"{name} is built for {re.escape(built_for)}; this is {here}\S* on \S+ with ", reason), reason
     assert "pip install --force-reinstall" in reason
@@ -99,7 +100,7 @@ def _check_refused(rank: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if rank in wrong_on:
                 patch.setattr(kernels.calls, "UNBUILT_REASON", "the native module does not fit: a test")
-                patch.setattr(kernels.calls, "IS_MISFIT", True)
+                patch.setattr(kernels.calls, "IS_INCOMPATIBLE", True)
             fingerprint._COMPARED.clear()
             with pytest.raises((ConfigError, BackendUnavailableError)) as raised:
                 Topology(ranks_per_node=2)

@@ -1,6 +1,6 @@
 """What the drop-ins carry from step to step: residuals through DDP's new buckets; checkpoints; random numbers."""
 
-# covers: zcomm/install/carried.py zcomm/install/planned.py zcomm/install/report.py
+# covers zcomm/install/carried.py zcomm/install/piece_exchange.py zcomm/install/report.py
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ranks import run_ranks, topology
 from tests.zcomm.models import Given, batch, flat_grad, mlp
 from tests.zcomm.travelled import travelled
 from zcomm import ConfigError, FormatError, Recipe, Residual, StateError
-from zcomm.install.planned import Planned
+from zcomm.install.piece_exchange import PieceExchange
 from zcomm.install.report import Installation
 
 SIZES = {"a": 3001, "small": 10, "b": 2500, "c": 4099, "d": 2999}
@@ -88,7 +88,7 @@ class _Watched:
         self.found: list[tuple[Residual, Tensor]] = []
         begin = state.compressed._start
 
-        def look(buffer: Tensor, planned: list[Planned]) -> Any:
+        def look(buffer: Tensor, planned: list[PieceExchange]) -> Any:
             topology(per_node).queue.drain()
             self.found += [(one.residual, one.residual.values()) for one in planned if one.residual is not None]
             return begin(buffer, planned)
@@ -228,7 +228,7 @@ def test_a_restart_has_the_same_bits(kind: str, wires: tuple[str, str], tmp_path
 def _check_refused(rank: int) -> None:
     _, installed, _ = _installed("ddp", LOSSY)
     state = installed.state_dict()
-    with pytest.raises(StateError, match=r"another rank or job: .* \(7, 4\), here"):
+    with pytest.raises(StateError, match=r"this rank's own: .*=\(7, 4\), loaded by"):
         installed.load_state_dict({**state, "rank": 7})
     model, trained, optimizer = _installed("ddp", LOSSY)
     _train(model, optimizer, rank, range(1))
@@ -236,7 +236,7 @@ def _check_refused(rank: int) -> None:
     with pytest.raises(StateError, match=r"must come before the first backward: uninstall"):
         trained.load_state_dict(state)
     other = zcomm.install_ddp(DistributedDataParallel(Given({"a": 3000})), LOSSY, topology=topology(2))
-    with pytest.raises(StateError, match=r"parameters that have none here: 0\.weight, 2\.weight"):
+    with pytest.raises(StateError, match=r"residuals of unknown parameters: 0\.weight, 2\.weight"):
         other.load_state_dict(state)
 
 

@@ -1,6 +1,6 @@
 """A compiled model under install_ddp and install_fsdp2 trains as the same model does eagerly."""
 
-# covers: zcomm/__init__.py
+# covers zcomm/__init__.py
 
 from __future__ import annotations
 

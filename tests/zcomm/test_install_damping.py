@@ -1,6 +1,6 @@
 """Recipes that damp and reset residuals: the effect on what DDP and FSDP2 exchange."""
 
-# covers: zcomm/__init__.py
+# covers zcomm/__init__.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """install_ddp on live ranks: what is exchanged, how DDP's features go with it, and that it can be taken back."""
 
-# covers: zcomm/_kernels/profiling.py zcomm/install/ddp.py zcomm/install/ddp_hook.py zcomm/install/pieces.py
+# covers zcomm/_kernels/profiling.py zcomm/install/ddp.py zcomm/install/ddp_hook.py zcomm/install/pieces.py
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _check_parameters_share_buckets(rank: int) -> None:
     assert (report.sent.intra, report.sent.inter) == (sent.bytes(link="intra"), sent.bytes(link="inter"))
     rows = {row.modules: row for row in report.rows}
     assert (rows["head"].why, rows["head"].format) == ("override 'head'", "bf16,bf16 back bf16")
-    assert rows["small"].format == "as is"
+    assert rows["small"].format == "uncompressed"
 
 
 def test_parameters_of_one_format_share_messages() -> None:
@@ -418,7 +418,7 @@ def _check_refusals(rank: int) -> None:
         zcomm.install_ddp(DistributedDataParallel(Given({"body": 10}, torch.complex64)), topology=t)
     other = DistributedDataParallel(mlp())
     other.register_comm_hook(None, _foreign_hook)
-    with pytest.raises(StateError, match="_foreign_hook: install_ddp must come instead of it"):
+    with pytest.raises(StateError, match="_foreign_hook: DDP takes only one; leave it out"):
         zcomm.install_ddp(other, topology=t)
 
 

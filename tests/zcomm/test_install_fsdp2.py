@@ -1,6 +1,6 @@
 """install_fsdp2 on live ranks: what is exchanged, and how FSDP2's features go with it."""
 
-# covers: zcomm/install/fsdp2.py zcomm/install/fsdp2_comms.py zcomm/install/fsdp2_units.py
+# covers zcomm/install/fsdp2.py zcomm/install/fsdp2_comms.py zcomm/install/fsdp2_units.py
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def _check_tied_and_frozen(rank: int) -> None:
             assert error_of(mine.grad.full_tensor(), exact.grad) < 0.15
     rows = {(row.modules, row.format.split()[0]): row for row in installed.report().rows}
     assert rows["embed", "weights"].why == "override 'lm_head'"
-    assert rows["embed", "gradients"].format == "gradients as is"
+    assert rows["embed", "gradients"].format == "gradients uncompressed"
     assert rows["body", "gradients"].elements == 64 * 64
 
 
@@ -267,7 +267,7 @@ def _check_missing_gradients(rank: int) -> None:
     model({"a": torch.full((3000,), float(rank + 1))}).backward()
     assert bool((model.a.weight.grad.to_local() == 2.5).all())
     assert model.b.weight.grad is None
-    assert "some parameters had no gradient; the others' travelled as they are" in str(installed.report())
+    assert "some parameters had no gradient; the others' were sent uncompressed" in str(installed.report())
 
 
 def test_a_step_in_which_some_parameters_have_no_gradient() -> None:

@@ -1,6 +1,6 @@
 """install_fsdp2 with replicas: shards over one dimension of the mesh, an all-reduce of ours over the other."""
 
-# covers: zcomm/__init__.py
+# covers zcomm/__init__.py
 
 from __future__ import annotations
 

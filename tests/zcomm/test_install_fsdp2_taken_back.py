@@ -1,6 +1,6 @@
 """install_fsdp2 taken back, in shadow, refused, and on one rank."""
 
-# covers: zcomm/__init__.py
+# covers zcomm/__init__.py
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _check_uninstall(rank: int) -> None:
     state = copy.deepcopy(other.state_dict())
     installed = zcomm.install_fsdp2(other, "zeropp", topology=topology(2))
     _train(other, rank, range(2))
-    with pytest.raises(StateError, match=r"module '0' already has .*, Gather: uninstall"):
+    with pytest.raises(StateError, match=r"module '0' already has .*, ZcommAllGather: uninstall"):
         zcomm.install_fsdp2(other)
     other.load_state_dict(state)
     with torch.no_grad():
@@ -92,12 +92,12 @@ def _check_refusals(rank: int) -> None:
         zcomm.install_fsdp2(mixed)
     custom = fully_shard(mlp())
     custom.set_custom_all_gather(mock.Mock())
-    with pytest.raises(StateError, match=r"module '\(root\)' already has a communication of its own, Mock"):
+    with pytest.raises(StateError, match=r"module '\(root\)' already has a custom communication, Mock"):
         zcomm.install_fsdp2(custom)
     group = dist.group.WORLD
     with pytest.raises(TopologyError, match="replicate_group must share one rank"):
         zcomm.install_fsdp2(model, replicate_group=group)
-    with pytest.raises(ConfigError, match="cannot go together"):
+    with pytest.raises(ConfigError, match="replicate_group= and topology= cannot be combined"):
         zcomm.install_fsdp2(model, replicate_group=group, topology=topology(2))
     with pytest.raises(ConfigError, match="shadow"):
         zcomm.install_fsdp2(model, replicate_group=group, shadow=True)

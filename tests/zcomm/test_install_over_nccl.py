@@ -1,6 +1,6 @@
 """install_ddp and install_fsdp2 over backend="nccl", emulated, in a job of NCCL alone: the bits of torch's groups."""
 
-# covers: zcomm/_transport/nccl_communicators.py
+# covers zcomm/_transport/nccl_communicators.py
 
 from __future__ import annotations
 

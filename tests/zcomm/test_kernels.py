@@ -1,6 +1,6 @@
 """The PyTorch reference against the NumPy oracle, and the native kernels against the reference; golden vectors."""
 
-# covers: zcomm/_formats/formats.py zcomm/_formats/message.py zcomm/_formats/philox.py
+# covers zcomm/_formats/formats.py zcomm/_formats/message.py zcomm/_formats/philox.py
 
 from __future__ import annotations
 

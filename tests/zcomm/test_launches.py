@@ -4,7 +4,7 @@ Kernels that stand for the GPU's are counted, and every operation of torch's but
 exchange brings has no trailers before, so that what comes too short is refused, whoever clears them.
 """
 
-# covers: triton_kernels/tiles.py
+# covers triton_kernels/tiles.py
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def _clear_and(encode: Callable[..., None], arguments: tuple[Any, ...], expected
 
 
 def _counted(call: Callable[[], object]) -> Counts:
-    usual = kernels._on_gpu
+    usual = kernels._gpu_kernels
     with _Gpu() as gpu:
-        kernels._on_gpu = lambda *_, **__: gpu  # type: ignore[assignment,misc]
+        kernels._gpu_kernels = lambda *_, **__: gpu  # type: ignore[assignment,misc]
         try:
             call()
         finally:
-            kernels._on_gpu = usual
+            kernels._gpu_kernels = usual
     return dict(gpu.counts)
 
 

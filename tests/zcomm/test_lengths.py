@@ -1,6 +1,6 @@
 """Ranks that send messages of other lengths over a group without a Topology: both wait, then an error, never values."""
 
-# covers: zcomm/__init__.py
+# covers zcomm/__init__.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Residuals under a loss scale: the bits of gradients are those of a run without one, a power of 2 apart."""
 
-# covers: zcomm/_residuals/loss_scaling.py
+# covers zcomm/_residuals/loss_scaling.py
 
 from __future__ import annotations
 
@@ -148,18 +148,18 @@ def test_which_scalers_are_found() -> None:
     gc.collect()
     forgotten: list[int] = []
     scaling = LossScaling("auto", lambda: forgotten.append(1))
-    assert scaling.now() == 1
+    assert scaling.current_scale() == 1
     unused, off = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
-    assert [scaling.now() for _ in range(3)] == [1, 1, 1]  # the 2nd and 4th exchange look
+    assert [scaling.current_scale() for _ in range(3)] == [1, 1, 1]  # the 2nd and 4th exchange look
     late = torch.amp.GradScaler("cpu", init_scale=4.0)
     late.scale(torch.ones(()))
-    assert [scaling.now() for _ in range(4)] == [1, 1, 1, 4]
+    assert [scaling.current_scale() for _ in range(4)] == [1, 1, 1, 4]
     assert forgotten == [1]
     late.update(16.0)
-    assert scaling.now() == 16
+    assert scaling.current_scale() == 16
     assert not unused.is_enabled() or off.get_scale() == 1
     first = LossScaling("auto", lambda: forgotten.append(2))
-    assert first.now() == 16
+    assert first.current_scale() == 16
     assert forgotten == [1]
 
 

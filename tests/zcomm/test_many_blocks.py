@@ -3,7 +3,7 @@
 Native kernels here; Triton's, in its interpreter, when ../triton_kernels/test_interpreter.py runs this file.
 """
 
-# covers: zcomm/_formats/blocks.py zcomm/_residuals/residual.py
+# covers zcomm/_formats/blocks.py zcomm/_residuals/residual.py
 
 from __future__ import annotations
 

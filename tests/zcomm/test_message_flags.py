@@ -1,6 +1,6 @@
 """The flag that kernels on a GPU clear: when it is copied and read, here with events that pass when the test says."""
 
-# covers: zcomm/_kernels/message_flags.py
+# covers zcomm/_kernels/message_flags.py
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from zcomm._formats.formats import get_format
 from zcomm._formats.message import MessageLayout, layout_of
 from zcomm._kernels import message_flags, on_triton
-from zcomm._kernels.message_flags import MessageFlag, flag_of, look_at_all
+from zcomm._kernels.message_flags import MessageFlag, check_all_flags, flag_of
 from zcomm.errors import MessageError, StateError
 
 CPU = torch.device("cpu")
@@ -78,11 +78,13 @@ def test_a_gpu_far_behind_is_asked_but_not_copied_from(gpu: Gpu) -> None:
 def test_a_cleared_flag_is_an_error_of_a_later_call_once(gpu: Gpu) -> None:
     flag = flag_of(CPU)
     flag.used_by("reduce_scatter").zero_()
-    look_at_all()  # starts the copy
-    with pytest.raises(MessageError, match=r"a message of reduce_scatter is not what this rank expects: .*CHECK=1"):
-        look_at_all()
-    look_at_all()
-    look_at_all()
+    check_all_flags()  # starts the copy
+    with pytest.raises(
+        MessageError, match=r"a message of reduce_scatter has another layout than this rank expects: .*CHECK=1"
+    ):
+        check_all_flags()
+    check_all_flags()
+    check_all_flags()
     assert flag.tensor.item() == 1
 
 
@@ -95,10 +97,10 @@ def test_the_last_look_waits_but_not_for_ever(gpu: Gpu, monkeypatch: pytest.Monk
     gpu.has_passed = False
     flag_of(CPU).used_by("all_to_all").zero_()
     with pytest.raises(MessageError, match="all_to_all"):
-        look_at_all(is_last=True)
+        check_all_flags(is_last=True)
     monkeypatch.setattr(message_flags.time, "sleep", lambda seconds: setattr(gpu, "now_s", gpu.now_s + seconds))
     gpu.has_passed = False
-    look_at_all(is_last=True)
+    check_all_flags(is_last=True)
     assert gpu.now_s < 110
 
 
@@ -108,7 +110,7 @@ def test_nothing_is_asked_in_a_capture_and_what_its_graph_finds_is_seen_later(gp
     gpu.captures = True
     gpu.now_s += 1
     captured = flag.used_by("all_gather")
-    look_at_all()
+    check_all_flags()
     gpu.captures = False
     captured.zero_()  # a replay
     gpu.now_s += 1
@@ -133,7 +135,7 @@ def test_a_decode_on_a_gpu_is_one_launch(gpu: Gpu, monkeypatch: pytest.MonkeyPat
     layout: MessageLayout = layout_of("all_gather", get_format("int8"), torch.float32, 1, 10)
     monkeypatch.setattr(on_triton, "flag_of", lambda _: flag_of(CPU))
     for _ in range(10):
-        on_triton.checked(lambda *_, is_valid: launched.append(is_valid), messages, layout)  # type: ignore[arg-type]
+        on_triton.launch_checked(lambda *_, is_valid: launched.append(is_valid), messages, layout)  # type: ignore[arg-type]
     assert [given is flag_of(CPU).tensor for given in launched] == [True] * 10
     assert gpu.take() == ["copy"]
 
@@ -151,8 +153,8 @@ def test_a_flag_outlives_the_mode_it_was_made_in(mode: Callable[[], AbstractCont
     with mode():
         flag = flag_of(CPU)
     flag.used_by("all_gather")
-    look_at_all()
+    check_all_flags()
     flag.tensor.zero_()
-    look_at_all()
+    check_all_flags()
     with pytest.raises(MessageError, match="a message of all_gather"):
-        look_at_all()
+        check_all_flags()

@@ -1,6 +1,6 @@
 """The choice of backend="nccl": what it refuses, on every rank and with the reason, and what it asks of C++."""
 
-# covers: zcomm/_collectives/nccl_steps.py
+# covers zcomm/_collectives/nccl_steps.py
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The communicator is over the emulated NCCL.
 """
 
-# covers: zcomm/_transport/nccl_communicators.py zcomm/_transport/topology.py
+# covers zcomm/_transport/nccl_communicators.py zcomm/_transport/topology.py
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FORMATS = ("int8:stochastic", "int4:asym", "nf4/32:hadamard", "int4/96", "int8",
 
 def _over_nccl_only(exchange: Any) -> Any:
     def checked(output: Any, message: Any, hop: Any, *about: Any, **words: Any) -> Any:
-        assert hop.carrier is not None, "an exchange over torch's group"
+        assert hop.nccl is not None, "an exchange over torch's group"
         return exchange(output, message, hop, *about, **words)
 
     return checked

@@ -4,7 +4,7 @@ NCCL up to 2.29 takes ranks with different ``NCCL_HOSTID`` for ranks of differen
 2.30 on there is a switch.
 """
 
-# covers: zcomm/_transport/backend_choice.py
+# covers zcomm/_transport/backend_choice.py
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _check_bytes(rank: int) -> None:
     with _one_device(rank), pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "MIN_CHUNK_NUMEL", 1024)
         patch.setattr(chunks, "MIN_CHUNK_NUMEL_ON_GPU", 1024)
-        patch.setattr(chunks, "PYTHON_S", 0.0)
+        patch.setattr(chunks, "HOST_S_PER_CHUNK", 0.0)
         for wire, dtype in (("int4:asym", torch.float32), ("none", torch.float64)):
             for group in (topology, None):
                 case = rank, "torch", group, wire, dtype, 3000

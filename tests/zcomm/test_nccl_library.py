@@ -1,6 +1,6 @@
 """NCCL is found where it should be, and its absence is explained. ZCOMM_TEST_NCCL=PATH: with a real one, too."""
 
-# covers: zcomm/_transport/nccl_library.py
+# covers zcomm/_transport/nccl_library.py
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def test_a_newer_one_than_was_tested_is_told_once(monkeypatch: pytest.MonkeyPatc
 
 LOAD_BESIDE = """
 import ctypes, os, sys
-from zcomm import env, nccl_library
+from zcomm._base import env
+from zcomm._transport import nccl_library
 ctypes.CDLL(sys.argv[1])
 for chosen in sys.argv[2:]:
     os.environ["ZCOMM_NCCL"] = chosen

@@ -1,6 +1,6 @@
 """Sums that stay in the node, and replicas of it: against the collectives that do the same in one call."""
 
-# covers: zcomm/_stateful/node_replica.py zcomm/_stateful/node_sums.py
+# covers zcomm/_stateful/node_replica.py zcomm/_stateful/node_sums.py
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _check_replica(rank: int, per_node: int) -> None:
     replica.gather(output, 0, replica.part_numel)  # waits for the update
     assert torch.equal(output[own], replica.held)
     assert 0 < (output.float() - full.float()).abs().max() < 0.1
-    with pytest.raises(LayoutError, match="whole buffer"):
+    with pytest.raises(LayoutError, match="full buffer"):
         replica.gather(output.float(), 0, 1)
 
 

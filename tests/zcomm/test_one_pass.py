@@ -1,6 +1,6 @@
 """Native kernels that do several things in one pass, against the PyTorch reference step by step (N10 and N11)."""
 
-# covers: zcomm/_formats/reference.py zcomm/_formats/formats.py zcomm/_formats/message.py
+# covers zcomm/_formats/reference.py zcomm/_formats/formats.py zcomm/_formats/message.py
 
 from __future__ import annotations
 

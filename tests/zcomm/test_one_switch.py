@@ -1,6 +1,6 @@
 """backend= and kernels= belong to a Topology, to ZeroOptimizer and to installations; nothing belongs to the process."""
 
-# covers: zcomm/functional.py zcomm/_base/env.py zcomm/_kernels/kernels.py
+# covers zcomm/functional.py zcomm/_base/env.py zcomm/_kernels/kernels.py
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ def test_kernels_that_do_not_serve_the_device_are_named() -> None:
         ("triton", "cpu", "TRITON_INTERPRET"),
     ):  # fmt: skip
         with pytest.raises(BackendUnavailableError, match=f"kernels='{chosen}' do not serve this training.*{said}"):
-            route.check_carrier("training", None, "auto", chosen, torch.device(device))  # type: ignore[arg-type]
-    route.check_carrier("training", None, "torch", "reference", torch.device("cuda"))
+            route.check_backend("training", None, "auto", chosen, torch.device(device))  # type: ignore[arg-type]
+    route.check_backend("training", None, "torch", "reference", torch.device("cuda"))
 
 
 def _check_hosts_agree_without_a_device(rank: int) -> None:

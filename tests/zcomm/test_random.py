@@ -1,6 +1,6 @@
 """Stochastic rounding in collectives: which numbers are drawn, and that nothing but the key and the place decides."""
 
-# covers: zcomm/_transport/chunks.py
+# covers zcomm/_transport/chunks.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The table of recipes: every row's formats exist, its error is what it says, its bytes are within their limits."""
 
-# covers: zcomm/_formats/recipes.py
+# covers zcomm/_formats/recipes.py
 
 from __future__ import annotations
 

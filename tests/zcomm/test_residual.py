@@ -1,6 +1,6 @@
 """Residuals: their arithmetic against the oracle, when they count, and what they are worth."""
 
-# covers: triton_kernels/residuals.py zcomm/_residuals/buffer_layout.py zcomm/_transport/route.py
+# covers triton_kernels/residuals.py zcomm/_residuals/buffer_layout.py zcomm/_transport/route.py
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def _check_other_hops(rank: int) -> None:
     t = topology(2)
     residual = Residual(t, [("w", 0, 16)], 16)
     route = find_route("reduce_scatter", t, "int4", first="intra", num_hops=1)
-    with pytest.raises(LayoutError, match="kept for 2 hops, the exchange takes 1"):
+    with pytest.raises(LayoutError, match="the residual is for 2 hops, the exchange has 1"):
         residual.check(route, "rank", 4, torch.zeros(16))
     for group, other in ((t, None), (None, t)):
         residual = Residual(group, [("w", 0, 16)], 16)

@@ -1,6 +1,6 @@
 """What users see: spans in a profiler's trace, scalars, sampled errors."""
 
-# covers: zcomm/_kernels/relative_error.py
+# covers zcomm/_kernels/relative_error.py
 
 from __future__ import annotations
 

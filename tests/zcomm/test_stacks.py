@@ -1,6 +1,6 @@
 """Stacks of other threads are read while these go on, and while Python collects garbage in the midst of it."""
 
-# covers: zcomm/_transport/call_context.py
+# covers zcomm/_transport/call_context.py
 
 from __future__ import annotations
 
@@ -10,13 +10,23 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from tests.ranks import run_ranks
-from zcomm._transport.call_context import _no_collection, stack, stacks_of
+from zcomm._transport.call_context import (
+    _WAITING,
+    LIBRARY_DIRS,
+    StackFrame,
+    _no_collection,
+    is_blocked_in,
+    line_of,
+    stack,
+    stacks_of,
+)
 
 NUM_TIMES = 20
 DEPTH = 40
@@ -173,3 +183,14 @@ def test_of_threads_only_others_are_read() -> None:
     finally:
         end.set()
         worker.join()
+
+
+def test_the_library_is_told_from_the_users_program() -> None:
+    assert [Path(folder).is_dir() for folder in LIBRARY_DIRS] == [True, True]
+    assert [(Path(LIBRARY_DIRS[0]) / part).is_file() for part in _WAITING] == [True] * len(_WAITING)
+    frames = [
+        StackFrame(file, "f", 7, 0, 0) for file in (LIBRARY_DIRS[0] + _WAITING[0], LIBRARY_DIRS[1] + "a.py", "b.py")
+    ]
+    assert line_of(frames) == "b.py:7"
+    assert is_blocked_in(frames) == "waits in a store exchange at b.py:7"
+    assert is_blocked_in(frames[1:]) == ""

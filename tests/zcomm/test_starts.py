@@ -1,6 +1,6 @@
 """A store that outlives its ranks: a start gets a name of its own, whatever dead ranks have left."""
 
-# covers: zcomm/_transport/store_exchange.py
+# covers zcomm/_transport/store_exchange.py
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import zero
 from tests.ranks import forkserver
 from zcomm import CommunicationError
 from zcomm._transport import store_exchange
-from zcomm._transport.store_exchange import meet
+from zcomm._transport.store_exchange import exchange_texts
 
 SHORT, LONG = timedelta(seconds=0.05), timedelta(seconds=60)
 
@@ -90,15 +90,15 @@ def test_at_the_deadline_all_go_on_or_none() -> None:
         store = dist.HashStore()
         first, second = (store_exchange._NamespaceAgreement(store, (3, 5), rank) for rank in (3, 5))
         for rank in (first, second):
-            rank.greet()
-        assert first.look() == ""  # an offer
-        if gives_up == 3:  # its last look was before the other took it
-            outcomes = [first.give_up(SHORT), second.look()]
+            rank.publish_word()
+        assert first.poll() == ""  # an offer
+        if gives_up == 3:  # its last poll was before the other took it
+            outcomes = [first.give_up(SHORT), second.poll()]
         elif gives_up == 5:  # took it, and the first has not seen that yet
-            assert second.look() == ""
-            outcomes = [second.give_up(SHORT), first.look()]
+            assert second.poll() == ""
+            outcomes = [second.give_up(SHORT), first.poll()]
         else:
-            assert second.look() == ""
+            assert second.poll() == ""
             outcomes = [first.give_up(SHORT), second.give_up(SHORT)]
         text = f"of ranks 3, 5 not all came within 0.05 s of a start: {absent}"
         assert outcomes == [text if gives_up else store_exchange.GO] * 2
@@ -119,13 +119,13 @@ def _live(rank: int, port: int, folder: Path, start: int) -> None:
 
     store_exchange._NamespaceAgreement.agree = counted  # type: ignore[method-assign]
     zero.init_distributed("gloo", timeout=LONG)
-    said += meet([0, 1], f"{start}.{rank}", lane="test", timeout=LONG)
+    said += exchange_texts([0, 1], f"{start}.{rank}", lane="test", timeout=LONG)
     if rank == 1:  # comes to the next once the other has given it up
         while not (folder / f"{start}.0").exists():
             time.sleep(0.01)
     began = time.monotonic()
     try:
-        meet([0, 1], "late", lane="test", timeout=SHORT if rank == 0 else LONG)
+        exchange_texts([0, 1], "late", lane="test", timeout=SHORT if rank == 0 else LONG)
     except CommunicationError as error:
         said.append(str(error).split("\n", 1)[0])
     is_soon = time.monotonic() - began < LONG.total_seconds() / 2

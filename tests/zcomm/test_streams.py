@@ -1,6 +1,6 @@
 """Asynchronous collectives on CUDA: which stream waits for which, here by what is asked of torch, and on a GPU."""
 
-# covers: zcomm/_transport/device_streams.py zcomm/_transport/streams.py
+# covers zcomm/_transport/device_streams.py zcomm/_transport/streams.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Exchanges by tagged sends, or through copies: what a thread starts, what it says, and when they have ended."""
 
-# covers: zcomm/_base/pending.py zcomm/_transport/call_context.py zcomm/_transport/tagged.py
+# covers zcomm/_base/pending.py zcomm/_transport/call_context.py zcomm/_transport/tagged.py
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from zcomm import all_gather_single, reduce_scatter_single
 from zcomm._transport import backend
-from zcomm._transport.call_context import Context, entered, here
-from zcomm._transport.tagged import APART_NBYTES, TaggedExchange, exchange
+from zcomm._transport.call_context import Context, current_context, use_context
+from zcomm._transport.tagged import BACKGROUND_NBYTES, TaggedExchange, exchange
 from zcomm._transport.work import Steps, run
 
-SMALL, LARGE = torch.ones(4), torch.ones(APART_NBYTES)
+SMALL, LARGE = torch.ones(4), torch.ones(BACKGROUND_NBYTES)
 
 
 class Group:
@@ -46,17 +46,17 @@ class Ended:
         pass
 
 
-def _exchange(group: Any, tensor: torch.Tensor, *, goes_on: bool = True) -> TaggedExchange:
-    with entered(Context(goes_on=goes_on)):
+def _exchange(group: Any, tensor: torch.Tensor, *, overlaps: bool = True) -> TaggedExchange:
+    with use_context(Context(overlaps=overlaps)):
         return exchange(group, 4, [(1, tensor.clone())], [(1, tensor)])
 
 
-@pytest.mark.parametrize(("tensor", "goes_on"), [(SMALL, True), (LARGE, True), (LARGE, False)])
-def test_who_starts(tensor: torch.Tensor, goes_on: bool) -> None:  # noqa: FBT001
+@pytest.mark.parametrize(("tensor", "overlaps"), [(SMALL, True), (LARGE, True), (LARGE, False)])
+def test_who_starts(tensor: torch.Tensor, overlaps: bool) -> None:  # noqa: FBT001
     group = Group()
-    pending = _exchange(group, tensor, goes_on=goes_on)
+    pending = _exchange(group, tensor, overlaps=overlaps)
     pending.wait()
-    is_apart = tensor is LARGE and goes_on
+    is_apart = tensor is LARGE and overlaps
     assert group.threads == ["zcomm-send" if is_apart else threading.current_thread().name] * 2
     assert pending.is_completed()
 
@@ -65,9 +65,9 @@ def test_only_what_is_not_waited_for_at_once_goes_on() -> None:
     seen = []
 
     def steps() -> Steps:
-        seen.append(here().goes_on)
+        seen.append(current_context().overlaps)
         yield TaggedExchange([])
-        seen.append(here().goes_on)
+        seen.append(current_context().overlaps)
 
     for async_op in (True, False):
         work = run(steps(), SMALL, async_op=async_op, queue=None)
@@ -87,12 +87,12 @@ def test_what_fails_to_start_fails_in_wait_each_time_and_stops_nothing_else() ->
 
 
 def _check_both_ways(rank: int) -> None:
-    sent = [torch.full((APART_NBYTES,), float(10 * rank + i)) for i in range(3)]
-    received = [torch.empty(APART_NBYTES) for _ in sent]
+    sent = [torch.full((BACKGROUND_NBYTES,), float(10 * rank + i)) for i in range(3)]
+    received = [torch.empty(BACKGROUND_NBYTES) for _ in sent]
     order = range(3) if rank == 0 else reversed(range(3))  # tags bring together what belongs together
     group = dist.group.WORLD
     assert group is not None
-    with entered(Context(goes_on=True)):
+    with use_context(Context(overlaps=True)):
         pending = {i: exchange(group, 4 * (i + 1), [(1 - rank, received[i])], [(1 - rank, sent[i])]) for i in order}
     until = time.monotonic() + 60
     while not all(one.is_completed() for one in pending.values()):
@@ -132,7 +132,7 @@ def test_who_holds_what_has_ended_does_not_use_its_tensors() -> None:
     for tensor in (SMALL, LARGE):
         sent = tensor.clone()
         used = weakref.ref(sent)
-        with entered(Context(goes_on=True)):
+        with use_context(Context(overlaps=True)):
             pending = exchange(cast(Any, Group()), 4, [], [(1, sent)])
         del sent
         assert pending.ends_within(30)

@@ -1,6 +1,6 @@
 """The counters: exact from any thread, scoped by a block, added up by any part of the key."""
 
-# covers: zcomm/_transport/traffic.py
+# covers zcomm/_transport/traffic.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a Watch asks of the store, which may be cut off."""
 
-# covers: zcomm/_transport/backend.py zcomm/_transport/deadlock_analysis.py zcomm/_transport/deadlock_watch.py
+# covers zcomm/_transport/backend.py zcomm/_transport/deadlock_analysis.py zcomm/_transport/deadlock_watch.py
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from zcomm._transport import deadlock_watch
 from zcomm._transport.backend import Hop
 from zcomm._transport.collective_log import CollectiveCall
-from zcomm._transport.deadlock_analysis import Owed
-from zcomm._transport.deadlock_watch import DeadlockWatch, Watched, complete
+from zcomm._transport.deadlock_analysis import MissingCalls
+from zcomm._transport.deadlock_watch import DeadlockWatch, Watched, start_missing
 
 
 class _Store:
@@ -65,7 +65,7 @@ def test_a_store_that_does_not_answer_holds_up_no_error(monkeypatch: pytest.Monk
     store = _Store()
     over = _watch_over(store)
     begin = time.monotonic()
-    assert [over.lost("group") for _ in range(3)] == ["", "", ""]
+    assert [over.departed("group") for _ in range(3)] == ["", "", ""]
     assert time.monotonic() - begin < 10
     assert store.num_asked == 1
     store.answers.set()
@@ -74,54 +74,54 @@ def test_a_store_that_does_not_answer_holds_up_no_error(monkeypatch: pytest.Monk
 def test_what_ranks_that_left_have_said_is_told() -> None:
     store = _Store()
     store.answers.set()
-    text = _watch_over(store).lost("group")
+    text = _watch_over(store).departed("group")
     assert "rank 1: has ended (at/left/group/1); rank 0: " in text
 
 
-class _Looks:
-    """A Watch whose looks fail where ``fails`` says so."""
+class _Samples:
+    """A watch whose samples fail where ``fails`` says so."""
 
-    period_s, has_told = 0.0, False
+    period_s, has_reported = 0.0, False
 
     def __init__(self, fails: list[bool]) -> None:
         self.left = fails
 
-    def look(self) -> bool:
+    def sample(self) -> bool:
         if self.left.pop(0):
             raise RuntimeError("the store does not answer")
         return True
 
 
 def test_a_store_that_fails_once_or_twice_does_not_end_the_watch() -> None:
-    looks: Any = _Looks([True, True, False, True, True, True, False])
-    deadlock_watch._serve(weakref.ref(looks), threading.Event())
-    assert looks.left == [False]
+    samples: Any = _Samples([True, True, False, True, True, True, False])
+    deadlock_watch._serve(weakref.ref(samples), threading.Event())
+    assert samples.left == [False]
 
 
 def test_a_rank_that_gets_on_takes_back_what_it_has_told_and_nothing_else() -> None:
     store = _Counts()
     over: Any = _watch_over(store)
-    over._rank, over._topologies, over.num_found, over._last, over._has_told = 1, (), 0, None, False
+    over._rank, over._topologies, over.num_deadlocks, over._last_sample, over._has_reported = 1, (), 0, None, False
     before, later = (("waits in a barrier", {"hop": [number]}) for number in (1, 2))
     for account, num_waiting in [
         (before, 0), (None, 0), (before, 0), (later, 0),  # never the same twice: it has not told
         (later, 1), (later, 1), (None, 0), (None, 0),
         (later, 0), (later, 1), (before, 0), (before, 1),
     ]:  # fmt: skip
-        over._account = lambda _, account=account: account
-        over.look()
-        assert (store.num_waiting, over.has_told) == (num_waiting, num_waiting == 1)
+        over._progress = lambda _, account=account: account
+        over.sample()
+        assert (store.num_waiting, over.has_reported) == (num_waiting, num_waiting == 1)
 
 
 def test_a_rank_takes_part_only_in_what_it_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = list[tuple[int, CollectiveCall]]()
-    monkeypatch.setattr("zcomm._transport.backend.take_part", lambda *asked: taken.append(asked[:2]))
+    monkeypatch.setattr("zcomm._transport.backend.start_for_others", lambda *asked: taken.append(asked[:2]))
     hop = Hop(None, 2, 0, 1, 0, "gloo")
     first, second, third = calls = [CollectiveCall("all_gather", nbytes, "cpu") for nbytes in (16, 32, 48)]
     for call in calls:
-        hop.ledger.start(call)
+        hop.log.start(call)
     other = CollectiveCall("all_to_all", 48, "cpu")  # what the other rank has started as its third
-    owed = Owed(5, [(1, first), (2, second), (3, other), (3, third), (4, other), (5, first)], 2)
-    complete(Watched("hop", hop.ledger, (0, 1), True, hop), owed)
+    missing = MissingCalls(5, [(1, first), (2, second), (3, other), (3, third), (4, other), (5, first)], 2)
+    start_missing(Watched("hop", hop.log, (0, 1), True, hop), missing)
     assert taken == [(3, other), (4, other), (5, first)]
-    assert (hop.ledger.num_started, hop.ledger.num_beside) == (5, 2)
+    assert (hop.log.num_started, hop.log.num_pairs) == (5, 2)

@@ -1,6 +1,6 @@
 """Ranks that make different calls over the emulated NCCL: one DivergedError on each, and a new communicator."""
 
-# covers: zcomm/control.py
+# covers zcomm/control.py
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def test_a_call_of_one_rank_alone_is_named_on_all(world_size: int, wire: str) ->
 def _check_slow_ranks(rank: int) -> None:
     with nccl_alone():
         topology = _topology(2)
-        before = topology.watch.num_found
+        before = topology.watch.num_deadlocks
         for late in (0, 1):
             for call in (lambda: _gather(rank, topology, "int8"), lambda: _agree(topology)):
                 if rank == late:
                     time.sleep(1.5)
                 call()
-        assert topology.watch.num_found == before
+        assert topology.watch.num_deadlocks == before
         topology.close()
 
 

@@ -1,6 +1,6 @@
 """Collectives beyond the common case: every dtype and format, error bounds, overflow, memory, large messages, bytes."""
 
-# covers: zcomm/volume.py
+# covers zcomm/volume.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Driving collectives: the thread of a Topology, errors, closing, what a Work promises."""
 
-# covers: zcomm/_transport/work.py
+# covers zcomm/_transport/work.py
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def _saves_in_a_thread(t: Training) -> None:
 
     thread = threading.Thread(target=save)
     thread.start()
-    while t.optimizer.topology.on_host.ledger.account()[1] == {} and thread.is_alive():
+    while t.optimizer.topology.on_host.log.snapshot()[1] == {} and thread.is_alive():
         time.sleep(0.001)
 
 

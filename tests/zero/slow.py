@@ -256,14 +256,14 @@ def run_slow(rank: int, case: Case, planned: list[Sleep], num_steps: int, bound_
     with diverged_after(bound_s), _late_writes(pause):
         job = Job(pause, case, folder)
         pause.watch = watch = job.optimizer.topology.watch
-        found, usual = watch.num_found, watch.period_s
+        found, usual = watch.num_deadlocks, watch.period_s
         watch.period_s = min(usual, shortest_s / 10)
         for pause.step in range(num_steps):
             job.step()
             if pause.step in eventful:
                 job.calls()
         assert not pause.left, f"not slept: {pause.left}"
-        assert watch.num_found == found, "a slow rank was taken for one that differs"
+        assert watch.num_deadlocks == found, "a slow rank was taken for one that differs"
         watch.period_s = usual
         job.optimizer.close()
 

@@ -1,6 +1,6 @@
 """``activation_checkpointing`` of the JSON, alone, on models that call torch.utils.checkpoint."""
 
-# covers: zero/_activations/activation_settings.py zero/_activations/call.py zero/_activations/file_storage.py
+# covers zero/_activations/activation_settings.py zero/_activations/call.py zero/_activations/file_storage.py
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def _check_mistakes(rank: int) -> None:
     model = Net(True)
     with _optimizer(model, SECTIONS[0]):
         loss = model(_data(rank, 0))
-        with pytest.raises(StateError, match="use_reentrant=False only"):
+        with pytest.raises(StateError, match="needs checkpoints with use_reentrant=False"):
             torch.autograd.backward(loss, create_graph=True)
         x = _data(rank, 0).requires_grad_() * 1
 

@@ -1,6 +1,6 @@
 """Errors of one rank are every rank's: alone, one inside the other, and in the recovery from another."""
 
-# covers: zero/_ranks/rank_errors.py
+# covers zero/_ranks/rank_errors.py
 
 from __future__ import annotations
 

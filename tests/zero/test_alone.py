@@ -1,6 +1,6 @@
 """A call that one rank makes alone is one named error on every rank within seconds; a slow rank is none."""
 
-# covers: zero/optimizer.py
+# covers zero/optimizer.py
 
 from __future__ import annotations
 

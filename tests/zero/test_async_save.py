@@ -1,6 +1,6 @@
 """An asynchronous save: training waits for the copy alone, and the checkpoint has the values of the call."""
 
-# covers: zero/_checkpoint/dcp.py
+# covers zero/_checkpoint/dcp.py
 
 from __future__ import annotations
 

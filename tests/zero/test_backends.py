@@ -3,7 +3,7 @@
 Whatever ranks agree on would fail here if it were a tensor on a group of NCCL: :mod:`tests.nccl_job`.
 """
 
-# covers: zcomm/_base/env.py zcomm/_transport/nccl_communicators.py zcomm/_transport/backend.py
+# covers zcomm/_base/env.py zcomm/_transport/nccl_communicators.py zcomm/_transport/backend.py
 
 from __future__ import annotations
 

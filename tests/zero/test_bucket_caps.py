@@ -1,6 +1,6 @@
 """``allgather_bucket_size`` and ``reduce_bucket_size`` cap what torch.distributed is given at a time."""
 
-# covers: zero/_storage/shard_storage.py
+# covers zero/_storage/shard_storage.py
 
 from __future__ import annotations
 

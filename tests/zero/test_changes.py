@@ -1,6 +1,6 @@
 """When changes are sent: each bucket's as its update ends, with the bits that all updates before all changes give."""
 
-# covers: zero/_gather/gather_sources.py zero/_step/delta_publish.py
+# covers zero/_gather/gather_sources.py zero/_step/delta_publish.py
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.zero.training import assert_same_bits, train, zero_optimizer
 from zcomm import StateError, ZcommError
 from zero._gather.gather_sources import Replica
 from zero._step import delta_publish
-from zero._step.delta_publish import Changes
+from zero._step.delta_publish import BucketwiseUpdate
 
 MODE: dict[str, Any] = {"stage": 3, "mode": "delta_hpz", "ranks_per_node": 1}
 ELEMENTWISE = (
@@ -61,9 +61,9 @@ def _trained(rank: int, optimizer_class: Any, *, early: bool, run_numel: int = 1
     patch = pytest.MonkeyPatch()
     patch.setattr(delta_publish, "RUN_NUMEL", run_numel)
     if not early:
-        patch.setattr(Changes, "are_sent_early", False)
+        patch.setattr(BucketwiseUpdate, "are_sent_early", False)
     with zero_optimizer(model, inner, **MODE, **options) as optimizer:
-        torch.optim.lr_scheduler.StepLR(optimizer.inside.inner, 1)  # wraps step()
+        torch.optim.lr_scheduler.StepLR(optimizer.parts.inner, 1)  # wraps step()
         train(model, optimizer, rank, steps=2, max_norm=0.5)
         check_nodes_agree(optimizer)
         masters = torch.cat([values.flatten() for _, _, values in optimizer.master_pieces()])
@@ -174,7 +174,7 @@ def _check_failure(rank: int) -> None:
                 train(model, optimizer, rank, steps=1)
             check_nodes_agree(optimizer)
             del inner.step_tensor_
-            with pytest.raises(StateError, match=r"construct it anew.*none is left") if is_told else nullcontext():
+            with pytest.raises(StateError, match=r"construct it again.*none is left") if is_told else nullcontext():
                 optimizer.step()
     patch.undo()
 

@@ -1,6 +1,6 @@
 """Ranks load one checkpoint or none, and what goes wrong on one rank while saving or loading is one error on all."""
 
-# covers: zero/_checkpoint/dcp.py
+# covers zero/_checkpoint/dcp.py
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def _check_users_errors(rank: int, folder: Path, stage: int) -> None:
                 lambda: zero.load_checkpoint(optimizer, folder, "good", stateful=stateful),
                 f"the {title} cannot be loaded",
                 "not mine",
-                "model and optimizer are as they were",
+                "model and optimizer are unchanged",
             )
             assert_equal_bits(whole_state(optimizer, model), before)
             assert (first.count, second.count, model.extra.count) == (11, 12, 17)
@@ -213,7 +213,7 @@ def _check_users_errors(rank: int, folder: Path, stage: int) -> None:
 
 def _hold(optimizer: zero.ZeroOptimizer) -> None:
     """As after a backward on this rank alone, which the others would wait for."""
-    runtime = optimizer.inside.runtime
+    runtime = optimizer.parts.runtime
     runtime._num_backwards = 1
     grads = runtime.reducer.all[0]
     grads.used[0], grads.bucket.params[0].grad = True, grads.stand_ins[0]
@@ -235,11 +235,11 @@ def _check_inner(rank: int, folder: Path) -> None:
             raise LookupError("not these")
 
         if rank == 1:
-            patch.setattr(optimizer.inside.inner, "load_state_dict", fail)
+            patch.setattr(optimizer.parts.inner, "load_state_dict", fail)
         _refuses(
             rank, lambda: zero.load_checkpoint(optimizer, folder), "not these", "construct model and optimizer anew"
         )
-        with pytest.raises(StateError, match="construct it anew"):
+        with pytest.raises(StateError, match="construct it again"):
             train(model, optimizer, rank, steps=1)
 
 

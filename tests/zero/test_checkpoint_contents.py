@@ -1,6 +1,6 @@
 """What is saved loads: tensors without elements, buffers of every dtype; what could not be loaded does not count."""
 
-# covers: zero/_checkpoint/dcp.py
+# covers zero/_checkpoint/dcp.py
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _check_refused(rank: int, folder: Path) -> None:
         masked = np.ma.masked_array([1.0, 2.0], mask=[True, False])
         for value in (torch.ones(3).to_sparse(), torch.ones(3, device="meta"), np.longdouble(1), masked):
             _refuses(rank, lambda value=value: save(client_state={"v": value}), "client_state['v'] is a")
-        _refuses(rank, lambda: save(stateful={0: optimizer}), "stateful= must have texts as names: got 0")
+        _refuses(rank, lambda: save(stateful={0: optimizer}), "the names in stateful= must be str: got 0")
         save()
         model.register_buffer("varied", torch.zeros(1).expand(3))
         _refuses(rank, lambda: zero.load_checkpoint(optimizer, folder), "'varied' is expanded", ".clone()")
@@ -156,7 +156,7 @@ def _check_refused(rank: int, folder: Path) -> None:
         _refuses(
             rank,
             lambda: zero.checkpoints.save_model_file(optimizer, folder / "out.safetensors"),
-            "'varied' is torch.complex128, which safetensors do not hold",
+            "'varied' is torch.complex128, which safetensors cannot store",
         )
 
 
@@ -173,8 +173,8 @@ def _check_proof(rank: int, folder: Path) -> None:
         left_out = ["tree.0"]
         patch.setattr(FlatPart, "chunks", lambda self: [] if self.key in left_out else chunks(self))
         for left_out[0], words in (
-            ("tree.0", ("'tree.0', of 3 elements, is not there",)),
-            ("weight/wte.weight", ("'weight/wte.weight', of ", "is not there")),
+            ("tree.0", ("'tree.0', of 3 elements, is missing",)),
+            ("weight/wte.weight", ("'weight/wte.weight', of ", "is missing")),
             ("rank/1/json", ("rank/1/json",)),
             ("rank/1/tree.0", ("'rank/1/tree.0'",)),
         ):
@@ -203,7 +203,11 @@ def _check_two(rank: int, folder: Path) -> None:
     of_a, of_b = map(first_of, models)
     assert of_a != of_b
     zero.save_checkpoint(a, folder, "sync")
-    _refuses(rank, lambda: zero.save_checkpoint(b, folder, "sync"), "sync holds what another optimizer has saved")
+    _refuses(
+        rank,
+        lambda: zero.save_checkpoint(b, folder, "sync"),
+        "sync holds a checkpoint that another optimizer has saved",
+    )
     zero.save_checkpoint(a, folder, "sync")
     zero.load_checkpoint(a, folder, "sync")
     assert first_of(models[0]) == of_a
@@ -216,7 +220,7 @@ def _check_two(rank: int, folder: Path) -> None:
                 ended.append(str(error).split(" since")[0])
             else:
                 ended.append("saved")
-        assert sorted(ended) == [f"{folder / tag} holds what another optimizer has saved", "saved"]
+        assert sorted(ended) == [f"{folder / tag} holds a checkpoint that another optimizer has saved", "saved"]
         winner = [of_a, of_b][ended.index("saved")]
         zero.load_checkpoint(a, folder, tag)
         assert first_of(models[0]) == winner

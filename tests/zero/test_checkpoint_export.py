@@ -1,6 +1,6 @@
 """Weights out of and into checkpoints: read back by the safetensors library and by transformers."""
 
-# covers: zero/_checkpoint/export.py zero/_checkpoint/index.py zero/_checkpoint/model_parallel_parts.py
+# covers zero/_checkpoint/export.py zero/_checkpoint/index.py zero/_checkpoint/model_parallel_parts.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checkpoints that cannot be saved or loaded: the same named error on every rank, nothing changed, nothing executed."""
 
-# covers: zero/_checkpoint/dcp.py
+# covers zero/_checkpoint/dcp.py
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ def _check_other_models(rank: int, folder: Path, stage: int) -> None:
     refuses(
         new_model(torch.float64),
         None,
-        "'wte.weight' is torch.float32 there and torch.float64 here",
+        "'wte.weight' is torch.float32 in the checkpoint and torch.float64 in the model",
         "converts",
         " more)",
     )
     wide = new_model()
     wide.shared = nn.Linear(24, 25)
-    refuses(wide, None, "'shared.weight' has shape [24, 24] there and [25, 24] here")
+    refuses(wide, None, "'shared.weight' has shape [24, 24] in the checkpoint and [25, 24] in the model")
     small = new_model()
     del small.blocks[2]
     refuses(small, None, "parameters are not in the model: 'blocks.2.norm.weight'")
@@ -131,12 +131,12 @@ def _check_other_models(rank: int, folder: Path, stage: int) -> None:
     buffered.register_buffer("seen", torch.zeros(1))
     refuses(buffered, None, "buffer 'seen' is missing")
     same = new_model()
-    refuses(same, torch.optim.SGD(groups_of(same), lr=1.0), "the optimizer was AdamW there and is SGD here")
+    refuses(same, torch.optim.SGD(groups_of(same), lr=1.0), "the optimizer is AdamW in the checkpoint and SGD here")
     same = new_model()
-    refuses(same, torch.optim.AdamW(same.parameters()), "2 parameter groups there and 1 here")
+    refuses(same, torch.optim.AdamW(same.parameters()), "the checkpoint has 2 parameter groups and the optimizer 1")
     same = new_model()
     swapped = torch.optim.AdamW(groups_of(same)[::-1])
-    refuses(same, swapped, "group 0 has other members", "load_optimizer_states=False")
+    refuses(same, swapped, "group 0 has other parameters", "load_optimizer_states=False")
 
 
 def _check_loads_what_was_asked(rank: int, folder: Path, stage: int) -> None:
@@ -232,7 +232,7 @@ def _check_planning_errors(rank: int, folder: Path) -> None:
         other.parent.mkdir(exist_ok=True)
         other.write_text("of another save")
         torch.distributed.barrier()
-        words = ("shard_00001_00000000.safetensors is another save's", "save again")
+        words = ("shard_00001_00000000.safetensors belongs to another save", "save again")
         _refuses(rank, lambda: zero.save_checkpoint(optimizer, folder, "x"), *words)
         assert other.read_text() == "of another save"
         patch.setattr("secrets.token_hex", lambda _: "12345678")

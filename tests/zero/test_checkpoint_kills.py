@@ -1,6 +1,6 @@
 """A kill at any moment of an asynchronous save leaves a checkpoint that loads: the last complete one."""
 
-# covers: zero/_checkpoint/json_tree.py zero/_checkpoint/request.py zero/_checkpoint/save.py
+# covers zero/_checkpoint/json_tree.py zero/_checkpoint/request.py zero/_checkpoint/save.py
 
 from __future__ import annotations
 

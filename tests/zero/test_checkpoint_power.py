@@ -5,7 +5,7 @@ was there when it was last synced, of a folder's names those that were synced wi
 one, all or none.
 """
 
-# covers: zero/_checkpoint/snapshot.py
+# covers zero/_checkpoint/snapshot.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What an engine and an optimizer make on a rank, threads and process groups, is gone once they are closed."""
 
-# covers: zero/initialize.py
+# covers zero/initialize.py
 
 from __future__ import annotations
 

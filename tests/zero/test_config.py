@@ -1,6 +1,6 @@
 """The configuration: every key checked, nothing ignored in silence, one definition behind all that describes it."""
 
-# covers: zero/_config/batch.py zero/_config/explain.py zero/_config/json_schema.py zero/_config/keys.py
+# covers zero/_config/batch.py zero/_config/explain.py zero/_config/json_schema.py zero/_config/keys.py
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from zero._config import (
     NotAvailableError,
     explain,
     json_schema,
-    make_plan,
     markdown_table,
     parse,
     read_source,
+    resolve_config,
     solve_batch_sizes,
 )
 from zero._config.keys import definitions, section_type
@@ -55,10 +55,10 @@ def test_tutorial_configurations_explain_every_key_they_give(name: str, tmp_path
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_this_version_cannot_do_is_refused_by_name(name: str) -> None:
     if name not in NEEDS_MORE:
-        assert make_plan(CONFIGS[name], {}).settings.stage == CONFIGS[name]["zero_optimization"]["stage"]
+        assert resolve_config(CONFIGS[name], {}).settings.stage == CONFIGS[name]["zero_optimization"]["stage"]
         return
     with pytest.raises(NotAvailableError, match=r"offload_optimizer\.device='nvme'"):
-        make_plan(CONFIGS[name], {})
+        resolve_config(CONFIGS[name], {})
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_batch_sizes_that_are_not_given() -> None:
     assert (micro.train, micro.accumulation) == (6, 1)
     none = solve_batch_sizes(parse({}, "dict").values, world_size=2)
     assert (none.train, none.micro, none.accumulation) == (None, None, 1)
-    assert "what the caller feeds" in none.note
+    assert "the caller decides" in none.note
 
 
 def test_keys_become_settings_and_keywords_win() -> None:
@@ -156,7 +156,7 @@ def test_keys_become_settings_and_keywords_win() -> None:
         "zcomm": {"gradient_format": ["int8", "nf4"]},
         "data_types": {"grad_accum_dtype": "bf16"},
     }
-    plan = make_plan(raw, {"stage": 2, "reduce_bucket_size": 10, "lr": 0.1, "fp16": {"enabled": True}})
+    plan = resolve_config(raw, {"stage": 2, "reduce_bucket_size": 10, "lr": 0.1, "fp16": {"enabled": True}})
     assert (plan.settings.stage, plan.settings.reduce_bucket_size) == (2, 10)
     assert (plan.settings.quantized_weights, plan.settings.hpz_partition_size) == (True, 2)
     assert plan.settings.gradient_format == ("int8", "nf4")
@@ -165,9 +165,9 @@ def test_keys_become_settings_and_keywords_win() -> None:
     assert plan.optimizer_options == {"lr": 0.1}
     assert plan.configuration.origins["fp16.enabled"] == "keyword"
     assert plan.configuration.origins["zero_optimization.stage"] == "keyword"
-    assert make_plan({"communication_data_type": "fp32"}, {}).settings.gradient_format == "none"
-    assert make_plan(None, {"zero_quantized_gradients": True}).settings.quantized_gradients
-    assert (make_plan(None, {}).settings.stage, make_plan({}, {}).settings.stage) == (1, 0)
+    assert resolve_config({"communication_data_type": "fp32"}, {}).settings.gradient_format == "none"
+    assert resolve_config(None, {"zero_quantized_gradients": True}).settings.quantized_gradients
+    assert (resolve_config(None, {}).settings.stage, resolve_config({}, {}).settings.stage) == (1, 0)
 
 
 def test_what_has_no_effect_is_said() -> None:
@@ -176,12 +176,12 @@ def test_what_has_no_effect_is_said() -> None:
         "fp16": {"hysteresis": 3},
         "aio": {"thread_count": 4},
     }
-    notes = "\n".join(make_plan(raw, {}).notes)
-    assert re.search(r"zero_hpz_partition_size=2 has no effect: parameters are whole below stage 3", notes)
+    notes = "\n".join(resolve_config(raw, {}).notes)
+    assert re.search(r"zero_hpz_partition_size=2 has no effect: stage is below 3", notes)
     assert re.search(r"contiguous_gradients=False has no effect", notes)
     assert re.search(r"fp16\.hysteresis=3 has no effect: the loss scale is not dynamic", notes)
     assert re.search(r"aio\.thread_count is read as aio\.intra_op_parallelism", notes)
-    assert not make_plan({"zero_optimization": {"stage": 1, "overlap_comm": False}}, {}).notes
+    assert not resolve_config({"zero_optimization": {"stage": 1, "overlap_comm": False}}, {}).notes
 
 
 @pytest.mark.parametrize(
@@ -195,8 +195,8 @@ def test_what_has_no_effect_is_said() -> None:
 )
 def test_unavailable_keys_are_refused_unless_off(raw: dict[str, Any]) -> None:
     with pytest.raises(NotAvailableError, match="not available in this version"):
-        make_plan(raw, {})
-    assert make_plan({"amp": {"enabled": False}, "gradient_allreduce_op": "mean"}, {}).settings.stage == 0
+        resolve_config(raw, {})
+    assert resolve_config({"amp": {"enabled": False}, "gradient_allreduce_op": "mean"}, {}).settings.stage == 0
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_loco_is_refused_with_what_there_is_instead() -> None:
     with pytest.raises(
         NotAvailableError, match=r"zeropp_loco_param=.*delta_hpz.*residual_beta.*residual_reset_interval"
     ):
-        make_plan(loco, {})
+        resolve_config(loco, {})
 
 
 def _accepts(schema: dict[str, Any], value: Any) -> bool:

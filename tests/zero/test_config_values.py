@@ -1,6 +1,6 @@
 """Values that no key can hold, at every key: a working configuration or a ConfigError that names the key."""
 
-# covers: zero/_config/key_support.py zero/_config/legacy.py zero/_config/optimizer_options.py
+# covers zero/_config/key_support.py zero/_config/legacy.py zero/_config/optimizer_options.py
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from zcomm import ConfigError
-from zero._config import Config, NotAvailableError, explain, json_schema, make_plan, parse, read_source
+from zero._config import Config, NotAvailableError, explain, json_schema, parse, read_source, resolve_config
 from zero._config.keys import definitions
 from zero._optim.from_config import build_optimizer
 from zero._optim.lr_schedulers import SCHEDULERS, build_scheduler
@@ -95,7 +95,7 @@ def _refusal_of(call: Callable[[], object]) -> ConfigError | None:
 def _read(raw: dict[str, Any], *, is_planned: bool) -> None:
     read = parse(raw, "dict")
     if is_planned:
-        make_plan(raw, {})
+        resolve_config(raw, {})
         assert explain(read, shows_all=True)
 
 
@@ -128,7 +128,7 @@ def test_any_keyword_works_or_is_named(kind: str) -> None:
     names = "stage reduce_bucket_size weight_format gradient_format mode overlap_comm fp16 zero_optimization"
     for name in (*names.split(), "gradient_accumulation_steps", "residual_beta"):
         options = {name: VALUES[kind], "stage3_max_live_parameters": 5}
-        error = _refusal_of(lambda o=options: make_plan(None, o))
+        error = _refusal_of(lambda o=options: resolve_config(None, o))
         assert error is None or name in str(error), str(error)[:300]
 
 

@@ -3,7 +3,7 @@
 docs/conformance.md has the whole list, and which test covers what. The oracle is a single process, or arithmetic.
 """
 
-# covers: zero/utils.py
+# covers zero/utils.py
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ single process's gradient at those weights, within what the documents allow INT4
 Here three architectures on 2 ranks; ``-m long`` has all of them, on 2 nodes of 2 ranks.
 """
 
-# covers: zero/utils.py
+# covers zero/utils.py
 
 from __future__ import annotations
 

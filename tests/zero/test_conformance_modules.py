@@ -3,7 +3,7 @@
 The oracle is the same model in a single process.
 """
 
-# covers: zero/utils.py
+# covers zero/utils.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """docs/conformance.md: every test it names exists, and nine tenths of its behaviours have one."""
 
-# covers: docs/conformance.md
+# covers docs/conformance.md
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Copies between host memory and a GPU: on streams of their own, after what was computed, known to the allocator."""
 
-# covers: zero/_activations/copies.py zero/_storage/copy_stream.py zero/_storage/file_shard_storage.py
+# covers zero/_activations/copies.py zero/_storage/copy_stream.py zero/_storage/file_shard_storage.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Updates that run during the next step, and are not made, or fail: on every rank, with nothing half done."""
 
-# covers: zero/optimizer.py
+# covers zero/optimizer.py
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _check_failure_in_files(rank: int, folder: str) -> None:
     for verb, at in (("write", 3), ("read", 2)):
         model = new_model()
         with zero_optimizer(model, zero.CPUAdam, lr=1e-2, **case) as optimizer:
-            losses, store = train_late(model, optimizer, rank, range(1)), optimizer.inside.runtime.state_files.store
+            losses, store = train_late(model, optimizer, rank, range(1)), optimizer.parts.runtime.state_files.store
             zero.utils.safe_get_full_fp32_param(model.head.weight)  # the first update is made
             before, call = full_values(model), getattr(store, verb)
             if rank == LAST:
@@ -78,7 +78,7 @@ def _check_failure_in_memory(rank: int, folder: str) -> None:
     model = new_model()
     with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=2, **CPU) as optimizer:
         train_late(model, optimizer, rank, range(2))
-        inner = optimizer.inside.inner
+        inner = optimizer.parts.inner
         zero.utils.safe_get_full_fp32_param(model.head.weight)
         if rank == LAST:
             inner.step_tensor_ = Breaks(inner.step_tensor_, 2, MemoryError("no memory left"))
@@ -93,7 +93,7 @@ def _check_failure_in_memory(rank: int, folder: str) -> None:
         train_late(model, optimizer, rank, range(2))
         zero.save_checkpoint(optimizer, folder, "two")
         expected = train_late(model, optimizer, rank, range(2, 4))
-        store = optimizer.inside.runtime.state_files.store
+        store = optimizer.parts.runtime.state_files.store
         zero.utils.safe_get_full_fp32_param(model.head.weight)
         call = store.write
         if rank == LAST:

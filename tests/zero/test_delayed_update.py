@@ -4,7 +4,7 @@ The oracle trains on one process, from the formula: gradients at the parameters 
 plain ``zero.CPUAdam`` over whole float32 masters.
 """
 
-# covers: zero/_optim/delayed_update.py zero/_optim/file_update.py zero/_optim/optimizer_clone.py
+# covers zero/_optim/delayed_update.py zero/_optim/file_update.py zero/_optim/optimizer_clone.py
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _check_staleness(rank: int, tier: str, folder: str) -> None:
         model, Gated.num_steps_begun = new_model(has_unused=True), 0
         with zero_optimizer(model, Gated(groups_of(model), lr=1e-2), **case) as optimizer:
             scheduler = LambdaLR(optimizer, _rate)
-            late = {s.name for b in optimizer.inside.runtime.buckets if b.host is not None for s in b.layout.slots}
+            late = {s.name for b in optimizer.parts.runtime.buckets if b.host is not None for s in b.layout.slots}
             losses = train_late(model, optimizer, rank, range(STEPS), scheduler=scheduler, **case)
             Gated.num_steps_begun += 1
             optimizer.finish_update()
@@ -115,7 +115,7 @@ def _check_torch(rank: int) -> None:
         model = new_model()
         given, as_given = inner(groups_of(model), lr=1e-2, weight_decay=0.1), {"zero_force_ds_cpu_optimizer": False}
         with zero_optimizer(model, given, **CPU, **as_given, stage=2) as optimizer:
-            assert optimizer.inside.inner is given
+            assert optimizer.parts.inner is given
             losses = train_late(model, optimizer, rank, range(4), scheduler=LambdaLR(optimizer, _rate))
             assert zero.utils.safe_get_full_optimizer_state(model.head.weight, "step") == 4
             results.append(losses)
@@ -162,7 +162,7 @@ def _check_fast_updates(rank: int) -> None:
     for is_fast in (False, True):
         model = new_model()
         with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=2, **CPU) as optimizer:
-            delayed = optimizer.inside.runtime.delayed
+            delayed = optimizer.parts.runtime.delayed
             write_shards = delayed.write_shards
 
             def write_late(delayed: Any = delayed, write_shards: Any = write_shards) -> Any:
@@ -261,7 +261,7 @@ def _check_changes(rank: int) -> None:
             for _ in _changes(model, rank):
                 assert_same_bits(full_values(model), masters_of(model))
                 train_late(model, optimizer, rank, range(2))
-                assert optimizer.inside.runtime.is_behind
+                assert optimizer.parts.runtime.has_pending_update
 
 
 def _modify(param: nn.Parameter, rank: int) -> None:
@@ -308,7 +308,7 @@ def test_closing_waits_and_publishes() -> None:
 def _check_memory(rank: int) -> None:
     model = new_model()
     with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=2, bf16={"enabled": True}, **CPU) as optimizer:
-        shard = sum(bucket.layout.shard_numel for bucket in optimizer.inside.runtime.buckets)
+        shard = sum(bucket.layout.shard_numel for bucket in optimizer.parts.runtime.buckets)
         assert optimizer.memory().buffers["parameters of a delayed update"] == 2 * 2 * shard
         assert optimizer.memory().buffers["gradients of a delayed update"] == 0
         train_late(model, optimizer, rank, range(3))

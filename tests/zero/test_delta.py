@@ -1,6 +1,6 @@
 """``mode="delta"``, stages 1 and 2: plain training if nothing is rounded, and bit for bit the NumPy oracle's else."""
 
-# covers: zcomm/control.py zero/utils.py
+# covers zcomm/control.py zero/utils.py
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODE: dict[str, Any] = {"mode": "delta", "ranks_per_node": 2}
 
 def check_ranks_agree(optimizer: ZeroOptimizer) -> None:
     """All ranks hold the same bits."""
-    full = torch.cat([b.full for b in optimizer.inside.runtime.buckets if b.full is not None])
+    full = torch.cat([b.full for b in optimizer.parts.runtime.buckets if b.full is not None])
     of_ranks = control.gather_float64(full.detach().double(), optimizer.topology)
     for values in of_ranks:
         assert torch.equal(values, of_ranks[0])

@@ -1,6 +1,6 @@
 """``mode="delta_hpz"``: the same training without quantization, and bit for bit the NumPy oracle's with it."""
 
-# covers: zero/_config/delta_hpz_settings.py
+# covers zero/_config/delta_hpz_settings.py
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ INT8, NF4, INT4 = Wire("int8", 256), Wire("nf4", 64), Wire("int4", 128)
 
 def replicas_of(optimizer: ZeroOptimizer) -> Tensor:
     """All replicas of this rank, one after the other."""
-    replicas = optimizer.inside.runtime.gatherer.replicas
+    replicas = optimizer.parts.runtime.gatherer.replicas
     return torch.cat([replicas[index].node.values.flatten() for index in sorted(replicas)])
 
 
 def residuals_of(optimizer: ZeroOptimizer) -> Tensor:
     """All committed residuals of this rank."""
-    sums = [grads.in_node for grads in optimizer.inside.runtime.reducer.all]
+    sums = [grads.node_sums for grads in optimizer.parts.runtime.reducer.all]
     values = [s.residual.values().flatten() for s in sums if s is not None and s.residual is not None]
     return torch.cat(values)
 
@@ -250,7 +250,7 @@ def _units_of_steps(rank: int, per_node: int, num_micro: int, frozen: int = 0, *
                     (model(x).float() - 1).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                for replica in optimizer.inside.runtime.gatherer.replicas.values():
+                for replica in optimizer.parts.runtime.gatherer.replicas.values():
                     replica.node.wait()
             units.append(inter_node_units(optimizer, sent, numel))
     return units

@@ -1,6 +1,6 @@
 """``mode="delta_hpz"``: what it keeps from step to step, in checkpoints, on other topologies, and beside offload."""
 
-# covers: zero/_optim/state_placement.py zero/_runtime/delta_hpz_state.py zero/_runtime/runtime.py
+# covers zero/_optim/state_placement.py zero/_runtime/delta_hpz_state.py zero/_runtime/runtime.py
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MODE: dict[str, Any] = {"stage": 3, "mode": "delta_hpz"}
 
 def _residual_sums(optimizer: zero.ZeroOptimizer) -> dict[str, Tensor]:
     """The sum over all ranks of what is kept of each parameter, float64."""
-    runtime, t, sums = optimizer.inside.runtime, optimizer.topology, dict[str, Tensor]()
+    runtime, t, sums = optimizer.parts.runtime, optimizer.topology, dict[str, Tensor]()
     for grads in runtime.reducer.all:
-        assert grads.in_node is not None
-        assert grads.in_node.residual is not None
+        assert grads.node_sums is not None
+        assert grads.node_sums.residual is not None
         whole = torch.zeros(t.world_size, grads.bucket.layout.shard_numel)
         first = t.local_rank * t.num_nodes
-        whole[first : first + t.num_nodes] = grads.in_node.residual.values()
+        whole[first : first + t.num_nodes] = grads.node_sums.residual.values()
         total = control.gather_float64(whole.flatten(), t).sum(0)
         for slot in grads.bucket.layout.slots:
             sums[slot.name] = total[slot.offset : slot.offset + slot.numel]
@@ -120,7 +120,7 @@ def _check_memory(rank: int) -> None:
         model = new_model(torch.bfloat16)
         with zero_optimizer(model, ranks_per_node=2, gradient_accumulation_steps=num_micro, **MODE) as optimizer:
             train(model, optimizer, rank, steps=2, num_micro=num_micro)
-            numel = sum(bucket.layout.numel for bucket in optimizer.inside.runtime.buckets)
+            numel = sum(bucket.layout.numel for bucket in optimizer.parts.runtime.buckets)
             buffers = optimizer.memory().buffers
             assert buffers["secondary partition"] == numel
             assert numel / 2 <= buffers["residuals"] <= numel / 2 * 1.01

@@ -1,6 +1,6 @@
 """Changes of models of which a step changes a part: adapters beside a frozen base (LoRA), and experts."""
 
-# covers: zcomm/control.py zero/utils.py
+# covers zcomm/control.py zero/utils.py
 
 from __future__ import annotations
 

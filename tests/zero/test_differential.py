@@ -6,7 +6,7 @@ mixed-precision training as one would write it without ZeRO: float32 masters, ca
 one process. SGD is linear in the gradient: a gradient that is wrong by a factor, or lacks a micro-batch, shows in full.
 """
 
-# covers: zero/optimizer.py
+# covers zero/optimizer.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A rank that alone leaves the order that all have recorded: one named error on every rank within seconds."""
 
-# covers: zero/_ranks/distributed.py
+# covers zero/_ranks/distributed.py
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEAVES = {
     r"recorded order has parameter 'layers\.1\.weight' .* of module 'layers\.1'",
     "skips the last layer": r"rank 1: gathers .*'layers\.2\.weight'.* in backward, use 3 of training, where .* has .*"
     r"'layers\.3\.weight'",
-    "skips a layer in backward": r"rank 1: has come to the end of backward, use 7 of training, where .* has " + FIRST,
+    "skips a layer in backward": r"rank 1: has reached the end of backward, use 7 of training, where .* has " + FIRST,
 }
 
 
@@ -147,7 +147,7 @@ def _check_slow_rank(rank: int) -> None:
     model = Layers()
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
     with zero_optimizer(model, sgd, stage=3) as optimizer, _watched(2, 0.02) as watch:
-        found = watch.num_found
+        found = watch.num_deadlocks
         for step in range(3):
             for late in range(2):
                 if rank == late:
@@ -155,7 +155,7 @@ def _check_slow_rank(rank: int) -> None:
                 _step(model, optimizer)
             if step == 1:
                 model.order = (0, 1, 3)
-        assert watch.num_found == found
+        assert watch.num_deadlocks == found
 
 
 def test_a_late_rank_is_waited_for() -> None:
@@ -171,7 +171,7 @@ def _check_busy_thread(rank: int) -> None:
     """Rank 1 waits for its own thread, which computes before an exchange that the others wait for."""
     t = topology(2)
     with _watched(2, 0.02) as watch:
-        found = watch.num_found
+        found = watch.num_deadlocks
         for _ in range(2):
             if rank == 1:
                 t.queue.submit(_sleeps())
@@ -180,7 +180,7 @@ def _check_busy_thread(rank: int) -> None:
             assert work is not None
             work.wait()
             assert gathered.tolist() == [0, 1, 2, 3]
-        assert watch.num_found == found
+        assert watch.num_deadlocks == found
 
 
 def test_a_rank_whose_thread_computes_is_waited_for() -> None:

@@ -1,6 +1,6 @@
 """Which optimizers are accepted: couplings that are found, and what is no coupling."""
 
-# covers: zero/_optim/elementwise_check.py zero/_optim/lion.py
+# covers zero/_optim/elementwise_check.py zero/_optim/lion.py
 
 # ruff: noqa: ARG002  (what changes a gradient is given all there is)
 from __future__ import annotations
@@ -385,7 +385,7 @@ def test_state_of_steps_is_told_from_a_constructors() -> None:
     stepped.step()  # nothing has moved, but steps are counted
     with pytest.raises(StateError, match=r"Adagrad has state .* its constructor makes another"):
         zero.ZeroOptimizer(model, stepped)
-    with pytest.raises(StateError, match=r"Remembering has state .* cannot be said"):
+    with pytest.raises(StateError, match=r"Remembering has state .* cannot be checked"):
         zero.ZeroOptimizer(model, Remembering("x", model.parameters()))
 
 

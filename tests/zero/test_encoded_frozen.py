@@ -1,6 +1,6 @@
 """Frozen weights at rest as INT8: their memory, their bytes on the way, and what training makes of them."""
 
-# covers: zero/optimizer.py
+# covers zero/optimizer.py
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _check(rank: int, world_size: int, dtype: torch.dtype, options: dict[str, ob
     settings = {"stage": 3, "zero_quantized_nontrainable_weights": True, "gradient_dtype": None, **options}
     with zero_optimizer(model, _sgd(model), **settings) as optimizer:
         optimizer.memory()
-        held = sum(b.rest.nbytes["device"] for b in optimizer._runtime.buckets if not b.is_trainable)
+        held = sum(b.storage.nbytes["device"] for b in optimizer._runtime.buckets if not b.is_trainable)
         of_bf16 = 2 * sum(before[name].numel() for name in frozen) / world_size
         assert 0.5 < held / of_bf16 < 0.53
         values = full_values(model)

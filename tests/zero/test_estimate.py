@@ -1,6 +1,6 @@
 """zero.estimate against what is allocated, and against figures of the papers worked out by hand."""
 
-# covers: zero/_storage/parameter_storage.py zero/plan/estimate.py zero/plan/formulas.py
+# covers zero/_storage/parameter_storage.py zero/plan/estimate.py zero/plan/formulas.py
 
 from __future__ import annotations
 

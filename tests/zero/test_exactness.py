@@ -3,7 +3,7 @@
 Through ZeroOptimizer on topologies that tests share, and through ``zero.initialize``, which makes its own.
 """
 
-# covers: zero/initialize.py
+# covers zero/initialize.py
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The three cases of Megatron: a word embedding that serves the logits, a bias that a submodule returns, and two of them.
 """
 
-# covers: zero/optimizer.py
+# covers zero/optimizer.py
 
 from __future__ import annotations
 

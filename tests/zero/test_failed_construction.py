@@ -1,6 +1,6 @@
 """A construction that fails: every rank raises, the model is as it was, and nothing is left behind."""
 
-# covers: zero/_runtime/initial_values.py
+# covers zero/_runtime/initial_values.py
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class OutOfMemoryError(RuntimeError):
 
 def _check_out_of_memory(rank: int) -> None:
     """On one rank, when it has divided two buckets already; at any of three places."""
-    for stage, method in ((3, "flatten"), (3, "settle"), (1, "settle")):
+    for stage, method in ((3, "flatten"), (3, "partition"), (1, "partition")):
         model, plain = new_model(), new_model()
         whole, calls = getattr(Bucket, method), []
 

@@ -1,6 +1,6 @@
 """Files of a rank: what is written is read, what is damaged is found, and nothing is left behind."""
 
-# covers: zero/_storage/file_store.py zero/_storage/process_folder.py zero/_storage/tier_settings.py
+# covers zero/_storage/file_store.py zero/_storage/process_folder.py zero/_storage/tier_settings.py
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def test_misuse_is_named(tmp_path: Path) -> None:
         with pytest.raises(LayoutError, match="name must be"):
             store.create(name, 1)
     for tensor, offset, what in (
-        (buffer, 4 * KIB, "beyond the file"),
-        (buffer, -4 * KIB, "beyond the file"),
-        (buffer[:100], 0, "whole pages"),
-        (buffer[1 : 4 * KIB + 1], 0, "whole pages"),
-        (buffer, 512, "whole pages"),
+        (buffer, 4 * KIB, "must be in the file"),
+        (buffer, -4 * KIB, "must be in the file"),
+        (buffer[:100], 0, "must be multiples"),
+        (buffer[1 : 4 * KIB + 1], 0, "must be multiples"),
+        (buffer, 512, "must be multiples"),
         (buffer.view(torch.int32), 0, "uint8"),
         (buffer[::2], 0, "contiguous"),
     ):
@@ -106,7 +106,7 @@ def test_misuse_is_named(tmp_path: Path) -> None:
         store.give(buffer)
     transfer.wait()
     store.give(buffer)
-    with pytest.raises(LayoutError, match="not a buffer"):
+    with pytest.raises(LayoutError, match="can be given back, once"):
         store.give(buffer)
     store.close()
 
@@ -204,7 +204,7 @@ def test_a_store_goes_with_its_last_reference_and_not_with_a_fork(
     stores = [_store(tmp_path)]
 
     def try_it() -> None:
-        with pytest.raises(StateError, match="forked"):
+        with pytest.raises(StateError, match="by the process that opened it"):
             stores[0].create("a", 1)
         stores[0].close()
         stores.clear()

@@ -1,6 +1,6 @@
 """A flipped bit anywhere in a checkpoint: the same named error on every rank, or a bit that says nothing."""
 
-# covers: zero/plan/report.py
+# covers zero/plan/report.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """zero.utils.safe_get_* and safe_set_*: what they read and set is what a single process has and does."""
 
-# covers: zero/_access/safe_access.py
+# covers zero/_access/safe_access.py
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _check_errors(rank: int) -> None:
         assert utils.safe_get_full_grad(frozen) is None
         with pytest.raises(StateError, match=r"'wte\.weight' has no gradient"):
             utils.safe_set_full_grad(weight, full)
-        with pytest.raises(StateError, match="states come with the first step"):
+        with pytest.raises(StateError, match="the first step creates states"):
             utils.safe_set_full_optimizer_state(weight, full, "exp_avg")
         with pytest.raises(LayoutError, match=r"'wte\.weight' must have 888 elements"):
             utils.safe_set_full_fp32_param(weight, full if rank == 0 else full[1:])
@@ -118,7 +118,7 @@ def _check_errors(rank: int) -> None:
             utils.safe_set_full_fp32_param(outside, outside)
         with optimizer.no_sync():
             loss_of(model, *batch(0, 0, rank)).backward()
-        with pytest.raises(StateError, match="before they were reduced"):
+        with pytest.raises(StateError, match="must be reduced before they are used"):
             utils.safe_get_full_grad(weight)
         optimizer.zero_grad()
 

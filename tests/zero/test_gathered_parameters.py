@@ -1,6 +1,6 @@
 """zero.GatheredParameters: whole parameters for a while, on every rank, and errors that every rank gets."""
 
-# covers: zero/_ranks/collective_calls.py zero/_runtime/gathered_edits.py zero/_runtime/untracked_edits.py
+# covers zero/_ranks/collective_calls.py zero/_runtime/gathered_edits.py zero/_runtime/untracked_edits.py
 
 from __future__ import annotations
 

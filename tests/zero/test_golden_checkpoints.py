@@ -3,7 +3,7 @@
 ``python -m tests.golden.make_checkpoints`` adds the ones of a new release.
 """
 
-# covers: zero/_checkpoint/__init__.py zero/_checkpoint/load.py zero/_checkpoint/restore.py
+# covers zero/_checkpoint/__init__.py zero/_checkpoint/load.py zero/_checkpoint/restore.py
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _fail_to_read(rank: int, release: str) -> None:
     model = new_small(seed=1)
     with zero_optimizer(model, new_inner(model), stage=2) as optimizer:
         before = whole_state(optimizer, model)
-        for name in ("LoadPartsPlanner", "make_whole_request"):
+        for name in ("LoadPartsPlanner", "make_complete_request"):
 
             def full(*_: Any) -> None:
                 raise RuntimeError("no memory")

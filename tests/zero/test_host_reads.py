@@ -4,7 +4,7 @@ Here everything is on the CPU: what would be a wait there is a read of a floatin
 whose result has a size that depends on values. Integers of the ranks' own agreements are the host's on a GPU, too.
 """
 
-# covers: zero/optimizer.py
+# covers zero/optimizer.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """zero.Init: a model that is divided while it is built is the model that a single process builds."""
 
-# covers: triton_kernels/__init__.py zcomm/__init__.py zero/__init__.py zero/_access/pretrained.py
+# covers triton_kernels/__init__.py zcomm/__init__.py zero/__init__.py zero/_access/pretrained.py
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def _check_other_ranks(rank: int) -> None:
     alone = [torch.distributed.new_group([each]) for each in range(2)][rank]
     with Init(data_parallel_group=alone):
         model = nn.Linear(3, 3)
-    with pytest.raises(TopologyError, match=r"parameter 'weight' is divided over .*\d.*, not .*0, 1"):
+    with pytest.raises(TopologyError, match=r"parameter 'weight' is sharded over .*\d.*, not .*0, 1"):
         deepspeed.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
 
 

@@ -1,6 +1,6 @@
 """zero.Init with shards in files: the same values, no memory for them, and no files once they are taken over."""
 
-# covers: zero/_model/init.py zero/_model/init_shards.py zero/_runtime/memory_report.py zero/engine.py
+# covers zero/_model/init.py zero/_model/init_shards.py zero/_runtime/memory_report.py zero/engine.py
 
 from __future__ import annotations
 

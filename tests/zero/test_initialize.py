@@ -1,6 +1,6 @@
 """zero.initialize and its engine: the loop of a DeepSpeed user gives what a single process gives."""
 
-# covers: zero/_access/gathered_parameters.py zero/_config/offload_sections.py zero/_optim/from_config.py
+# covers zero/_access/gathered_parameters.py zero/_config/offload_sections.py zero/_optim/from_config.py
 
 from __future__ import annotations
 
@@ -329,7 +329,7 @@ def _check_reports(rank: int) -> None:
     state = [line for line in lines if line.startswith("dict: ")]
     assert ["memory_breakdown" in text for text in state] == ([True] if rank == 0 else [])
     lines = [line for line in lines if line not in state]
-    said = [line for line in lines if "intra_op_parallelism" in line or "a batch is what the caller feeds" in line]
+    said = [line for line in lines if "intra_op_parallelism" in line or "no batch size is given" in line]
     assert len(said) == (3 if rank == 0 else 0)  # another name; without effect; no batch size: each once
     assert sum("loss scale=1" in line for line in lines) == (2 if rank == 0 else 0)
     memory = [re.match(r"memory after (\w+): parameters [\d.]+ MiB.*; resident ([\d.]+) MiB", line) for line in lines]

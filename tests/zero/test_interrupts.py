@@ -3,7 +3,7 @@
 torch calls the hooks that end a forward after an Exception only, so these are told apart by what still runs.
 """
 
-# covers: zero/_activations/routing.py zero/_activations/scope.py
+# covers zero/_activations/routing.py zero/_activations/scope.py
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _assert_same(model: nn.Module, plain: nn.Module) -> None:
 
 
 def _assert_nothing_entered(optimizer: Any) -> None:
-    runtime = optimizer.inside.runtime
+    runtime = optimizer.parts.runtime
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert not any(bucket.is_needed for bucket in runtime.buckets)
     if runtime.stage.shards_parameters:
@@ -170,7 +170,7 @@ def test_an_interrupted_backward_counts_for_nothing(stage: int) -> None:
 
 @contextmanager
 def _interrupted_update(optimizer: Any, kind: type[BaseException], *, is_after: bool) -> Iterator[None]:
-    inner = optimizer.inside.inner
+    inner = optimizer.parts.inner
     step = inner.step
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
@@ -212,7 +212,7 @@ def _check_before_update(rank: int, stage: int) -> None:
     model, plain = _new(), _new()
     reference = _sgd(plain)
     with zero_optimizer(model, _sgd(model), stage=stage, gradient_clipping=1e9) as optimizer:
-        runtime = optimizer.inside.runtime
+        runtime = optimizer.parts.runtime
         for where, name in ((runtime.reducer, "flush"), (runtime, "step_ended"), (optimizer, "_prepare_gradients")):
             _loss(model).backward()
             with pytest.MonkeyPatch.context() as patch:

@@ -1,6 +1,6 @@
 """A gradient that comes after its bucket was reduced is reduced in a second exchange, on every rank."""
 
-# covers: zero/_gradients/grad_attribute.py zero/_gradients/reduction.py zero/_gradients/step_consistency.py
+# covers zero/_gradients/grad_attribute.py zero/_gradients/reduction.py zero/_gradients/step_consistency.py
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _check(rank: int, stage: int, is_everybodys: bool) -> None:  # noqa: FBT001
     for each, is_late in enumerate(twice):
         (plain(x[each], uses_twice=is_late).sum() / len(x)).backward()
     with (
-        mock.patch.object(reducer, "PATIENCE_S", 0.3),
+        mock.patch.object(reducer, "MIN_WAIT_S", 0.3),
         zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=stage, reduce_bucket_size=1),
     ):
         model(x[rank], uses_twice=twice[rank]).sum().backward()

@@ -1,6 +1,6 @@
 """Buckets, slots, shards and pieces; units. Pure arithmetic, checked against brute force."""
 
-# covers: triton_kernels/_layout.py zero/_model/model_layout.py zero/_sharding/layout.py
+# covers triton_kernels/_layout.py zero/_model/model_layout.py zero/_sharding/layout.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Leaf modules: ranks that run different experts train as a single process does, at forward and at backward."""
 
-# covers: zero/_config/zero_section.py zero/_model/leaf_modules.py zero/_sharding/buffer_pool.py
+# covers zero/_config/zero_section.py zero/_model/leaf_modules.py zero/_sharding/buffer_pool.py
 
 from __future__ import annotations
 

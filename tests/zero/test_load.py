@@ -1,6 +1,6 @@
 """zero.load_pretrained: a plain state dict, from memory or files, in a model that is sharded."""
 
-# covers: zero/_checkpoint/streamed_load.py zero/_storage/poison.py
+# covers zero/_checkpoint/streamed_load.py zero/_storage/poison.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Loss scaling: the rule against an oracle on scripted overflows, and what a skipped step leaves alone."""
 
-# covers: zero/_config/unread_sections.py zero/_config/value_types.py zero/_optim/loss_scale.py
+# covers zero/_config/unread_sections.py zero/_config/value_types.py zero/_optim/loss_scale.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What must not change the result, bit for bit, with quantization on: bucket sizes, overlap, stage; and repetition."""
 
-# covers: zero/optimizer.py
+# covers zero/optimizer.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Models that would be trained wrongly are refused, by name and on every rank; those that only look like it are not."""
 
-# covers: zero/_model/model_checks.py zero/_sharding/released.py
+# covers zero/_model/model_checks.py zero/_sharding/released.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Data-parallel ranks beside tensor-parallel ones: 2 x 2 ranks train a split MLP as one process trains the whole."""
 
-# covers: zero/_ranks/model_parallel.py zero/errors.py
+# covers zero/_ranks/model_parallel.py zero/errors.py
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def _check_checkpoint(rank: int, folder: Path, stage: int) -> None:
         engine.save_checkpoint(folder, tag="bad", client_state={"x": object() if part else 1})
     engine.save_checkpoint(folder, tag="a", client_state={"part": part}, async_op=True)
     saved = full_values(model)
-    with pytest.raises(zero.CheckpointError, match="several of 2 model-parallel ranks"):
+    with pytest.raises(zero.CheckpointError, match="each of the 2 model-parallel ranks must write its part"):
         engine.save_16bit_model(folder, "model.safetensors")
     engine.save_16bit_model(folder, f"model-{part}.safetensors")
     _train(engine, data_rank, range(2, 4))
@@ -251,7 +251,7 @@ def _check_checkpoint(rank: int, folder: Path, stage: int) -> None:
     engine.destroy()
 
     alone = ZeroOptimizer(_whole(), torch.optim.SGD, lr=0.1, momentum=0.9)
-    with pytest.raises(zero.CheckpointError, match="saved by 2 model-parallel ranks and is loaded by 1"):
+    with pytest.raises(zero.CheckpointError, match="must be loaded by 2 model-parallel ranks, which saved it: got 1"):
         zero.load_checkpoint(alone, folder, "a")
     alone.close()
     outsider = ZeroOptimizer(_whole(), torch.optim.SGD, lr=0.1, group=mesh.get_group("dp"))

@@ -1,6 +1,6 @@
 """Overflow is seen wherever it is, and nothing else is taken for it."""
 
-# covers: zero/_optim/loss_scale.py
+# covers zero/_optim/loss_scale.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which optimizer updates offloaded states, and what ``effective`` says of states and activations."""
 
-# covers: zero/_runtime/optimizer_parts.py zero/_runtime/suspended_memory.py zero/_runtime/validate.py
+# covers zero/_runtime/optimizer_parts.py zero/_runtime/suspended_memory.py zero/_runtime/validate.py
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _check_json(rank: int) -> None:
     for kind, params, name, settings in CHOICES:
         config: dict[str, Any] = {"optimizer": {"type": kind, "params": params}}
         wrapped, said = _initialized(config | {"zero_optimization": {"stage": 2, "offload_optimizer": ON_HOST}})
-        sentence = f"masters and moments rest in host memory, updated on the host by {name}"
+        sentence = f"masters and moments are stored in host memory, updated on the host by {name}"
         assert sentence in str(wrapped.effective)
         assert said.count(sentence) == 1
         group = wrapped.param_groups[0]
@@ -65,7 +65,7 @@ def _check_json(rank: int) -> None:
     for zero_section in ({"stage": 2}, {"stage": 0, "offload_optimizer": ON_HOST}):
         wrapped, _ = _initialized({"optimizer": {"type": "Adam"}, "zero_optimization": zero_section})
         assert "on the host" not in str(wrapped.effective)
-        assert type(wrapped.inside.inner) is torch.optim.AdamW
+        assert type(wrapped.parts.inner) is torch.optim.AdamW
 
 
 def test_the_jsons_optimizer_becomes_the_hosts() -> None:
@@ -78,8 +78,8 @@ def _check_given(rank: int) -> None:
             section = {"stage": 1, "offload_optimizer": ON_HOST | {"ratio": 0.5}, "reduce_bucket_size": 3000}
             config = {"zero_optimization": section, **key}
             wrapped, said = _initialized(config, lambda params, cls=cls: cls(params, lr=1e-3))
-            assert type(wrapped.inside.inner) is cls
-            sentence = f"% of the masters and moments rest in host memory, updated on the host by {name}"
+            assert type(wrapped.parts.inner) is cls
+            sentence = f"% of the masters and moments are stored in host memory, updated on the host by {name}"
             assert sentence in str(wrapped.effective)
             assert said.count(sentence) == (rank == 0)
             assert "zero_force_ds_cpu_optimizer=" not in said
@@ -94,13 +94,21 @@ def _check_activations(rank: int, folder: str) -> None:
         "partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": 4,
     }  # fmt: skip
     for more, zcomm, expected in (
-        ({}, {}, "rest on the device, in one buffer with room for 4; inactive: partition_activations (no other rank"),
-        ({"cpu_checkpointing": True, "profile": True}, {}, "rest in host memory, in one buffer with room for 4, times"),
-        ({}, {"activations": "nvme", "activations_nvme_path": folder}, f"rest in files below {folder}, in one buffer"),
+        ({}, {}, "stored on the device, in one buffer with room for 4; inactive: partition_activations (no other rank"),
+        (
+            {"cpu_checkpointing": True, "profile": True},
+            {},
+            "stored in host memory, in one buffer with room for 4, times",
+        ),
+        (
+            {},
+            {"activations": "nvme", "activations_nvme_path": folder},
+            f"stored in files below {folder}, in one buffer",
+        ),
     ):
         config = {"zero_optimization": {"stage": 1}, "activation_checkpointing": section | more, "zcomm": zcomm}
         wrapped, said = _initialized(config, torch.optim.Adam)
-        assert f"inputs of checkpointed functions {expected}" in str(wrapped.effective)
+        assert f"inputs of checkpointed functions are {expected}" in str(wrapped.effective)
         assert said.count("inactive: partition_activations") == (rank == 0)
     wrapped, _ = _initialized({"zero_optimization": {"stage": 1}}, torch.optim.Adam)
     assert "checkpointed" not in str(wrapped.effective)

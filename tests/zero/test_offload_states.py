@@ -1,6 +1,6 @@
 """offload_states: nothing is left on the device, nothing can be used, and training goes on with the same bits."""
 
-# covers: zero/offload.py
+# covers zero/offload.py
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def _check_uses(rank: int, folder: Path) -> None:
             zero.reload_states(optimizer)
             zero.reload_states(optimizer)  # nothing is away
             for wrong, message in (
-                ({"include": ["moments"]}, "include must be of optim_states.*'moments'"),
-                ({"device": "nvme"}, "to the host only: device='nvme'"),
+                ({"include": ["moments"]}, "include must be names of optim_states.*'moments'"),
+                ({"device": "nvme"}, "to host memory only: device='nvme'"),
             ):
                 with pytest.raises(ConfigError, match=message):
                     zero.offload_states(optimizer, **wrong)

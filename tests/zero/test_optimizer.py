@@ -1,6 +1,6 @@
 """ZeroOptimizer as a torch optimizer: kinds, schedulers, closures, gradients, state; and what is refused."""
 
-# covers: zero/_activations/install.py zero/_optim/host_adam.py zero/_optim/masters.py zero/_step/clip.py
+# covers zero/_activations/install.py zero/_optim/host_adam.py zero/_optim/masters.py zero/_step/clip.py
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"lr": 0.1, "overlap_com": True},
         r"has the options 'overlap_com' \(did you mean 'overlap_comm'\?\): SGD",
     ),
-    "a value": ({"lr": "3e-4"}, r"SGD was not built with lr='3e-4': "),
+    "a value": ({"lr": "3e-4"}, r"SGD could not be constructed with lr='3e-4': "),
     "a mode": ({"lr": 0.1, "mode": "delta-hpz"}, r"mode='delta-hpz' \(did you mean 'delta_hpz'\?\)"),
 }
 

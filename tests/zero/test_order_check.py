@@ -1,6 +1,6 @@
 """Ranks that run different modules at stage 3: one error on every rank, at once, that names parameters and ranks."""
 
-# covers: zero/optimizer.py
+# covers zero/optimizer.py
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
     ),
     "skips a layer in backward": (
         {"cuts_graph": True},
-        r"rank 0: .*'layers\.0\.weight'.* in backward.*; rank 1: has come to the end of backward",
+        r"rank 0: .*'layers\.0\.weight'.* in backward.*; rank 1: has reached the end of backward",
     ),
 }
 

@@ -1,6 +1,6 @@
 """offload_param at stage 3: the same bits wherever shards rest, a slice of them moved by each rank, errors on all."""
 
-# covers: zero/_storage/file_store.py zero/_storage/transfer_counters.py zero/utils.py
+# covers zero/_storage/file_store.py zero/_storage/transfer_counters.py zero/utils.py
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def check_moved_bytes(rank: int, folder: str) -> None:
         model.layers[1:].requires_grad_(False)
         rests = offload(tier, folder) | ({"buffer_size": 9000, "buffer_count": 1} if tier == "nvme" else {})
         with zero_optimizer(model, torch.optim.SGD, lr=0.1, stage=3, offload_param=rests) as optimizer:
-            shard_nbytes = sum(b.layout.shard_numel * 2 for b in optimizer.inside.runtime.buckets)
+            shard_nbytes = sum(b.layout.shard_numel * 2 for b in optimizer.parts.runtime.buckets)
             x = torch.randn(2, 128, dtype=torch.bfloat16)
             for _ in range(2):
                 model(x).sum().backward()
@@ -154,7 +154,7 @@ def check_slices(rank: int, folder: str) -> None:
         layer.bias = None
     x = torch.ones(1, width)
     with zero_optimizer(model, torch.optim.SGD, lr=0.1, stage=3, offload_param=offload("nvme", folder)) as optimizer:
-        store = optimizer.inside.runtime.rests._staging.store
+        store = optimizer.parts.runtime.parameter_storage._staging.store
         read = store.read
 
         def counted(file: Any, offset: int, buffer: torch.Tensor) -> Any:
@@ -216,8 +216,8 @@ def test_whoever_reads_or_writes_shards_finds_them(tmp_path: Path) -> None:
 
 def damage(optimizer: ZeroOptimizer, name: str) -> None:
     """Change a byte of the file that this rank's part of a parameter rests in."""
-    folder = optimizer.inside.runtime.rests._staging.store.folder
-    info = dict(optimizer.inside.runtime.model.named_parameters())[name].zero_shard
+    folder = optimizer.parts.runtime.parameter_storage._staging.store.folder
+    info = dict(optimizer.parts.runtime.model.named_parameters())[name].zero_shard
     with (folder / f"bucket{info.bucket.index}").open("r+b") as file:
         content = bytearray(file.read())
         at = next(i for i in range(4096, len(content)) if content[i]) if len(content) > 8192 else 0

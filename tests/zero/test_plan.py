@@ -1,6 +1,6 @@
 """``zero plan``: its bytes beside those that ranks send, its figures beside published ones, and its command."""
 
-# covers: zero/_config/parse.py zero/_config/resolved.py zero/_sharding/prefetch_plan.py zero/plan/cluster.py
+# covers zero/_config/parse.py zero/_config/resolved.py zero/_sharding/prefetch_plan.py zero/plan/cluster.py
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import zcomm
 import zero
 from tests.ranks import run_ranks
 from zcomm import ConfigError, Topology
-from zero._config import explain, make_plan, parse
+from zero._config import explain, parse, resolve_config
 from zero.cli import main
 from zero.plan import CLUSTERS, Cluster, Job, Model, largest_model, plan
 from zero.plan.exchanges import Exchanges, step_moved
@@ -69,7 +69,7 @@ def _check_each(names: Iterable[str], counted_links: tuple[str, ...]) -> None:
                 optimizer.finish_update()
                 optimizer.zero_grad()
         optimizer.close()
-        settings = make_plan(None, {"gradient_accumulation_steps": NUM_MICRO, **options}).settings
+        settings = resolve_config(None, {"gradient_accumulation_steps": NUM_MICRO, **options}).settings
         planned = Model.of_module(_layers(), num_layers=3, hidden=WIDTH)
         kinds = step_moved(planned, Exchanges.of(settings, 2, 2, torch.bfloat16), NUM_MICRO)
         agreements = kinds.pop("agreements").exchanges.inter  # of all ranks at once: one other is in this node
@@ -152,7 +152,7 @@ def test_a_plan_is_quick_and_its_configurations_are_read(num_nodes: int) -> None
     assert rows[: len(fits)] == fits
     assert [row.tokens_per_s for row in fits] == sorted((row.tokens_per_s for row in fits), reverse=True)
     for row in rows:
-        asked = make_plan(parse(row.config, "plan"), {}).settings
+        asked = resolve_config(parse(row.config, "plan"), {}).settings
         assert (asked.stage, asked.gradient_accumulation_steps) == (row.stage, 4)
         assert (asked.mode is not None, asked.quantized_gradients) == (
             row.variant == "delta-hpZ",
@@ -217,7 +217,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "which model"),
+        ([], "a model is needed: give --model NAME"),
         (["--model", "nothing"], "must be one of gpt2-1.5b"),
         (["--parameters", "0"], "parameters and layers: parameters=0"),
         (["--model", "13b", "--nodes", "0"], "num_nodes must be at least 1: num_nodes=0"),

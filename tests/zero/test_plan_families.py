@@ -1,6 +1,6 @@
 """``Model.of_config`` beside the modules that transformers builds of the same configurations, on the meta device."""
 
-# covers: zero/_config/sections.py zero/cli.py zero/plan/exchanges.py zero/plan/families.py zero/plan/model.py
+# covers zero/_config/sections.py zero/cli.py zero/plan/exchanges.py zero/plan/families.py zero/plan/model.py
 
 from __future__ import annotations
 
@@ -138,8 +138,11 @@ def test_what_is_not_there(arguments: list[str], text: str, capsys: pytest.Captu
         ({"model_type": "llama"} | SMALL | {"tie_word_embeddings": "no"}, "tie_word_embeddings='no'"),
         ({"model_type": "mistral"} | {k: v for k, v in SMALL.items() if "key" not in k}, "num_key_value_heads=None"),
         ({"model_type": "qwen3"} | SMALL, "head_dim=None"),
-        ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3} | SMALL, "3 of 2 experts"),
-        ({"model_type": "gpt2"} | SMALL_GPT2, "1 to 32 tokens, not sequence=64"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3} | SMALL,
+            "num_experts_per_tok=3, num_local_experts=2",
+        ),
+        ({"model_type": "gpt2"} | SMALL_GPT2, "1 to 32 tokens for this model: sequence=64"),
     ],
 )
 def test_what_cannot_be_counted_is_refused(values: dict[str, Any], text: str) -> None:

@@ -1,6 +1,6 @@
 """With ZERO_DEBUG=1 whatever is given back becomes NaN, and training has the same bits: nobody reads it any more."""
 
-# covers: zero/_activations/arena.py zero/_gradients/bucket_gradients.py zero/_gradients/reducer.py
+# covers zero/_activations/arena.py zero/_gradients/bucket_gradients.py zero/_gradients/reducer.py
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def _train(rank: int, case: str, folder: str) -> dict[str, Tensor]:
     with zero_optimizer(model, optimizer, ranks_per_node=2, **_options(case, folder)) as wrapped:
         train(model, wrapped, rank, steps=2, num_micro=2)
         deadline = time.monotonic() + 10
-        while wrapped.inside.runtime.pool.viewed() and time.monotonic() < deadline:
+        while wrapped.parts.runtime.pool.viewed() and time.monotonic() < deadline:
             time.sleep(0.01)  # threads of gloo have tensors a moment longer than their exchange lasts
-        assert not wrapped.inside.runtime.pool.viewed(), "training keeps views of buffers"
+        assert not wrapped.parts.runtime.pool.viewed(), "training keeps views of buffers"
         return full_values(model)
 
 
@@ -133,9 +133,9 @@ def test_what_is_given_back_is_nan() -> None:
         gradient.clear()
         assert held.isnan().all()
         inputs = Arena(1, cpu, is_pinned=False)
-        ticket = inputs.admit(64)
+        ticket = inputs.start_checkpoint(64)
         assert ticket is not None
-        slot = inputs.take(64, ticket)
+        slot = inputs.allocate(64, ticket)
         saved = inputs.view(ArenaSpan(0, 64)).fill_(1)
         del slot
         assert saved.view(torch.float32).isnan().all()

@@ -1,6 +1,6 @@
 """dtypes of parameters, accumulation and wire: what each option does, at every stage, to values and to bytes."""
 
-# covers: zcomm/_base/env.py zero/_optim/loss_scale.py
+# covers zcomm/_base/env.py zero/_optim/loss_scale.py
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _check_widths(rank: int) -> None:
         zero_optimizer(model, _sgd(model.parameters()), **options) as optimizer,
     ):
         patch.setattr(env, "is_set", lambda name: name == "ZCOMM_DEBUG" or usual(name))
-        assert len(optimizer.inside.runtime.buckets) == 2
+        assert len(optimizer.parts.runtime.buckets) == 2
         for used, backwards in (((0,), 1), ((), 1), ((0,), 0)):
             with optimizer.no_sync():
                 if rank == 0 or used:

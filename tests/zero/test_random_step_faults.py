@@ -6,7 +6,7 @@ be read at all, everything is as before the step or as after it, and a step that
 lost the training goes on from the last checkpoint. ZERO_TEST_FAULTS=100 injects so many.
 """
 
-# covers: zero/_storage/file_store.py
+# covers zero/_storage/file_store.py
 
 from __future__ import annotations
 
@@ -102,9 +102,11 @@ class Training:
         self.saved = self.step
 
     def stores(self) -> list[FileStore]:
-        runtime = self.optimizer.inside.runtime
+        runtime = self.optimizer.parts.runtime
         found = [runtime.state_files.store, runtime.gradient_files.store]
-        return found + ([] if runtime.rests._staging is None else [runtime.rests._staging.store])
+        return found + (
+            [] if runtime.parameter_storage._staging is None else [runtime.parameter_storage._staging.store]
+        )
 
 
 # What goes wrong, on one rank
@@ -154,7 +156,7 @@ def _fault(draw: random.Random, training: Training) -> tuple[str, Any]:
         return "no buffer", _broken_call(store, "buffer", at, MemoryError("no memory left"))
     if kind == "update":
         error = MemoryError("no memory left")
-        return "no memory in the update", _broken_call(training.optimizer.inside.inner, "step_tensor_", at, error)
+        return "no memory in the update", _broken_call(training.optimizer.parts.inner, "step_tensor_", at, error)
     if kind == "RLIMIT_AS":
         return kind, _no_more_memory()
     error = OSError(errno.EIO, "input/output error", str(store.folder))

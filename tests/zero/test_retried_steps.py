@@ -1,6 +1,6 @@
 """A step that failed on files and is tried again counts once: the loss scale, accumulation, and the bits of the run."""
 
-# covers: zero/_runtime/write_back.py zero/_step/final_gradients.py zero/_step/update.py
+# covers zero/_runtime/write_back.py zero/_step/final_gradients.py zero/_step/update.py
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ FP16: dict[str, Any] = {"enabled": True, "initial_scale_power": 6, "loss_scale_w
 
 def _fails(optimizer: zero.ZeroOptimizer, rank: int, *, waits: bool) -> Any:
     """One write of states fails on one rank; returns how to undo that. ``waits``: for the update that is under way."""
-    store = optimizer.inside.runtime.state_files.store
+    store = optimizer.parts.runtime.state_files.store
     call = store.write
     if waits:
-        zero.utils.safe_get_full_optimizer_state(optimizer.inside.runtime.buckets[0].params[0], "step")
+        zero.utils.safe_get_full_optimizer_state(optimizer.parts.runtime.buckets[0].params[0], "step")
     if rank == LAST:
         store.write = Breaks(call, 2, OSError(28, "no space", "disk"))
     return lambda: setattr(store, "write", call)

@@ -1,6 +1,6 @@
 """The stage-3 schedule without processes: plans against their limits, and the gatherer under Works of any speed."""
 
-# covers: zero/_config/settings.py zero/_gather/gatherer.py zero/_sharding/bucket.py
+# covers zero/_config/settings.py zero/_gather/gatherer.py zero/_sharding/bucket.py
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zero._sharding.bucket import Bucket, BucketState
 from zero._sharding.buffer_pool import BufferPool
 from zero._sharding.layout import BucketLayout
 from zero._sharding.prefetch_plan import Limits, PrefetchPlan, Schedule, Use, make_plan
-from zero._storage.parameter_storage import ParameterRests
+from zero._storage.parameter_storage import ParameterStorage
 from zero._storage.tier_settings import ON_DEVICE
 
 SIZES = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=6)
@@ -59,7 +59,7 @@ def _replay(plan: PrefetchPlan, sizes: list[list[int]]) -> list[tuple[int, int, 
         in_use.add(use.bucket)
         kept.discard(use.bucket)
         progress[use.bucket] = len(sizes[use.bucket])
-        for bucket, stop in plan.starts[position]:
+        for bucket, stop in plan.prefetches[position]:
             assert bucket not in in_use, "started while in use"
             assert bucket not in kept, "started although it is full"
             assert progress.get(bucket, 0) == stop - 1, "exchanges out of order"
@@ -102,7 +102,7 @@ def test_gathers_start_in_the_order_of_their_uses(order: tuple[list[list[int]], 
     for position, use in enumerate(plan.uses):
         for index in range(progress.pop(use.bucket, 0), len(sizes[use.bucket])):
             issued.append((use.bucket, index))
-        for bucket, stop in plan.starts[position]:
+        for bucket, stop in plan.prefetches[position]:
             issued.append((bucket, stop - 1))
             progress[bucket] = stop
     assert issued == [(use.bucket, index) for use in uses for index in range(len(sizes[use.bucket]))]
@@ -112,12 +112,12 @@ def test_what_a_plan_looks_like() -> None:
     """Three layers of 10, forward and backward: the next one is prefetched, the last one is kept."""
     uses = [Use(b, at + 1) for at, b in enumerate((0, 1, 2, 2, 1, 0))]
     plan = make_plan(uses, [[10], [10], [10]], Limits(prefetch_numel=10, live_numel=20, reuse_numel=1))
-    assert plan.starts == (((1, 1),), ((2, 1),), ((1, 1),), (), ((0, 1),), ())
+    assert plan.prefetches == (((1, 1),), ((2, 1),), ((1, 1),), (), ((0, 1),), ())
     assert plan.keeps == (False, False, True, False, False, False)
-    assert make_plan(uses, [[10]] * 3, Limits(prefetch_numel=9, live_numel=99, reuse_numel=0)).starts == ((),) * 6
-    assert make_plan(uses, [[10]] * 3, Limits(prefetch_numel=99, live_numel=19, reuse_numel=0)).starts == ((),) * 6
+    assert make_plan(uses, [[10]] * 3, Limits(prefetch_numel=9, live_numel=99, reuse_numel=0)).prefetches == ((),) * 6
+    assert make_plan(uses, [[10]] * 3, Limits(prefetch_numel=99, live_numel=19, reuse_numel=0)).prefetches == ((),) * 6
     in_part = make_plan(uses[:2], [[10], [4, 6]], Limits(prefetch_numel=4, live_numel=20, reuse_numel=0))
-    assert in_part.starts == (((1, 1),), ())
+    assert in_part.prefetches == (((1, 1),), ())
     both = make_plan(uses, [[10]] * 3, Limits(prefetch_numel=0, live_numel=99, reuse_numel=41))
     assert both.keeps == (True, True, True, False, False, False)
     assert make_plan(uses, [[10]] * 3, Limits(prefetch_numel=0, live_numel=99, reuse_numel=40)).keeps[0] is False
@@ -131,8 +131,8 @@ def test_a_schedule_learns_a_new_order() -> None:
         for bucket in buckets:
             if not schedule.expects(bucket):
                 schedule.leave_plan()
-            started.append(schedule.begin(bucket))
-            schedule.end(bucket)
+            started.append(schedule.start_use(bucket))
+            schedule.end_use(bucket)
         schedule.restart(None if schedule.is_as_planned else schedule.recorded())
         return started
 
@@ -196,10 +196,15 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
         options = ZeroSettings(stage=3, stage3_prefetch_bucket_size=10**6 * prefetch, stage3_max_reuse_distance=reuse)
         effective = resolve(options, topology)
         self.pool = PoisonedPool(torch.device("cpu"))
-        self.rests = ParameterRests(ON_DEVICE, torch.device("cpu"), topology, {})
+        self.parameter_storage = ParameterStorage(ON_DEVICE, torch.device("cpu"), topology, {})
         self.buckets = [self._bucket(i, effective, topology) for i in range(4)]
         self.gatherer = Gatherer(
-            self.buckets, gather_options(options, effective, topology), options, effective, self.pool, self.rests
+            self.buckets,
+            gather_options(options, effective, topology),
+            options,
+            effective,
+            self.pool,
+            self.parameter_storage,
         )
         self.gatherer._primary = [self.network.source_of(b, self.random.randint(1, 3)) for b in self.buckets]
         exchanges = [source.exchanges for source in self.gatherer._primary]
@@ -215,8 +220,13 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
         param = nn.Parameter(torch.full((256 * (index + 1),), index + 1.0))
         layout = BucketLayout.of([f"p{index}"], [tuple(param.shape)], 1)
         bucket = Bucket(index, f"layer{index}", layout, [param])
-        bucket.settle(
-            bucket.flatten(), effective.stage, topology, self.rests, keeps_exact_master=False, keeps_exact_shard=False
+        bucket.partition(
+            bucket.flatten(),
+            effective.stage,
+            topology,
+            self.parameter_storage,
+            keeps_exact_master=False,
+            keeps_exact_shard=False,
         )
         return bucket
 

@@ -1,6 +1,6 @@
 """The JSON's schedules against curves written down from their documentation, step by step."""
 
-# covers: zero/_optim/lr_schedulers.py
+# covers zero/_optim/lr_schedulers.py
 
 from __future__ import annotations
 

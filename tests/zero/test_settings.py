@@ -1,6 +1,6 @@
 """Values that ZeroSettings refuses: the error names the setting and the value."""
 
-# covers: zero/reports.py
+# covers zero/reports.py
 
 from __future__ import annotations
 

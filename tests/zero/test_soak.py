@@ -4,7 +4,7 @@ Here 36 steps of two modes a day. ``python -m pytest tests/zero/test_soak.py -m 
 one, or as many as ZERO_SOAK_STEPS says, and prints its row of bench/results/soak.md.
 """
 
-# covers: zero/optimizer.py
+# covers zero/optimizer.py
 
 from __future__ import annotations
 

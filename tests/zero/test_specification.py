@@ -1,6 +1,6 @@
 """What the texts about ZeRO say beyond the stages, and their JSONs: the last table of docs/conformance.md."""
 
-# covers: zero/_config/__init__.py zero/_optim/loss_scale.py zero/cli.py
+# covers zero/_config/__init__.py zero/_optim/loss_scale.py zero/cli.py
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import zero
 from tests.ranks import run_ranks
 from tests.zero.configs import CONFIGS
 from tests.zero.training import zero_optimizer
-from zero._config import make_plan
+from zero._config import resolve_config
 from zero._optim.loss_scale import loss_scale_of
 from zero.cli import main
 
@@ -35,7 +35,7 @@ def test_the_first_loss_scale() -> None:
     """2^16 if nothing is said, as DeepSpeed documents it; the 2^32 of the course's JSONs where they say it."""
     scales = {}
     for name, config in {"absent": {"fp16": {"enabled": True}}, "zero_dp": CONFIGS["zero_dp"]}.items():
-        scale = loss_scale_of(make_plan(config, {}).configuration.values)
+        scale = loss_scale_of(resolve_config(config, {}).configuration.values)
         assert scale is not None
         scales[name] = scale.scale
     assert scales == {"absent": 2.0**16, "zero_dp": 2.0**32}
@@ -251,7 +251,7 @@ def _check_checkpoints(rank: int, folder: str) -> None:
     others = zero.CPUAdam(_groups(model), adamw_mode=False)
     with (
         zero_optimizer(model, others, **on_host) as optimizer,
-        pytest.raises(zero.CheckpointError, match="the optimizer was AdamW there and is CPUAdam here"),
+        pytest.raises(zero.CheckpointError, match="the optimizer is AdamW in the checkpoint and CPUAdam here"),
     ):
         zero.load_checkpoint(optimizer, folder, tag="0")  # with another weight decay
 
@@ -271,7 +271,7 @@ def _check_kept(rank: int) -> None:
         return made
 
     cases: list[tuple[Any, dict[str, Any], str]] = [
-        (OwnAdam, {}, "tests's OwnAdam (a class of your own)"),
+        (OwnAdam, {}, "tests's OwnAdam (a custom class)"),
         (hooked, {}, "torch's Adam (it has hooks)"),
         (torch.optim.AdamW, {"zero_force_ds_cpu_optimizer": False}, "torch's AdamW"),
         (torch.optim.SGD, {}, "torch's SGD"),
@@ -285,7 +285,7 @@ def _check_kept(rank: int) -> None:
     model = _model().double()
     with zero_optimizer(model, torch.optim.Adam(_groups(model)), stage=2, offload_optimizer={"device": "cpu"}) as kept:
         assert "torch's Adam" in str(kept.effective)
-        assert isinstance(kept.inside.inner, torch.optim.Adam)
+        assert isinstance(kept.parts.inner, torch.optim.Adam)
 
 
 def test_what_zeros_adam_does_not_do_stays_torchs() -> None:

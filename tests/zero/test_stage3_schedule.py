@@ -1,6 +1,6 @@
 """The schedule of stage 3 on live ranks: it changes no bit, keeps its caps, and works with what users do to modules."""
 
-# covers: zero/_sharding/units.py
+# covers zero/_sharding/units.py
 
 from __future__ import annotations
 

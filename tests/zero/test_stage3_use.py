@@ -1,6 +1,6 @@
 """Stage 3 as users use models: odd orders of forward and backward, inference, and touching what is not there."""
 
-# covers: zero/_gradients/reducer.py
+# covers zero/_gradients/reducer.py
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def _check_unused_on_one_rank(rank: int) -> None:
         sgd = torch.optim.SGD(model.parameters(), lr=0.5)
         x = torch.linspace(-1, 1, 64).view(2, 2, 16)
         with (
-            mock.patch.object(reducer, "PATIENCE_S", 0.3),
+            mock.patch.object(reducer, "MIN_WAIT_S", 0.3),
             zero_optimizer(model, sgd, stage=3, overlap_comm=overlap) as optimizer,
         ):
             for _ in range(steps):

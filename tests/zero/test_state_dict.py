@@ -1,6 +1,6 @@
 """What is saved and loaded: of the model, by its own methods, and of the optimizer."""
 
-# covers: zero/_access/state_dict.py zero/_activations/random_states.py zero/_checkpoint/model_file.py
+# covers zero/_access/state_dict.py zero/_activations/random_states.py zero/_checkpoint/model_file.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """State dicts beside hooks of others, which rename, nest and cast entries: what a plain model gives and takes."""
 
-# covers: zero/_gather/hooks.py zero/_gather/saved_tensors.py zero/_runtime/shard_state.py
+# covers zero/_gather/hooks.py zero/_gather/saved_tensors.py zero/_runtime/shard_state.py
 
 from __future__ import annotations
 
@@ -432,7 +432,7 @@ def _check_no_more_gathers(rank: int) -> None:
     model = _built("wrapped", torch.bfloat16, 0)
     with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.0), stage=3) as optimizer:
         gathered = []
-        runtime = optimizer.inside.runtime
+        runtime = optimizer.parts.runtime
         acquire = runtime.gatherer.acquire_all
         runtime.gatherer.acquire_all = lambda buckets: (gathered.extend(buckets), acquire(buckets))[1]
         model.state_dict()

@@ -1,6 +1,6 @@
 """Masters and moments in host memory or in files: the same bits as without, and the bytes that move."""
 
-# covers: zero/_storage/transfer_counters.py
+# covers zero/_storage/transfer_counters.py
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Failing(torch.optim.SGD):
 def _check_failure(rank: int) -> None:
     model = new_model()
     with zero_optimizer(model, Failing, lr=0.1, stage=2, offload_optimizer={"device": "cpu"}) as optimizer:
-        optimizer.inside.inner.fails = rank == 1
+        optimizer.parts.inner.fails = rank == 1
         loss_of(model, *batch(0, 0, rank)).backward()
         with pytest.raises(MemoryError if rank == 1 else StateError, match="no memory left"):
             optimizer.step()
@@ -265,7 +265,7 @@ def _check_broken_files(rank: int, folder: str) -> None:
     for verb, at in (("write", 3), ("read", 4)):
         model = new_model()
         with zero_optimizer(model, zero.CPUAdam, **case, **_offload("nvme ahead", folder)) as optimizer:
-            losses, store = _steps(model, optimizer, rank, range(1)), optimizer.inside.runtime.state_files.store
+            losses, store = _steps(model, optimizer, rank, range(1)), optimizer.parts.runtime.state_files.store
             before = _states_of(optimizer), full_values(model)
             loss = loss_of(model, *batch(1, 0, rank))
             loss.backward()
@@ -293,7 +293,7 @@ def _check_in_place(rank: int, folder: str) -> None:
     options = _offload("nvme", folder) | {"keep_previous_states": False, "stage": 1, "lr": 1e-2}
     with zero_optimizer(model, zero.CPUAdam, **options) as optimizer:
         _steps(model, optimizer, rank, range(1))
-        store = optimizer.inside.runtime.state_files.store
+        store = optimizer.parts.runtime.state_files.store
         loss_of(model, *batch(1, 0, rank)).backward()
         if rank == LAST:
             store.write = Breaks(store.write, 2, OSError(28, "no space", "disk"))

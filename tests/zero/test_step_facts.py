@@ -1,6 +1,6 @@
 """Ranks that no longer train alike: one named error on every rank at the next backward, with each rank's value."""
 
-# covers: zero/_sharding/stages.py
+# covers zero/_sharding/stages.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What fails below a training step on files: an error on every rank, the optimizer before the step, and it goes on."""
 
-# covers: zero/_optim/step_pieces.py
+# covers zero/_optim/step_pieces.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checkpoints into files of states: a sub-group at a time in memory, all of it or nothing."""
 
-# covers: zero/optimizer.py
+# covers zero/optimizer.py
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _check(rank: int, folder: str) -> None:
                 assert_same_bits(_states(model), before)
                 _step(model, optimizer, rank)
             else:
-                with pytest.raises(StateError, match="construct it anew"):
+                with pytest.raises(StateError, match="construct it again"):
                     _step(model, optimizer, rank)
 
 

@@ -4,7 +4,7 @@ The update is zero.CPUAdam's everywhere. By default the cases in which any two o
 values; with ZERO_DIFFERENTIAL=full all 768 of them.
 """
 
-# covers: zero/_storage/transfer_counters.py
+# covers zero/_storage/transfer_counters.py
 
 from __future__ import annotations
 

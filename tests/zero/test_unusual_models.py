@@ -1,6 +1,6 @@
 """Unusual models and uses of them: odd parameters, double backward, checkpointing from outside, users' own hooks."""
 
-# covers: triton_kernels/codecs.py
+# covers triton_kernels/codecs.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Gradients that a user sets: what is in ``.grad`` at step() is applied, averaged over the ranks, or it is refused."""
 
-# covers: zero/utils.py
+# covers zero/utils.py
 
 from __future__ import annotations
 
@@ -226,12 +226,12 @@ def _check_refused(rank: int, stage: int) -> None:
             weight.grad *= 2
         kept = weight.grad
         other.grad = weight.grad
-        with pytest.raises(StateError, match=r"'layers\.1\.weight' was set to what stood for .*'layers\.0\.weight'"):
+        with pytest.raises(StateError, match=r"'layers\.1\.weight' was set to a stand-in for .*'layers\.0\.weight'"):
             optimizer.step()
         optimizer.zero_grad()
         model(_x(rank)).sum().backward()
         weight.grad = kept  # of a gradient that is gone
-        with pytest.raises(StateError, match=r"'layers\.0\.weight' was set to what stood for"):
+        with pytest.raises(StateError, match=r"'layers\.0\.weight' was set to a stand-in for"):
             optimizer.step()
         optimizer.zero_grad()
         weight.grad = torch.zeros(WIDTH, WIDTH).double().to_sparse()
@@ -408,7 +408,7 @@ def _check_create_graph(rank: int, stage: int) -> None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Using backward")
                 model(_x(10 * step + rank)).square().sum().backward(create_graph=step != 1)
-            buffers = [grads.full for grads in optimizer.inside.runtime.reducer.all]
+            buffers = [grads.full for grads in optimizer.parts.runtime.reducer.all]
             assert not any(full is not None and full.requires_grad for full in buffers)
             optimizer.step()
             optimizer.zero_grad()
@@ -424,7 +424,7 @@ def _check_cleared_sum(rank: int) -> None:
     """One that came twice is summed beside the 16-bit buffer; the other parameter's stays."""
     model = nn.Linear(WIDTH, WIDTH).bfloat16()
     with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2) as optimizer:
-        (grads,) = optimizer.inside.runtime.reducer.all
+        (grads,) = optimizer.parts.runtime.reducer.all
         full = torch.full((grads.bucket.layout.numel,), 9.0, dtype=torch.bfloat16)
         for _ in range(2):
             for slot, param in enumerate(grads.bucket.params):
@@ -477,7 +477,7 @@ def test_a_hook_added_later_sees_the_gradient(stage: int) -> None:
 def _check_is_within_step(rank: int) -> None:
     model = _net()
     with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2) as optimizer:
-        runtime = optimizer.inside.runtime
+        runtime = optimizer.parts.runtime
         model(_x(rank)).sum().backward()
         assert runtime.is_within_step
         model.zero_grad()

@@ -1,6 +1,6 @@
 """Views and graphs that outlive a gather: right as in plain torch, or one named error where they are used."""
 
-# covers: zero/_gather/stale_views.py
+# covers zero/_gather/stale_views.py
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _check_kept_views(rank: int) -> None:
     model, plain = _new(_Autoencoder), _new(_Autoencoder)
     reference = _sgd(plain)
     with zero_optimizer(model, _sgd(model), stage=3) as optimizer:
-        pool, sizes, num_viewed = optimizer.inside.runtime.pool, [], 0
+        pool, sizes, num_viewed = optimizer.parts.runtime.pool, [], 0
         for _ in range(4):
             expected, got = _loss(plain), _loss(model)
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
@@ -98,7 +98,7 @@ def _check_kept_views(rank: int) -> None:
         for use in (lambda: kept + 1, lambda: _inputs() @ kept.t(), kept.clone, kept.numpy, lambda: kept.data):
             with pytest.raises(StateError, match=r"a view of 'layers\.1\.weight' .* had changed.*clone\(\)"):
                 use()
-        assert "outdated view of 'layers.1.weight'" in repr(kept)
+        assert "stale view of 'layers.1.weight'" in repr(kept)
         assert kept.shape == (WIDTH, WIDTH)
         _assert_same(model, plain)
 

@@ -1,6 +1,6 @@
-"""What every other package needs and that needs none: environment variables, argument checks, awaitables.
+"""Helpers without dependencies on other packages: environment variables, argument checks, pending operations.
 
 In:  the process's environment, arguments of public calls.
-Out: values and one named error for what is wrong with them.
+Out: checked values, or an error that names the argument or variable.
 Called by: everything in zcomm.
 """

@@ -1,4 +1,4 @@
-"""Every environment variable of zcomm and zero: name, default, meaning. Read once."""
+"""Every environment variable of zcomm and zero: name, default, meaning. Each is read once per process."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from zcomm.errors import ConfigError
 
 
 class Variable(NamedTuple):
-    """One environment variable."""
-
     default: str
     choices: tuple[str, ...]
-    """Empty: any text."""
+    """Accepted values; empty: any text."""
     meaning: str
 
 
 SWITCH = ("0", "1")
 VARIABLES = {
-    "ZCOMM_CHECK": Variable("0", SWITCH, "1: every message has a checksum, verified before it is used"),
-    "ZCOMM_DEBUG": Variable("0", SWITCH, "1: compare the calls of all ranks before each exchange"),
+    "ZCOMM_CHECK": Variable("0", SWITCH, "1: every message has a checksum, verified before decoding"),
+    "ZCOMM_DEBUG": Variable(
+        "0", SWITCH, "1: compare the calls of all ranks before each exchange, and raise where they differ"
+    ),
     "ZCOMM_DIVERGED_AFTER_S": Variable(
-        "30", (), "seconds in one call of torch.distributed after which a rank that others wait for counts as waiting"
+        "30", (), "seconds a rank may spend in one torch.distributed call before the deadlock watch counts it as stuck"
     ),
     "ZCOMM_KERNELS": Variable(
         "auto",
@@ -35,20 +35,22 @@ VARIABLES = {
     "ZCOMM_FILES": Variable(
         "auto",
         ("auto", "io_uring", "threads"),
-        "what carries file I/O; auto: io_uring if it was found at build time and the kernel allows it",
+        "engine of file I/O; auto: io_uring if liburing was found at build time and the kernel allows it",
     ),
     "ZCOMM_NCCL": Variable(
         "",
         (),
-        "path of an NCCL library; default: torch's, a wheel's, the system's; emulated: over CPU tensors, for tests",
+        "path of an NCCL library; default: torch's, a wheel's, the system's; emulated: in host memory, for tests",
     ),
-    "ZERO_DEBUG": Variable("0", SWITCH, "1: zero fills what it gives back with NaN, and finds lost changes of values"),
+    "ZERO_DEBUG": Variable(
+        "0", SWITCH, "1: zero fills released memory with NaN, and detects writes to parameters that would be lost"
+    ),
 }
 
 
 @cache
 def value(name: str) -> str:
-    """The setting of variable ``name``; ConfigError if it is not one of the choices."""
+    """The value of variable ``name``, or its default; ConfigError if it is not one of the choices."""
     variable = VARIABLES[name]
     setting = os.environ.get(name) or variable.default
     if variable.choices and setting not in variable.choices:
@@ -57,21 +59,20 @@ def value(name: str) -> str:
 
 
 def is_set(name: str) -> bool:
-    """Whether the switch ``name`` is on."""
     return value(name) == "1"
 
 
 def kernels(chosen: str) -> tuple[str, str]:
-    """The kernels that a choice means, ``"auto"`` being ``ZCOMM_KERNELS``; and what said so, for messages."""
+    """The kernels that ``chosen`` means (``"auto"``: those of ZCOMM_KERNELS), and the setting as text for errors."""
     setting = value("ZCOMM_KERNELS") if chosen == "auto" else chosen
     return setting, f"ZCOMM_KERNELS={setting}" if chosen == "auto" else f"kernels={chosen!r}"
 
 
-def of_torchrun(variable: str, default: int, *, at_least: int = 0) -> int:
-    """What torchrun has set ``variable`` to, an integer of at least ``at_least``; ``default`` if it has not.
+def torchrun_variable(variable: str, default: int, *, at_least: int = 0) -> int:
+    """An integer variable that torchrun sets, such as LOCAL_WORLD_SIZE; ``default`` if it is not set.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: It is not an integer of at least ``at_least``.
     """
     text = os.environ.get(variable, "")
     if not text:

@@ -1,4 +1,4 @@
-"""Something under way that can be waited for: an exchange, or what comes with it."""
+"""The protocol of operations in flight: anything with ``wait()`` and ``is_completed()``, such as an exchange."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import time
 from typing import Any, Protocol
 
 POLL_S = 0.0002
+"""How often :func:`ends_within` asks a Work of torch.distributed, which cannot be waited for with a timeout."""
 
 
 class Pending(Protocol):
-    """An exchange under way."""
+    """An operation in flight."""
 
     def wait(self) -> Any:
-        """Block until it has ended (NCCL: make the current stream wait)."""
+        """Block the host until it is complete; over NCCL, make the current stream wait and return at once."""
 
     def is_completed(self) -> bool:
-        """Whether it is known to have ended."""
+        """Whether it is complete, with a result or an error. Never blocks."""
 
 
 def ends_within(pending: Pending, seconds: float) -> bool:
-    """Whether ``pending`` is known to have ended after at most ``seconds``. Polls what has no ``ends_within()``."""
+    """Wait until ``pending`` is complete, ``seconds`` at most; whether it is. Polls what has no ``ends_within()``."""
     own = getattr(pending, "ends_within", None)
     if own is not None:
         return bool(own(seconds))

@@ -1,4 +1,4 @@
-"""Results against exact ones, element by element, and against the other ranks'."""
+"""Check a collective's result: each element against the exact one, and replicated results against other ranks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from zcomm._bench.workloads import Wire, Workload
 from zcomm._transport.topology import Topology
 
 COMPARED_NUMEL = 2**16
-"""Elements of one checksum that ranks compare."""
+"""Elements in one checksum that ranks compare."""
 
 
 class Verdict(NamedTuple):
-    """Over all ranks."""
+    """The outcome of a check, summed over all ranks."""
 
     num_wrong: int
-    """Elements further off than the format may be, not finite, or in a piece that differs between ranks."""
+    """Elements whose error exceeds the format's bound, that are NaN, or in a piece that differs between ranks."""
     relative_error: float
     """Norm of the error over the norm of the exact result."""
 
 
 def check(workload: Workload, wire: Wire | None) -> Verdict:
-    """Judge the output of the last call; the same on every rank. ``wire`` None: torch's own call."""
+    """Check the output of the last call; every rank returns the same. ``wire`` None: torch's own call."""
     num_wrong, squared_error, squared_norm = _check_parts(workload, wire)
     if workload.is_replicated and wire is not None:
         num_wrong += _count_differing(workload)
@@ -44,22 +44,22 @@ def _check_parts(workload: Workload, wire: Wire | None) -> tuple[int, float, flo
         for start in range(0, part.numel, step):
             stop = min(start + step, part.numel)
             exact = workload.exact(part, start, stop)
-            found = workload.output[part.begin + start : part.begin + stop].double()
-            off = (found - exact).abs()
-            num_wrong += int((~(off <= workload.bound(part, start, stop, wire))).sum())  # NaN is wrong
-            squared_error += float(off.square().sum())
+            found = workload.output[part.start + start : part.start + stop].double()
+            error = (found - exact).abs()
+            num_wrong += int((~(error <= workload.bound(part, start, stop, wire))).sum())  # `not <=`: NaN is wrong
+            squared_error += float(error.square().sum())
             squared_norm += float(exact.square().sum())
     return num_wrong, squared_error, squared_norm
 
 
 def _count_differing(workload: Workload) -> int:
-    """Elements of the pieces in which this rank's output differs from the first rank's, of the node or of all."""
+    """Elements in pieces that differ from the first rank's; the first of the node for a secondary gather."""
     pieces = torch.split(workload.output, COMPARED_NUMEL)
     sums = torch.tensor([zlib.crc32(_bytes(piece)) for piece in pieces], dtype=torch.float64)
     t: Topology = workload.topology
     first = t.rank - t.local_rank if workload.collective == "secondary_gather" else 0
     differs = control.gather_float64(sums, t)[first] != sums
-    return sum(piece.numel() for piece, is_other in zip(pieces, differs.tolist(), strict=True) if is_other)
+    return sum(piece.numel() for piece, differs_here in zip(pieces, differs.tolist(), strict=True) if differs_here)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -1,11 +1,11 @@
-"""``zcomm bench`` on a rank: every collective, size and format, checked, then timed in turn with torch's own call.
+"""``zcomm bench`` on a rank: check every collective, size and format, then time them interleaved with torch's own call.
 
-size(B)    the full tensor, uncompressed          sent(B)   one rank sends, counted by zcomm.traffic()
-algbw      size / p50                             inter(B)  one node sends to others, counted by zcomm.traffic()
-busbw      algbw x BUSBW_FACTOR                   wire(B)   one node sends, by the interface's own counter
-/torch     p50 of torch's own call over p50       relerr    against exact float64 sums
-/none      how many times faster than the same exchange uncompressed over as many hops: median of the ratios of the
-           calls of a round; auto: than over the hops that none has without a probe
+size(B)    bytes of the full tensor, uncompressed     sent(B)   bytes that one rank sends, by zcomm.traffic()
+algbw      size / p50                                 inter(B)  bytes that one node sends to others, by zcomm.traffic()
+busbw      algbw x BUSBW_FACTOR                       wire(B)   bytes that one node sends, by the interface's counter
+/torch     p50 of torch's own call over p50           relerr    relative error against exact float64 sums
+/none      speedup over the same exchange uncompressed over as many hops (for auto: over two hops, if there are two);
+           the median of the ratios within each round
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ COLUMNS = [
 
 
 class Case:
-    """One row: a call, how it is judged, and what it sent."""
+    """One row: a call, its check, and the bytes that it sent."""
 
     def __init__(self, workload: Workload, wire: Wire | None) -> None:
         """``wire`` None: torch's own call."""
@@ -61,24 +61,24 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of the case among its workload's."""
+        """The case's name, unique within its workload."""
         return "torch" if self.wire is None else f"{self.wire}, {self.wire.num_hops}"
 
     def call(self) -> None:
-        """Once."""
+        """Call the collective once."""
         if self.wire is None:
-            self.workload.torchs()
+            self.workload.call_torch()
         else:
-            self.workload.ours(self.wire)
+            self.workload.call_zcomm(self.wire)
 
     def measure(self, options: Options) -> None:
-        """Call once, judge the result, count what is sent."""
-        self.workload.spoil()
+        """Call once, check the result, count the bytes sent."""
+        self.workload.poison()
         before = sent_nbytes(options.interface) if options.interface else 0
-        torch_calls.barrier()  # nobody on this node starts before the counter is read
+        torch_calls.barrier()  # or another rank of this node would send before this one has read the counter
         with zcomm.traffic() as sent:
             self.call()
-        torch_calls.barrier()  # everything has left
+        torch_calls.barrier()  # or the counter would miss bytes that other ranks have yet to send
         after = sent_nbytes(options.interface) if options.interface else 0
         t = self.workload.topology
         mine = torch.tensor([sent.bytes(link="inter"), sent.bytes(), after - before], dtype=torch.float64)
@@ -91,7 +91,7 @@ class Case:
             self.verdict = check(self.workload, self.wire)
 
     def row(self, timings: Mapping[str, Timing]) -> dict[str, Any]:
-        """The values of the columns, by the times of all cases."""
+        """Return the row's values, given the times of all cases."""
         work, timing = self.workload, timings[self.name]
         factor = BUSBW_FACTOR[work.collective](work.num_ranks)
         algbw = work.nbytes / timing.p50 / 1e9
@@ -106,7 +106,7 @@ class Case:
 
 
 def run(options: Options, topology: Topology, device: torch.device) -> int:
-    """Run everything; the exit status. Collective; the first rank prints."""
+    """Run all cases and return the exit status. Collective; the first rank prints."""
     report = BenchReport(COLUMNS, as_json=options.json) if topology.rank == 0 else None
     if report is not None:
         report.start(
@@ -138,17 +138,17 @@ def run(options: Options, topology: Topology, device: torch.device) -> int:
 def _measured(
     workload: Workload, options: Options, status: Callable[[str], None]
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """The rows of a size; all are known at the same time, for their calls take turns."""
+    """Yield the rows of one size. Their calls are interleaved, so all rows are known at the same time."""
     cases = [Case(workload, None), *(Case(workload, wire) for wire in _wires(workload, options))]
-    now = f"{workload.collective}, {workload.nbytes} bytes"
+    title = f"{workload.collective}, {workload.nbytes} bytes"
     for case in cases:
-        status(f"{now}: checking {case.name}")
+        status(f"{title}: checking {case.name}")
         case.measure(options)
     num_calls = len(cases) * (options.warmup + options.iters)
     calls = iter(range(1, num_calls + 1))
 
     def reset() -> None:
-        status(f"{now}: timed call {next(calls)} of {num_calls}")
+        status(f"{title}: timed call {next(calls)} of {num_calls}")
         workload.reset()
 
     timings = slowest_of_ranks(
@@ -156,11 +156,11 @@ def _measured(
         reset=reset,
     )  # fmt: skip
     for case in cases:
-        yield case.row(timings) | _beside_none(case, timings), case.verdict.num_wrong
+        yield case.row(timings) | _speedup_over_none(case, timings), case.verdict.num_wrong
 
 
-def _beside_none(case: Case, timings: Mapping[str, Timing]) -> dict[str, float]:
-    """The column, where ``none`` was asked for."""
+def _speedup_over_none(case: Case, timings: Mapping[str, Timing]) -> dict[str, float]:
+    """The column ``/none``, if ``none`` is among the formats."""
     wire = case.wire
     if wire is None:
         return {}

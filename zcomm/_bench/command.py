@@ -1,4 +1,4 @@
-"""What the command line calls: ``zcomm bench`` and ``zcomm probe``."""
+"""The commands ``zcomm bench`` and ``zcomm probe``, as :mod:`zcomm.cli` calls them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_probe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
-    """Run either and return the exit status; ``command`` are the words that ``arguments`` come from."""
+    """Run bench or probe and return the exit status. ``command``: the words that ``arguments`` were parsed from."""
     try:
         options.check_launch(arguments)
         work = _bench(arguments) if arguments.command == "bench" else _probe(arguments)

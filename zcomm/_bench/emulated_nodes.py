@@ -1,11 +1,11 @@
-"""Machines stood in for by network namespaces of this one, joined by a bridge, each link as slow as asked for.
+"""Emulated nodes: network namespaces of this machine, joined by a bridge, each with a link of limited rate.
 
     namespace node0            namespace switch            namespace node1
     eth0 10.77.0.1 <--veth-->  port0   bridge   port1  <--veth--> eth0 10.77.0.2
 
-What runs inside a node has its own host name, looks names up in a hosts file of its own (no DNS is asked), and
-reaches the other nodes over real TCP. ``tc tbf`` at the node's end of its link limits what it sends. The machine's
-own network is not touched. Linux, root and iproute2 are needed: :func:`unavailable_reason` says what is missing.
+A process in a node has its own host name and hosts file (no DNS), and reaches the other nodes over real TCP. ``tc tbf``
+at the node's end of its link limits the rate at which it sends. The machine's own network is not changed. This needs
+Linux, root and iproute2: :func:`unavailable_reason` says what is missing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 SUBNET = "10.77.0"
 INTERFACE = "eth0"
-STOPPING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Node:
         return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", rename, self.name, *arguments]
 
     def environment(self) -> dict[str, str]:
-        """Return this process's environment with the interface named to gloo and NCCL."""
+        """Return this process's environment, with the network interface that gloo and NCCL must use."""
         return os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
 
 
 def unavailable_reason() -> str | None:
-    """Say why nodes cannot be emulated here, or None if they can."""
+    """Return why nodes cannot be emulated here, or None if they can."""
     for tool in ("ip", "tc", "unshare", "hostname"):
         if shutil.which(tool) is None:
             return f"emulated nodes need the program {tool!r} (Debian: iproute2, util-linux, hostname)"
@@ -59,22 +59,22 @@ def unavailable_reason() -> str | None:
 
 @contextmanager
 def emulated_nodes(num_nodes: int, *, rate: str | None = None) -> Iterator[list[Node]]:
-    """Make ``num_nodes`` nodes and remove them at the end, with everything that still runs in them.
+    """Make ``num_nodes`` nodes, and at the end kill what still runs in them and remove them.
 
     Args:
         num_nodes: 1 to 250.
-        rate: What each node can send, as ``tc`` writes it (``200mbit``); None: as fast as the machine copies.
+        rate: Rate at which each node can send, as ``tc`` writes it (``200mbit``); None: no limit.
 
     Raises:
         ValueError: ``num_nodes`` is out of range.
-        subprocess.CalledProcessError: ``ip`` or ``tc`` refused something; what was made is removed.
+        subprocess.CalledProcessError: ``ip`` or ``tc`` failed; whatever was made before is removed.
     """
     if not 1 <= num_nodes <= 250:
         raise ValueError(f"num_nodes must be 1 to 250: num_nodes={num_nodes}")
-    prefix = f"zcomm{os.getpid()}"  # several of these may run on one machine at a time
+    prefix = f"zcomm{os.getpid()}"  # unique: several jobs of one machine may emulate nodes at a time
     switch = f"{prefix}switch"
     nodes = [Node(f"node{i}", f"{prefix}node{i}", f"{SUBNET}.{i + 1}") for i in range(num_nodes)]
-    _remove_left_behind()
+    _remove_stale()
     stack = ExitStack()
     try:
         _add_namespace(stack, switch)
@@ -89,12 +89,12 @@ def emulated_nodes(num_nodes: int, *, rate: str | None = None) -> Iterator[list[
                      "rate", rate, "burst", "256kb", "latency", "200ms")  # fmt: skip
         yield nodes
     finally:
-        with signals_put_off():  # removal is not stopped half-way
+        with signals_deferred():  # or Ctrl-C during the removal would leave namespaces behind
             stack.close()
 
 
-def _remove_left_behind() -> None:
-    """Remove what processes have left that were killed (SIGKILL) before they could."""
+def _remove_stale() -> None:
+    """Remove namespaces whose processes were killed (SIGKILL) before they could remove them."""
     for name in _namespaces():
         owner = re.match(r"zcomm(\d+)(node|switch)", name)
         if owner is not None and not Path("/proc", owner[1]).exists():
@@ -107,33 +107,35 @@ def _namespaces() -> list[str]:
 
 
 def _run(*command: str, check: bool = True) -> str:
-    """Return what ``command`` prints. It has a session of its own: Ctrl-C does not end it half-way."""
-    with signals_put_off():
+    """Return what ``command`` prints. It runs in its own session: a terminal's Ctrl-C would stop it half-way."""
+    with signals_deferred():
         done = subprocess.run(command, check=check, capture_output=True, text=True, start_new_session=True)
     return done.stdout
 
 
 @contextmanager
-def signals_put_off() -> Iterator[None]:
-    """Put off the handlers of signals to the end, so that what starts a command always gets to know its process.
+def signals_deferred() -> Iterator[None]:
+    """Defer signal handlers to the end of the block.
 
-    Blocking them would not do: another thread may receive one, and Python then calls the handler in this one.
+    Otherwise a handler could raise between the start of a process and the assignment of its handle, and nobody would
+    ever stop that process. Blocking the signals is not enough: another thread may receive one, and Python then calls
+    the handler in the main thread.
     """
-    came: list[int] = []
+    received: list[int] = []
     handlers: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():  # no other is ever interrupted
-        handlers = {number: signal.signal(number, lambda n, _: came.append(n)) for number in STOPPING}
+    if threading.current_thread() is threading.main_thread():  # Python runs handlers in this one only
+        handlers = {number: signal.signal(number, lambda n, _: received.append(n)) for number in STOP_SIGNALS}
     try:
         yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        for number in dict.fromkeys(came):
+        for number in dict.fromkeys(received):
             signal.raise_signal(number)
 
 
 def _add_namespace(stack: ExitStack, name: str) -> None:
-    stack.callback(_remove_namespace, name)  # first: a signal may come in between
+    stack.callback(_remove_namespace, name)  # before it is made: a signal in between would leave it behind
     _run("ip", "netns", "add", name)
 
 
@@ -145,7 +147,7 @@ def _remove_namespace(name: str) -> None:
 
 
 def _write_name_service(stack: ExitStack, node: Node, nodes: list[Node]) -> None:
-    """``ip netns exec`` shows these files in place of those in /etc."""
+    """Write the node's /etc/hosts and /etc/nsswitch.conf; ``ip netns exec`` mounts them over the machine's."""
     folder = Path("/etc/netns") / node.namespace
     stack.callback(_remove_name_service, folder)
     folder.mkdir(parents=True)
@@ -156,12 +158,12 @@ def _write_name_service(stack: ExitStack, node: Node, nodes: list[Node]) -> None
 
 def _remove_name_service(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError):  # others may be using it
+    with suppress(OSError):  # not empty: another job uses it
         folder.parent.rmdir()
 
 
 def _connect(node: Node, switch: str, port: str) -> None:
-    """Join ``eth0`` of ``node`` to a port of the bridge."""
+    """Connect ``eth0`` of ``node`` to a port of the bridge."""
     inside = ("ip", "-n", node.namespace)
     _run(*inside, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
     _run(*inside, "address", "add", f"{node.address}/24", "dev", INTERFACE)

@@ -1,12 +1,11 @@
-"""What every benchmark shares: interleaved timing, and rows in the grammar of nccl-tests.
+"""The benchmarks' harness: interleaved timing, and a report in the format of nccl-tests.
 
-    # zcomm bench 0.1.0  torch 2.13.0  ...          context, one line a fact
-    #   op    size(B)    p50(us)    #wrong          units in the header
-      decode     4096       12.3         0          one row a case, correctness in the row
+    # zcomm bench 0.1.0  torch 2.13.0  ...          context: versions, machine, settings
+    #   op    size(B)    p50(us)    #wrong          header, with units
+      decode     4096       12.3         0          one row for each case, with the number of wrong elements
 
-While a case runs, a terminal's last line shows what is being done. A row that is wrong shows no times, and
-:meth:`BenchReport.finish` then ends the process with status 1. With ``--json`` the same rows are JSON lines on standard
-output.
+On a terminal the last line shows the running case. A row with wrong elements shows no times, and then
+:meth:`BenchReport.finish` returns exit status 1. With ``--json`` the rows are JSON lines on standard output.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ CLEAR_LINE = "\x1b[K"
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of one case, in seconds, in the order they were taken."""
+    """Times of one case, in seconds, in the order of the rounds."""
 
     seconds: tuple[float, ...]
 
@@ -44,12 +43,12 @@ class Timing:
 
     @property
     def p99(self) -> float:
-        """The 99th percentile; of fewer than 100 times the largest."""
+        """The 99th percentile; the largest if there are fewer than 100 times."""
         return sorted(self.seconds)[min(len(self.seconds) - 1, int(0.99 * len(self.seconds)))]
 
     def faster_than(self, other: Timing) -> float:
-        """How many times: the median over the rounds, in each of which both were timed."""
-        return statistics.median(theirs / mine for mine, theirs in zip(self.seconds, other.seconds, strict=True))
+        """The speedup over ``other``: the median of the ratios within each round."""
+        return statistics.median(slow / fast for fast, slow in zip(self.seconds, other.seconds, strict=True))
 
 
 Key = TypeVar("Key")
@@ -60,33 +59,33 @@ def interleave(
     *,
     rounds: int,
     warmup: int = 1,
-    beginning: Callable[[], object] | None = None,
-    ending: Callable[[], object] | None = None,
+    before_each: Callable[[], object] | None = None,
+    after_each: Callable[[], object] | None = None,
 ) -> dict[Key, Timing]:
-    """Time each case once a round, so that a slow moment of the machine falls on all of them.
+    """Time each case once in each round, so that a slow moment of the machine affects all cases alike.
 
-    Each round has an order of its own, for a call is as fast as the one before leaves caches and threads; the orders
-    are the same in every process. ``beginning`` runs before each case, not timed (a barrier), ``ending`` after it,
-    timed (a device's synchronize).
+    Each round has its own random order, because a call's time depends on the caches and threads that the call before
+    has left. The seed is fixed: ranks with different orders would deadlock in different collectives. ``before_each``
+    (a barrier) is not timed; ``after_each`` (a device's synchronize) is.
     """
     seconds: dict[Key, list[float]] = {name: [] for name in cases}
     order, random = list(cases.items()), Random(0)
     for _ in range(warmup + rounds):
         random.shuffle(order)
         for name, call in order:
-            if beginning is not None:
-                beginning()
+            if before_each is not None:
+                before_each()
             start = time.perf_counter()
             call()
-            if ending is not None:
-                ending()
+            if after_each is not None:
+                after_each()
             seconds[name].append(time.perf_counter() - start)
     return {name: Timing(tuple(times[warmup:])) for name, times in seconds.items()}
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column: the row's key, the header with the unit, a format, and whether it is withheld from a wrong row."""
+    """One column: the row's key, the header with unit, a format spec, and whether a wrong row leaves it out."""
 
     key: str
     header: str
@@ -94,21 +93,21 @@ class Column:
     is_measurement: bool = False
 
     def width(self) -> int:
-        """Characters of the column, separator not counted."""
+        """Width in characters, without the separator."""
         return max(len(self.header), 8)
 
 
 class BenchReport:
-    """Prints context, header and rows; remembers whether any row was wrong."""
+    """Prints context, header and rows, and counts wrong elements."""
 
     def __init__(self, columns: Sequence[Column], *, as_json: bool = False) -> None:
-        """A report of ``columns`` with a last column ``#wrong``; no output yet."""
+        """Make a report of ``columns`` and a last column ``#wrong``. Prints nothing yet."""
         self._columns = [*columns, Column("num_wrong", "#wrong")]
         self._as_json = as_json
         self._total_wrong = 0
 
     def start(self, name: str, **settings: object) -> None:
-        """Print what ran, with what, and where; then the header."""
+        """Print versions, settings and the machine, then the header."""
         self.note(f"zcomm bench {version('zcomm-zero')}  {name}  torch {torch.__version__}  " + _pairs(settings))
         self.note(_machine())
         if not self._as_json:
@@ -119,13 +118,13 @@ class BenchReport:
         _write(json.dumps({"context": text}) if self._as_json else f"# {text}")
 
     def status(self, text: str) -> None:
-        """Show ``text`` in the last line of a terminal until something else is printed; elsewhere nothing."""
+        """Show ``text`` in the last line of a terminal until the next output. Without a terminal do nothing."""
         if sys.stderr.isatty():
             sys.stderr.write(f"\r{CLEAR_LINE}{text[: shutil.get_terminal_size().columns - 1]}")
             sys.stderr.flush()
 
     def row(self, values: Mapping[str, Any], *, num_wrong: int) -> None:
-        """Print one case; of a wrong one no measurements. What ``values`` lack is shown as ``-``."""
+        """Print one case, without measurements if it is wrong. Columns missing from ``values`` show ``-``."""
         self._total_wrong += num_wrong
         shown = {
             column.key: values[column.key]
@@ -143,14 +142,14 @@ class BenchReport:
         _write(" " + " ".join(cells))
 
     def finish(self) -> int:
-        """Print the verdict; the process's exit status."""
+        """Print the total of wrong elements and return the exit status of the process."""
         self.note(f"wrong results : {self._total_wrong} {'FAILED' if self._total_wrong else 'OK'}")
         return 1 if self._total_wrong else 0
 
 
 def _write(line: str) -> None:
     if sys.stderr.isatty():
-        sys.stderr.write(f"\r{CLEAR_LINE}")  # the status
+        sys.stderr.write(f"\r{CLEAR_LINE}")  # erase the status line
         sys.stderr.flush()
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -177,7 +176,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    """Of the work tree that this file is tracked in; an installed copy may lie in that of something else."""
+    """The commit of this file's repository. An installed copy may lie in another project's work tree: "unknown"."""
     here = Path(__file__)
     return _git(here, "rev-parse", "--short", "HEAD") if _git(here, "ls-files", here.name) else "unknown"
 

@@ -1,4 +1,4 @@
-"""What a network interface has sent, by its own counter: headers, acknowledgements and everybody's traffic included."""
+"""Bytes that a network interface has sent, by the kernel's counter: headers and other traffic included."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TABLE = Path("/proc/net/dev")
 
 
 def sent_nbytes(interface: str) -> int:
-    """Bytes sent since ``interface`` came up, from /proc/net/dev: what /sys shows is another network namespace's."""
+    """Bytes sent since ``interface`` came up, from /proc/net/dev; /sys may show another network namespace."""
     for line in TABLE.read_text().splitlines():
         name, colon, counts = line.partition(":")
         if colon and name.strip() == interface:
@@ -19,6 +19,6 @@ def sent_nbytes(interface: str) -> int:
 
 
 def check_interface(interface: str | None) -> None:
-    """Raise ConfigError if there is no such interface here."""
+    """Raise ConfigError if this machine has no such interface."""
     if interface is not None:
         sent_nbytes(interface)

@@ -1,4 +1,4 @@
-"""Starting ranks: those that torchrun has started, torchrun on this machine, or one torchrun on each emulated node."""
+"""Launch the ranks of a benchmark: under torchrun on this machine, or one torchrun on each emulated node."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from zcomm._bench.emulated_nodes import Node, emulated_nodes, signals_put_off
+from zcomm._bench.emulated_nodes import Node, emulated_nodes, signals_deferred
 from zcomm._bench.ranks_setup import choose_topology, process_group, relaunch_under_torchrun
 from zcomm._transport.topology import Topology
 
 Work = Callable[[Topology, torch.device], int]
-"""What a rank does; the device is that of its tensors."""
+"""The work of one rank, given the topology and the device of its tensors; returns an exit status."""
 
 PORT = 29500
 POLL_S = 0.05
@@ -33,13 +33,13 @@ def on_ranks(
     *,
     program: Sequence[str] = ("-m", "zcomm"),
 ) -> int:
-    """Call ``work`` on every rank that ``arguments`` ask for, and return the exit status.
+    """Call ``work`` on every rank that ``arguments`` request, and return the exit status.
 
     Args:
         arguments: The options of :func:`zcomm._bench.options.add_launch_arguments`.
-        command: What to run on a rank: the arguments of ``program``, the same that this process has.
-        work: The work of a rank, which may print if it is the first.
-        program: What torchrun is to run: a script's path, or ``-m`` and a module.
+        command: The arguments of ``program`` on each rank, the same as this process has.
+        work: The work of a rank. Only the first rank may print.
+        program: What torchrun runs: a script's path, or ``-m`` and a module.
     """
     if "LOCAL_RANK" in os.environ:
         return _as_a_rank(arguments, work)
@@ -47,16 +47,16 @@ def on_ranks(
     if arguments.emulate_nodes is None:
         relaunch_under_torchrun(arguments.num_ranks, module)
     per_node = arguments.ranks_per_node or 2
-    with _stopped_by_signals(), emulated_nodes(arguments.emulate_nodes, rate=arguments.rate) as nodes:
+    with _signals_as_exceptions(), emulated_nodes(arguments.emulate_nodes, rate=arguments.rate) as nodes:
         return _run_agents(nodes, per_node, module)
 
 
 def _as_a_rank(arguments: argparse.Namespace, work: Work) -> int:
     with process_group(arguments.device) as device:
-        stands_in = arguments.emulate_nodes is None and arguments.ranks_per_node is not None
-        backend: Any = getattr(arguments, "backend", "torch")  # of `zcomm bench`
-        topology = choose_topology(arguments.ranks_per_node if stands_in else None, backend=backend)
-        # One hop over a ProcessGroup has no Topology to say who shares a node.
+        groups_ranks = arguments.emulate_nodes is None and arguments.ranks_per_node is not None
+        backend: Any = getattr(arguments, "backend", "torch")  # only `zcomm bench` has the option
+        topology = choose_topology(arguments.ranks_per_node if groups_ranks else None, backend=backend)
+        # One hop over a ProcessGroup has no Topology: it takes the ranks of a node from the environment.
         os.environ["LOCAL_WORLD_SIZE"] = str(topology.ranks_per_node)
         try:
             return work(topology, device)
@@ -74,13 +74,14 @@ def _start_agent(nodes: list[Node], index: int, per_node: int, module: list[str]
 
 
 def _run_agents(nodes: list[Node], per_node: int, module: list[str]) -> int:
-    """Start one agent on each node and wait for all; the first that fails ends the others."""
+    """Start one agent on each node and wait for all. If one fails, the others are killed."""
     agents: list[subprocess.Popen[bytes]] = []
     try:
-        with signals_put_off():
+        with signals_deferred():  # or a signal could leave agents running that `agents` does not know yet
             agents.extend(_start_agent(nodes, index, per_node, module) for index in range(len(nodes)))
         while True:
-            codes = [agent.poll() for agent in agents]  # of all: one that fails must not wait for those before it
+            # poll() all of them: a wait() for the first agent would miss that the second has failed.
+            codes = [agent.poll() for agent in agents]
             if failed := [code for code in codes if code]:
                 return failed[0]
             if None not in codes:
@@ -88,13 +89,13 @@ def _run_agents(nodes: list[Node], per_node: int, module: list[str]) -> int:
             time.sleep(POLL_S)
     finally:
         for agent in agents:
-            agent.kill()  # its ranks go with the node
+            agent.kill()  # its ranks are killed when the node is removed
             agent.wait()
 
 
 @contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end this process like Ctrl-C does: by an exception, which cleans up."""
+def _signals_as_exceptions() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into an exception, as Ctrl-C is one: by default they end the process without cleanup."""
 
     def stop(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)

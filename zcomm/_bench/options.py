@@ -1,4 +1,4 @@
-"""The command line of ``zcomm bench``: nccl-tests' grammar, read once and checked before anything is started."""
+"""The command line of ``zcomm bench`` and ``zcomm probe``, with the option names of nccl-tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What was asked for."""
+    """The options of ``zcomm bench``."""
 
     sizes: list[int]
     """Bytes of the full tensor."""
@@ -40,21 +40,21 @@ class Options:
     backend: BackendName
     ranks_per_node: int | None
     interface: str | None
-    """Whose bytes are counted, too."""
+    """The network interface whose bytes are counted, too."""
     json: bool
     plot: str | None
 
 
 def _parse_size(text: str) -> int:
-    """``1K``, ``16M``, ``1G``, ``1000``: bytes."""
+    """Parse ``1K``, ``16M``, ``1G`` or ``1000`` to bytes."""
     match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"a size is a number of bytes, with K, M or G if you like: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a number of bytes, optionally with K, M or G: {text!r}")
     return int(match[1]) * UNITS[match[2].upper()]
 
 
 def _parse_wire(text: str) -> WireFormat:
-    """``int8``, or ``int8+int4`` for (inside the node, between nodes) of a reduction."""
+    """Parse ``int8``, or ``int8+int4`` for (inside the node, between nodes) of a reduction."""
     first, plus, second = text.partition("+")
     return (get_format(first), get_format(second)) if plus else get_format(first)
 
@@ -63,7 +63,7 @@ def _one_of(*choices: str) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         chosen = [name.strip() for name in text.split(",") if name.strip()]
         if unknown := [name for name in chosen if name not in choices]:
-            raise argparse.ArgumentTypeError(f"must be of {', '.join(choices)}: {unknown[0]!r}")
+            raise argparse.ArgumentTypeError(f"must be one of {', '.join(choices)}: {unknown[0]!r}")
         return chosen
 
     return parse
@@ -81,10 +81,10 @@ def _wires(text: str) -> list[str]:
 
 
 def _candidates(text: str) -> list[str]:
-    """Of a probe: what ``format="auto"`` may mean."""
+    """Parse the candidates of a probe, among which ``format="auto"`` chooses."""
     wires = _wires(text)
     if unfit := [wire for wire in wires if wire == AUTO or "stochastic" in wire]:
-        raise argparse.ArgumentTypeError(f'what format="auto" may choose must be rounded to nearest: {unfit[0]!r}')
+        raise argparse.ArgumentTypeError(f'candidates of format="auto" must round to nearest: {unfit[0]!r}')
     return wires
 
 
@@ -136,7 +136,7 @@ def _add_sizes(parser: argparse.ArgumentParser, *, smallest: str, iters: int) ->
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what says which ranks there are and where their tensors lie; shared with ``zcomm probe``."""
+    """Add the options for the number of ranks, nodes and the device of tensors; bench and probe share them."""
     add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="of the tensors: GPUs, under NCCL, or memory, under gloo (auto: GPUs if there are any)")  # fmt: skip
@@ -149,25 +149,25 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_launch(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError or BackendUnavailableError for what cannot be run here."""
+    """Raise ConfigError or BackendUnavailableError if the launch options cannot work on this machine."""
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise BackendUnavailableError(
-            "--device cuda needs a GPU that torch can use, and here torch.cuda.is_available() is False: --device cpu"
+            "--device cuda needs a GPU, but torch.cuda.is_available() is False: use --device cpu"
         )
     if arguments.rate is not None and arguments.emulate_nodes is None:
-        raise ConfigError(f"--rate needs --emulate-nodes: --rate {arguments.rate}")
+        raise ConfigError(f"--rate needs --emulate-nodes: got --rate {arguments.rate} alone")
     if arguments.emulate_nodes is None:
         return
     if arguments.num_ranks is not None:
-        raise ConfigError("with --emulate-nodes say --ranks-per-node instead of --num-ranks")
+        raise ConfigError("--num-ranks cannot be combined with --emulate-nodes: use --ranks-per-node")
     if (reason := unavailable_reason()) is not None:
         raise BackendUnavailableError(reason)
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    """The checked options; raises ConfigError or BackendUnavailableError."""
+    """Check and return the options; raises ConfigError or BackendUnavailableError."""
     if arguments.backend == "nccl":
-        no_gpu = "its tensors are on GPUs, and here torch.cuda.is_available() is False"
+        no_gpu = "it takes tensors on GPUs, but torch.cuda.is_available() is False"
         reason = nccl_unavailable_reason() if torch.cuda.is_available() else no_gpu
         reason = "it takes tensors on GPUs, got --device cpu" if arguments.device == "cpu" else reason
         if reason:
@@ -190,10 +190,10 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
 
 def sizes_of(arguments: argparse.Namespace) -> list[int]:
-    """The sizes in bytes, ascending; raises ConfigError."""
+    """Return the sizes in bytes, ascending; raises ConfigError."""
     size, last = arguments.minbytes, arguments.maxbytes
     if size > last:
-        raise ConfigError(f"--minbytes must not be more than --maxbytes: {size}, {last}")
+        raise ConfigError(f"--minbytes must be at most --maxbytes: --minbytes {size} --maxbytes {last}")
     if arguments.stepbytes is None and arguments.stepfactor == 1:
         last = size
     sizes: list[int] = []

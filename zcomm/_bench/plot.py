@@ -1,4 +1,4 @@
-"""The picture of ``zcomm bench --plot``: bus bandwidth by size, a panel for each collective, a line for each format."""
+"""The plot of ``zcomm bench --plot``: bus bandwidth by size, a panel for each collective, a line for each format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PANEL_INCHES = (5.0, 3.6)
 
 
 def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
-    """Draw ``rows`` into the file ``path``, whose ending says what kind it is."""
+    """Draw ``rows`` into the file ``path``; its suffix chooses the image format."""
     from matplotlib.figure import Figure
 
     collectives = list(dict.fromkeys(row["collective"] for row in rows))

@@ -1,10 +1,10 @@
-"""``zcomm probe``: what the links and kernels can do, and which formats and hops are fastest for each size.
+"""``zcomm probe``: measure links and kernels, and choose the fastest formats and hops for each size.
 
-links      latency of an all-gather of 8 bytes; bandwidth: bytes that a rank (within) or a node (between) sends
-kernels    GB/s of uncompressed tensor, one thread a rank, all ranks at once as in a collective
-choices    every candidate timed in turn; another than two hops of ``none`` only if faster by ``MARGIN``, another
-           format than ``none`` only if faster by ``LOSSY_MARGIN`` than ``none`` over any hops; and each time anew that
-           it is timed again (``NUM_TRIALS``): on a busy machine one trial of few calls is wrong now and then
+links      latency of an all-gather of 8 bytes; bandwidth in bytes that a rank (within) or a node (between) sends
+kernels    GB/s of uncompressed tensor, one thread for each rank, all ranks at once as in a collective
+choices    candidates are timed interleaved. The default is ``none`` over two hops. Another number of hops must be
+           faster by ``MARGIN``, and a lossy format by ``LOSSY_MARGIN`` than ``none`` over any hops. The choice must
+           win all ``NUM_TRIALS`` trials: on a busy machine a single trial of few calls is sometimes wrong
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from zcomm._transport.backend import Hop
 from zcomm.errors import ConfigError
 
 Key = TypeVar("Key")
-Way = tuple[str, int]
-"""A format, or two with a plus between them, and a number of hops."""
+FormatAndHops = tuple[str, int]
+"""A format, or two joined by a plus, and the number of hops."""
 MARGIN, LOSSY_MARGIN = 1.1, 1.25
-"""Measured twice, the same call differs by a few percent, and rounding is not free: a gain must be worth it."""
+"""Times of the same call differ by a few percent, and rounding costs accuracy: a smaller gain is not worth it."""
 NUM_TRIALS = 3
 CANDIDATES = {
     "all_gather": ["int8"],
@@ -62,7 +62,7 @@ COLUMNS = [
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
-    """What was asked for."""
+    """The options of ``zcomm probe``."""
 
     sizes: list[int]
     formats: list[str] | None
@@ -74,7 +74,7 @@ class ProbeOptions:
 
 
 def probe(options: ProbeOptions, topology: Topology, device: torch.device) -> int:
-    """Measure, print, and write the file for ``format="auto"``; the exit status. Collective; the first rank writes."""
+    """Measure, print, and write the file for ``format="auto"``. Collective; the first rank prints and writes."""
     report = BenchReport(COLUMNS, as_json=options.json) if topology.rank == 0 else None
     shape = shape_of(topology)
     if report is not None:
@@ -102,14 +102,14 @@ def probe(options: ProbeOptions, topology: Topology, device: torch.device) -> in
 def _fastest(workload: Workload, formats: list[str], options: ProbeOptions) -> dict[str, Any]:
     hops = [2, 1] if workload.topology.has_two_hops else [1]
     wires = [wire_of(text, h) for text in ["none", *formats] for h in hops]
-    calls = {(str(wire), wire.num_hops): partial(workload.ours, wire) for wire in wires if wire is not None}
+    calls = {(str(wire), wire.num_hops): partial(workload.call_zcomm, wire) for wire in wires if wire is not None}
     none = ("none", hops[0])
 
-    def trial(keys: Iterable[Way]) -> dict[Way, float]:
+    def trial(keys: Iterable[FormatAndHops]) -> dict[FormatAndHops, float]:
         timings = _timed({key: calls[key] for key in keys}, workload.reset, options, workload.topology)
         return {key: timing.p50 for key, timing in timings.items()}
 
-    best, p50 = confirmed(trial, calls, usual=none)
+    best, p50 = choose_confirmed(trial, calls, default=none)
     others = [key for key in sorted(p50, key=lambda key: p50[key]) if key != best]
     return {
         "nbytes": workload.nbytes, "collective": workload.collective, "format": best[0], "hops": best[1],
@@ -118,29 +118,33 @@ def _fastest(workload: Workload, formats: list[str], options: ProbeOptions) -> d
     }  # fmt: skip
 
 
-def confirmed(
-    trial: Callable[[Iterable[Way]], Mapping[Way, float]], ways: Iterable[Way], *, usual: Way
-) -> tuple[Way, dict[Way, float]]:
-    """What every one of ``NUM_TRIALS`` trials chooses, and the last times of all ``ways``.
+def choose_confirmed(
+    trial: Callable[[Iterable[FormatAndHops]], Mapping[FormatAndHops, float]],
+    candidates: Iterable[FormatAndHops],
+    *,
+    default: FormatAndHops,
+) -> tuple[FormatAndHops, dict[FormatAndHops, float]]:
+    """Return the choice after ``NUM_TRIALS`` trials, and the last times of all ``candidates``.
 
-    A trial times what it is given. A choice that is not made again gives way to the one that is made then.
+    ``trial`` times the candidates that it gets. If a later trial does not choose the same again, its choice replaces
+    the earlier one.
     """
-    p50 = dict(trial(ways))
-    best = fastest_of(p50, usual=usual)
+    p50 = dict(trial(candidates))
+    best = choose_fastest(p50, default=default)
     for _ in range(1, NUM_TRIALS):
-        if best == usual:
+        if best == default:
             break
         again = trial(dict.fromkeys([*(key for key in p50 if key[0] == "none"), best]))
-        best = fastest_of(again, usual=usual)
+        best = choose_fastest(again, default=default)
         p50.update(again)
     return best, p50
 
 
-def fastest_of(p50: Mapping[Way, float], *, usual: Way) -> Way:
-    """The format and hops to choose by times ``p50``; ``usual`` is uncompressed, as without a probe."""
+def choose_fastest(p50: Mapping[FormatAndHops, float], *, default: FormatAndHops) -> FormatAndHops:
+    """Choose format and hops by times ``p50``; ``default`` is uncompressed, as without a probe."""
     exact = min((key for key in p50 if key[0] == "none"), key=lambda key: p50[key])
-    if p50[exact] * MARGIN > p50[usual]:
-        exact = usual
+    if p50[exact] * MARGIN > p50[default]:
+        exact = default
     best = min(p50, key=lambda key: p50[key])
     return best if p50[best] * LOSSY_MARGIN <= p50[exact] else exact
 
@@ -152,7 +156,7 @@ def _timed(
 
 
 def _links(options: ProbeOptions, topology: Topology, device: torch.device) -> dict[str, dict[str, float]]:
-    """Latency and bandwidth of each kind of link there is."""
+    """Latency and bandwidth of each link class that the topology has."""
     found = {}
     for name, hop, senders in (("within", topology.intra, 1), ("between", topology.inter, topology.ranks_per_node)):
         if hop.size == 1:
@@ -197,7 +201,11 @@ def _note_rates(report: BenchReport, facts: dict[str, Any]) -> None:
 
 
 def _write(path: Path, shape: str, facts: dict[str, Any]) -> None:
-    """Add or replace the table of this shape; readers see the old file or the new one, whole."""
+    """Add or replace the table of this shape.
+
+    The new text goes to a temporary file that replaces the old one, so a reader never sees half of it. No fsync: after
+    a crash the probe is run again.
+    """
     topologies: dict[str, Any] = {}
     if path.exists():
         text = path.read_text(errors="replace")
@@ -208,13 +216,13 @@ def _write(path: Path, shape: str, facts: dict[str, Any]) -> None:
     number, new = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # mode 600
     with os.fdopen(number, "w") as file:
         file.write(json.dumps({"version": VERSION, "topologies": topologies}, indent=1) + "\n")
-    if path.exists():  # its owner may have opened it to others
+    if path.exists():  # mkstemp's mode would take access from others
         Path(new).chmod(path.stat().st_mode & 0o777)
     Path(new).replace(path)
 
 
 def check_output(path: Path, shape: str = "") -> None:
-    """Raise ConfigError if ``path`` is a file of another kind, which would be lost."""
+    """Raise ConfigError if ``path`` is a folder or another kind of file, which writing would destroy."""
     if path.is_dir():
         raise ConfigError(f"--output must be a file: {path} is a folder")
     if path.exists():

@@ -1,4 +1,4 @@
-"""Ranks for a benchmark: started by torchrun, joined in one process group, always left in order."""
+"""Set up a benchmark's ranks: relaunch under torchrun, process group, topology."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from zcomm._transport.topology import Topology
 
 
 def relaunch_under_torchrun(num_ranks: int | None, command: Sequence[str] | None = None) -> None:
-    """Replace this process by torchrun with ``num_ranks`` ranks of ``command``, unless torchrun started it.
+    """Replace this process by torchrun with ``num_ranks`` ranks of ``command``, unless torchrun has started it.
 
     Args:
-        num_ranks: None: one rank for each GPU, or 4 where there is none.
-        command: what torchrun runs; None: the script of this process with its arguments.
+        num_ranks: None: one rank for each GPU, or 4 without GPUs.
+        command: What torchrun runs. None: the script of this process, with its arguments.
     """
     if "LOCAL_RANK" in os.environ:
         return
     ranks = num_ranks or torch.cuda.device_count() or 4
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set the same and print a warning
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set the same value and print a warning
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    sys.stdout.flush()
+    sys.stdout.flush()  # exec discards what is buffered
     os.execv(sys.executable, [sys.executable, *torchrun, *(sys.argv if command is None else command)])
 
 
 @contextmanager
 def process_group(device: str = "auto") -> Iterator[torch.device]:
-    """Join torchrun's ranks and leave again, also after an error.
+    """Initialize the process group of torchrun's ranks; destroy it at the end, also after an error.
 
-    ``device`` "cuda": tensors on this rank's GPU go by NCCL, those in memory by gloo; "cpu": by gloo; "auto": "cuda"
-    where there are GPUs.
+    ``device`` "cuda": NCCL for tensors on this rank's GPU, gloo for host memory; "cpu": gloo; "auto": "cuda" if there
+    are GPUs.
     """
     local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
@@ -53,9 +53,9 @@ def process_group(device: str = "auto") -> Iterator[torch.device]:
 
 
 def choose_topology(ranks_per_node: int | None, *, backend: BackendName = "torch") -> Topology:
-    """Return the nodes that torchrun started; on a single machine, let each two ranks stand in for a node.
+    """Return the topology as torchrun has started it. On a single machine, each two ranks count as a node.
 
-    ``ranks_per_node`` overrides both. An odd number of ranks, or two, stay one node.
+    ``ranks_per_node`` overrides both. Two ranks, or an odd number, are one node.
     """
     world_size, is_one_machine = dist.get_world_size(), os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
     if ranks_per_node is None and is_one_machine:

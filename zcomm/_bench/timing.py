@@ -1,4 +1,4 @@
-"""Times of calls that all ranks take part in."""
+"""Time collectives: of each call the time of the slowest rank."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def slowest_of_ranks(
     warmup: int,
     reset: Callable[[], None],
 ) -> dict[Key, Timing]:
-    """Time ``calls`` in turn; of each the time of the slowest rank from a barrier on, the same on every rank.
+    """Time ``calls`` interleaved: from a barrier to the end of the slowest rank. Every rank returns the same times.
 
-    ``reset`` runs before each call, not timed.
+    ``reset`` runs before each call, untimed.
     """
 
-    def begin() -> None:
+    def start() -> None:
         reset()
-        torch_calls.barrier()
+        torch_calls.barrier()  # or a call's time would include waiting for ranks that are still in the call before
 
-    mine = interleave(calls, rounds=rounds, warmup=warmup, beginning=begin, ending=torch_calls.finish)
+    mine = interleave(calls, rounds=rounds, warmup=warmup, before_each=start, after_each=torch_calls.finish)
     slowest = {}
     for key, timing in mine.items():
         of_ranks = control.gather_float64(torch.tensor(timing.seconds, dtype=torch.float64), topology)

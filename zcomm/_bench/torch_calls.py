@@ -1,4 +1,4 @@
-"""torch.distributed's own uncompressed collectives, as a user would call them: what every row is compared with."""
+"""torch.distributed's own uncompressed collectives, the baseline of every benchmark."""
 
 from __future__ import annotations
 
@@ -6,42 +6,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renamed both.
+# torch 2.13 has renamed both.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def finish() -> None:
-    """Wait for what this rank's GPU has been given to do."""
+    """Synchronize this rank's GPU, if CUDA is in use."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
 
 def barrier() -> None:
-    """Wait for all ranks, and for their GPUs."""
+    """Wait for all ranks and the work that is queued on their GPUs."""
     finish()
     dist.barrier()
 
 
 def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Every rank's shard."""
     _gather(output, shard, group=group)
 
 
 def reduce_scatter(output: Tensor, full: Tensor, divisor: int) -> None:
-    """The sum, divided here: gloo does not average."""
+    """Sum, then divide: gloo has no ReduceOp.AVG."""
     _scatter(output, full)
     if divisor != 1:
         output.div_(divisor)
 
 
 def all_reduce(tensor: Tensor, divisor: int) -> None:
-    """In place."""
     dist.all_reduce(tensor)
     if divisor != 1:
         tensor.div_(divisor)
 
 
 def all_to_all(output: Tensor, source: Tensor) -> None:
-    """Equal parts."""
     dist.all_to_all_single(output, source)

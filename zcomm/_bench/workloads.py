@@ -1,11 +1,11 @@
-"""The collectives of ``zcomm bench``: each on its tensors, as zcomm and as torch.distributed do it, and what is exact.
+"""The workloads of ``zcomm bench``: each collective with its tensors, by zcomm and by torch, and its exact result.
 
-Wires are in the order of a reduction's hops, (inside the node, between nodes); a gather's go the other way.
+A wire has its formats in the order of a reduction's hops, (inside the node, between nodes). A gather's hops are in the
+opposite order.
 
-How far a format may move a value: from its codes' definition, sharing nothing with the kernels.
-
-A block codec rounds to the nearest level, so an element is off by at most half the widest gap between its levels,
-times the scale: ``RELATIVE * absmax`` of its block. Scales are rounded up to bf16, by at most 2^-7 of themselves.
+Error bounds follow from the definition of the codes and share nothing with the kernels. A block codec rounds to the
+nearest level. So the error of an element is at most half the widest gap between levels, times the scale, which is
+``RELATIVE * absmax`` of its block. Scales are rounded up to bf16, by at most 2^-7 of themselves.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ RELATIVE = {
 RELATIVE_ASYMMETRIC = {"int8": 1 / 255, "int4": 1 / 15}  # the levels span at most twice absmax
 SCALE_ROUNDING = 1 + 2**-7
 SLACK = 1 + 2**-12
-"""For the float32 arithmetic."""
+"""Slack for rounding in float32 arithmetic."""
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """Half a unit in the last place, over the value."""
+    """The largest relative error of rounding to ``dtype``."""
     return torch.finfo(dtype).eps / 2
 
 
 def step_bound(magnitudes: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
-    """How far one encoding and decoding may move elements of such ``magnitudes`` [n], which start with a block."""
+    """Bound the error of one encode and decode of elements of ``magnitudes`` [n], which start at a block's start."""
     casts = {"none": dtype, "bf16": torch.bfloat16, "fp16": torch.float16}
     if format.name in casts:
         wire = casts[format.name]
-        return magnitudes.clamp(min=torch.finfo(wire).smallest_normal) * rounding_of(wire)  # below it, of fixed size
+        return magnitudes.clamp(min=torch.finfo(wire).smallest_normal) * rounding_of(wire)  # subnormals: a fixed step
     relative = (RELATIVE if format.symmetric else RELATIVE_ASYMMETRIC)[format.name] * SCALE_ROUNDING * SLACK
     relative *= 2 if format.is_random else 1
     padding = -magnitudes.numel() % format.block
     blocks = torch.nn.functional.pad(magnitudes, (0, padding)).view(-1, format.block)
-    # A rotation adds up all elements of a block; back, it averages their errors.
+    # A rotated element is at most the sum of its block's magnitudes; rotating back averages the errors.
     largest = blocks.sum(1) if format.rotation is not None else blocks.amax(1)
     return (largest * relative).repeat_interleave(format.block)[: magnitudes.numel()]
 
@@ -69,43 +69,43 @@ REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True)
 class Wire:
-    """Formats and hops of one case; one hop has the same format twice."""
+    """Formats and hops of one case. With one hop both formats are equal."""
 
     inside: Format
     between: Format
     num_hops: int
     is_auto: bool = False
-    """Asked for as ``"auto"``, which means this here."""
+    """Requested as ``"auto"``, which chose these formats."""
 
     def __str__(self) -> str:
-        """As the command line has it."""
+        """Return the wire as the command line names it."""
         if self.is_auto:
             return "auto"
         return str(self.inside) if self.inside == self.between else f"{self.inside}+{self.between}"
 
     def of_reduction(self) -> tuple[Format, ...]:
-        """In the order of the hops."""
+        """Return the formats in the order of a reduction's hops."""
         return (self.inside, self.between)[: self.num_hops]
 
     def of_gather(self) -> tuple[Format, ...]:
-        """In the order of the hops; one if the bytes of the first are forwarded."""
+        """Return the formats in the order of a gather's hops; one if the first hop's bytes are forwarded."""
         return (self.between,) if self.inside == self.between else (self.between, self.inside)
 
 
 @dataclass(frozen=True)
 class OutputPart:
-    """Elements of the output: where they are, and which elements of the ranks' tensors they come from."""
+    """A run of elements of the output, and the elements of the ranks' tensors that it comes from."""
 
-    begin: int
+    start: int
     numel: int
     source: int
-    """The element that the first one comes from."""
+    """Index of the first element in the ranks' tensors."""
     ranks: range
-    """Whose tensors: one rank, or all that are summed."""
+    """The rank whose tensor it is, or all ranks that are summed."""
 
 
 class Workload:
-    """One collective on tensors of ``nbytes`` bytes together, rounded down to whole shards."""
+    """One collective on a full tensor of ``nbytes`` bytes, rounded down to equal shards."""
 
     def __init__(self, collective: str, nbytes: int, tiles: Tiles, topology: Topology, op: str) -> None:
         self.collective, self.topology, self.op, self.tiles = collective, topology, op, tiles
@@ -128,18 +128,18 @@ class Workload:
             self._shard = self.input[start : start + self.shard_numel]
 
     def reset(self) -> None:
-        """Before a call: an all-reduce is in place."""
+        """Restore the input before a call: an all-reduce overwrites it."""
         if self.collective == "all_reduce":
             self.output.copy_(self.input)
 
-    def spoil(self) -> None:
-        """Before a checked call: nothing of an earlier result is left."""
+    def poison(self) -> None:
+        """Fill the output with NaN before a checked call, so that an earlier result cannot pass."""
         if self.collective != "all_reduce":
             self.output.fill_(float("nan"))
         self.reset()
 
-    def torchs(self) -> None:
-        """torch.distributed's own call."""
+    def call_torch(self) -> None:
+        """Call torch.distributed's own collective."""
         if self.collective == "all_gather":
             torch_calls.all_gather(self.output, self.input)
         elif self.collective == "reduce_scatter":
@@ -151,10 +151,10 @@ class Workload:
         else:
             torch_calls.all_gather(self.output, self._shard, self.topology.intra.group)
 
-    def ours(self, wire: Wire) -> None:
-        """zcomm's, over one hop or two."""
+    def call_zcomm(self, wire: Wire) -> None:
+        """Call zcomm's collective, over one hop or two."""
         is_forced = wire.num_hops == 1 and self.topology.has_two_hops and not wire.is_auto
-        group = None if is_forced else self.topology  # connections of other calls are as warm as its own
+        group = None if is_forced else self.topology  # the default group: its connections are warm
         forward, backward = self._formats(wire)
         options: dict[str, Any] = {"random": self._next_key(wire), "backend": self.topology.backend}
         if self.collective == "all_gather":
@@ -169,7 +169,7 @@ class Workload:
             self._secondary.gather(self.output)
 
     def _next_key(self, wire: Wire) -> zcomm.RandomKey | None:
-        """Other random numbers for every call, as in training; None if the wire takes none."""
+        """A new random key for every call, as in training; None if the wire rounds to nearest."""
         if not any(format.is_random for format in (wire.inside, wire.between)):
             return None
         self._num_random += 1
@@ -184,7 +184,7 @@ class Workload:
         return (wire.inside, wire.between), (wire.between, wire.inside)
 
     def parts(self) -> Iterator[OutputPart]:
-        """What this rank checks: all of the output, of an all-reduce's its own row (ranks compare the rest)."""
+        """Yield what this rank checks: all of the output; of an all-reduce its own row (ranks compare the others)."""
         n, rank, everyone = self.shard_numel, self.topology.rank, range(self.topology.world_size)
         if self.collective == "all_gather":
             yield from (OutputPart(r * n, n, 0, range(r, r + 1)) for r in everyone)
@@ -199,15 +199,18 @@ class Workload:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether all ranks end with the same."""
+        """Whether all ranks must end with the same output."""
         return self.collective in ("all_gather", "all_reduce", "secondary_gather")
 
     def exact(self, part: OutputPart, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of ``part``, float64."""
+        """Return the exact elements [start, stop) of ``part``, float64."""
         return self.tiles.sum_of(part.ranks, part.source + start, part.source + stop) / self.divisor
 
     def bound(self, part: OutputPart, start: int, stop: int, wire: Wire | None) -> Tensor:
-        """How far they may be off; None: of torch's own call, in whatever order it adds. ``start`` starts a block."""
+        """Bound the error of elements [start, stop); ``start`` is a block's start.
+
+        ``wire`` None: torch's own call, for any order of its additions.
+        """
         span = (part.source + start, part.source + stop)
         if self.collective in REDUCTIONS:
             return self._reduction_bound(part, span, wire)
@@ -252,7 +255,7 @@ class Workload:
 
 
 def auto_wire(workload: Workload) -> Wire:
-    """What ``format="auto"`` means for ``workload``; at the first use collective."""
+    """Return the formats that ``format="auto"`` chooses for ``workload``. Collective at the first use."""
     table = table_of(workload.topology)
     choice = table.choose(workload.collective, workload.nbytes, workload.output.device)
     hops = choice.num_hops if workload.topology.has_two_hops else 1
@@ -260,7 +263,7 @@ def auto_wire(workload: Workload) -> Wire:
 
 
 def wire_of(text: str, num_hops: int) -> Wire | None:
-    """The wire that the command line calls ``text``; None if a pair is asked to travel one hop."""
+    """Parse the command line's ``text``; None for a pair of formats over one hop."""
     first, plus, second = text.partition("+")
     if plus and num_hops == 1:
         return None

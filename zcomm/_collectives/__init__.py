@@ -1,6 +1,6 @@
 """The public collectives: all-gather, reduce-scatter, all-reduce and all-to-all in any wire format.
 
 In:  tensors, a format, and a ProcessGroup (one hop) or a Topology (two hops).
-Out: what torch.distributed's function of the same name returns, or a Work for it.
+Out: the result in the output tensor; a Work if the call is asynchronous.
 Called by: users, through zcomm, and by install and zero.
 """

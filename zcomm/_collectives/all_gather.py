@@ -1,12 +1,13 @@
-"""All-gather: every rank's shard, whole on every rank, in any wire format (qwZ of "ZeRO++", arXiv:2306.10209).
+"""All-gather in any wire format (qwZ of "ZeRO++", arXiv:2306.10209).
 
     one hop     shard --quantize--> message --all-gather--> messages --decode--> output
-    two hops    between the nodes among equal local ranks first, then inside the node: each byte crosses the network
-                once per node. The same format on both hops: bytes are forwarded. Otherwise decoded and encoded again.
+    two hops    first between nodes, among the ranks of equal local rank, then inside the node: each byte crosses the
+                network once per node. With the same format on both hops messages are forwarded; otherwise they are
+                decoded and encoded again.
 
-A shard that travels in its own dtype into rows of that dtype is gathered in place, without staging; small ones on two
-hops if the rows are contiguous and numbered local. On two hops large shards go in chunks: hop 2 of one overlaps hop 1
-of the next (:mod:`zcomm._transport.chunks`).
+A shard that is sent in its own dtype into rows of that dtype is gathered in place, without a copy; on two hops a small
+one only if the rows are contiguous and numbered local. On two hops large shards are sent in chunks, so that hop 2 of a
+chunk overlaps hop 1 of the next (:mod:`zcomm._transport.chunks`).
 """
 
 from __future__ import annotations
@@ -51,19 +52,19 @@ def all_gather_single(
     async_op: bool = False,
     backend: BackendName | None = None,
 ) -> Work | None:
-    """Gather ``input`` of every rank into ``output``.
+    """Gather the ``input`` of every rank into ``output``.
 
     Args:
-        output: floating point, [world_size * n] contiguous, or [world_size, n] with contiguous rows. Every rank ends
-            with the same bits in it, its own shard included, which is decoded from its own message.
-        input: this rank's shard, floating point, [n] contiguous; may be its own place in ``output``. The same n on
-            every rank.
+        output: floating point, [world_size * n] contiguous, or [world_size, n] with contiguous rows. It holds the same
+            bits on every rank: a rank's own shard is decoded from its own message, too.
+        input: this rank's shard, floating point, [n] contiguous; may be its own row of ``output``. The same n on every
+            rank.
         group: a ProcessGroup (default: all ranks) for one hop, or a :class:`zcomm.Topology` for two.
         format: a wire format; with a Topology also a pair, (between nodes, inside the node). ``"none"`` is ``input``'s
-            dtype, ``"auto"`` what was measured to be fastest (:mod:`zcomm._collectives.auto_format`). The same on every rank.
-        numbering: which row is whose; "rank" as in torch, or "local" (:mod:`zcomm._transport.topology`).
-        random: for formats that round stochastically, and for those alone; another key for each call.
-        async_op: return a Work at once; ``output`` may be read, and ``input`` changed, after its ``wait()``.
+            dtype, ``"auto"`` the fastest one measured (:mod:`zcomm._collectives.auto_format`). The same on every rank.
+        numbering: which rank owns which row: "rank" as in torch, or "local" (:mod:`zcomm._transport.topology`).
+        random: required for formats that round stochastically, refused for others. A new key for each call.
+        async_op: return a Work at once; ``output`` may be read, and ``input`` changed, only after its ``wait()``.
         backend: "torch" or "nccl"; default: the Topology's, or torch over a ProcessGroup. The same on every rank.
 
     Returns:
@@ -71,11 +72,11 @@ def all_gather_single(
 
     Raises:
         LayoutError, FormatError: Sizes, dtypes, formats or random do not fit. Raised before any communication.
-        BackendUnavailableError: The backend does not serve the device. Raised before any communication.
-        MessageError: Another rank sent something else, or bytes were damaged (with ZCOMM_CHECK=1).
+        BackendUnavailableError: The backend does not support the device. Raised before any communication.
+        MessageError: Another rank sent another layout, or a message was damaged (with ZCOMM_CHECK=1).
 
-    Cost for each rank: sends its message to every other rank; with two hops its message to one rank of every other
-    node, and as many messages as there are nodes inside the node. No host sync on CUDA beyond the process group's.
+    Cost for each rank: one message to every other rank; on two hops one message to one rank of every other node, and
+    num_nodes messages to every other rank of the node. On CUDA no host sync beyond those of the process group.
     """
     output, input = check_arguments(group, format, numbering=numbering, async_op=async_op, output=output, input=input)
     chosen = resolve(format, "all_gather", group, input, output.numel(), first="inter", numbering=numbering)
@@ -101,9 +102,9 @@ def gather_steps(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Enc
     if len(route.hops) == 1:
         return _one_hop(rows, shard, encoder)
     steps = _two_hops_recoded
-    (_, wire), (_, wire_inside) = route.hops
-    chunks = chunks_of(shard.numel(), wire, wire_inside, least=route.least_chunk(shard.device))
-    if is_same_wire(wire, wire_inside, shard.dtype):
+    (_, wire), (_, intra_wire) = route.hops
+    chunks = chunks_of(shard.numel(), wire, intra_wire, min_numel=route.min_chunk_numel(shard.device))
+    if is_same_wire(wire, intra_wire, shard.dtype):
         is_plain = codec_for(wire, shard.dtype).dtype == shard.dtype
         if is_plain and len(chunks) > 1:
             steps = _two_hops_in_pieces
@@ -117,15 +118,15 @@ def gather_steps(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Enc
 
 
 def own_message(messages: Tensor, route: Route) -> Tensor:
-    """This rank's of ``messages``, uint8 [1, nbytes], for :func:`gather_messages`."""
+    """The row of ``messages`` that this rank sends, uint8 [1, nbytes], for :func:`gather_messages`."""
     index = route.own_row("local" if len(route.hops) == 2 else "rank")
     return messages[index : index + 1]
 
 
 def gather_messages(messages: Tensor, layout: MessageLayout, route: Route) -> Steps:
-    """Forward every rank's message to all ranks; ``messages`` uint8 [world_size, nbytes] holds this rank's.
+    """Gather every rank's message into ``messages`` uint8 [world_size, nbytes], which already holds this rank's.
 
-    One hop: in rank order. Two hops, in the order inter, intra: numbered local.
+    On one hop in rank order. On two hops (inter, then intra) numbered local.
     """
     hop, wire = route.hops[0]
     if len(route.hops) == 1:
@@ -157,28 +158,29 @@ def _one_hop(rows: Tensor, shard: Tensor, encoder: Encoder) -> Steps:
 
 
 def _two_hops_in_place(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
-    assert numbering == "local", "only then are the shards of equal local ranks neighbours"
+    assert numbering == "local", "only then are the shards of ranks of equal local rank adjacent"
     route = encoder.route
-    (inter, wire), (intra, wire_inside) = route.hops
+    (inter, wire), (intra, intra_wire) = route.hops
     of_nodes = rows.view(route.ranks_per_node, -1)[route.local_rank]
     yield backend.all_gather(of_nodes, shard, inter, MessageInfo(route.operation, str(wire), shard.numel()))
-    yield backend.all_gather(rows, of_nodes, intra, MessageInfo(route.operation, str(wire_inside), of_nodes.numel()))
+    yield backend.all_gather(rows, of_nodes, intra, MessageInfo(route.operation, str(intra_wire), of_nodes.numel()))
 
 
 def _two_hops_in_pieces(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
-    """In place whatever the numbering and strides: inside the node, one gather for each node's shards.
+    """In place with any numbering and strides: inside the node, one gather for each node's shards.
 
-    Rows of another dtype, which another rank may have, are gathered in the same way into a buffer.
+    Rows of another dtype are gathered in the same way into a buffer: another rank's rows may have the shard's dtype,
+    and all ranks must make the same exchanges.
     """
     route = encoder.route
-    (inter, wire), (intra, wire_inside) = route.hops
+    (inter, wire), (intra, intra_wire) = route.hops
     shape = (route.ranks_per_node, route.num_nodes, shard.numel())
     target = rows.as_strided(shape, (*route.strides(numbering, rows.stride(0)), 1), rows.storage_offset())
     gathered = target if rows.dtype == shard.dtype else shard.new_empty(shape)
     of_nodes = gathered[route.local_rank]
     yield backend.all_gather(of_nodes, shard, inter, MessageInfo(route.operation, str(wire), shard.numel()))
-    sent = MessageInfo(route.operation, str(wire_inside), shard.numel())
-    yield backend.together([backend.all_gather(gathered[:, n], of_nodes[n], intra, sent) for n in range(shape[1])])
+    sent = MessageInfo(route.operation, str(intra_wire), shard.numel())
+    yield backend.combined([backend.all_gather(gathered[:, n], of_nodes[n], intra, sent) for n in range(shape[1])])
     if gathered is not target:
         target.copy_(gathered)
 
@@ -198,32 +200,33 @@ def _two_hops_forwarded(rows: Tensor, shard: Tensor, numbering: Numbering, encod
 
 def _two_hops_recoded(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
     route = encoder.route
-    (inter, wire), (intra, wire_inside) = route.hops
+    (inter, wire), (intra, intra_wire) = route.hops
     numel, device = shard.numel(), shard.device
     layout = route.layout(wire, shard.dtype, 1, numel)
-    inside = route.layout(wire_inside, shard.dtype, route.num_nodes, numel)
+    intra_layout = route.layout(intra_wire, shard.dtype, route.num_nodes, numel)
     of_nodes = layout.new(route.num_nodes, device)
-    messages = inside.new(route.ranks_per_node, device)
+    messages = intra_layout.new(route.ranks_per_node, device)
     mine = of_nodes[inter.rank : inter.rank + 1]
     kernels.quantize(shard, layout, mine, 0, 0, encoder.draw(0), expected=of_nodes)
     yield backend.all_gather(of_nodes, mine, inter, _sent(layout, wire))
     mine = messages[intra.rank : intra.rank + 1]
-    _recode((of_nodes, layout), (mine, inside), messages, encoder)
-    yield backend.all_gather(messages, mine, intra, _sent(inside, wire_inside))
-    kernels.decode(messages, inside, rows, *route.strides(numbering, rows.stride(0)))
+    _recode((of_nodes, layout), (mine, intra_layout), messages, encoder)
+    yield backend.all_gather(messages, mine, intra, _sent(intra_layout, intra_wire))
+    kernels.decode(messages, intra_layout, rows, *route.strides(numbering, rows.stride(0)))
 
 
 def _recode(
     source: tuple[Tensor, MessageLayout], target: tuple[Tensor, MessageLayout], expected: Tensor, encoder: Encoder
 ) -> None:
-    """Decode a message a node, and encode all values as one; a plain array is decoded into directly."""
-    (of_nodes, layout), (message, inside) = source, target
+    """Decode one message per node, and encode all their values as one message; a cast codec needs no second pass."""
+    (of_nodes, layout), (message, intra_layout) = source, target
     numel = layout.segment_numel
-    if inside.codec.dtype is not None:
-        kernels.decode(of_nodes, layout, message.view(-1).view(inside.codec.dtype), numel, 0)
+    if intra_layout.codec.dtype is not None:
+        kernels.decode(of_nodes, layout, message.view(-1).view(intra_layout.codec.dtype), numel, 0)
         return
-    dtype = inside.codec.dtype_between(layout.codec)
-    values = encoder.buffer(1, inside.num_segments, numel, dtype, message.device)
+    dtype = intra_layout.codec.dtype_between(layout.codec)
+    values = encoder.buffer(1, intra_layout.num_segments, numel, dtype, message.device)
     kernels.decode(of_nodes, layout, values, values.stride(0), 0)
-    same = replace(encoder, rank=encoder.route.local_rank)  # all nodes encode these values, and must get the same bits
-    kernels.quantize(values, inside, message, 0, values.stride(0), same.draw(1), expected=expected)
+    # All nodes encode the same values. With random numbers of their own they would end with different bits.
+    first_node = replace(encoder, rank=encoder.route.local_rank)
+    kernels.quantize(values, intra_layout, message, 0, values.stride(0), first_node.draw(1), expected=expected)

@@ -1,4 +1,4 @@
-"""All-reduce in place: a reduce-scatter, then an all-gather of the reduced shards."""
+"""All-reduce in any wire format: a reduce-scatter, then an all-gather of the reduced shards, in place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zcomm._transport.topology import Numbering
 from zcomm._transport.work import Steps, Work, nothing, run
 
 FIRST_GATHER_HOP = 2
-"""Random numbers: hops of the reduce-scatter are 0 and 1, those of the gather 2 and 3."""
+"""Hop numbers in random keys: 0 and 1 in the reduce-scatter, 2 and 3 in the gather, so that no number is used twice."""
 
 
 def all_reduce(
@@ -38,22 +38,22 @@ def all_reduce(
     """Sum or average ``tensor`` over all ranks, in place; the same bits on every rank.
 
     Args:
-        tensor: floating point, [n] contiguous, any n (padded inside). The same n on every rank.
+        tensor: floating point, [n] contiguous, any n (padded internally). The same n on every rank.
         op: "sum" or "avg", or ``ReduceOp.SUM`` / ``AVG``.
         group: a ProcessGroup (default: all ranks), or a :class:`zcomm.Topology`.
-        format: of the reduce-scatter, as there; also ``"auto"``.
-        gather_format: of the all-gather, as there; default: ``format``, each kind of link as in the reduce-scatter.
-        residual: of the reduce-scatter, as there; what the gather loses is not kept.
-        random: for formats that round stochastically, and for those alone; another key for each call.
-        async_op: return a Work at once. Over a Topology everything overlaps; over a ProcessGroup the gather begins in
-            ``wait()``, so call that at the same point of the program on every rank.
+        format: of the reduce-scatter, as for :func:`zcomm.reduce_scatter_single`; also ``"auto"``.
+        gather_format: of the all-gather; default: ``format``, with the same format on each link class.
+        residual: of the reduce-scatter; the gather's loss is not kept.
+        random: required for formats that round stochastically, refused for others. A new key for each call.
+        async_op: return a Work at once. Over a ProcessGroup the gather only starts in ``wait()``: call it at the same
+            point of the program on every rank, or the ranks deadlock. Over a Topology both overlap the caller's work.
         backend: "torch" or "nccl"; default: the Topology's, or torch over a ProcessGroup.
 
     Returns: A Work if ``async_op``, else None.
 
     Raises:
         LayoutError, FormatError: As the two collectives. Raised before any communication.
-    Cost for each rank: that of both collectives on shards of ceil(n / world_size) elements; copies if n is uneven.
+    Cost for each rank: that of both collectives on shards of ceil(n / world_size) elements; two copies for an uneven n.
     """
     wires = format, format if gather_format is None else gather_format
     (tensor,) = check_arguments(group, *wires, async_op=async_op, residual=residual, tensor=tensor)
@@ -94,13 +94,13 @@ def _routes(
     is_bound: bool,
     backend: BackendName | None,
 ) -> tuple[Route, Route]:
-    """Both ways over the same hops: two where only one is automatic, or where a residual ``is_bound`` to two."""
-    there = resolve(format, "all_reduce", group, tensor, tensor.numel(), first="intra")
-    back = resolve(gather_format, "all_reduce", group, tensor, tensor.numel(), first="inter")
-    num_hops = 2 if is_bound else max(there.num_hops, back.num_hops)
+    """Routes of both collectives, over the same hops; two hops if a residual needs them (``is_bound``)."""
+    reduced = resolve(format, "all_reduce", group, tensor, tensor.numel(), first="intra")
+    gathered = resolve(gather_format, "all_reduce", group, tensor, tensor.numel(), first="inter")
+    num_hops = 2 if is_bound else max(reduced.num_hops, gathered.num_hops)
     return (
-        find_route("all_reduce", group, there.format, first="intra", num_hops=num_hops, backend=backend),
-        find_route("all_reduce", group, back.format, first="inter", num_hops=num_hops, backend=backend),
+        find_route("all_reduce", group, reduced.format, first="intra", num_hops=num_hops, backend=backend),
+        find_route("all_reduce", group, gathered.format, first="inter", num_hops=num_hops, backend=backend),
     )
 
 
@@ -114,7 +114,7 @@ def all_reduce_steps(tensor: Tensor, reducer: Encoder, gatherer: Encoder, number
 def _exchanges(tensor: Tensor, reducer: Encoder, gatherer: Encoder, numbering: Numbering, divisor: int) -> Steps:
     rows = _padded_rows(tensor, reducer.route.world_size)
     if any(wire.name == "none" for _, wire in gatherer.route.hops):
-        shard = rows[reducer.route.own_row(numbering)]  # every rank has sent its rows before sums are written
+        shard = rows[reducer.route.own_row(numbering)]  # in place: the sums are written after all rows were sent
     else:
         shard = torch.empty(rows.shape[1], dtype=_sum_dtype(tensor.dtype), device=tensor.device)
     yield from reduce_steps(shard, rows, numbering, divisor, reducer)
@@ -124,7 +124,7 @@ def _exchanges(tensor: Tensor, reducer: Encoder, gatherer: Encoder, numbering: N
 
 
 def _padded_rows(tensor: Tensor, num_rows: int) -> Tensor:
-    """``tensor`` as [num_rows, n]: itself if it divides, else a copy that ends in zeros."""
+    """``tensor`` as [num_rows, n]: a view if num_rows divides it, else a copy padded with zeros."""
     numel = tensor.numel()
     if numel % num_rows == 0:
         return tensor.view(num_rows, -1)
@@ -135,5 +135,5 @@ def _padded_rows(tensor: Tensor, num_rows: int) -> Tensor:
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Sums are in float32 or float64; they are rounded once, by the format of the gather."""
+    """Sums are float32 or float64, so that only the gather's format rounds them."""
     return torch.float64 if dtype == torch.float64 else torch.float32

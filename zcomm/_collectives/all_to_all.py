@@ -1,7 +1,8 @@
 """All-to-all in any wire format: part i of the input goes to rank i.
 
-two hops    inside the node to the local rank of the destination, then between nodes: each pair of nodes exchanges one
-            message per local rank instead of one per pair of ranks; large parts go in chunks (:mod:`zcomm._transport.chunks`)
+two hops    inside the node to the destination's local rank, then between nodes: two nodes exchange one message per
+            local rank instead of one per pair of ranks; large parts are sent in chunks
+            (:mod:`zcomm._transport.chunks`)
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def all_to_all_single(
         output: floating point, [world_size * n] contiguous.
         input: floating point, [world_size * n] contiguous, equal parts. The same n on every rank.
         group: a ProcessGroup (default: all ranks) for one hop, or a :class:`zcomm.Topology` for two.
-        format: a wire format; with a Topology also a pair, (inside the node, between nodes); or
-            ``"auto"``, what was measured to be fastest (:mod:`zcomm._collectives.auto_format`).
-        random: for formats that round stochastically, and for those alone; another key for each call.
+        format: a wire format; with a Topology also a pair, (inside the node, between nodes); or ``"auto"``, the fastest
+            one measured (:mod:`zcomm._collectives.auto_format`).
+        random: required for formats that round stochastically, refused for others. A new key for each call.
         async_op: return a Work at once.
         backend: "torch" or "nccl"; default: the Topology's, or torch over a ProcessGroup. The same on every rank.
 
@@ -83,8 +84,8 @@ def _steps(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
         return exchange_over_nccl(parts, source_parts, encoder)
     if len(route.hops) == 1:
         return _one_hop(parts, source_parts, encoder)
-    least = route.least_chunk(source.device)
-    chunks = chunks_of(parts.shape[1], *(wire for _, wire in route.hops), least=least)
+    least = route.min_chunk_numel(source.device)
+    chunks = chunks_of(parts.shape[1], *(wire for _, wire in route.hops), min_numel=least)
     return pipelined([_two_hops(parts[:, c], source_parts[:, c], encoder.at(c.start)) for c in chunks], num_exchanges=2)
 
 
@@ -104,26 +105,26 @@ def _one_hop(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
 
 
 def _two_hops(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
-    """``output`` and ``source`` [world_size, n] may be a chunk of every part."""
+    """Both hops of ``output`` and ``source`` [world_size, n], which may be a chunk of every part."""
     route = encoder.route
-    (intra, wire), (inter, wire_between) = route.hops
+    (intra, wire), (inter, inter_wire) = route.hops
     nodes, locals_, numel = route.num_nodes, route.ranks_per_node, source.shape[1]
     layout = route.layout(wire, source.dtype, 1, numel)
     messages = layout.new(route.world_size, source.device)
-    num_hops = 2 if wire == wire_between else 1  # what is forwarded is not encoded again: cleared for both hops
+    num_hops = 2 if wire == inter_wire else 1  # hop 2 encodes nothing if it forwards: clear its trailers here
     received = layout.new(num_hops * route.world_size, source.device)
     kernels.quantize(source, layout, messages, source.stride(0), 0, encoder.draw(0), expected=received)
     received, last = received[: route.world_size], received[route.world_size :]
     messages = messages.view(nodes, locals_, -1).transpose(0, 1).contiguous()  # to [local rank, node]
     yield backend.all_to_all(received, messages, intra, MessageInfo(route.operation, str(wire), nodes * numel))
     messages = received.view(locals_, nodes, -1).transpose(0, 1).contiguous()  # [to node, from local rank]
-    if wire != wire_between:
-        between = codec_for(wire_between, source.dtype)
+    if wire != inter_wire:
+        between = codec_for(inter_wire, source.dtype)
         values = encoder.buffer(1, route.world_size, numel, between.dtype_between(layout.codec), source.device)
         kernels.decode(messages.view(route.world_size, -1), layout, values, values.stride(0), 0)
-        layout = route.layout(wire_between, source.dtype, 1, numel)
+        layout = route.layout(inter_wire, source.dtype, 1, numel)
         messages = layout.new(route.world_size, source.device)
         last = layout.new(route.world_size, source.device)
         encoder.encode(1, values, messages, layout, expected=last)
-    yield backend.all_to_all(last, messages, inter, MessageInfo(route.operation, str(wire_between), locals_ * numel))
+    yield backend.all_to_all(last, messages, inter, MessageInfo(route.operation, str(inter_wire), locals_ * numel))
     kernels.decode(last, layout, output, output.stride(0), 0)  # [from node, from local rank]: rank order

@@ -1,19 +1,19 @@
-"""``format="auto"``: what ``zcomm probe`` found fastest on these links for this collective and size, else ``none``.
+"""``format="auto"``: the format that ``zcomm probe`` measured as fastest for a collective, size and topology.
 
     probe file                 {"version": 1, "topologies": {"2x2 on 2 hosts": {"device": "cpu", "choices": {...}}}}
     choices                    {"all_gather": [[65536, "none", 2], [1048576, "int8", 2], ...], ...}
-                               from so many bytes of the full tensor: formats (inside+between), hops
+                               bytes of the full tensor from which the row holds, formats (intra+inter), hops
 
-Without a probe of this shape of nodes, over a ProcessGroup, below the smallest probed size, and on another kind of
-device, ``auto`` is ``none``: nothing is known of the links there, and rounding without a gain would be a loss. Below
-the smallest probed size the hops are those of ``none`` there, if that was found fastest.
+``auto`` means ``none`` if this topology was not probed, over a ProcessGroup, below the smallest probed size, and on
+another type of device: nothing is known of the links there, and rounding without a gain would be a loss. Below the
+smallest probed size the number of hops is that of the smallest, if ``none`` was fastest there.
 
 Invariants:
-    A1  The first rank reads the file, once for a Topology, at the first use; the others get its table. So all ranks
-        choose alike, whatever files they have.
-    A2  What cannot be read is the same error on every rank.
-    A3  Nothing is chosen but what the probe was allowed to try (its ``--formats``) for that collective, and ``none``;
-        never stochastic rounding, for which a caller of ``auto`` gives no random numbers.
+    A1  The first rank reads the file, once for each Topology at its first use, and the others get its table. So all
+        ranks choose alike, whatever files they have; different choices would deadlock.
+    A2  A file that cannot be read raises the same error on every rank.
+    A3  Only formats that the probe was allowed to try (its ``--formats``) and ``none`` are chosen; never stochastic
+        rounding, for which a caller of ``auto`` passes no random numbers.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from zcomm.errors import ConfigError, ZcommError
 
 AUTO = "auto"
 VERSION = 1
-MOST_KNOWN = 4096
-"""Calls of other sizes than these are rare; each takes a few hundred bytes."""
+MAX_CACHED_CALLS = 4096
+"""Choices that a table caches. Each takes a few hundred bytes; training makes far fewer different calls."""
 
 
 class ProbedChoice(NamedTuple):
-    """The formats inside nodes and between them, and the hops."""
+    """One row of the table: the formats on each link class, and the number of hops."""
 
     inside: Format
     between: Format
@@ -54,13 +54,15 @@ class ProbedChoice(NamedTuple):
 
     @classmethod
     def parse(cls, wire: str, num_hops: int) -> ProbedChoice:
-        """``wire`` as ``int8``, or ``int8+int4`` for (inside, between)."""
+        """``wire`` is ``int8``, or ``int8+int4`` for (inside the node, between nodes)."""
         inside, _, between = wire.partition("+")
         if num_hops not in (1, 2):
             raise ConfigError(f"hops must be 1 or 2: hops={num_hops!r}")
         choice = cls(get_format(inside), get_format(between or inside), num_hops)
         if choice.inside.is_random or choice.between.is_random:
-            raise ConfigError(f'format="auto" has no random numbers and never rounds stochastically: {wire}')
+            raise ConfigError(
+                f'format="auto" must not round stochastically, since it has no random numbers: format={wire}'
+            )
         return choice
 
 
@@ -68,7 +70,7 @@ NONE = ProbedChoice.parse("none", 2)
 
 
 class Resolved(NamedTuple):
-    """Formats for :func:`zcomm._transport.route.find_route`."""
+    """Arguments for :func:`zcomm._transport.route.find_route`."""
 
     format: Any
     num_hops: int
@@ -76,23 +78,21 @@ class Resolved(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """The choices for the links of one Topology."""
-
     device: str = ""
     choices: dict[str, list[tuple[int, ProbedChoice]]] = field(default_factory=dict)
-    """By operation, ascending in the bytes of the full tensor from which they hold."""
+    """By operation: (bytes of the full tensor from which it holds, choice), ascending."""
     links: tuple[Link, ...] = ()
-    """Inside nodes and between them, as far as there are any."""
-    known: dict[tuple[Any, ...], Resolved] = field(default_factory=dict, compare=False, repr=False)
-    """What calls have been told before."""
+    """The measured links: intra-node, inter-node, if the topology has them."""
+    cache: dict[tuple[Any, ...], Resolved] = field(default_factory=dict, compare=False, repr=False)
+    """Choices of earlier calls, by their arguments."""
 
     @property
     def has_one_hop(self) -> bool:
-        """Whether any choice runs over all ranks at once."""
+        """Whether any choice is one hop over all ranks."""
         return any(choice.num_hops == 1 for rows in self.choices.values() for _, choice in rows)
 
     def choose(self, operation: str, nbytes: int, device: torch.device) -> ProbedChoice:
-        """For a full tensor of ``nbytes`` bytes, uncompressed."""
+        """The choice for a full tensor of ``nbytes`` bytes before encoding."""
         rows = self.choices.get(operation, [])
         if not rows or device.type != self.device:
             return NONE
@@ -102,7 +102,7 @@ class Table:
 
     @classmethod
     def parse(cls, path: str, text: str, *, shape: str) -> Table:
-        """The table for nodes of ``shape`` in the ``text`` of a probe file; an empty one if they were not probed."""
+        """The table for topologies of ``shape`` in the ``text`` of a probe file; empty if that shape was not probed."""
         try:
             facts: dict[str, Any] = json.loads(text)
             if facts["version"] != VERSION:
@@ -118,14 +118,14 @@ class Table:
             return cls(str(found["device"]), rows, links)
         except (ZcommError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError(
-                f"{path} is not what `zcomm probe` writes: {error!r} in {text[:100]!r}; delete it or probe again"
+                f"{path} is not a file of `zcomm probe`: {error!r} in {text[:100]!r}; delete it or probe again"
             ) from error
 
 
 def _link(found: Mapping[str, Any]) -> Link:
     link = Link(float(found["latency_us"]) * 1e-6, float(found["bandwidth_gbps"]) * 1e9)
     if not (0 <= link.latency_s < math.inf and 0 < link.bytes_per_s < math.inf):
-        raise ConfigError(f"latency_us and bandwidth_gbps must be finite, and a bandwidth positive: {dict(found)}")
+        raise ConfigError(f"latency_us and bandwidth_gbps must be finite, and bandwidth_gbps positive: {dict(found)}")
     return link
 
 
@@ -138,19 +138,20 @@ def probe_path() -> Path:
 
 
 def shape_of(topology: Topology) -> str:
-    """What tables are kept by: nodes, ranks per node, and on how many machines they are. Collective."""
+    """The key of a table in the probe file: nodes, ranks per node, and the number of machines. Collective."""
     host = torch.tensor([zlib.crc32(socket.gethostname().encode())], dtype=torch.float64)
     hosts = len(set(control.gather_float64(host, topology).flatten().tolist()))
     return f"{topology.num_nodes}x{topology.ranks_per_node} on {hosts} host{'s' if hosts > 1 else ''}"
 
 
 def table_of(topology: Topology) -> Table:
-    """The table that all ranks of ``topology`` use; at the first use collective.
+    """The table that all ranks of ``topology`` use. The first use is collective.
 
     Raises:
-        ConfigError: The first rank's probe file is not one. The same on every rank.
+        ConfigError: The first rank's file is not a probe file. The same on every rank (A2).
     """
     if topology.auto_table is None:
+        # An error on the first rank alone would leave the others in the broadcast: it is sent as text, too (A2).
         found = _from_first_rank(_read(probe_path()) if topology.rank == 0 else "", topology)
         shape = shape_of(topology)
         table = Table.parse(*found.split("\n", 1), shape=shape) if found else Table()
@@ -161,13 +162,13 @@ def table_of(topology: Topology) -> Table:
 
 
 def _read(path: Path) -> str:
-    """The path, a new line and the content; empty if there is no such file."""
+    """The path, a newline and the file's content; empty if there is no such file."""
     try:
         return f"{path}\n{path.read_text()}"
     except FileNotFoundError:
         return ""
     except (OSError, UnicodeDecodeError) as error:
-        return f"{path}\n{error}"  # no JSON: the same error on every rank
+        return f"{path}\n{error}"  # not JSON, so that parsing it raises on every rank
 
 
 def _from_first_rank(text: str, topology: Topology) -> str:
@@ -190,20 +191,21 @@ def resolve(
     first: Literal["intra", "inter"],
     numbering: Numbering = "rank",
 ) -> Resolved:
-    """``format`` itself, or for ``"auto"`` the choice for a full tensor of ``numel`` elements like ``tensor``'s.
+    """Replace ``"auto"`` by the choice for a full tensor of ``numel`` elements of ``tensor``'s dtype and device.
 
-    The order of the formats is that of the hops, of which ``first`` is the first. Rows numbered local need two hops.
+    The formats are in the order of the hops; ``first`` names the first hop. Rows numbered local need two hops. Formats
+    other than ``"auto"`` are returned as they are.
     """
     if not isinstance(format, str) or format != AUTO:
         return Resolved(format, 2)
     if not isinstance(group, Topology):
         return Resolved("none", 2)
-    known, call = table_of(group).known, (operation, numel, tensor.dtype, tensor.device.type, first, numbering)
-    found = known.get(call)
+    cache, call = table_of(group).cache, (operation, numel, tensor.dtype, tensor.device.type, first, numbering)
+    found = cache.get(call)
     if found is None:
-        if len(known) >= MOST_KNOWN:
-            known.clear()
+        if len(cache) >= MAX_CACHED_CALLS:
+            cache.clear()
         choice = table_of(group).choose(operation, numel * tensor.element_size(), tensor.device)
         pair = (choice.inside, choice.between) if first == "intra" else (choice.between, choice.inside)
-        found = known[call] = Resolved(pair, choice.num_hops if numbering == "rank" else 2)
+        found = cache[call] = Resolved(pair, choice.num_hops if numbering == "rank" else 2)
     return found

@@ -1,7 +1,8 @@
-"""How one call of a collective encodes: its random numbers on every hop, and its residual on the last.
+"""The encoder of one collective call: random numbers on every hop, error feedback (a residual) on the last.
 
-An element's random number depends on its place in the tensor. A chunk is columns ``first`` and on of every row: its
-messages draw from ``first`` on, and buffers between hops keep whole rows apart, where a format draws.
+An element's random number depends on its position in the tensor, not on chunks. A chunk is a range of columns of every
+row, from column ``first`` on. So its messages draw numbers from ``first`` on, and with stochastic rounding the buffers
+between hops have the stride of full rows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from zcomm.errors import FormatError
 
 
 def check_random(random: RandomKey | None, *formats: WireFormat) -> None:
-    """Raise FormatError unless ``random`` is given exactly if one of ``formats`` rounds stochastically."""
+    """Raise FormatError if ``random`` is missing for a format that rounds stochastically, or given without one."""
     of_hops = [f for wire in formats for f in ((wire,) if isinstance(wire, (str, Format)) else wire)]
     drawing = [str(f) for f in map(get_format, of_hops) if f.is_random]
     if random is not None and not isinstance(random, RandomKey):
@@ -37,26 +38,24 @@ def check_random(random: RandomKey | None, *formats: WireFormat) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Encodes for one call over ``route``."""
-
     route: Route
     shard_numel: int
-    """Elements of a whole row."""
+    """Elements of a full row."""
     random: RandomKey | None = None
     residual: Residual | None = None
     first_hop: int = 0
-    """The number of the route's first hop in a collective of several routes."""
+    """Number of the route's first hop in its collective, which may consist of several routes."""
     rank: int | None = None
-    """Which rank's random numbers are drawn, if not that of the route."""
+    """The rank whose random numbers are used; None: this one."""
     first: int = 0
     """The first column of this chunk."""
 
     def at(self, first: int) -> Encoder:
-        """That of the chunk that begins at column ``first``."""
+        """The encoder of the chunk that starts at column ``first``."""
         return replace(self, first=first)
 
     def draw(self, hop: int) -> Draw | None:
-        """The random numbers of the route's hop number ``hop``, if its format takes any."""
+        """The random numbers of the route's hop number ``hop``; None if its format does not need any."""
         if not self.route.hops[hop][1].is_random:
             return None
         assert self.random is not None, "checked before the exchange"
@@ -66,17 +65,17 @@ class Encoder:
         return Draw(key.seed, key.tensor, key.step, self.first_hop + hop, rank, self.first)
 
     def buffer(self, hop: int, num_rows: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Room for values [num_rows, numel] to be encoded for that hop, in rows of the chunk or of the whole."""
+        """A buffer for values [num_rows, numel] of ``hop``; with random numbers, at the stride of full rows."""
         stride = numel if self.draw(hop) is None else self.shard_numel
-        room = torch.empty((num_rows - 1) * stride + numel, dtype=dtype, device=device)
-        return room.as_strided((num_rows, numel), (stride, 1))
+        flat = torch.empty((num_rows - 1) * stride + numel, dtype=dtype, device=device)
+        return flat.as_strided((num_rows, numel), (stride, 1))
 
     def encode(
         self, hop: int, values: Tensor, out: Tensor, layout: MessageLayout, *, expected: Tensor | None = None
     ) -> None:
-        """Row i of ``values`` as message i of ``out``; with a residual ``values``, float32, are lost.
+        """Encode row i of ``values`` as message i of ``out``; with a residual ``values``, float32, are overwritten.
 
-        ``expected``, what the hop will bring, as in :func:`zcomm._kernels.kernels.quantize`.
+        ``expected`` is the hop's receive buffer, as in :func:`zcomm._kernels.kernels.quantize`.
         """
         residual = self.residual if hop == len(self.route.hops) - 1 else None
         arguments = values, layout, out, values.stride(0), 0, self.draw(hop)
@@ -90,16 +89,10 @@ class Encoder:
             kernels.quantize(*arguments, expected=expected)
             residual.keep(values, out, layout, self.first)
 
-    def sum_and_encode(
-        self, received: Tensor, summed: MessageLayout, out: Tensor, layout: MessageLayout, *, expected: Tensor
-    ) -> None:
-        """Hop 2 of a reduction: sum ``received``; segment s of the sum becomes message s of ``out``."""
-        self.encode_sum(1, received, summed, out, layout, expected=expected)
-
     def encode_sum(
         self, hop: int, received: Tensor, summed: MessageLayout, out: Tensor, layout: MessageLayout, *, expected: Tensor
     ) -> None:
-        """As :meth:`encode`, of the sum of ``received``, for the route's last hop, whose number is ``hop``."""
+        """Sum ``received`` and encode segment s of the sum as message s of ``out``; ``hop`` is the route's last."""
         draw, numel = self.draw(hop), layout.segment_numel
         if draw is None or numel == self.shard_numel:
             if self.residual is None:

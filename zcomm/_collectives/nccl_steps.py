@@ -1,12 +1,12 @@
-"""The collectives over NCCL: arguments for the communicator in C++ (``cpp/nccl``), which does everything else.
+"""The collectives over ``backend="nccl"``: one call of the communicator in C++ (``cpp/nccl``), which runs the pipeline.
 
-    one call    queued on the current stream, behind what is there; what is queued there later runs after it
-    chunks      each a message of its own, of the layouts of :mod:`zcomm._formats.message`: the bits are those of one message
+    one call    in stream order: it runs after what is queued on the current stream, and before what is queued later
+    chunks      each is a message of its own (:mod:`zcomm._formats.message`); the decoded bits are those of one message
 
 Invariants:
-    Q1  Sizes and formats alone decide on chunks: all ranks cut alike.
-    Q2  What the pipeline does not do goes hop by hop over the same communicator, with the same bits. Nothing is refused
-        but tensors that are not on a GPU, and, after the ranks have told one another, ranks without NCCL.
+    Q1  Chunks depend on sizes and formats alone, so all ranks use the same ones: otherwise they would deadlock.
+    Q2  What the pipeline does not support goes hop by hop over the same communicator, with the same bits. The only
+        errors are tensors that are not on a GPU, and, after the ranks have agreed on it, ranks without NCCL.
 """
 
 from __future__ import annotations
@@ -26,32 +26,33 @@ from zcomm._kernels.message_flags import flag_of
 from zcomm._kernels.native_calls import DTYPE_NUMBERS
 from zcomm._transport import backend
 from zcomm._transport.backend import MessageInfo
-from zcomm._transport.chunks import fewest_of_all_ranks
+from zcomm._transport.chunks import min_numel_of_all_ranks
 from zcomm._transport.collective_log import call_here
 from zcomm._transport.device_streams import on_device
-from zcomm._transport.nccl_communicators import check_device, communicator_over, inside_first
+from zcomm._transport.nccl_communicators import check_device, communicator_over, intra_first
 from zcomm._transport.route import Route
 from zcomm._transport.topology import Numbering
 from zcomm._transport.work import Link, Steps
 from zcomm.errors import CommunicationError, MessageError
 
 NATIVE_S = 60e-6
-"""What a chunk costs the host: some 5 launches, 2 groups of NCCL's and 10 calls for events, without Python."""
-MIN_CHUNK_NUMEL = max(2**24, fewest_of_all_ranks(NATIVE_S))
-"""Elements of all ranks in a chunk over links of which nothing is known."""
+"""Host time per chunk: about 5 kernel launches, 2 NCCL groups and 10 event calls, all in C++."""
+MIN_CHUNK_NUMEL = max(2**24, min_numel_of_all_ranks(NATIVE_S))
+"""Smallest chunk, in elements of all ranks, over links that were not measured."""
 MAX_CHUNKS = 16
 MIN_BLOCK, MAX_BLOCK = 8, 1024
-"""Of the CUDA kernels."""
+"""Block sizes that the CUDA kernels support."""
 
 Rows = tuple[int, int, int, int]
-"""dtype, address, elements from local rank to local rank, and from node to node."""
+"""Dtype number, address, and the strides from local rank to local rank and from node to node, in elements."""
 
 
 def is_native(encoder: Encoder, *tensors: Tensor) -> bool:
-    """Whether the pipeline in C++ runs this call; False: Python does, over the same route (:mod:`zcomm._transport.nccl_communicators`).
+    """Whether the pipeline in C++ runs this call. If not, Python runs it over the same route.
 
-    What has no CUDA kernels, or what they do not do: options of formats, float64, residuals, checksums; and a Topology
-    with other ``kernels=`` than "auto" and "cuda". It depends on what all ranks have alike.
+    The pipeline does not support options of formats, float64, residuals, checksums, and a Topology with ``kernels=``
+    other than "auto" and "cuda". The answer depends only on what is the same on all ranks: with different answers they
+    would make different exchanges, and deadlock.
 
     Raises:
         BackendUnavailableError: The tensors are not on a GPU.
@@ -73,18 +74,18 @@ def _has_kernels(wire: Format) -> bool:
 
 
 def chunk_numel(numel: int, num_ranks: int, *formats: Format, links: Sequence[Link] = ()) -> int:
-    """Elements of each rank in a chunk, whole blocks: as many of all as are worth a chunk, at most ``MAX_CHUNKS``.
+    """Elements of each rank in a chunk: a multiple of the blocks, large enough to pay, at most ``MAX_CHUNKS`` chunks.
 
-    ``links`` as for :func:`zcomm._transport.chunks.least_chunk`.
+    ``links`` as for :func:`zcomm._transport.chunks.min_chunk_numel`.
     """
     multiple = math.lcm(*(format.block or 1 for format in formats), 256)
-    fewest = max(2**24, fewest_of_all_ranks(NATIVE_S, links)) if links else MIN_CHUNK_NUMEL
+    fewest = max(2**24, min_numel_of_all_ranks(NATIVE_S, links)) if links else MIN_CHUNK_NUMEL
     wanted = max(-(-fewest // num_ranks), -(-numel // MAX_CHUNKS))
     return -(-wanted // multiple) * multiple
 
 
 def gather_over_nccl(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
-    """As :func:`zcomm._collectives.all_gather.gather_steps`."""
+    """:func:`zcomm._collectives.all_gather.gather_steps`, in the pipeline."""
     route = encoder.route
     segments = (1,) * len(route.hops)
     wires = [wire for _, wire in route.hops]
@@ -94,25 +95,25 @@ def gather_over_nccl(rows: Tensor, shard: Tensor, numbering: Numbering, encoder:
     sizes = _sizes(route, shard.dtype, shard.numel(), segments)
     output = _rows(rows, route, numbering)
     _count(route, shard.dtype, sizes, segments, [c // s for c, s in zip(carried, segments, strict=True)])
-    yield from _queued(
+    yield from _call_communicator(
         route, (shard, rows), lambda native, place: native.all_gather(sizes, _flat(shard), output, place)
     )
 
 
 def reduce_over_nccl(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, encoder: Encoder) -> Steps:
-    """As :func:`zcomm._collectives.reduce_scatter.reduce_steps`."""
+    """:func:`zcomm._collectives.reduce_scatter.reduce_steps`, in the pipeline."""
     route = encoder.route
     segments = (route.num_nodes, 1) if len(route.hops) == 2 else (1,)
     sizes = _sizes(route, rows.dtype, output.numel(), segments)
     source = _rows(rows, route, numbering)
     _count(route, rows.dtype, sizes, segments, [1] * len(segments))
-    yield from _queued(
+    yield from _call_communicator(
         route, (rows, output), lambda native, place: native.reduce_scatter(sizes, source, _flat(output), divisor, place)
     )
 
 
 def exchange_over_nccl(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
-    """The steps of :func:`zcomm.all_to_all_single`, of [world_size, n] both."""
+    """:func:`zcomm.all_to_all_single` of [world_size, n] tensors, in the pipeline."""
     route = encoder.route
     segments = (1,) * len(route.hops)
     sizes = _sizes(route, source.dtype, source.shape[1], segments)
@@ -120,22 +121,21 @@ def exchange_over_nccl(output: Tensor, source: Tensor, encoder: Encoder) -> Step
     _count(route, source.dtype, sizes, segments, carried)
     sent, received = _rows(source, route, "rank"), _rows(output, route, "rank")
     tensors = (source, output)
-    yield from _queued(route, tensors, lambda native, place: native.all_to_all(sizes, sent, received, place))
+    yield from _call_communicator(route, tensors, lambda native, place: native.all_to_all(sizes, sent, received, place))
 
 
 def _sizes(route: Route, dtype: torch.dtype, numel: int, segments: tuple[int, ...]) -> tuple[Any, ...]:
-    """numel, elements of a chunk, and of each hop codec, block, and hashes of a chunk's and the last's layout."""
+    """numel, chunk numel, and for each hop: codec, block, layout hash of a full chunk, layout hash of the last one."""
     links = () if route.queue is None else route.queue.links
     step = min(numel, chunk_numel(numel, route.world_size, *(wire for _, wire in route.hops), links=links))
     wires = []
     for (_, wire), count in zip(route.hops, segments, strict=True):
-        whole, last = (layout_of(route.operation, wire, dtype, count, n) for n in (step, _last(numel, step)))
-        wires.append((whole.codec.number, whole.block, whole.hash, last.hash))
+        full, last = (layout_of(route.operation, wire, dtype, count, n) for n in (step, _last_chunk_numel(numel, step)))
+        wires.append((full.codec.number, full.block, full.hash, last.hash))
     return numel, step, wires
 
 
-def _last(numel: int, step: int) -> int:
-    """Elements of the last chunk."""
+def _last_chunk_numel(numel: int, step: int) -> int:
     return numel - (numel - 1) // step * step
 
 
@@ -145,7 +145,7 @@ def _flat(tensor: Tensor) -> Rows:
 
 def _rows(rows: Tensor, route: Route, numbering: Numbering) -> Rows:
     row = rows.stride(0)
-    if len(route.hops) == 1:  # ranks of one hop, one row after the other
+    if len(route.hops) == 1:  # one hop: rows in rank order
         return DTYPE_NUMBERS[rows.dtype], rows.data_ptr(), row, 0
     return DTYPE_NUMBERS[rows.dtype], rows.data_ptr(), *route.strides(numbering, row)
 
@@ -153,40 +153,44 @@ def _rows(rows: Tensor, route: Route, numbering: Numbering) -> Rows:
 def _count(
     route: Route, dtype: torch.dtype, sizes: tuple[Any, ...], segments: tuple[int, ...], messages: list[int]
 ) -> None:
-    """Count what goes to each peer of each hop, chunk by chunk."""
+    """Count the traffic to each peer of each hop, chunk by chunk: the pipeline itself counts nothing."""
     numel, step, _ = sizes
     for (hop, wire), count, carried in zip(route.hops, segments, messages, strict=True):
-        for begin in range(0, numel, step):
-            layout: MessageLayout = layout_of(route.operation, wire, dtype, count, min(step, numel - begin))
+        for start in range(0, numel, step):
+            layout: MessageLayout = layout_of(route.operation, wire, dtype, count, min(step, numel - start))
             backend.count(hop, MessageInfo(route.operation, str(wire), carried * layout.numel), carried * layout.nbytes)
 
 
-def _queued(route: Route, tensors: tuple[Tensor, Tensor], call: Callable[[Any, Any], int]) -> Steps:
-    """``call`` of the communicator, on input and output ``tensors``, on the current stream of their device;
-    ``call(native, None)``: the room that it needs while a graph is captured."""
+def _call_communicator(route: Route, tensors: tuple[Tensor, Tensor], call: Callable[[Any, Any], int]) -> Steps:
+    """Queue ``call`` of the communicator on the current stream of the device of input and output ``tensors``.
+
+    ``call(native, None)`` returns the bytes of scratch memory that a call needs while a graph is captured.
+    """
     device = tensors[0].device
     with on_device(device):
         flag = _flag(device, route.operation)
-        over = communicator_over(inside_first([hop for hop, _ in route.hops]), device)
-        room = torch.empty(0, dtype=torch.uint8, device=device)
-        if over.streams.is_captured():
-            room = torch.empty(call(over.native, None), dtype=torch.uint8, device=device)  # of the graph's own memory
+        communicator = communicator_over(intra_first([hop for hop, _ in route.hops]), device)
+        scratch = torch.empty(0, dtype=torch.uint8, device=device)
+        if communicator.streams.is_captured():
+            # Allocated in the capture, from the graph's memory pool: a replay must not write what others use by then.
+            scratch = torch.empty(call(communicator.native, None), dtype=torch.uint8, device=device)
         made = call_here(route.operation, tensors[0].nbytes, device.type)
-        with over.streams.calls(device, (*tensors, flag), made) as lane:
+        with communicator.streams.on_current(device, (*tensors, flag), made) as stream:
             try:
-                call(over.native, (lane.address, flag.data_ptr(), room.data_ptr(), room.numel()))
+                call(communicator.native, (stream.address, flag.data_ptr(), scratch.data_ptr(), scratch.numel()))
             except RuntimeError as error:
                 raise CommunicationError(f"{route.operation} over NCCL: {error}") from error
-            ended = lane.ended()
+            ended = stream.completion()
     yield ended
     if device.type == "cpu" and not flag.item():
         raise MessageError(
-            f"a message of {route.operation} is not what this rank expects: sizes or formats differ between ranks"
+            f"a message of {route.operation} has another layout than this rank expects: pass the same sizes and "
+            "formats on all ranks"
         )
 
 
 def _flag(device: torch.device, operation: str) -> Tensor:
-    """int32 [1] on ``device``, cleared by a message of another layout: the GPU's, or on the host this call's."""
+    """int32 [1] on ``device``, cleared by a message of another layout: shared on a GPU, one per call on the host."""
     if device.type == "cuda":
         return flag_of(device).used_by(operation)
     return torch.ones(1, dtype=torch.int32, device=device)

@@ -1,12 +1,13 @@
-"""Reduce-scatter by exchange and local sum, in rank order, in any wire format (qgZ of "ZeRO++", arXiv:2306.10209).
+"""Reduce-scatter in any wire format, as an all-to-all and a local sum (qgZ of "ZeRO++", arXiv:2306.10209).
 
     one hop     rows --quantize--> messages --all-to-all--> messages --decode, sum--> output
     two hops    rows --quantize, permuted--> inside the node --decode, sum, requantize--> between nodes --decode, sum-->
 
-With N nodes of L ranks and shards of m elements, hop 1 sends each local rank the N shards that its ranks of all nodes
-own, [N, m]; hop 2 sends each node its one, 1 / L of what one hop would send between nodes. Sums are in float32, in
-rank order (then node order), so the bits do not depend on timing or on the backend's algorithm. Large shards go in
-chunks: hop 2 of one overlaps hop 1 of the next (:mod:`zcomm._transport.chunks`).
+N nodes of L ranks, shards of m elements. Hop 1 sends local rank l of the node the shards that the ranks of local rank l
+of all nodes own, [N, m]. Hop 2 sends each node its shard of the sum: 1 / L of what one hop would send between nodes.
+
+Sums are in float32, in rank order (then node order), so the bits do not depend on timing or on the backend's algorithm.
+Large shards are sent in chunks, so that hop 2 of a chunk overlaps hop 1 of the next (:mod:`zcomm._transport.chunks`).
 """
 
 from __future__ import annotations
@@ -46,20 +47,20 @@ def reduce_scatter_single(
     async_op: bool = False,
     backend: BackendName | None = None,
 ) -> Work | None:
-    """Sum or average ``input`` over all ranks; each ends with its shard.
+    """Sum or average ``input`` over all ranks; each rank gets its shard of the result.
 
     Args:
         output: this rank's shard, floating point, [n] contiguous; its dtype may be wider than ``input``'s.
-        input: floating point, [world_size * n] contiguous, or [world_size, n] with contiguous rows. Unchanged; must not
-            be changed before an asynchronous call has been waited for.
+        input: floating point, [world_size * n] contiguous, or [world_size, n] with contiguous rows. Not written; do not
+            change it before an asynchronous call has been waited for.
         op: "sum" or "avg", or ``ReduceOp.SUM`` / ``AVG``. A mean is one division, after the last hop.
         group: a ProcessGroup (default: all ranks) for one hop, or a :class:`zcomm.Topology` for two.
         format: a wire format; with a Topology also a pair, (inside the node, between nodes). ``"none"`` is ``input``'s
-            dtype on both hops, ``"auto"`` what was measured to be fastest (:mod:`zcomm._collectives.auto_format`). The same on every rank.
-        numbering: which row is whose; "rank" as in torch, or "local" (:mod:`zcomm._transport.topology`).
-        residual: what earlier calls have lost on the last hop is added back on it, and what this one loses is kept,
-            until ``residual.commit()``. Given on every rank or on none.
-        random: for formats that round stochastically, and for those alone; another key for each call.
+            dtype on both hops, ``"auto"`` the fastest one measured (:mod:`zcomm._collectives.auto_format`). The same on
+            every rank.
+        numbering: which rank owns which row: "rank" as in torch, or "local" (:mod:`zcomm._transport.topology`).
+        residual: error feedback on the last hop; call its ``commit()`` afterwards. On every rank or on none.
+        random: required for formats that round stochastically, refused for others. A new key for each call.
         async_op: return a Work at once.
         backend: "torch" or "nccl"; default: the Topology's, or torch over a ProcessGroup. The same on every rank.
 
@@ -67,16 +68,16 @@ def reduce_scatter_single(
 
     Raises:
         LayoutError, FormatError: Sizes, dtypes, op, formats, residual or random do not fit. Before any communication.
-        MessageError: Another rank sent something else, or bytes were damaged (with ZCOMM_CHECK=1).
+        MessageError: Another rank sent another layout, or a message was damaged (with ZCOMM_CHECK=1).
 
-    Cost for each rank: sends one message to every other rank; with two hops one of num_nodes segments to every other
-    rank of the node, and one segment to one rank of every other node. Scratch: the messages sent and received; with
-    a residual also the sums in float32, three times.
+    Cost for each rank: one message to every other rank; on two hops one message of num_nodes segments to every other
+    rank of the node, and one of one segment to one rank of every other node. Scratch: the messages sent and received;
+    with a residual also the sums in float32, three times.
     """
     output, input = check_arguments(
         group, format, numbering=numbering, async_op=async_op, residual=residual, output=output, input=input
     )
-    hops_of = numbering if residual is None else "local"  # a residual belongs to two hops
+    hops_of = numbering if residual is None else "local"  # a residual needs two hops, and "local" rules out one
     chosen = resolve(format, "reduce_scatter", group, input, input.numel(), first="intra", numbering=hops_of)
     route = find_route("reduce_scatter", group, chosen.format, first="intra", num_hops=chosen.num_hops, backend=backend)
     divisor = divisor_of(op, route.world_size)
@@ -104,8 +105,8 @@ def reduce_steps(output: Tensor, rows: Tensor, numbering: Numbering, divisor: in
         return reduce_over_nccl(output, rows, numbering, divisor, encoder)
     if len(route.hops) == 1:
         return _one_hop(output, rows, divisor, encoder)
-    least = route.least_chunk(output.device)
-    chunks = chunks_of(output.numel(), *(wire for _, wire in route.hops), least=least)
+    least = route.min_chunk_numel(output.device)
+    chunks = chunks_of(output.numel(), *(wire for _, wire in route.hops), min_numel=least)
     of_chunks = [_two_hops(output[c], rows[:, c], numbering, divisor, encoder.at(c.start)) for c in chunks]
     return pipelined(of_chunks, num_exchanges=2)
 
@@ -138,7 +139,7 @@ def _two_hops(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, 
     between = route.layout(wire_between, rows.dtype, 1, numel)
     partial = between.new(inter.size, device)
     last = between.new(inter.size, device)
-    encoder.sum_and_encode(received, layout, partial, between, expected=last)
+    encoder.encode_sum(1, received, layout, partial, between, expected=last)
     yield backend.all_to_all(last, partial, inter, MessageInfo(route.operation, str(wire_between), numel))
     kernels.decode_sum(last, between, output, 0, divisor)
 
@@ -152,7 +153,7 @@ def _encoded(
     *,
     is_in_order: bool,
 ) -> Tensor:
-    """The messages of hop 1, for as many as will be ``received``; ``rows`` where they are the bytes to send."""
+    """The messages of hop 1, as many as will be ``received``; ``rows`` itself if its bytes can be sent as they are."""
     if is_in_order and rows.is_contiguous() and layout.codec.dtype == rows.dtype:
         return rows
     messages = layout.new(received.shape[0], rows.device)

@@ -1,6 +1,6 @@
-"""Wire formats: how the elements of a tensor become bits in a message.
+"""Wire formats: how the elements of a tensor are encoded in a message.
 
 In:  a format's name and options.
-Out: message layouts in bytes, and the reference arithmetic (the numerics contract) whose bits every kernel reproduces.
+Out: message layouts in bytes, and the reference implementation (the numerics contract) that every kernel reproduces.
 Called by: _kernels, _transport and everything above.
 """

@@ -1,6 +1,6 @@
-"""Block codecs on float32 blocks [..., block]: header bits and codes, and back. The arithmetic of the contract's N1-N6.
+"""Block codecs in PyTorch: float32 blocks [..., block] to headers and codes, and back (N1 to N6 and N9).
 
-A header is an int32 tensor [..., 1]: the scale's 16 bits, and with a zero point its 16 bits above them.
+A header is an int32 [..., 1]: the bf16 scale in the low 16 bits, the bf16 zero point, if any, in the high 16 bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAN_SCALE_BITS = 0x7FC00000
 LARGEST_SCALE_BITS = 0x7F7F0000
 UPPER_HALF = -0x10000  # 0xFFFF0000 as int32
 LARGEST_ASYMMETRIC = 2.0**126
-"""Asymmetric codecs saturate here, so that the range of a block is finite."""
+"""Asymmetric codecs clamp to this magnitude: otherwise max - zero could overflow float32."""
 
 # The 16 levels of NF4 ("QLoRA", arXiv:2305.14314, appendix E), times 8 and rounded to bf16.
 NF4_LEVELS = (
@@ -29,9 +29,9 @@ FP8_LARGEST = 0x7E  # 448
 
 
 def encode_blocks(blocks: Tensor, codec: Codec, uniform: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Float32 [..., block] to header bits int32 [..., 1] and codes int8 [..., block].
+    """Encode float32 [..., block] as headers int32 [..., 1] and codes int8 [..., block].
 
-    ``uniform``: whole numbers in [0, 2^24) for stochastic rounding. Unsigned codes keep their bits in int8.
+    ``uniform``: integers in [0, 2^24) for stochastic rounding. Unsigned codes are stored as the same bits in int8.
     """
     if codec.has_zero_point:
         return _encode_asymmetric(blocks, codec.qmax, uniform)
@@ -47,14 +47,17 @@ def encode_blocks(blocks: Tensor, codec: Codec, uniform: Tensor | None = None) -
 
 
 def _scale_up(quotients: Tensor) -> Tensor:
-    """The bits of non-negative float32 values, rounded up to bf16, at most the largest finite one."""
+    """The bits of non-negative float32 values rounded up to bf16, at most the largest finite bf16.
+
+    Rounded up, so that no scaled value exceeds qmax.
+    """
     bits = quotients.view(torch.int32)
     return torch.where(bits >= LARGEST_SCALE_BITS, LARGEST_SCALE_BITS, (bits + 0xFFFF) & UPPER_HALF)
 
 
 def _codes_of(scaled: Tensor, codec: Codec, uniform: Tensor | None) -> Tensor:
     if codec.name == "nf4":
-        return torch.bucketize(scaled, _nf4_midpoints(scaled.device))  # midpoints below: ties go down
+        return torch.bucketize(scaled, _nf4_midpoints(scaled.device))  # counts the midpoints below: ties go down
     if codec.name == "fp8_e4m3":
         return _fp8_codes(scaled)
     return _rounded(scaled, uniform).clamp(-codec.qmax, codec.qmax)
@@ -80,7 +83,7 @@ def _nf4_midpoints(device: torch.device) -> Tensor:
 
 
 def _fp8_codes(values: Tensor) -> Tensor:
-    """Float8 e4m3 (bias 7, no infinities) of values up to 448, half to even, without a negative zero."""
+    """Round values up to 448 to float8 e4m3 (bias 7, no infinities), half to even, without a negative zero."""
     bits = values.contiguous().view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
@@ -113,14 +116,14 @@ def _encode_asymmetric(blocks: Tensor, qmax: int, uniform: Tensor | None) -> tup
 
 
 def _zero_point_bits(lowest: Tensor) -> Tensor:
-    """The bits of the lowest values rounded down to bf16; +0 for magnitudes below 2^-100."""
+    """The bits of each block's minimum rounded down to bf16; +0 for magnitudes below 2^-100."""
     bits = lowest.contiguous().view(torch.int32)
-    down = torch.where(bits < 0, bits + 0xFFFF, bits) & UPPER_HALF  # a negative number's magnitude goes up
+    down = torch.where(bits < 0, bits + 0xFFFF, bits) & UPPER_HALF  # down is away from 0 for negative numbers
     return torch.where((bits & 0x7FFFFFFF) < TINY_BITS, 0, down).to(torch.int32)
 
 
 def decode_blocks(headers: Tensor, codes: Tensor, codec: Codec) -> Tensor:
-    """Header bits int32 [..., 1] and codes int8 [..., block] to float32 values, in the finite range or NaN."""
+    """Decode headers int32 [..., 1] and codes int8 [..., block] to float32 values, finite or NaN."""
     scales = ((headers & 0xFFFF) << 16).view(torch.float32)
     if codec.has_zero_point:
         mask = 2**codec.bits - 1
@@ -135,11 +138,11 @@ def decode_blocks(headers: Tensor, codes: Tensor, codec: Codec) -> Tensor:
 
 
 def divided(values: Tensor, divisor: float) -> Tensor:
-    """IEEE division: by a Python number, torch multiplies with the reciprocal on CUDA."""
+    """IEEE division. With a Python number as divisor torch on CUDA multiplies by the reciprocal, which rounds twice."""
     return values / torch.full((1,), divisor, dtype=values.dtype, device=values.device)
 
 
 def clamped(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decoded values in the finite range of ``dtype``; NaN stays NaN."""
+    """Clamp decoded values to the finite range of ``dtype``; NaN stays NaN."""
     largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)  # decoded values are float32
     return values.clamp(-largest, largest)

@@ -1,8 +1,8 @@
-"""Wire formats: how an element of a tensor becomes bits in a message. One table; everything else is derived.
+"""The table of wire formats and codecs: names, bits, blocks, options. Everything else is derived from it.
 
 A *cast* codec sends a plain array of its dtype. A *block* codec sends codes, and a header for each ``block`` elements:
 a bf16 scale, or a bf16 scale and a bf16 zero point. The format ``none`` is the cast codec of the tensor's own dtype.
-The numerics contract stands in :mod:`zcomm._formats.reference`.
+For the numerics contract see :mod:`zcomm._formats.reference`.
 
     x ~ code * scale              int8, int4: codes symmetric in [-qmax, qmax]
     x ~ level[code] * scale       nf4: 16 levels, dense near 0;  fp8_e4m3: the levels are 8-bit floats
@@ -23,7 +23,7 @@ from zcomm.errors import FormatError
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """What the kernels know of a format."""
+    """How one element is encoded; the part of a format that kernels depend on."""
 
     name: str
     number: int
@@ -32,21 +32,21 @@ class Codec:
     dtype: torch.dtype | None
     """Cast codecs: the dtype on the wire. Block codecs: None."""
     qmax: int = 0
-    """Block codecs: the largest magnitude of a scaled value; what absmax is divided by."""
+    """Block codecs: the largest scaled value; the scale is absmax / qmax."""
     has_zero_point: bool = False
 
     @property
     def is_block(self) -> bool:
-        """Whether messages hold scales and codes, rather than a plain array."""
+        """Whether messages hold headers and codes, rather than a plain array."""
         return self.dtype is None
 
     @property
     def header_nbytes(self) -> int:
-        """Bytes a block beside its codes."""
+        """Bytes of a block's header."""
         return (4 if self.has_zero_point else 2) if self.is_block else 0
 
     def dtype_between(self, before: Codec) -> torch.dtype:
-        """Of values decoded from ``before`` to be encoded with this codec: its own, or wide enough for exact values."""
+        """Dtype of values decoded with ``before`` and encoded again with this codec: wide enough to be exact."""
         if self.dtype is not None:
             return self.dtype
         return torch.float64 if before.dtype == torch.float64 else torch.float32
@@ -76,18 +76,18 @@ class Format:
 
     name: str
     block: int = 0
-    """Elements that share a scale; 0 for formats without scales."""
+    """Elements per scale; 0 for cast formats."""
     symmetric: bool = True
     """False, for int8 and int4: a scale and a zero point, so that the codes span [min, max] of the block."""
     rounding: str = "nearest"
-    """``"stochastic"``, for int8 and int4: up or down by chance, right on average; a collective then needs
+    """``"stochastic"``, for int8 and int4: randomly up or down, with the right mean; a collective then needs
     ``random=``."""
     rotation: str | None = None
-    """``"hadamard"``: every whole block is rotated before it is quantized, and back after decoding, which spreads an
-    outlier over its block. The block is a power of two, and a last short block is not rotated."""
+    """``"hadamard"``: every full block is rotated before it is quantized and rotated back after it is decoded, which
+    spreads outliers over the block. The block must be a power of two; a shorter last block is not rotated."""
 
     def __post_init__(self) -> None:
-        """Refuse what no kernel takes."""
+        """Raise FormatError for options that no kernel supports."""
         if self.name not in _BLOCKS:
             close = difflib.get_close_matches(self.name, _BLOCKS, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
@@ -118,26 +118,26 @@ class Format:
 
     @property
     def is_random(self) -> bool:
-        """Whether encoding takes random numbers."""
+        """Whether encoding needs random numbers."""
         return self.rounding == "stochastic"
 
     @property
     def bits_per_element(self) -> float:
-        """Of a long message, headers included; 0 for ``none``, which depends on the tensor."""
+        """Bits per element of a long message, headers included; 0 for ``none``, which depends on the tensor."""
         if self.name == "none":
             return 0.0
         codec = CODECS[_codec_name(self)]
         return codec.bits + (8 * codec.header_nbytes / self.block if self.block else 0)
 
     def __str__(self) -> str:
-        """Its name, with what is not the default: ``int4/64:asym:hadamard:stochastic``."""
+        """The name, with the options that are not defaults: ``int4/64:asym:hadamard:stochastic``."""
         name = self.name if self.block == _BLOCKS[self.name] else f"{self.name}/{self.block}"
         options = ("" if self.symmetric else "asym", self.rotation or "", "stochastic" if self.is_random else "")
         return ":".join([name, *filter(None, options)])
 
 
 _BLOCKS = {"none": 0, "bf16": 0, "fp16": 0, "int8": 256, "int4": 128, "nf4": 64, "fp8_e4m3": 128}
-"""Every format's default block."""
+"""Default block of each format; 0: a cast format."""
 FORMATS = {name: Format(name, block) for name, block in _BLOCKS.items()}
 
 
@@ -149,17 +149,17 @@ def get_format(
     rounding: str | None = None,
     rotation: str | None = None,
 ) -> Format:
-    """The format called ``format``, with the options that are given.
+    """The format that ``format`` names, with the given options.
 
     ``format`` may be a Format, a name, or what ``str()`` of a Format gives: ``"int4/64:asym:hadamard:stochastic"``.
 
     Raises:
-        FormatError: There is no such format (the nearest name is given), or it does not take that option.
+        FormatError: There is no such format (the error suggests the nearest), or it does not support an option.
     """
     if isinstance(format, str):
         format = FORMATS.get(format) or _parsed(format)
     if not isinstance(format, Format):
-        raise FormatError(f"format must be a name or a zcomm.Format: got {format!r}")
+        raise FormatError(f"format must be a name or a zcomm.Format: format={format!r}")
     if block is None and symmetric is None and rounding is None and rotation is None:
         return format
     given = {"block": block, "symmetric": symmetric, "rounding": rounding, "rotation": rotation}
@@ -187,7 +187,7 @@ def _parsed(text: str) -> Format:
 
 @cache
 def codec_for(format: Format, dtype: torch.dtype) -> Codec:
-    """The codec that ``format`` means for tensors of ``dtype``."""
+    """The codec of ``format`` for tensors of ``dtype``."""
     if dtype not in CODEC_OF_DTYPE:
         known = ", ".join(str(d).removeprefix("torch.") for d in CODEC_OF_DTYPE)
         raise FormatError(f"dtype must be one of {known}: format={format}, dtype={dtype}")
@@ -199,6 +199,9 @@ def _codec_name(format: Format) -> str:
 
 
 def is_same_wire(first: Format, second: Format, dtype: torch.dtype) -> bool:
-    """Whether messages of both formats are of one kind for tensors of ``dtype``; roundings may differ."""
+    """Whether messages in both formats are laid out alike for ``dtype``, so that one can be forwarded as the other.
+
+    The rounding may differ: it does not change the layout.
+    """
     kinds = [(codec_for(format, dtype), format.block, format.rotation) for format in (first, second)]
     return kinds[0] == kinds[1]

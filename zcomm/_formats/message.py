@@ -1,4 +1,4 @@
-"""The bytes that one rank sends in one call: where scales, codes and the trailer lie.
+"""Message layout: where headers, codes and the trailer lie in the bytes that one rank sends in one call.
 
 A message holds ``num_segments`` segments of ``segment_numel`` elements. Cast codecs: a plain array, segment after
 segment. Block codecs:
@@ -8,11 +8,11 @@ segment. Block codecs:
 A block's header is its bf16 scale, or its bf16 scale and its bf16 zero point.
 
 Invariants:
-    M1  Every rank computes the same ``nbytes``: no size exchange.
-    M2  ``nbytes`` and the start of the codes are multiples of 16.
-    M3  A block never straddles two segments; a segment's last block may be short, its missing codes are not sent.
-    M4  The hash covers operation, codec, block, rotation and sizes; a message of another kind is refused, never
-        misread. Nor is a shorter one: room for messages to receive has no trailers.
+    M1  Every rank computes the same ``nbytes``, so no sizes are exchanged.
+    M2  ``nbytes`` and the start of the codes are multiples of 16: kernels load aligned words.
+    M3  A block never straddles two segments. A segment's last block may be short; its missing codes are not sent.
+    M4  The hash covers operation, codec, block, rotation and sizes: a message of another layout is refused, never
+        misread. Receive buffers have no trailers, so a message that is too short is refused, too.
     M5  The checksum is 0, or with ZCOMM_CHECK=1 the CRC-32 of everything before the trailer.
 """
 
@@ -39,7 +39,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """Where things lie in a message of one operation."""
+    """Sizes and offsets of one operation's messages. The same on every rank."""
 
     operation: str
     codec: Codec
@@ -47,23 +47,21 @@ class MessageLayout:
     num_segments: int
     segment_numel: int
     is_rotated: bool = False
-    """Whole blocks are Hadamard-rotated."""
+    """Full blocks are Hadamard-rotated."""
     kernels: str = field(default="auto", compare=False)
-    """What encodes and decodes: no part of the message, which has the same bits whatever it is."""
+    """Which kernels encode and decode. Not compared: the bits are the same with all of them."""
 
     @cached_property
     def numel(self) -> int:
-        """Elements that the message carries."""
         return self.num_segments * self.segment_numel
 
     @cached_property
     def blocks_per_segment(self) -> int:
-        """Headers of one segment."""
         return -(-self.segment_numel // self.block) if self.block else 0
 
     @cached_property
     def codes_offset(self) -> int:
-        """Where the codes begin, in bytes."""
+        """Byte offset of the codes."""
         return _round_up(self.codec.header_nbytes * self.num_segments * self.blocks_per_segment, ALIGN)
 
     @cached_property
@@ -73,25 +71,26 @@ class MessageLayout:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the message."""
         codes = self.num_segments * self.segment_nbytes
         return _round_up(self.codes_offset + codes + TRAILER_NBYTES, ALIGN) if self.codec.is_block else codes
 
     @cached_property
     def hash(self) -> int:
-        """What the trailer says of the layout."""
+        """The layout's hash in the trailer (M4)."""
         text = f"{self.operation}|{self.codec.name}|{self.block}|{self.num_segments}|{self.segment_numel}"
         text += "|hadamard" if self.is_rotated else ""
         return zlib.crc32(text.encode())
 
     def new(self, num_messages: int, device: torch.device) -> Tensor:
-        """Uninitialised room for messages, uint8 [num_messages, nbytes]."""
+        """An uninitialized buffer for messages, uint8 [num_messages, nbytes]."""
         return torch.empty((num_messages, self.nbytes), dtype=torch.uint8, device=device)
 
     def new_to_receive(self, num_messages: int, device: torch.device) -> Tensor:
-        """As :meth:`new`, without trailers: what is received too short is refused, whatever the memory held before.
+        """A receive buffer like :meth:`new`, with its trailers cleared.
 
-        Where a kernel encodes what is sent, ``expected=`` of :func:`zcomm._kernels.kernels.quantize` does it in the same launch.
+        Uninitialized memory may hold the trailer of an earlier message of this layout; a message that arrives too short
+        would then pass as valid (M4). Where a kernel encodes what is sent, the argument ``expected=`` of
+        :func:`zcomm._kernels.kernels.quantize` clears them in the same launch.
         """
         messages = self.new(num_messages, device)
         if self.codec.is_block:
@@ -115,7 +114,7 @@ def layout_of(
 
 
 def clear_trailers(messages: Tensor) -> None:
-    """Set the trailers of a block codec's ``messages`` [num_messages, nbytes] to zero."""
+    """Zero the trailers of ``messages`` [num_messages, nbytes] of a block codec."""
     messages.view(torch.int64)[:, -1] = 0
 
 
@@ -131,13 +130,13 @@ def sign(messages: Tensor, layout: MessageLayout) -> None:
 
 
 def verify(messages: Tensor, layout: MessageLayout) -> None:
-    """With ZCOMM_CHECK=1, raise MessageError if a checksum does not hold."""
+    """With ZCOMM_CHECK=1, raise MessageError on a checksum mismatch."""
     if not (layout.codec.is_block and env.is_set("ZCOMM_CHECK")):
         return
-    got = messages[:, -4:].cpu().contiguous().view(torch.uint32).flatten().tolist()
-    for index, (expected, found) in enumerate(zip(_checksums(messages), got, strict=True)):
+    sent = messages[:, -4:].cpu().contiguous().view(torch.uint32).flatten().tolist()
+    for index, (found, expected) in enumerate(zip(_checksums(messages), sent, strict=True)):
         if expected != found:
             raise MessageError(
-                f"a message was damaged on the way: {layout.operation}, message {index} of {len(got)}, checksum of its "
-                f"{layout.nbytes} bytes {expected:#010x}, sent with {found:#010x}"
+                f"a message was damaged on the way: checksum mismatch, operation={layout.operation}, message {index} "
+                f"of {len(sent)}, nbytes={layout.nbytes}, expected={expected:#010x}, got={found:#010x}"
             )

@@ -1,6 +1,6 @@
 """Counter-based random numbers: Philox4x32-10 of "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
 
-A number depends on its key and counter alone, so that a restarted run, and every kernel, draws the same ones.
+A number depends on its key and counter alone, so a restarted run draws the same numbers, and so do all kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MASK = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Which random numbers an encoding takes: one for each element, by its position in memory.
+    """Key and counter of an encoding's random numbers: one for each element, by its position in memory.
 
     Element e (0 at the array's first, plus ``first``) gets word e % 4 of the counter
     (e // 4 mod 2^32, step, hop + 256 * (e // 2^34), rank) under the key (seed, tensor).
@@ -32,18 +32,18 @@ class Draw:
     hop: int = 0
     rank: int = 0
     first: int = 0
-    """The array's first element, counted in the tensor that the key stands for."""
+    """Index of the array's first element in the full tensor: not 0 for a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class RandomKey:
     """The random numbers of one collective call, for formats with ``rounding="stochastic"``.
 
-    Equal keys give equal numbers, so a run that is restarted with the step at which it stopped has the same bits. An
-    element's number depends on the key, the hop, the rank that encodes (of a gather's second hop: its like in the first
-    node, for all nodes encode the same there), and the element's place in the tensor (of rows that lie apart: in
-    memory); not on chunks or kernels. Give every call of a run another key: the tensor's ordinal
-    and the step are meant for that.
+    Equal keys give equal numbers, so a run that is restarted at the step where it stopped gives the same bits. An
+    element's number depends on the key, the hop, the rank that encodes, and the element's position in the tensor (in
+    memory, if rows are not contiguous). It does not depend on chunks or kernels. On the second hop of a gather all
+    nodes encode the same values and use the numbers of the first node's ranks. Give every call of a run another key,
+    by the tensor's number and the step.
 
     Raises:
         ConfigError: A value is not an integer from 0 to 2^32 - 1.
@@ -51,11 +51,11 @@ class RandomKey:
 
     seed: int
     tensor: int = 0
-    """Which tensor it is: an ordinal that the caller keeps."""
+    """A number that the caller gives each tensor."""
     step: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what would be cut to 32 bits."""
+        """Raise ConfigError for values that do not fit in 32 bits."""
         for name in ("seed", "tensor", "step"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MASK:
@@ -67,7 +67,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]  # modulo 2^64: the bits are those of unsigned products
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]  # int64 wraps modulo 2^64: the bits of unsigned products
         high0, high1 = (p0 >> 32) & MASK, (p1 >> 32) & MASK
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, p1 & MASK, high0 ^ c3 ^ k1, p0 & MASK
         k0, k1 = (k0 + KEY_STEPS[0]) & MASK, (k1 + KEY_STEPS[1]) & MASK
@@ -75,7 +75,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
 
 
 def uniform24(elements: Tensor, draw: Draw) -> Tensor:
-    """A whole number in [0, 2^24), as float32, for each of int64 ``elements``."""
+    """An integer in [0, 2^24), as float32, for each of int64 ``elements``."""
     flat = elements.reshape(-1) + draw.first
     quads = flat >> 2
     constant = torch.zeros_like(quads)

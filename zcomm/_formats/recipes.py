@@ -1,4 +1,4 @@
-"""Recipes: which wire format each kind of data travels in, by name. The table of what install_ddp and install_fsdp2 do.
+"""Recipes: the wire formats of weights and gradients, by name, for install_ddp and install_fsdp2.
 
     weights     FSDP2's parameters, gathered before use
     gradients   (inside the node, between nodes) of the two-hop reduce-scatter
@@ -23,8 +23,6 @@ DEFAULT_RECIPE = "zeropp"
 
 
 class Wires(NamedTuple):
-    """The formats of one parameter."""
-
     weights: Format
     gradients: tuple[Format, Format]
     reduced: Format
@@ -32,7 +30,7 @@ class Wires(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Formats of everything that a training step sends.
+    """The formats of everything that a training step sends.
 
     A format is a name (``"int8"``), one with options (``"int8/2048"``) or a :class:`zcomm.Format`. Change a row of
     the table with ``dataclasses.replace(zcomm.RECIPES["zeropp"], weights="none")``.
@@ -41,25 +39,25 @@ class Recipe:
     name: str = "own"
     """For reports."""
     weights: Wire = "int8"
-    """Of FSDP2's parameters; rounded to nearest, for they are gathered again for backward."""
+    """Format of FSDP2's parameters. Not stochastic: forward and backward must gather the same values."""
     gradients: tuple[Wire, Wire] = ("int4", "int4")
-    """Of the reduce-scatter: inside the node, between nodes."""
+    """Formats of the reduce-scatter: inside the node, between nodes."""
     reduced: Wire = "int8"
-    """Of DDP's reduced gradients on their way back."""
+    """Format of DDP's reduced gradients, in the all-gather."""
     residual: bool = False
-    """Whether what the second hop loses is added back in the next step."""
+    """Error feedback: what encoding for the second hop loses is added at the next step."""
     residual_beta: float = 1.0
-    """What the residual is multiplied with before it is added back, in (0, 1]: below 1 old losses fade (LoCo's
-    damping), and a share of 1 - beta of each loss stays lost."""
+    """Factor of the residual before it is added, in (0, 1]. Below 1 old losses fade (LoCo's damping), and a fraction
+    1 - beta of each loss is never made up for."""
     residual_reset_interval: int = 0
-    """After so many exchanges of a buffer its residual is forgotten (LoCo's reset); 0: never."""
+    """Exchanges of a buffer after which its residual is reset to zero (LoCo's reset); 0: never."""
     seed: int = 0
-    """Of the random numbers of gradients that are rounded stochastically: those of an installation's exchange number
-    ``i`` are ``RandomKey(seed, i // 2**32, i % 2**32)``; :meth:`Installation.state_dict` has the number."""
+    """Seed for gradients that are rounded stochastically: exchange number ``i`` of an installation uses
+    ``RandomKey(seed, i // 2**32, i % 2**32)``. :meth:`Installation.state_dict` holds the number."""
     error: float = math.nan
-    """Relative error of a mean, measured as the module says; NaN if no one has."""
+    """Relative error of the mean, measured as described above; NaN if not measured."""
     min_numel: int = 2048
-    """Parameters of fewer elements travel as they are: norms and biases cost little and count much."""
+    """Parameters of fewer elements are not quantized: norms and biases are small, and sensitive to errors."""
     description: str = ""
     """One sentence."""
 
@@ -71,8 +69,8 @@ class Recipe:
         """
         if not isinstance(self.gradients, tuple) or len(self.gradients) != 2:
             raise FormatError(f"gradients must be a pair (inside the node, between nodes): got {self.gradients!r}")
-        inside, between = self.gradients
-        return Wires(get_format(self.weights), (get_format(inside), get_format(between)), get_format(self.reduced))
+        intra, inter = self.gradients
+        return Wires(get_format(self.weights), (get_format(intra), get_format(inter)), get_format(self.reduced))
 
 
 RECIPES = {
@@ -89,21 +87,21 @@ RECIPES = {
             gradients=("int4/2048", "int4/2048"),
             reduced="int8/2048",
             error=0.215,
-            description="ZeRO++ as published, in blocks of 2048: a fiftieth fewer bytes, a quarter more error",
+            description="ZeRO++ as published, in blocks of 2048: 2 percent fewer bytes, a quarter more error",
         ),
         Recipe(
             name="accurate",
             gradients=("int8", "nf4"),
             residual=True,
             error=0.093,
-            description="INT8 inside the node, NF4 B64 with a residual between nodes: errors do not add up over steps",
+            description="INT8 inside the node, NF4 B64 with a residual between nodes: errors do not accumulate",
         ),
         Recipe(
             name="smallest",
             gradients=("nf4/128", "nf4/128"),
             reduced="nf4/128",
             error=0.136,
-            description="4 bits an element for gradients both ways; weights stay INT8, 4 bits would cost quality",
+            description="4 bits per element for gradients both ways; weights stay INT8: 4 bits would cost quality",
         ),
     )
 }
@@ -115,16 +113,16 @@ AUTO_RECIPE = Recipe(
     weights="none",
     gradients=("none", "none"),
     reduced="none",
-    description="what `zcomm probe` found fastest on these links; without its table nothing is quantized",
+    description="what `zcomm probe` found fastest on these links; without a probe nothing is quantized",
 )
-"""Without its formats, which an installation takes from the table that all ranks have agreed on."""
+"""A placeholder: an installation takes the formats from the probe table that all ranks have agreed on."""
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:
     """The recipe of that name, or ``recipe`` itself.
 
     Raises:
-        ConfigError: There is no recipe of that name (the nearest is given), or it is no recipe.
+        ConfigError: There is no recipe of that name (the error suggests the nearest), or it is not a recipe.
     """
     if isinstance(recipe, Recipe):
         return recipe

@@ -1,28 +1,29 @@
 """The numerics contract in pure PyTorch: the reference whose bits every kernel reproduces.
 
     N1  absmax is an integer maximum over ``bits & 0x7FFFFFFF`` of the float32 values of a block. At or above 0x7F800000
-        (NaN, infinity): scale NaN (0x7FC0), codes 0, the block decodes to NaN. Below 0x0D800000 (2^-100): scale 0,
-        decodes to +0. So nothing depends on denormal modes, and quantization never hides an overflow.
+        (NaN, infinity): scale NaN (0x7FC0), codes 0, and the block decodes to NaN. Below 0x0D800000 (2^-100): scale 0,
+        and the block decodes to +0. So nothing depends on denormal modes, and quantization never hides an overflow.
     N2  scale = RN(absmax / qmax), rounded up to bf16, at most 0x7F7F.
     N3  y = RN(x * RN(1 / scale)); code = y rounded half to even, clamped to +-qmax; no fused multiply-add.
     N4  value = RN(code * scale), clamped to the finite range of the output dtype.
-    N5  nf4: 16 levels in bf16, qmax 8; code = number of float32 midpoints between levels that are below y (ties go
-        down); value = RN(level * scale). fp8_e4m3: qmax 448; code = y as e4m3 by integer operations, half to even,
+    N5  nf4: 16 levels in bf16, qmax 8; code = how many float32 midpoints between levels are below y (ties go down);
+        value = RN(level * scale). fp8_e4m3: qmax 448; code = y rounded to e4m3 by integer operations, half to even,
         never a negative zero. A block with a NaN or infinity has codes 0 in every codec.
-    N6  Stochastic rounding: with m = |y| and f = floor(m), up iff u < (m - f) * 2^24, u of :mod:`zcomm._formats.philox`.
-    N7  Rotation: whole blocks of 2^k elements pass through butterflies of stride 1, 2, 4, ... as (a + b, a - b) in
-        float32 before N1, and after N4 through the same again, times 2^-k. A last short block is not rotated. Where
-        a butterfly overflows, the block decodes to NaN.
+    N6  Stochastic rounding: with m = |y| and f = floor(m), up iff u < (m - f) * 2^24, where u is a random number of
+        :mod:`zcomm._formats.philox`.
+    N7  Rotation: before N1, full blocks of 2^k elements pass through butterflies (a + b, a - b) of stride 1, 2, 4 ...
+        in float32. After N4 they pass through the same again, times 2^-k. A short last block is not rotated. If a
+        butterfly overflows, the block decodes to NaN.
     N9  With a zero point: x clamped to +-2^126; zero = min rounded down to bf16, +0 below 2^-100; scale =
         RN(RN(max - zero) / qmax) rounded up to bf16, 0 if RN(max - zero) < 2^-100; y = RN(RN(x - zero) *
         RN(1 / scale)); code = y rounded, clamped to [0, qmax]; value = RN(zero + code * scale), whose product is exact.
-    N8  A sum is d0, then + d1, ... in message order in float32, each term clamped to the finite range of float32; a
-        mean is one division at the end. Sums are not clamped: an overflow of a sum stays visible.
-    N10 A residual r (float32, decoded from int8 blocks of 256 by N1-N4) is added back: u = RN(x + RN(beta * r)), the
-        message is Q(u), and the new residual Q8(RN(u - decoded(message))), rounded to nearest. beta is a float32.
-        Blocks start at multiples of 256 of a row; one with a value that is not finite keeps its scale and codes.
-    N11 A delta is Q(RN(new - held)); whoever holds it, the sender too, then holds RN(RN(held + decoded)), rounded to
-        float32 and to the dtype that holds it.
+    N8  A sum is d0 + d1 + ... in message order, in float32, each term clamped to the finite range of float32. A mean
+        is one division at the end. Sums are not clamped: an overflow of a sum stays visible.
+    N10 Residual r (float32, decoded from int8 blocks of 256 by N1-N4): u = RN(x + RN(beta * r)), the message is Q(u),
+        and the new residual is Q8(RN(u - decoded(message))), rounded to nearest. beta is a float32. Blocks start at
+        multiples of 256 of a row; a block with a value that is not finite keeps its old scale and codes.
+    N11 A delta is Q(RN(new - held)). Every rank that holds a copy, the sender too, then holds RN(RN(held + decoded)),
+        rounded to float32 and then to the dtype of the copy.
 
 Arrays are addressed as message i, segment s at ``i * message_stride + s * segment_stride`` elements. float64 tensors
 travel as float64 in cast codecs, are summed in float64, and are rounded to float32 before block codecs.
@@ -44,7 +45,7 @@ from zcomm.errors import MessageError
 
 
 def rotate(blocks: Tensor) -> Tensor:
-    """Float32 [..., 2^k] times the Hadamard matrix of order 2^k, unnormalised."""
+    """Float32 [..., 2^k] times the Hadamard matrix of order 2^k, not normalized."""
     size, stride = blocks.shape[-1], 1
     while stride < size:
         pairs = blocks.reshape(*blocks.shape[:-1], size // (2 * stride), 2, stride)
@@ -55,7 +56,7 @@ def rotate(blocks: Tensor) -> Tensor:
 
 
 def rotate_back(blocks: Tensor) -> Tensor:
-    """The inverse: the same butterflies, then times 2^-k."""
+    """The inverse of :func:`rotate`: the same butterflies, then times 2^-k."""
     return rotate(blocks) * (1.0 / blocks.shape[-1])
 
 
@@ -73,7 +74,7 @@ def quantize(
 
 
 def _uniform(values: Tensor, strides: tuple[int, ...], draw: Draw | None) -> Tensor | None:
-    """The random number of each of ``values``, by its place in memory."""
+    """The random number of each of ``values``, by its position in memory."""
     if draw is None:
         return None
     index = torch.zeros((), dtype=torch.int64, device=values.device)
@@ -83,7 +84,7 @@ def _uniform(values: Tensor, strides: tuple[int, ...], draw: Draw | None) -> Ten
 
 
 def _encode(values: Tensor, layout: MessageLayout, uniform: Tensor | None = None) -> Tensor:
-    """Values [num_messages, num_segments, segment_numel] to messages uint8 [num_messages, nbytes]."""
+    """Encode [num_messages, num_segments, segment_numel] as messages uint8 [num_messages, nbytes]."""
     num_messages = values.shape[0]
     if layout.codec.dtype is not None:
         flat = values.to(layout.codec.dtype).reshape(-1).contiguous()
@@ -106,14 +107,17 @@ def _encode(values: Tensor, layout: MessageLayout, uniform: Tensor | None = None
 
 
 def _as_blocks(values: Tensor, layout: MessageLayout) -> Tensor:
-    """[..., segment_numel] to [..., blocks_per_segment, block], the last block filled up with the last element."""
+    """[..., segment_numel] to [..., blocks_per_segment, block]; a short last block is padded with the last element.
+
+    Padding with it, not with 0, leaves absmax, minimum and maximum of the block as they are.
+    """
     missing = layout.blocks_per_segment * layout.block - layout.segment_numel
     last = values[..., -1:].expand(*values.shape[:-1], missing if values.shape[-1] else 0)
     return torch.cat([values, last], -1).view(*values.shape[:-1], layout.blocks_per_segment, layout.block)
 
 
 def _rotated(blocks: Tensor, layout: MessageLayout, rotation: Callable[[Tensor], Tensor]) -> Tensor:
-    """Whole blocks rotated, if the layout says so."""
+    """Rotate the full blocks if the layout says so, and leave a short last one."""
     if not layout.is_rotated:
         return blocks
     num_whole = layout.segment_numel // layout.block
@@ -127,7 +131,7 @@ def _header_bytes(headers: Tensor, codec: Codec) -> Tensor:
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Int8 codes [..., n] to bytes; two 4-bit codes a byte, the even element in the low half."""
+    """Int8 codes [..., n] to bytes; two 4-bit codes per byte, the even element in the low half."""
     if bits == 8:
         return codes.contiguous().view(torch.uint8)
     codes = pad(codes, (0, codes.shape[-1] % 2)).view(torch.uint8)
@@ -137,13 +141,13 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 def _unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
     if bits == 8:
         return packed.view(torch.int8)
-    low = (packed << 4).view(torch.int8) >> 4  # arithmetic shifts: the sign comes along
+    low = (packed << 4).view(torch.int8) >> 4  # arithmetic shifts extend the sign
     high = packed.view(torch.int8) >> 4
     return torch.stack([low, high], -1).flatten(-2)[..., :numel]
 
 
 def _decoded(messages: Tensor, layout: MessageLayout) -> Tensor:
-    """Messages to their exact values [num_messages, num_segments, segment_numel], in float32 or the wire's dtype."""
+    """The values of messages [num_messages, num_segments, segment_numel], in float32 or a cast codec's dtype."""
     shape = (messages.shape[0], layout.num_segments, layout.segment_numel)
     codec = layout.codec
     if codec.dtype is not None:
@@ -165,14 +169,14 @@ def check_hashes(messages: Tensor, layout: MessageLayout) -> None:
     for index, value in enumerate(found):
         if value != layout.hash:
             raise MessageError(
-                f"message {index} of {len(found)} is not what this rank expects: layout hash {value:#010x}, expected "
-                f"{layout.hash:#010x} for {layout.operation}, {layout.codec.name}, block={layout.block}, "
-                f"{layout.num_segments} x {layout.segment_numel} elements: sizes and formats differ between ranks"
+                f"message {index} of {len(found)} has another layout than this rank expects: hash={value:#010x}, "
+                f"expected={layout.hash:#010x} for {layout.operation}, {layout.codec.name}, block={layout.block}, "
+                f"{layout.num_segments} x {layout.segment_numel} elements: pass the same sizes and formats on all ranks"
             )
 
 
 def decode(messages: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int) -> None:
-    """Write the values of ``messages`` into the flat array ``out``."""
+    """Decode ``messages`` into the flat array ``out``."""
     values = _decoded(messages, layout)
     if layout.codec.is_block:
         values = clamped(values, out.dtype)

@@ -1,6 +1,6 @@
-"""Encoding and decoding on this machine: native (CPU), CUDA, Triton or the PyTorch reference.
+"""Kernels that encode, decode and sum messages: native (CPU), CUDA, Triton or the PyTorch reference.
 
 In:  tensors and a message layout.
-Out: messages, decoded tensors, decoded sums; the same bits from every backend.
+Out: messages, decoded tensors, decoded sums; the same bits from all kernels.
 Called by: _residuals, _collectives and _stateful, through the dispatch table ``kernels``.
 """

@@ -1,7 +1,7 @@
-"""One dispatch table: operation -> Triton or CUDA (CUDA tensors), native (CPU tensors) or the PyTorch reference.
+"""Kernel dispatch: each operation runs on Triton or CUDA (CUDA tensors), native (CPU tensors) or the reference.
 
-The choice depends on formats, dtypes, device and on ``MessageLayout.kernels`` (a Topology's ``kernels=``, or with
-"auto" ZCOMM_KERNELS) alone, never on sizes or values, and all have the same bits. float64 has the reference only.
+The choice depends only on formats, dtypes, device and ``MessageLayout.kernels`` (a Topology's ``kernels=``, or with
+"auto" ZCOMM_KERNELS), never on sizes or values. All kernels give the same bits. Only the reference supports float64.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from zcomm._kernels.profiling import is_profiling, span
 from zcomm.errors import BackendUnavailableError
 
 P = ParamSpec("P")
-DECODED_NUMEL = 2**22
-"""Elements decoded at a time, where that takes memory."""
+DECODE_CHUNK_NUMEL = 2**22
+"""Elements that :func:`decode_add` decodes at a time where no kernel adds: bounds its scratch memory."""
 
 
 def native() -> Any:
@@ -38,55 +38,55 @@ def native() -> Any:
         BackendUnavailableError: It is not built, or ``ZCOMM_KERNELS=reference``.
     """
     if reason := native_unavailable_reason():
-        raise BackendUnavailableError(f"this operation has a native kernel only, and {reason}")
+        raise BackendUnavailableError(f"this operation has only a native kernel, and {reason}")
     return calls.module
 
 
 def file_queue(num_requests: int, request_nbytes: int) -> Any:
-    """A native ``FileQueue``, which reads and writes files asynchronously, with the engine of ``ZCOMM_FILES``.
+    """A native ``FileQueue``, which reads and writes files asynchronously with the engine that ``ZCOMM_FILES`` names.
 
     Raises:
         BackendUnavailableError: The native module, or the engine, cannot be used here.
-        ValueError: ``num_requests`` is not 1 to 256, or ``request_nbytes`` no multiple of 4096.
+        ValueError: ``num_requests`` is not 1 to 256, or ``request_nbytes`` is not a multiple of 4096.
     """
     wanted = env.value("ZCOMM_FILES")
     queue = native().FileQueue(num_requests, request_nbytes, may_use_ring=wanted != "threads")
     if wanted not in ("auto", queue.engine):
-        raise BackendUnavailableError(f"ZCOMM_FILES={wanted}, but built without liburing, or refused by the kernel")
+        raise BackendUnavailableError(f"ZCOMM_FILES={wanted}, but built without liburing, or forbidden by the kernel")
     return queue
 
 
 def native_description() -> str:
-    """Instruction set and compiler of the native kernels, which must be available."""
+    """Instruction set and compiler of the native kernels. They must be available."""
     built = calls.module.build_info()
     cuda = f"with CUDA {built['cuda']}" if built["cuda"] else "without CUDA"
     return f"{calls.module.isa()} of {', '.join(built['isa_levels'])}; {built['compiler']}; {cuda}"
 
 
-def refusal() -> str:
-    """Why this process cannot compute as ``ZCOMM_KERNELS`` says, whatever the formats; empty if it can.
+def unavailable_reason() -> str:
+    """Why this process cannot use the kernels that ``ZCOMM_KERNELS`` names, whatever the formats; empty if it can.
 
-    A native module that was not built is no reason unless it is asked for; one that is built for another machine is.
+    A native module that is not built counts only if it was requested; one built for another machine always counts.
     """
-    if reason := _native_refusal():
+    if reason := _native_error():
         return reason
     if env.value("ZCOMM_KERNELS") == "cuda" and torch.cuda.is_available() and (reason := on_cuda.unavailable_reason()):
         return f"ZCOMM_KERNELS=cuda, but {reason}"
     return ""
 
 
-def _native_refusal(chosen: str = "auto") -> str:
-    (setting, said_by), reason = env.kernels(chosen), native_unavailable_reason(chosen)
+def _native_error(chosen: str = "auto") -> str:
+    (setting, chosen_by), reason = env.kernels(chosen), native_unavailable_reason(chosen)
     if not reason or setting == "reference":
         return ""
     if setting == "native":
-        return f"{said_by}, but {reason}"
-    return f"{reason}; or set ZCOMM_KERNELS=reference, which is slow" if calls.IS_MISFIT else ""
+        return f"{chosen_by}, but {reason}"
+    return f"{reason}; or set ZCOMM_KERNELS=reference, which is slow" if calls.IS_INCOMPATIBLE else ""
 
 
 @cache
 def _native_is_chosen(chosen: str) -> bool:
-    if refused := _native_refusal(chosen):
+    if refused := _native_error(chosen):
         raise BackendUnavailableError(refused)
     reason = native_unavailable_reason(chosen)
     if calls.UNBUILT_REASON and env.kernels(chosen)[0] == "auto":
@@ -107,20 +107,20 @@ def _call(name: str, layout: MessageLayout, *arguments: Any) -> None:
     calls.call(name, layout, *arguments, torch.get_num_threads())
 
 
-def _on_gpu(array: Tensor, *layouts: MessageLayout, draw: Draw | None = None) -> ModuleType | None:
-    """The GPU kernels that encode or decode ``array``, if any do."""
+def _gpu_kernels(array: Tensor, *layouts: MessageLayout, draw: Draw | None = None) -> ModuleType | None:
+    """The module of the GPU kernels that encode or decode ``array``; None: a CPU kernel or the reference does."""
     if on_cuda.serves(array, *layouts, draw=draw):
         return on_cuda
     return on_triton if on_triton.serves(array, *layouts) else None
 
 
 def fuses_residual(array: Tensor, layout: MessageLayout, *others: MessageLayout, draw: Draw | None = None) -> bool:
-    """Whether ``array`` is encoded as ``layout``, after decoding ``others``, and its residual renewed in one pass."""
+    """Whether one kernel encodes ``array`` as ``layout``, after decoding ``others``, and updates its residual."""
     if not layout.codec.is_block:
         return False
     if on_cuda.serves(array, layout, *others, draw=draw) or on_triton.fuses_residual(array, layout, *others):
         return True
-    return _uses_native(array, layout, *others) and calls.may_keep_residual(layout)
+    return _uses_native(array, layout, *others) and calls.can_fuse_residual(layout)
 
 
 def _draw(draw: Draw | None) -> tuple[int, ...] | None:
@@ -130,8 +130,8 @@ def _draw(draw: Draw | None) -> tuple[int, ...] | None:
     return *(word & 0xFFFFFFFF for word in words), draw.first
 
 
-def _shown(kernel: Callable[P, None]) -> Callable[P, None]:
-    """``kernel``, as a span of a profiler's trace with the names of its codecs."""
+def _traced(kernel: Callable[P, None]) -> Callable[P, None]:
+    """Show ``kernel`` in a profiler's trace as a span with the names of its codecs."""
 
     @wraps(kernel)
     def shown(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -143,8 +143,8 @@ def _shown(kernel: Callable[P, None]) -> Callable[P, None]:
     return shown
 
 
-def _cleared(expected: Tensor | None, layout: MessageLayout, gpu: ModuleType | None) -> Tensor | None:
-    """What is left for the kernel of ``gpu`` to clear; where there is none, it is done here."""
+def _left_to_clear(expected: Tensor | None, layout: MessageLayout, gpu: ModuleType | None) -> Tensor | None:
+    """The receive buffer whose trailers the kernel of ``gpu`` must clear; without such a kernel, clear them here."""
     if expected is None or not layout.codec.is_block:
         return None
     if gpu is None:
@@ -153,20 +153,29 @@ def _cleared(expected: Tensor | None, layout: MessageLayout, gpu: ModuleType | N
     return expected
 
 
-@_shown
+@_traced
 def quantize(
     x: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None = None,
     *, residual: ResidualBlocks | None = None, expected: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write messages ``out`` [num_messages, nbytes] from the array that begins at ``x``; see :mod:`zcomm._formats.reference`.
+    """Encode the array that starts at ``x`` as messages ``out`` [num_messages, nbytes].
 
-    ``residual``, of a row for each message, is added and renewed: only where :func:`fuses_residual` says so.
-    ``expected`` [m, nbytes], of the same layout, are the messages that the exchange which follows will bring: they lose
-    their trailers, but for those of ``out`` that are among them. On a GPU in the same launch.
+    Addressing and arithmetic: :mod:`zcomm._formats.reference`.
+
+    Args:
+        x: The array's first element is its first.
+        layout: Of the messages.
+        out: uint8, contiguous.
+        message_stride: Elements of the array from message to message.
+        segment_stride: Elements of the array from segment to segment.
+        draw: Random numbers, for a format that rounds stochastically.
+        residual: One row per message; added before encoding and updated. Only where :func:`fuses_residual` allows it.
+        expected: The receive buffer [m, nbytes] of the exchange that follows, of the same layout. Its trailers are
+            cleared (M4), on a GPU in the same launch, except those of ``out`` if that lies in it.
     """
     assert residual is None or fuses_residual(x, layout, draw=draw), f"a residual with {layout}"
-    gpu = _on_gpu(x, layout, draw=draw) if out.numel() else None
-    expected = _cleared(expected, layout, gpu)
+    gpu = _gpu_kernels(x, layout, draw=draw) if out.numel() else None
+    expected = _left_to_clear(expected, layout, gpu)
     if gpu is not None:
         gpu.quantize(x, layout, out, message_stride, segment_stride, draw, residual=residual, expected=expected)
     elif out.numel() and _uses_native(x, layout):
@@ -181,11 +190,11 @@ def quantize(
     message.sign(out, layout)
 
 
-@_shown
+@_traced
 def decode(messages: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int) -> None:
-    """Write the values of ``messages`` into the array that begins at ``out``."""
+    """Decode ``messages`` into the array that starts at ``out``."""
     message.verify(messages, layout)
-    if messages.numel() and (gpu := _on_gpu(out, layout)):
+    if messages.numel() and (gpu := _gpu_kernels(out, layout)):
         gpu.decode(messages, layout, out, message_stride, segment_stride)
     elif messages.numel() and _uses_native(out, layout):
         _call("decode", layout, *calls.incoming(messages, layout), *calls.array(out), message_stride, segment_stride)
@@ -193,11 +202,11 @@ def decode(messages: Tensor, layout: MessageLayout, out: Tensor, message_stride:
         reference.decode(messages, layout, out, message_stride, segment_stride)
 
 
-@_shown
+@_traced
 def decode_sum(messages: Tensor, layout: MessageLayout, out: Tensor, segment_stride: int, divisor: float) -> None:
-    """Write the sum of ``messages`` over ``divisor`` into ``out``."""
+    """Write the sum of ``messages``, divided by ``divisor``, into ``out``."""
     message.verify(messages, layout)
-    if messages.numel() and (gpu := _on_gpu(out, layout)):
+    if messages.numel() and (gpu := _gpu_kernels(out, layout)):
         gpu.decode_sum(messages, layout, out, segment_stride, divisor)
     elif messages.numel() and _uses_native(out, layout):
         _call("decode_sum", layout, *calls.incoming(messages, layout), *calls.array(out), segment_stride, divisor)
@@ -205,16 +214,16 @@ def decode_sum(messages: Tensor, layout: MessageLayout, out: Tensor, segment_str
         reference.decode_sum(messages, layout, out, segment_stride, divisor)
 
 
-@_shown
+@_traced
 def decode_sum_requantize(
     messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout, draw: Draw | None = None,
     *, residual: ResidualBlocks | None = None, expected: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Sum ``messages``; segment s of the sum becomes message s of ``out``. Options are those of :func:`quantize`."""
+    """Sum ``messages`` and encode segment s of the sum as message s of ``out``; options as in :func:`quantize`."""
     assert residual is None or fuses_residual(out, out_layout, layout, draw=draw), f"a residual with {out_layout}"
     message.verify(messages, layout)
-    gpu = _on_gpu(out, layout, out_layout, draw=draw) if messages.numel() else None
-    options = {"residual": residual, "expected": _cleared(expected, out_layout, gpu)}
+    gpu = _gpu_kernels(out, layout, out_layout, draw=draw) if messages.numel() else None
+    options = {"residual": residual, "expected": _left_to_clear(expected, out_layout, gpu)}
     if gpu is not None:
         gpu.decode_sum_requantize(messages, layout, out, out_layout, draw, **options)
     elif messages.numel() and _uses_native(out, layout, out_layout):
@@ -229,16 +238,16 @@ def decode_sum_requantize(
     message.sign(out, out_layout)
 
 
-@_shown
+@_traced
 def quantize_difference(
     x: Tensor, held: Tensor, layout: MessageLayout, out: Tensor, draw: Draw | None = None,
     *, expected: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write message ``out`` [1, nbytes] from RN(x - held), both [n] (N11). ``expected`` as in :func:`quantize`."""
-    gpu = _on_gpu(x, layout, draw=draw) if x.numel() else None
+    """Encode RN(x - held), both [n], as message ``out`` [1, nbytes] (N11); ``expected`` as in :func:`quantize`."""
+    gpu = _gpu_kernels(x, layout, draw=draw) if x.numel() else None
     if gpu is not None and not gpu.serves(held, layout):
         gpu = None
-    expected = _cleared(expected, layout, gpu)
+    expected = _left_to_clear(expected, layout, gpu)
     if gpu is not None:
         gpu.quantize(x, layout, out, 0, 0, draw, held=held, expected=expected)
         message.sign(out, layout)
@@ -252,10 +261,10 @@ def quantize_difference(
         quantize(x.to(wide, copy=True).sub_(held).float(), layout, out, 0, 0, draw)
 
 
-@_shown
+@_traced
 def decode_add(messages: Tensor, layout: MessageLayout, out: Tensor) -> None:
-    """Add the values of message i of ``messages`` [m, nbytes] to row i of ``out`` [m, n], contiguous rows (N11)."""
-    if out.numel() and (gpu := _on_gpu(out, layout)):
+    """Add the values of message i of ``messages`` [m, nbytes] to row i of ``out`` [m, n] (N11). Rows are contiguous."""
+    if out.numel() and (gpu := _gpu_kernels(out, layout)):
         message.verify(messages, layout)
         gpu.decode(messages, layout, out, out.stride(0), 0, added=True)
         return
@@ -263,11 +272,11 @@ def decode_add(messages: Tensor, layout: MessageLayout, out: Tensor) -> None:
         message.verify(messages, layout)
         _call("decode_add", layout, *calls.incoming(messages, layout), *calls.array(out), out.stride(0), 0)
         return
-    at_a_time = max(DECODED_NUMEL // max(out.shape[1], 1), 1)
+    at_a_time = max(DECODE_CHUNK_NUMEL // max(out.shape[1], 1), 1)
     for some, rows in zip(torch.split(messages, at_a_time), torch.split(out, at_a_time), strict=True):
         decoded = torch.empty(rows.shape, dtype=torch.float32, device=out.device)
         decode(some, layout, decoded, decoded.stride(0), 0)
-        if out.dtype.itemsize < decoded.dtype.itemsize:  # the same bits as rows.add_(decoded), and several times faster
+        if out.dtype.itemsize < decoded.dtype.itemsize:  # the bits of rows.add_(decoded), several times faster
             rows.copy_(decoded.add_(rows))
         else:
             rows.add_(decoded)

@@ -1,17 +1,18 @@
-"""Whether kernels on a GPU met messages of another layout: a flag for each device, looked at without waiting for it.
+"""Layout errors found by GPU kernels: one flag per device, which the host reads without waiting for the device.
 
-    kernels    decode, decode ── clear the flag where a hash is wrong ── decode      a captured graph's do the same
-    look       the flag --copy--> pinned host memory, an event recorded             no launch for each decode
-    next look  has the event passed? if the copy is 0: MessageError
+    kernels       decode, decode -- clear the flag where a hash is wrong -- decode     in a captured graph, too
+    a check       the flag --copy--> pinned host memory, then an event                 no launch for each decode
+    next check    once the event has completed: if the copy is 0, raise MessageError
 
-On the host a look costs a copy and an event at most every ``LOOK_EVERY_S`` seconds, and a reading of the clock for each
-decode. What a wrong message was decoded to has then been used, so the step is lost. What
-``decode_sum_requantize`` makes of it is refused by the ranks of the next hop, too.
+A check costs the host a copy and an event at most every ``CHECK_INTERVAL_S`` seconds, and a reading of the clock for
+each decode. The error therefore comes late: the values of the wrong message have been used, and the step is lost. What
+``decode_sum_requantize`` encodes from it has hash 0, so the ranks of the next hop refuse it, too.
 
 Invariants:
-    G1  The flag is made and filled outside captures: in one it would be filled by the graph's replays alone.
-    G2  Nothing is asked or copied on a stream that is being captured. What the graph finds, the next look outside sees.
-    G3  After an error the flag is set anew: it is reported once.
+    G1  The flag is allocated and filled outside of graph captures: inside, only the graph's replays would fill it.
+    G2  Nothing is queried or copied on a stream that is being captured: that would invalidate the capture. The next
+        check outside of the capture sees what the graph's kernels found.
+    G3  After an error the flag is set again: each error is raised once.
 """
 
 from __future__ import annotations
@@ -26,23 +27,24 @@ from torch import Tensor
 
 from zcomm.errors import MessageError, StateError
 
-LOOK_EVERY_S = 0.1
-CLOSE_WITHIN_S = 1.0
+CHECK_INTERVAL_S = 0.1
+LAST_CHECK_TIMEOUT_S = 1.0
 POLL_S = 0.001
 
 
 class MessageFlag:
-    """The flag of one device. Not thread-safe beyond what the GIL gives: two threads may both start a look."""
+    """The flag of one device. Not thread-safe beyond what the GIL gives: two threads may both start a check."""
 
     def __init__(self, device: torch.device) -> None:
         if self.is_capturing():
             raise StateError(
-                f"the first zcomm call on {device} cannot be captured into a graph: make such a call before the capture"
+                f"the first zcomm call on {device} cannot be captured into a graph: make one call before the capture"
             )
-        with torch.inference_mode(mode=False):  # they outlive the mode and the device that are set around the first use
+        # The tensors outlive the first use: made under inference mode, later in-place writes to them would raise.
+        with torch.inference_mode(mode=False):
             self.tensor = torch.ones(1, dtype=torch.int32, device=device)
-            """int32 [1] on the device, 1 until a kernel meets a message of another layout."""
-            self._host = self._on_host()
+            """int32 [1] on the device, 1 until a kernel finds a message of another layout."""
+            self._host_copy = self._new_host_copy()
         self._event: Any = None
         self._next = 0.0
         self._operations: dict[str, None] = {}
@@ -53,22 +55,23 @@ class MessageFlag:
     clock: Callable[[], float] = staticmethod(time.monotonic)
 
     @staticmethod
-    def _on_host() -> Tensor:
+    def _new_host_copy() -> Tensor:
+        # Pinned: a copy to pageable memory would block the host until the device has caught up.
         return torch.ones(1, dtype=torch.int32, device="cpu", pin_memory=torch.cuda.is_available())
 
     def used_by(self, operation: str) -> Tensor:
-        """The flag for a kernel that decodes messages of ``operation``, to be passed on; looks now and then.
+        """The flag, to be passed to a kernel that decodes messages of ``operation``; checks it at intervals.
 
         Raises:
             MessageError: A message decoded before was of another layout.
         """
         if self.clock() >= self._next:
-            self.look()
+            self._check()
         self._operations[operation] = None
         return self.tensor
 
-    def look(self, *, within_s: float = 0.0) -> None:
-        """Judge the last look, if its copy has come, and start another; wait for both ``within_s`` seconds at most.
+    def _check(self, *, within_s: float = 0.0) -> None:
+        """Finish the last check if its copy has arrived, and start another; wait ``within_s`` seconds at most for both.
 
         Raises:
             MessageError: A message decoded before was of another layout.
@@ -76,37 +79,37 @@ class MessageFlag:
         if self.is_capturing():
             return
         end = self.clock() + within_s
-        self._next = end + LOOK_EVERY_S
-        if not self._judge_by(end):
-            return  # the GPU is far behind: one look at a time
+        self._next = end + CHECK_INTERVAL_S
+        if not self._finish_check_by(end):
+            return  # the GPU is far behind; a second copy would overwrite the one in flight
         with self.on_device(self.tensor.device):
-            self._host.copy_(self.tensor, non_blocking=True)
+            self._host_copy.copy_(self.tensor, non_blocking=True)
             self._event = self.new_event()
-            self._event.record()
+            self._event.record()  # after the copy on the same stream: before it completes, the host copy is stale
         if within_s:
-            self._judge_by(end)
+            self._finish_check_by(end)
 
-    def _judge_by(self, end: float) -> bool:
-        while not self._judge():
+    def _finish_check_by(self, end: float) -> bool:
+        while not self._finish_check():
             if self.clock() >= end:
                 return False
             time.sleep(POLL_S)
         return True
 
-    def _judge(self) -> bool:
-        """Whether no look is under way any more."""
+    def _finish_check(self) -> bool:
+        """Whether no check is in flight any more; raises what a completed one found."""
         if self._event is None:
             return True
         if not self._event.query():
             return False
         self._event = None
-        if self._host.item():
+        if self._host_copy.item():
             return True
         operations, self._operations = " or ".join(self._operations), {}
         self.tensor.fill_(1)
         raise MessageError(
-            f"a message of {operations} is not what this rank expects: sizes or formats differ between ranks; "
-            "ZCOMM_CHECK=1 says which"
+            f"a message of {operations} has another layout than this rank expects: pass the same sizes and formats on "
+            "all ranks; set ZCOMM_CHECK=1 to see which differ"
         )
 
 
@@ -114,10 +117,10 @@ _FLAGS: dict[torch.device, MessageFlag] = {}
 
 
 def flag_of(device: torch.device) -> MessageFlag:
-    """The flag of ``device``, made at the first use.
+    """The flag of ``device``, created at the first use.
 
     Raises:
-        StateError: The first use is in a capture.
+        StateError: The first use is inside a graph capture.
     """
     flag = _FLAGS.get(device)
     if flag is None:
@@ -125,11 +128,11 @@ def flag_of(device: torch.device) -> MessageFlag:
     return flag
 
 
-def look_at_all(*, is_last: bool = False) -> None:
-    """Look at the flags there are, as at the end of a step; ``is_last``: and wait a little for what they say.
+def check_all_flags(*, is_last: bool = False) -> None:
+    """Check the flags of all devices, as at the end of a step; ``is_last``: and wait a moment for the result.
 
     Raises:
         MessageError: A message decoded before was of another layout.
     """
     for flag in _FLAGS.values():
-        flag.look(within_s=CLOSE_WITHIN_S if is_last else 0.0)
+        flag._check(within_s=LAST_CHECK_TIMEOUT_S if is_last else 0.0)

@@ -1,4 +1,4 @@
-"""The native module, if it was built, and a call's arguments in its terms."""
+"""Calls into the native module: its import, and tensors and layouts as the plain arguments it takes."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ TAG = re.compile(r"cpython-(\d)(\d+)(t?)-(.+)")
 
 
 class ImportFailure(NamedTuple):
-    """Why there is no native module."""
+    """Why the native module cannot be imported."""
 
     reason: str
-    """With the remedy."""
-    is_misfit: bool
-    """Whether it is there, but not for this Python or machine. Then it is refused, not replaced by slow kernels."""
+    """Includes the remedy."""
+    is_incompatible: bool
+    """Whether it was built for another Python or machine: an error. A missing module only means slow kernels."""
 
 
 def import_failure(error: ImportError, folders: Iterable[str]) -> ImportFailure:
-    """What ``error`` of importing the native module from the package's ``folders`` means."""
+    """Explain ``error``, raised when the native module was imported from the package's ``folders``."""
     files = sorted(file for folder in folders for file in Path(folder).glob("_native*.so"))
     fits = {f"_native.{_tag_here()}.so", "_native.abi3.so"}
-    is_hidden = isinstance(error, ModuleNotFoundError) and any(file.name in fits for file in files)  # from imports
+    is_hidden = isinstance(error, ModuleNotFoundError) and any(file.name in fits for file in files)  # by an import hook
     if not files or is_hidden:
         reason = f"the native module is not built: {error}; install the package with `pip install .`"
-        return ImportFailure(reason, is_misfit=False)
+        return ImportFailure(reason, is_incompatible=False)
     built = ", ".join(f"{file} is built for {_built_for(file.name)}" for file in files)
     libc = " ".join(platform.libc_ver()) or "a C library other than glibc"
     here = f"this is {_built_for(f'_native.{_tag_here()}.so')} with {libc}"
     remedy = "let pip choose the wheel for this machine: pip install --force-reinstall --no-deps zcomm-zero"
-    return ImportFailure(f"the native module does not fit: {built}; {here} ({error}); {remedy}", is_misfit=True)
+    return ImportFailure(f"the native module does not fit: {built}; {here} ({error}); {remedy}", is_incompatible=True)
 
 
 def _tag_here() -> str:
@@ -64,25 +64,25 @@ try:
     from zcomm import _native
 except ImportError as error:
     _native = None  # type: ignore[assignment]
-    UNBUILT_REASON, IS_MISFIT = import_failure(error, sys.modules["zcomm"].__path__)
+    UNBUILT_REASON, IS_INCOMPATIBLE = import_failure(error, sys.modules["zcomm"].__path__)
 else:
-    UNBUILT_REASON, IS_MISFIT = "", False
+    UNBUILT_REASON, IS_INCOMPATIBLE = "", False
 
 
 module: Any = _native
-"""None if it was not built."""
+"""None if it cannot be imported."""
 RESIDUAL_BLOCK = 256
 DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def unavailable_reason(chosen: str = "auto") -> str:
     """Why the native kernels cannot be used here; empty if they can."""
-    setting, said_by = env.kernels(chosen)
-    return said_by if setting == "reference" else UNBUILT_REASON
+    setting, chosen_by = env.kernels(chosen)
+    return chosen_by if setting == "reference" else UNBUILT_REASON
 
 
 def call(name: str, layout: MessageLayout, *arguments: Any) -> None:
-    """Call operation ``name``; what it refuses is a MessageError."""
+    """Call operation ``name`` of the native module; its ValueError becomes a MessageError."""
     try:
         getattr(module, name)(*wire(layout), *arguments)
     except ValueError as error:
@@ -90,31 +90,31 @@ def call(name: str, layout: MessageLayout, *arguments: Any) -> None:
 
 
 def wire(layout: MessageLayout) -> tuple[int, int, bool]:
-    """The format: codec, block, whether it is rotated."""
+    """Codec, block, and whether blocks are rotated."""
     return layout.codec.number, layout.block, layout.is_rotated
 
 
 def rows(layout: MessageLayout, num_messages: int) -> tuple[int, int, int]:
-    """The sizes: messages, segments of a message, elements of a segment."""
+    """Messages, segments per message, elements per segment."""
     return num_messages, layout.num_segments, layout.segment_numel
 
 
 def incoming(messages: Tensor, layout: MessageLayout) -> tuple[int, ...]:
-    """Sizes, address, stride and hash of messages that are read."""
+    """Sizes, address, stride and hash of messages that are decoded."""
     return *rows(layout, messages.shape[0]), messages.data_ptr(), layout.nbytes, layout.hash
 
 
 def array(tensor: Tensor) -> tuple[int, int]:
-    """Dtype and address."""
+    """Dtype number and address. The caller keeps ``tensor`` alive during the call."""
     return DTYPE_NUMBERS[tensor.dtype], tensor.data_ptr()
 
 
-def may_keep_residual(layout: MessageLayout) -> bool:
-    """Whether no block of the messages straddles two of a residual."""
+def can_fuse_residual(layout: MessageLayout) -> bool:
+    """Whether no block of the messages straddles two blocks of a residual."""
     return RESIDUAL_BLOCK % layout.block == 0 or layout.block % RESIDUAL_BLOCK == 0
 
 
 def residual(blocks: ResidualBlocks) -> tuple[int, int, int, int, float]:
-    """Addresses and strides of codes and scales, and beta."""
+    """Address and stride of the codes, of the scales, and beta."""
     codes, scales, beta = blocks
     return codes.data_ptr(), codes.stride(0), scales.data_ptr(), scales.stride(0), beta

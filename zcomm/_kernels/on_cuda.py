@@ -1,14 +1,12 @@
-"""The CUDA kernels of the native module: whether they serve a call, and the calls themselves.
+"""The CUDA kernels of the native module: which calls they serve, the calls, and the NVIDIA driver they need.
 
-They serve CUDA tensors where ZCOMM_KERNELS or a Topology's ``kernels=`` is "cuda", or where Triton is not installed:
-plain arrays, and int8, int4, nf4 and fp8_e4m3 with blocks that are a power of two from 8 to 1024, without a zero point
-or a rotation, rounded to nearest. Everything else they leave to Triton, or without it to the reference.
-``cpp/include/zcomm/cuda_kernels.h`` has the contracts. Messages are checked as those that Triton decodes
-(:mod:`zcomm._kernels.on_triton`).
+They serve CUDA tensors if ZCOMM_KERNELS or a Topology's ``kernels=`` is "cuda", or if Triton is not installed: cast
+formats, and int8, int4, nf4 and fp8_e4m3 with blocks that are a power of two from 8 to 1024, without zero point and
+rotation, rounded to nearest. Everything else is left to Triton, or without it to the reference.
+For the contracts see ``cpp/include/zcomm/cuda_kernels.h``. Layouts are checked as in :mod:`zcomm._kernels.on_triton`.
 
-The NVIDIA driver of this machine, asked of libcuda itself: nothing of CUDA is linked, so all imports without one.
-
-A program that was built with CUDA m.n runs on a driver of CUDA m.0 or later; an older one fails every call.
+The driver's version comes from libcuda, by dlopen: the module links no CUDA library, so it can be imported without a
+driver. Code built with CUDA m.n runs on a driver of CUDA m.0 or later; on an older one every call fails.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ from zcomm.errors import BackendUnavailableError
 
 LIBRARY = "libcuda.so.1"
 FIRST_DRIVERS = {11: 450, 12: 525, 13: 580}
-"""Major version of CUDA -> the first driver of it on Linux."""
+"""Major version of CUDA -> the first Linux driver that supports it."""
 
 
 @cache
 def driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA that the driver serves, (13, 0); None without a driver."""
+    """The newest CUDA that the driver supports, such as (13, 0); None without a driver."""
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError:
@@ -48,15 +46,15 @@ def driver_cuda() -> tuple[int, int] | None:
 
 
 def driver_description() -> str:
-    """The driver and its CUDA, or that there is none."""
+    """The driver's CUDA version and release as text, or that there is no driver."""
     cuda = driver_cuda()
     if cuda is None:
         return f"none: there is no {LIBRARY}"
-    return f"of CUDA {cuda[0]}.{cuda[1]}{_release()}"
+    return f"CUDA {cuda[0]}.{cuda[1]}{_release()}"
 
 
 def _release() -> str:
-    """Of the driver itself, as far as the kernel module tells it."""
+    """The driver's own version, if the kernel module reports it."""
     file = Path("/proc/driver/nvidia/version")
     words = file.read_text().split() if file.is_file() else []
     numbers = [word for word in words if word[:1].isdecimal() and "." in word]
@@ -85,27 +83,29 @@ BLOCKS = frozenset(1 << exponent for exponent in range(3, 11))
 
 
 def unavailable_reason(chosen: str = "auto") -> str:
-    """Why the CUDA kernels do not serve CUDA tensors; empty if they do."""
-    setting, said_by = env.kernels(chosen)
+    """Why the CUDA kernels are not used for CUDA tensors; empty if they are."""
+    setting, chosen_by = env.kernels(chosen)
     if setting in ("reference", "triton"):
-        return said_by
+        return chosen_by
     if calls.UNBUILT_REASON:
         return calls.UNBUILT_REASON
     built = calls.module.build_info()["cuda"]
     if not built:
-        return "the native module is built without CUDA: it found no GPU or no nvcc (ZCOMM_CUDA=ON needs nvcc alone)"
+        return (
+            "the native module is built without CUDA: the build found no GPU or no nvcc (ZCOMM_CUDA=ON needs only nvcc)"
+        )
     if reason := driver_unavailable_reason(built):
         return reason
     if setting != "cuda" and not on_triton.unavailable_reason("cuda"):
-        return "Triton's kernels are the default: set ZCOMM_KERNELS=cuda for these"
+        return "Triton's kernels are the default: set ZCOMM_KERNELS=cuda to use these"
     return ""
 
 
 @cache
 def _is_chosen(chosen: str) -> bool:
-    (setting, said_by), reason = env.kernels(chosen), unavailable_reason(chosen)
+    (setting, chosen_by), reason = env.kernels(chosen), unavailable_reason(chosen)
     if reason and setting == "cuda":
-        raise BackendUnavailableError(f"{said_by}, but {reason}")
+        raise BackendUnavailableError(f"{chosen_by}, but {reason}")
     return not reason
 
 
@@ -127,6 +127,7 @@ def _is_served(layout: MessageLayout) -> bool:
 
 
 def _launch(name: str, device: torch.device, layout: MessageLayout, *arguments: Any) -> None:
+    # The kernel is queued on the current stream of its own device: behind what wrote its inputs there.
     with torch.cuda.device(device):
         calls.call(f"cuda_{name}", layout, *arguments, torch.cuda.current_stream(device).cuda_stream)
 
@@ -146,7 +147,7 @@ def quantize(
     x: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None,
     *, held: Tensor | None = None, residual: ResidualBlocks | None = None, expected: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As :func:`zcomm._kernels.kernels.quantize`; of x - held, or with a residual (N10). ``draw`` is None."""
+    """As :func:`zcomm._kernels.kernels.quantize`, of x - held (N11) or with a residual (N10). ``draw`` is None."""
     assert draw is None, f"serves() says no: {draw}"
     if held is not None and not layout.codec.is_block:
         x, held = x.float() - held, None
@@ -160,8 +161,8 @@ def decode(
     messages: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int,
     *, added: bool = False,
 ) -> None:  # fmt: skip
-    """As :func:`zcomm._formats.reference.decode`; or added to ``out`` (N11)."""
-    on_triton.checked(_decode, messages, layout, out, message_stride, segment_stride, added=added)
+    """As :func:`zcomm._formats.reference.decode`, or added to ``out`` (N11)."""
+    on_triton.launch_checked(_decode, messages, layout, out, message_stride, segment_stride, added=added)
 
 
 def _decode(
@@ -174,7 +175,7 @@ def _decode(
 
 def decode_sum(messages: Tensor, layout: MessageLayout, out: Tensor, segment_stride: int, divisor: float) -> None:
     """As :func:`zcomm._formats.reference.decode_sum`."""
-    on_triton.checked(_decode_sum, messages, layout, out, segment_stride, divisor)
+    on_triton.launch_checked(_decode_sum, messages, layout, out, segment_stride, divisor)
 
 
 def _decode_sum(
@@ -188,9 +189,9 @@ def decode_sum_requantize(
     messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout, draw: Draw | None,
     *, residual: ResidualBlocks | None = None, expected: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As :func:`zcomm._kernels.kernels.decode_sum_requantize`; or with a residual (N10). ``draw`` is None."""
+    """As :func:`zcomm._kernels.kernels.decode_sum_requantize`, or with a residual (N10). ``draw`` is None."""
     assert draw is None, f"serves() says no: {draw}"
-    on_triton.checked(_requantize, messages, layout, out, out_layout, residual, expected)
+    on_triton.launch_checked(_requantize, messages, layout, out, out_layout, residual, expected)
 
 
 def _requantize(

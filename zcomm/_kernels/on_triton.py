@@ -1,9 +1,11 @@
-"""The Triton kernels: whether they serve a call, and the check that messages are of the layout that was expected.
+"""The Triton kernels: which calls they serve, and the check that messages have the expected layout.
 
-They serve CUDA tensors (with ZCOMM_KERNELS=cuda what zcomm._kernels.on_cuda leaves to them), and with ZCOMM_KERNELS=triton and
-TRITON_INTERPRET=1 CPU tensors, in Triton's interpreter; what a layout says of kernels wins over ZCOMM_KERNELS. On CPU
-tensors, and with ZCOMM_CHECK=1, another layout raises MessageError before anything is written. Otherwise a kernel
-clears a flag on the device, for which the host does not wait: a later call raises MessageError
+They serve CUDA tensors (with ZCOMM_KERNELS=cuda only what :mod:`zcomm._kernels.on_cuda` does not serve), and with
+ZCOMM_KERNELS=triton and TRITON_INTERPRET=1 CPU tensors, in Triton's interpreter. A layout's ``kernels`` overrides
+ZCOMM_KERNELS.
+
+On CPU tensors, and with ZCOMM_CHECK=1, a message of another layout raises MessageError before anything is written.
+Otherwise the kernel clears a flag on the device, and a later call raises: the host does not wait for the device
 (:mod:`zcomm._kernels.message_flags`).
 """
 
@@ -34,26 +36,26 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.uint8})
 
 
 def unavailable_reason(device_type: str, chosen: str = "auto") -> str:
-    """Why the Triton kernels do not serve tensors on devices of this type; empty if they do."""
-    setting, said_by = env.kernels(chosen)
+    """Why the Triton kernels are not used for tensors on devices of this type; empty if they are."""
+    setting, chosen_by = env.kernels(chosen)
     if setting == "reference" or (device_type == "cpu" and setting != "triton"):
-        return said_by
+        return chosen_by
     reason: str = triton_unavailable_reason(device_type)
     return reason
 
 
 @cache
 def _is_chosen(device_type: str, chosen: str) -> bool:
-    (setting, said_by), reason = env.kernels(chosen), unavailable_reason(device_type, chosen)
+    (setting, chosen_by), reason = env.kernels(chosen), unavailable_reason(device_type, chosen)
     if reason and setting == "triton":
-        raise BackendUnavailableError(f"{said_by}, but {reason}")
+        raise BackendUnavailableError(f"{chosen_by}, but {reason}")
     if reason and device_type == "cuda" and setting != "reference":
         warnings.warn(f"zcomm uses its slow PyTorch reference kernels on GPUs: {reason}", RuntimeWarning, stacklevel=5)
     return not reason
 
 
 def serves(array: Tensor, *layouts: MessageLayout) -> bool:
-    """Whether these kernels encode or decode ``array``; float64 has none."""
+    """Whether these kernels encode or decode ``array``; none supports float64."""
     return (
         array.device.type in ("cpu", "cuda")
         and array.dtype in DTYPES
@@ -64,41 +66,41 @@ def serves(array: Tensor, *layouts: MessageLayout) -> bool:
 
 @cache
 def _launch() -> ModuleType:
-    """The launchers; importing them imports Triton, which takes a while."""
+    """The launchers, imported at the first use: importing Triton is slow."""
     return importlib.import_module("zcomm.triton_kernels.launch")
 
 
-def checked(
+def launch_checked(
     launch: Callable[..., None], messages: Tensor, layout: MessageLayout, *arguments: Any, **options: Any
 ) -> None:
-    """Call ``launch`` of a kernel that decodes ``messages``, and clears its argument ``is_valid`` on another layout."""
+    """Call ``launch``, which decodes ``messages`` and whose kernel clears ``is_valid`` if one has another layout."""
     is_checked_here = messages.device.type == "cpu" or env.is_set("ZCOMM_CHECK")
     if layout.codec.is_block and is_checked_here:
         reference.check_hashes(messages, layout)
-    flag = _unread() if messages.device.type == "cpu" else flag_of(messages.device).used_by(layout.operation)
+    flag = _unused_flag() if messages.device.type == "cpu" else flag_of(messages.device).used_by(layout.operation)
     launch(messages, layout, *arguments, is_valid=flag, **options)
 
 
 @cache
-def _unread() -> Tensor:
-    """For kernels in the interpreter, whose messages have been checked."""
+def _unused_flag() -> Tensor:
+    """The flag of kernels in the interpreter. Nobody reads it: the host has checked the messages before the launch."""
     return torch.ones(1, dtype=torch.int32)
 
 
 def fuses_residual(array: Tensor, layout: MessageLayout, *others: MessageLayout) -> bool:
-    """Whether ``array`` is encoded as ``layout`` and its residual renewed in one launch."""
+    """Whether one launch encodes ``array`` as ``layout`` and updates its residual."""
     return layout.codec.is_block and layout.block & (layout.block - 1) == 0 and serves(array, layout, *others)
 
 
 def _residual(blocks: ResidualBlocks | None) -> Any:
-    return None if blocks is None else _launch().Residual(*blocks)
+    return None if blocks is None else _launch().ResidualArguments(*blocks)
 
 
 def quantize(
     x: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int, draw: Draw | None,
     *, held: Tensor | None = None, residual: ResidualBlocks | None = None, expected: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As :func:`zcomm._kernels.kernels.quantize`; of x - held, or with a residual (N10)."""
+    """As :func:`zcomm._kernels.kernels.quantize`, of x - held (N11) or with a residual (N10)."""
     options = {"held": held, "residual": _residual(residual), "expected": expected}
     _launch().quantize(x, layout, out, message_stride, segment_stride, draw, **options)
 
@@ -107,19 +109,19 @@ def decode(
     messages: Tensor, layout: MessageLayout, out: Tensor, message_stride: int, segment_stride: int,
     *, added: bool = False,
 ) -> None:  # fmt: skip
-    """As :func:`zcomm._formats.reference.decode`; or added to ``out`` (N11)."""
-    checked(_launch().decode, messages, layout, out, message_stride, segment_stride, added=added)
+    """As :func:`zcomm._formats.reference.decode`, or added to ``out`` (N11)."""
+    launch_checked(_launch().decode, messages, layout, out, message_stride, segment_stride, added=added)
 
 
 def decode_sum(messages: Tensor, layout: MessageLayout, out: Tensor, segment_stride: int, divisor: float) -> None:
     """As :func:`zcomm._formats.reference.decode_sum`."""
-    checked(_launch().decode_sum, messages, layout, out, segment_stride, divisor)
+    launch_checked(_launch().decode_sum, messages, layout, out, segment_stride, divisor)
 
 
 def decode_sum_requantize(
     messages: Tensor, layout: MessageLayout, out: Tensor, out_layout: MessageLayout, draw: Draw | None,
     *, residual: ResidualBlocks | None = None, expected: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As :func:`zcomm._kernels.kernels.decode_sum_requantize`; or with a residual (N10)."""
+    """As :func:`zcomm._kernels.kernels.decode_sum_requantize`, or with a residual (N10)."""
     options = {"residual": _residual(residual), "expected": expected}
-    checked(_launch().decode_sum_requantize, messages, layout, out, out_layout, draw, **options)
+    launch_checked(_launch().decode_sum_requantize, messages, layout, out, out_layout, draw, **options)

@@ -1,10 +1,10 @@
-"""Named spans for ``torch.profiler``: quantize, each hop, decode. They cost nothing while no profiler runs.
+"""Named spans for ``torch.profiler``: quantize, each hop, decode. Free while no profiler runs.
 
     with torch.profiler.profile() as profile:
         step()
     profile.export_chrome_trace("trace.json")     open in https://ui.perfetto.dev
 
-Two-hop collectives with ``async_op=True`` run in a thread on CPU; the profiler follows threads only with
+On CPU, two-hop collectives with ``async_op=True`` run in a thread; the profiler records other threads only with
 ``experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)``.
 """
 
@@ -21,11 +21,11 @@ from zcomm._base.pending import Pending, ends_within
 
 _NOTHING = nullcontext()
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
-"""Whether a profiler watches this thread."""
+"""Whether a profiler records this thread."""
 
 
 def span(*words: object) -> AbstractContextManager[Any]:
-    """Show what runs inside as ``zcomm::`` and the words."""
+    """A context whose body a profiler shows as ``zcomm::`` and the words."""
     return record_function("zcomm::" + " ".join(map(str, words))) if is_profiling() else _NOTHING
 
 
@@ -45,5 +45,5 @@ class _NamedWait:
 
 
 def named_wait(pending: Pending, *words: object) -> Pending:
-    """``pending``, whose ``wait()`` shows as a span while a profiler runs."""
+    """``pending``, with its ``wait()`` shown as a span if a profiler runs."""
     return _NamedWait(pending, "zcomm::" + " ".join(map(str, words))) if is_profiling() else pending

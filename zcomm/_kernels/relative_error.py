@@ -1,4 +1,4 @@
-"""What a format does to given tensors, measured: the relative error of each, by name."""
+"""Measure the quantization error of a format on given tensors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from zcomm.errors import LayoutError
 
 @torch.no_grad()
 def relative_error(tensor: Tensor, format: str | Format) -> float:
-    """|decoded - x| / |x| in Euclidean norms, of ``tensor`` encoded once in ``format``.
+    """|decoded - x| / |x| in Euclidean norms, for ``tensor`` encoded once in ``format``.
 
-    0 if both are 0; NaN if the tensor, or what it decodes to, is not finite. Of formats that round by chance, one
-    draw. Cost: one encoding and decoding, a float32 copy, one host sync.
+    0 if both norms are 0; NaN if the tensor, or its decoded values, are not finite. With stochastic rounding the error
+    is that of one draw. Cost: one encoding and decoding, a float32 copy, one host sync.
 
     Raises:
         LayoutError: The tensor is not floating point, not dense, or on the meta device.
@@ -33,7 +33,7 @@ def relative_error(tensor: Tensor, format: str | Format) -> float:
 
 
 def _lost(x: Tensor, format: Format) -> Tensor:
-    """What one encoding makes of ``x`` [n], less ``x``: float64 [n]."""
+    """The error of one encoding of ``x`` [n]: decoded - x, float64 [n]."""
     layout = layout_of("sample", format, x.dtype, 1, x.numel())
     message, decoded = layout.new(1, x.device), torch.empty(x.numel(), dtype=torch.float32, device=x.device)
     kernels.quantize(x, layout, message, 0, 0, Draw(seed=0) if format.is_random else None)
@@ -42,5 +42,5 @@ def _lost(x: Tensor, format: Format) -> Tensor:
 
 
 def relative_errors(tensors: Mapping[str, Tensor | None], format: str | Format) -> dict[str, float]:
-    """:func:`relative_error` of each of ``tensors``, such as every parameter's gradient; None is left out."""
+    """:func:`relative_error` of each of ``tensors``, such as all parameters' gradients; None values are skipped."""
     return {name: relative_error(x, format) for name, x in tensors.items() if x is not None}

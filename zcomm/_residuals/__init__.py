@@ -1,6 +1,6 @@
-"""Error feedback: what an encoding lost, kept by parameter and added back at the next exchange.
+"""Error feedback: what an encoding loses is kept by parameter and added at the next exchange.
 
-In:  the difference between what was to be sent and what its message holds.
-Out: int8 residuals, moved with their parameters to other layouts, and rescaled with the loss scale.
+In:  the difference between the values to be sent and the decoded message.
+Out: int8 residuals, which move with their parameters to other layouts and are rescaled with the loss scale.
 Called by: _collectives, _stateful, install and zero.
 """

@@ -1,11 +1,11 @@
-"""Which elements of which parameters the rows of a flat buffer hold, for state that is kept by row and moved by key.
+"""Where parameters lie in the rows of a flat buffer: residuals are stored by row, and moved by parameter.
 
-    buffer      [numel], filled up to W rows of shard_numel = ceil(numel / W) elements
-    span        a run of elements of one parameter in the buffer; what no span covers is padding
-    piece       a run of elements of one parameter in one of the rows that a rank holds
+    buffer      [numel], padded to W rows of shard_numel = ceil(numel / W) elements
+    span        consecutive elements of one parameter in the buffer; elements in no span are padding
+    piece       consecutive elements of one parameter in one of the rows that a rank holds
 
-What a rank holds is what it encodes last on the way of a reduction: with two hops (N nodes, L ranks a node) the N rows
-that the ranks of its own local rank reduce, one a node; with one hop all W rows.
+A rank holds the rows that it encodes for the last hop of a reduction. On two hops (N nodes, L ranks per node) these are
+the N rows of the ranks of its own local rank, one per node; on one hop all W rows.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from zcomm.errors import LayoutError
 
 
 class Span(NamedTuple):
-    """Elements ``offset`` to ``offset + numel`` of parameter ``key``, at elements from ``first`` of the buffer."""
+    """Elements ``offset`` to ``offset + numel`` of parameter ``key``, in the buffer from element ``first`` on."""
 
     key: Hashable
-    """The same in every layout of these parameters: a name, say."""
+    """Identifies the parameter in every layout, such as its name."""
     first: int
     numel: int
     offset: int = 0
 
 
 class RowPiece(NamedTuple):
-    """Elements ``offset`` to ``offset + numel`` of parameter ``key``, in row ``row`` of those held, from ``column``."""
+    """Elements ``offset`` to ``offset + numel`` of parameter ``key``, in this rank's row ``row`` from ``column`` on."""
 
     key: Hashable
     offset: int
@@ -44,18 +44,16 @@ class RowPiece(NamedTuple):
 
 
 def _spans(spans: Any) -> tuple[Span, ...]:
-    """``spans``, each of which is one, or a tuple of its fields.
+    """Convert ``spans``, each a Span or a tuple of its fields.
 
     Raises:
-        LayoutError: One is neither; names its field.
+        LayoutError: One is neither; the error names the field.
     """
     found = []
-    is_some = isinstance(spans, Iterable) and not isinstance(spans, (str, bytes, Mapping, Tensor))
-    for index, span in enumerate(spans if is_some else (spans,)):
+    is_iterable = isinstance(spans, Iterable) and not isinstance(spans, (str, bytes, Mapping, Tensor))
+    for index, span in enumerate(spans if is_iterable else (spans,)):
         if not isinstance(span, (tuple, list)) or not 3 <= len(span) <= 4 or not _is_hashable(span[0]):
-            raise LayoutError(
-                f"spans must be of zcomm.Span, or (key, first element, numel): spans[{index}]={shown(span)}"
-            )
+            raise LayoutError(f"spans must be zcomm.Span, or (key, first element, numel): spans[{index}]={shown(span)}")
         key, *numbers = span
         names = Span._fields[1 : len(span)]
         found.append(
@@ -87,7 +85,7 @@ class BufferLayout:
         """The layout over the ranks of ``route``; ``spans`` may be plain tuples.
 
         Raises:
-            LayoutError: A span is none, or not inside the buffer, or two overlap there or in their parameter.
+            LayoutError: A span is invalid or leaves the buffer, or two overlap in the buffer or in their parameter.
         """
         check_numbering(numbering)
         layout = cls(
@@ -122,26 +120,24 @@ class BufferLayout:
 
     @property
     def world_size(self) -> int:
-        """All ranks, and all rows."""
+        """The number of ranks, and of rows."""
         return self.num_nodes * self.ranks_per_node
 
     @property
     def shard_numel(self) -> int:
-        """Elements of a row."""
         return -(-self.numel // self.world_size)
 
     @property
     def has_two_hops(self) -> bool:
-        """Whether there are several nodes of several ranks."""
         return self.num_nodes > 1 and self.ranks_per_node > 1
 
     @property
     def num_rows(self) -> int:
-        """Rows that a rank holds; also the number of ranks that hold a row."""
+        """Rows that each rank holds; also the number of ranks that hold each row."""
         return self.num_nodes if self.has_two_hops else self.world_size
 
     def rows_of(self, local_rank: int) -> list[int]:
-        """The rows that ranks of that local rank hold."""
+        """The rows that the ranks of local rank ``local_rank`` hold."""
         if not self.has_two_hops:
             return list(range(self.world_size))
         if self.numbering == "rank":
@@ -149,7 +145,7 @@ class BufferLayout:
         return [local_rank * self.num_nodes + node for node in range(self.num_nodes)]
 
     def pieces_of(self, local_rank: int) -> Iterator[RowPiece]:
-        """What the rows of that local rank hold."""
+        """The pieces in the rows that the ranks of local rank ``local_rank`` hold."""
         held, n = {row: index for index, row in enumerate(self.rows_of(local_rank))}, self.shard_numel
         for span in self.spans:
             first = span.first

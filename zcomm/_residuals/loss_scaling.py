@@ -1,8 +1,8 @@
-"""By what a script multiplies its loss, and so its gradients: what residuals, kept over steps, must be rescaled by.
+"""The loss scale of a training script: residuals are kept over steps, and must be rescaled when it changes.
 
-A collective cannot see the scale: gradients twice as large are no sign of one. So the scaler is given, or it is found:
-the one ``torch.amp.GradScaler`` of this process that has scaled a loss. Who multiplies a loss by hand gives an object
-with ``get_scale()``.
+A collective cannot detect the scale: gradients twice as large do not prove one. So the script passes its scaler, or
+the one ``torch.amp.GradScaler`` of the process that has scaled a loss is found. A script that scales its loss by hand
+passes an object with ``get_scale()``.
 
 Called before every exchange with a residual, in the order of exchanges, which is the same on every rank.
 """
@@ -24,30 +24,29 @@ class Scaler(Protocol):
     """A ``torch.amp.GradScaler``, or anything with its ``get_scale()``."""
 
     def get_scale(self) -> float:
-        """By what the loss of the next backward is multiplied."""
+        """The factor of the loss in the next backward."""
 
 
-ScalerWish = Scaler | Literal["auto"] | None
+ScalerSetting = Scaler | Literal["auto"] | None
 
 
-def kind_of(scaler: object) -> str:
-    """What ranks must agree on: the scales themselves are theirs to keep alike."""
+def scaler_kind(scaler: object) -> str:
+    """The scaler's kind, which ranks compare. The scales themselves are not: the script keeps them equal."""
     return scaler if isinstance(scaler, str) else type(scaler).__name__
 
 
 class LossScaling:
-    """The scale of the gradients of one model.
+    """The loss scale of one model's gradients.
 
     Args:
-        scaler: The scaler; "auto": the GradScaler that is in use, if one is; None: losses are not scaled.
-        forget: Called if a scaler is found after exchanges have been made without one: what they have left is in units
-            that nobody knows.
+        scaler: The scaler; "auto": the GradScaler in use, if there is one; None: losses are not scaled.
+        forget: Called if a scaler is found after exchanges without one: the units of their residuals are unknown.
 
     Raises:
         ConfigError: ``scaler`` has no ``get_scale()``.
     """
 
-    def __init__(self, scaler: ScalerWish, forget: Callable[[], None]) -> None:
+    def __init__(self, scaler: ScalerSetting, forget: Callable[[], None]) -> None:
         if scaler not in ("auto", None) and not callable(getattr(scaler, "get_scale", None)):
             raise ConfigError(
                 f"scaler must be 'auto', None, or a torch.amp.GradScaler (or have its get_scale()): got {scaler!r}"
@@ -56,18 +55,18 @@ class LossScaling:
         self._scaler: Callable[[], Scaler | None] = (lambda: None) if isinstance(scaler, str) else (lambda: scaler)
         self._forget, self._num_exchanges = forget, 0
 
-    def now(self) -> float | Tensor:
-        """The scale of the next exchange; on a GPU a tensor of one element, which no host waits for.
+    def current_scale(self) -> float | Tensor:
+        """The scale of the next exchange; on a GPU a tensor of one element, so that the host does not wait.
 
         Raises:
-            ConfigError: There are several GradScalers that have scaled a loss, and none was given.
+            ConfigError: Several GradScalers have scaled a loss, and none was passed.
 
-        Cost: a walk over all Python objects at the first exchange, and while there is no scaler at the second, fourth,
-        eighth and so on, for those that are made later.
+        Cost: a walk over all Python objects at the first exchange; while no scaler is found also at the second, fourth,
+        eighth and so on, since a scaler may be created later.
         """
         scaler = self._scaler()
         if self._is_found and scaler is None:
-            scaler = self._look()
+            scaler = self._find_scaler()
         if scaler is None:
             return 1.0
         if isinstance(scaler, torch.amp.GradScaler) and isinstance(scaler._scale, Tensor):
@@ -76,22 +75,22 @@ class LossScaling:
 
     @property
     def falls_at_overflow(self) -> bool:
-        """Whether a smaller scale says that the last step was skipped: as a GradScaler's, unless set by hand."""
+        """Whether a smaller scale means that the last step was skipped: true of a GradScaler."""
         return isinstance(self._scaler(), torch.amp.GradScaler)
 
-    def _look(self) -> Scaler | None:
+    def _find_scaler(self) -> Scaler | None:
         self._num_exchanges += 1
         if self._num_exchanges & (self._num_exchanges - 1):
             return None
         found = [one for one in gc.get_objects() if issubclass(type(one), torch.amp.GradScaler) and _is_used(one)]
         if len(found) > 1:
             raise ConfigError(
-                f"{len(found)} GradScalers are in use, and a residual must be rescaled when its gradients' scale "
-                "changes: pass scaler= to install_ddp() or install_fsdp2(), of each model its own"
+                f"{len(found)} GradScalers are in use, and a residual must be rescaled with the scale of its own "
+                "gradients: pass scaler= to install_ddp() or install_fsdp2(), for each model its own"
             )
         if not found:
             return None
-        self._scaler = weakref.ref(found[0])
+        self._scaler = weakref.ref(found[0])  # weak: this must not keep the script's scaler alive
         if self._num_exchanges > 1:
             self._forget()
         return cast("Scaler", found[0])

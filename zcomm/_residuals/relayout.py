@@ -1,12 +1,12 @@
-"""Residuals on the move: to another layout of the same parameters, or to other ranks.
+"""Move residuals to another layout of the same parameters, or to other ranks.
 
-    relayout_residuals    buckets change, ranks stay: a node's ranks hold its residual of the whole buffer once, so
-                          values are gathered inside the node, a buffer at a time, and cut anew
-    load_residuals        ranks change: the sum over all old ranks, parameter by parameter, split equally among the
+    relayout_residuals    buckets change, ranks stay: the ranks of a node hold its residual of the full buffer once, so
+                          values are gathered inside the node, one buffer at a time, and cut into the new layout
+    load_residuals        ranks change: the sum over all old ranks, parameter by parameter, is split equally among the
                           new ranks that hold an element
 
-What counts is the sum of the residuals of all ranks: the part of all gradients so far that has not arrived. Both keep
-it, but for encoding the values in int8 again.
+The sum of all ranks' residuals is what matters: the part of the gradients so far that was not delivered. Both functions
+preserve it, except that the values are encoded in int8 again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zcomm.errors import LayoutError, StateError
 
 
 class _RelayoutRows:
-    """Float32 rows of new residuals, to which pieces of old ones are added."""
+    """Float32 rows for new residuals, to which pieces of old ones are added."""
 
     def __init__(self, targets: Sequence[Residual]) -> None:
         self.targets = targets
@@ -38,7 +38,7 @@ class _RelayoutRows:
                 self.pieces.setdefault(piece.key, []).append((piece, rows))
 
     def add(self, layout: BufferLayout, local_rank: int, values: Tensor) -> None:
-        """Add what a rank of that local rank holds: float32 [num_rows, shard_numel]."""
+        """Add ``values``, float32 [num_rows, shard_numel], that a rank of local rank ``local_rank`` holds."""
         for source in layout.pieces_of(local_rank):
             for target, rows in self.pieces.get(source.key, []):
                 low = max(source.offset, target.offset)
@@ -50,27 +50,27 @@ class _RelayoutRows:
                     rows[target.row, column : column + numel] += part.to(rows.device)
 
     def store(self, num_commits: int, divisor: int | None = None) -> None:
-        """Encode the rows, divided by the number of ranks that hold each if not given, as the new residuals."""
+        """Encode the rows / ``divisor`` as the new residuals; default: the number of ranks that hold each row."""
         for target, rows in zip(self.targets, self.rows, strict=True):
             target.set_values(divided(rows, target.layout.num_rows if divisor is None else divisor))
             target.num_commits = num_commits
 
 
 def relayout_residuals(old: Sequence[Residual], new: Sequence[Residual], *, subset: bool = False) -> None:
-    """Move what residuals ``old`` hold into residuals ``new`` of the same parameters in other buffers.
+    """Move the values of residuals ``old`` into residuals ``new`` of the same parameters in other buffers.
 
     Args:
         old: One for each buffer, in the same order on every rank. Unchanged.
-        new: Over the same nodes and ranks; what they hold is overwritten.
-        subset: ``new`` may hold some of the parameters only, each of them whole.
+        new: Over the same nodes and ranks; overwritten.
+        subset: ``new`` may hold only some of the parameters, each of them completely.
 
     Raises:
         LayoutError: Not the same parameters, nodes or ranks. Raised before any communication.
         StateError: An old residual has exchanges since its last commit.
 
-    Cost for each rank: collective. With two hops sends its codes and scales to the other ranks of its node, buffer by
-    buffer, nothing between nodes; with one hop sends nothing. Scratch: an old buffer's codes, 1 / L of it in float32,
-    and the new rows in float32.
+    Collective. Cost for each rank: on two hops its codes and scales to every other rank of its node, buffer by buffer,
+    and nothing between nodes; on one hop no traffic. Scratch: an old buffer's codes, 1 / L of it in float32, and the
+    new rows in float32.
     """
     for residual in old:
         residual.check_committed("relayout_residuals()")
@@ -89,11 +89,11 @@ def relayout_residuals(old: Sequence[Residual], new: Sequence[Residual], *, subs
 
 
 def load_residuals(states: Iterable[Mapping[str, Any]], new: Sequence[Residual]) -> None:
-    """Restore residuals that other ranks, or buffers, have saved: each parameter's sum, split equally.
+    """Restore residuals that were saved by other ranks or for other buffers: each parameter's sum, split equally.
 
     Args:
         states: The ``state_dict()`` of every rank and buffer, in any order; read one at a time.
-        new: This rank's residuals of the same parameters; what they hold is overwritten.
+        new: This rank's residuals of the same parameters; overwritten.
 
     Raises:
         LayoutError: Not the same parameters.
@@ -112,8 +112,8 @@ def load_residuals(states: Iterable[Mapping[str, Any]], new: Sequence[Residual])
         expected = [(n, local) for n in range(layout.num_nodes) for local in range(layout.ranks_per_node)]
         if sorted(ranks) != expected:
             raise StateError(
-                f"the states of all ranks must be given, once: (node, local rank) {expected}, got {sorted(ranks)}, of "
-                f"a buffer of {layout.numel} elements"
+                f"states must hold one state of every rank for each buffer: (node, local rank) = {sorted(ranks)}, "
+                f"expected {expected}, for the buffer of {layout.numel} elements"
             )
     _check_same_parameters(list(seen), [r.layout for r in new])
     staging.store(num_commits)

@@ -1,20 +1,20 @@
-"""Residuals (error feedback): what an encoding lost, kept in int8 and added back at the next exchange.
+"""Residuals (error feedback): what an encoding loses is kept in int8 and added at the next exchange.
 
-    sums x --+--> u --quantize--> message ---------------> other ranks
-             |    '--- minus what the message decodes to --> new residual, aside until commit()
+    sums x --+--> u --quantize--> message --------------> other ranks
+             |    '--- minus the decoded message -------> new residual, pending until commit()
     residual r
 
-It pays on the last hop of a reduction, whose errors nothing averages: with two hops (N nodes, L ranks a node) a rank
-keeps 1 / L byte for each element of the buffer, with one hop 1 byte; between an exchange and ``commit()`` twice that.
-The arithmetic is N10 of :mod:`zcomm._formats.reference`.
+Residuals are for the last hop of a reduction, whose errors are not averaged afterwards. On two hops (N nodes, L ranks
+per node) a rank keeps 1 / L byte per element of the buffer, on one hop 1 byte; between an exchange and ``commit()``
+twice that. The arithmetic is N10 of :mod:`zcomm._formats.reference`.
 
 Invariants:
     R1  Exchanges read and write a copy; ``commit()`` makes it current, ``rollback()`` drops it. So a skipped step
-        leaves no trace, and several exchanges before a commit (micro-batches) pass the residual on.
-    R2  Blocks start at multiples of 256 in a row, as chunks do: chunks change nothing.
-    R3  A block that is not finite keeps its residual: one bad step does not cost what was saved up.
-    R4  Residuals are in the units of the gradients that are sent. ``set_loss_scale`` says by what those are multiplied:
-        what is held is rescaled when that changes. What is shown and saved is in units of gradients without it.
+        leaves no trace, and of several exchanges before a commit (micro-batches) each uses the residual of the last.
+    R2  Blocks start at multiples of 256 in a row, and so do chunks: the bits do not depend on chunks.
+    R3  A block that is not finite keeps its old residual: one bad step does not lose what was accumulated.
+    R4  A residual is stored in the units of the gradients that are sent, with their loss scale. ``set_loss_scale``
+        rescales it when the scale changes. Values that are read or saved are in units without the loss scale.
 
 Source: "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training" (arXiv:2407.04480) stores the error in 8
 bits, damps and resets it.
@@ -73,29 +73,29 @@ class _Blocks:
         return values.clamp_(-largest, largest).flatten(1)[:, :numel]
 
     def rescale_(self, factor: float | Tensor) -> None:
-        """Multiply by ``factor``: exactly, if that is a power of 2; what becomes too large stays finite."""
+        """Multiply by ``factor``: exact for powers of 2, and clamped to the largest finite scale."""
         largest = torch.finfo(torch.bfloat16).max
         self.scales.copy_((self.scales.float() * factor).clamp_(max=largest))
 
-    def take_over_(self, other: _Blocks, *, where: Tensor) -> None:
-        """Become ``other`` if ``where``, one element, is true."""
+    def copy_where_(self, other: _Blocks, *, where: Tensor) -> None:
+        """Copy ``other`` if ``where``, one element, is true: decided on the device, so that the host does not wait."""
         self.scales.copy_(torch.where(where, other.scales, self.scales))
         self.codes.copy_(torch.where(where, other.codes, self.codes))
 
     def to_bytes(self) -> Tensor:
-        """Both tensors, uint8 [n]."""
+        """Scales and codes as uint8 [n]."""
         return torch.cat([self.scales.flatten().view(torch.uint8), self.codes.flatten().view(torch.uint8)])
 
-    def of_bytes(self, content: Tensor) -> _Blocks:
-        """Blocks as many as these from what :meth:`to_bytes` gave."""
+    def from_bytes(self, content: Tensor) -> _Blocks:
+        """The inverse of :meth:`to_bytes`, for blocks of the shape of these."""
         scales, codes = content[: self.scales.nbytes], content[self.scales.nbytes :]
         return _Blocks(
             codes.view(torch.int8).view(self.codes.shape),
-            scales.clone().view(torch.bfloat16).view(self.scales.shape),  # clone: aligned
+            scales.clone().view(torch.bfloat16).view(self.scales.shape),  # view() needs an aligned address
         )
 
     def encode(self, values: Tensor, first: int, chosen: str = "auto") -> None:
-        """Overwrite columns from ``first`` by float32 ``values`` [num_rows, numel]; blocks not finite stay."""
+        """Encode float32 ``values`` [num_rows, numel] into the columns from ``first``; blocks not finite stay (R3)."""
         num_rows, numel = values.shape
         layout = layout_of("residual", FORMAT, torch.float32, num_rows, numel, chosen)
         message = layout.new(1, values.device)
@@ -110,43 +110,43 @@ class _Blocks:
 
 
 def decode_state(state: Mapping[str, Any]) -> Tensor:
-    """The values of a :meth:`Residual.state_dict`, float32 [num_rows, shard_numel], padded to whole blocks."""
+    """The values of a :meth:`Residual.state_dict`, float32 [num_rows, shard_numel], padded to full blocks."""
     blocks = _Blocks(state["codes"], state["scales"])
     return blocks.decode(0, blocks.codes[0].numel())
 
 
 def check_damping(beta: float, reset_interval: int, *, prefix: str = "") -> None:
-    """Raise ConfigError for a ``beta`` or ``reset_interval`` of a :class:`Residual` that cannot be meant."""
+    """Raise ConfigError for an invalid ``beta`` or ``reset_interval`` of a :class:`Residual`."""
     if as_positive(f"{prefix}beta", beta) > 1:
         raise ConfigError(f"{prefix}beta must be at most 1: {prefix}beta={beta}")
     as_count(f"{prefix}reset_interval", reset_interval, error=ConfigError)
 
 
 def _blocks_of(first: int, numel: int) -> slice:
-    assert first % BLOCK == 0, f"chunks start on whole blocks: first={first}"
+    assert first % BLOCK == 0, f"chunks start at multiples of a block (R2): first={first}"
     return slice(first // BLOCK, -(-(first + numel) // BLOCK))
 
 
 class Residual:
-    """What the last hop of a reduction of one flat buffer has lost on this rank, by parameter.
+    """Error feedback for the reduction of one flat buffer: what its last hop loses on this rank, by parameter.
 
-    Pass it as ``residual=`` to :func:`zcomm.reduce_scatter_single` or :func:`zcomm.all_reduce`, then call
-    :meth:`commit` once the result has been used, or :meth:`rollback` if the step is skipped. Where the loss is scaled,
-    call :meth:`set_loss_scale` before the exchange.
+    Pass it as ``residual=`` to :func:`zcomm.reduce_scatter_single` or :func:`zcomm.all_reduce`. Then call
+    :meth:`commit` once the result has been used, or :meth:`rollback` if the step is skipped. With a loss scale call
+    :meth:`set_loss_scale` before the exchange.
 
     Args:
-        group: As in the collective: a ProcessGroup, or a :class:`zcomm.Topology`.
+        group: That of the collective: a ProcessGroup, or a :class:`zcomm.Topology`.
         spans: Where the parameters lie in the buffer: :class:`zcomm.Span`, or (key, first element, numel). The same
             on every rank.
-        numel: Elements of the buffer: the input's of a reduce-scatter, the tensor's of an all-reduce.
-        numbering: As in the reduce-scatter; an all-reduce takes any.
-        beta: The residual is multiplied with it before it is added, in (0, 1]; less than 1 damps what is carried on.
-        reset_interval: The residual becomes zero after so many commits; 0: never.
+        numel: Elements of the buffer: the input of a reduce-scatter, the tensor of an all-reduce.
+        numbering: That of the reduce-scatter; an all-reduce accepts either.
+        beta: Factor of the residual before it is added, in (0, 1]; below 1 old losses fade.
+        reset_interval: Commits after which the residual is reset to zero; 0: never.
         device: Of the tensors that are exchanged.
 
     Raises:
         LayoutError: Spans overlap or leave the buffer.
-        ConfigError: ``beta`` or ``reset_interval`` cannot be meant.
+        ConfigError: ``beta`` or ``reset_interval`` is invalid.
     """
 
     def __init__(
@@ -173,12 +173,12 @@ class Residual:
 
     @property
     def device(self) -> torch.device:
-        """Where it is kept."""
+        """The device of the residual and of the tensors that are exchanged."""
         return self._current.codes.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes held on this rank after a commit."""
+        """Bytes held on this rank after a commit; twice that between an exchange and its commit."""
         return self._current.codes.nbytes + self._current.scales.nbytes
 
     def values(self) -> Tensor:
@@ -188,7 +188,7 @@ class Residual:
     def values_of_node(self) -> Iterator[tuple[int, Tensor]]:
         """The committed residual of this node, rank by rank: (local rank, values).
 
-        Collective inside the node if there are two hops. With one hop it is this rank's alone.
+        Collective inside the node if there are two hops. With one hop it yields only this rank's.
         """
         if not self.layout.has_two_hops:
             yield self.route.local_rank, self.values()
@@ -197,14 +197,14 @@ class Residual:
         of_ranks = mine.new_empty((self.layout.ranks_per_node, mine.numel()))
         run(self._gather_steps(of_ranks, mine), mine, async_op=False, queue=self.route.queue)
         for local_rank, content in enumerate(of_ranks):
-            yield local_rank, self._current.of_bytes(content).decode(0, self.layout.shard_numel)
+            yield local_rank, self._current.from_bytes(content).decode(0, self.layout.shard_numel)
 
     def _gather_steps(self, of_ranks: Tensor, mine: Tensor) -> Steps:
         hop, _ = self.route.hops[0]
         yield backend.all_gather(of_ranks, mine, hop, MessageInfo("residual", str(FORMAT), self._current.codes.numel()))
 
     def _unscaled(self, blocks: _Blocks) -> _Blocks:
-        """``blocks`` in units of gradients without the loss scale; themselves where there is none."""
+        """``blocks`` in units without the loss scale (R4); ``blocks`` itself if there is no loss scale."""
         if isinstance(self._loss_scale, float) and self._loss_scale == 1:
             return blocks
         blocks = blocks.clone()
@@ -212,21 +212,21 @@ class Residual:
         return blocks
 
     def set_loss_scale(self, scale: float | Tensor) -> None:
-        """From the next exchange on gradients are multiplied by ``scale``: rescale what is held, if that is another.
+        """Set the loss scale of the gradients from the next exchange on, and rescale the residual if it changes.
 
-        Waits for exchanges that have not ended, where the scale changes.
+        If the scale changes, this waits for exchanges in flight.
 
         Args:
-            scale: Of the loss, greater than 0; 1 at first. A tensor of one element is read on its device, and a copy is
-                kept: a GPU's never makes the host wait.
+            scale: Greater than 0; initially 1. A tensor of one element is copied and read on its device: with one on a
+                GPU the host never waits.
 
-        Cost: none for a number that is as before; else a pass over 2 bytes of each 256 elements.
+        Cost: none for an unchanged number; else a pass over the scales, 2 bytes per 256 elements.
         """
         if isinstance(scale, Tensor):
             scale = scale.detach().to(self.device, torch.float32, copy=True)
         elif scale == self._loss_scale:
             return
-        for work in self._works:
+        for work in self._works:  # they write the scales that are about to be multiplied
             with suppress(Exception):  # raised where the caller waits for it
                 work.wait()
         factor = _quotient(scale, self._loss_scale)
@@ -236,7 +236,7 @@ class Residual:
         self._loss_scale = scale
 
     def exceeds(self, scale: float | Tensor) -> bool | Tensor:
-        """Whether the loss scale was larger than ``scale``."""
+        """Whether the loss scale that was set last is larger than ``scale``."""
         return scale < self._loss_scale
 
     def norm(self) -> float:
@@ -244,12 +244,12 @@ class Residual:
         return math.sqrt(float(self.values().double().square().sum()))
 
     def commit(self, *, unless: bool | Tensor = False) -> None:
-        """What the exchanges since the last commit have left becomes current; waits for them, and raises their errors.
+        """Make the residual of the exchanges since the last commit current. Waits for them and raises their errors.
 
-        An exchange that failed has left nothing to rely on: call :meth:`rollback`.
+        The residual of an exchange that failed is undefined: call :meth:`rollback`.
 
         Args:
-            unless: As :meth:`rollback` if it is true; a tensor of one element is not waited for.
+            unless: If true, roll back instead. A tensor of one element is read on its device: the host does not wait.
         """
         while self._works:
             self._works.pop().wait()
@@ -258,21 +258,21 @@ class Residual:
             return
         if self._next is not None:
             if isinstance(unless, Tensor):
-                self._next.take_over_(self._current, where=unless)
+                self._next.copy_where_(self._current, where=unless)
             self._current, self._next = self._next, None
         self.num_commits += 1
         if self.reset_interval and self.num_commits % self.reset_interval == 0:
             self.reset()
 
     def rollback(self) -> None:
-        """Forget what the exchanges since the last commit have left, after they have ended: their step was skipped."""
+        """Drop the residual of the exchanges since the last commit: their step was skipped. Waits for them."""
         while self._works:
             with suppress(Exception):  # raised where the caller waits for it
                 self._works.pop().wait()
         self._next = None
 
     def reset(self) -> None:
-        """Forget everything: nothing is added to the next exchange."""
+        """Reset the residual to zero: nothing is added to the next exchange."""
         self.rollback()
         self._current.codes.zero_()
         self._current.scales.zero_()
@@ -280,19 +280,19 @@ class Residual:
 
     @property
     def is_committed(self) -> bool:
-        """Whether there has been no exchange since the last commit or rollback."""
+        """Whether there was no exchange since the last commit or rollback."""
         return not self._works and self._next is None
 
     def check_committed(self, call: str) -> None:
-        """Raise StateError if there is something to commit."""
+        """Raise StateError if there were exchanges since the last commit."""
         if not self.is_committed:
-            raise StateError(f"exchanges since the last commit: call commit() or rollback() before {call}")
+            raise StateError(f"there were exchanges since the last commit: call commit() or rollback() before {call}")
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's committed residual and its layout: tensors, numbers, strings and tuples, as keys allow.
+        """This rank's committed residual and its layout, as tensors, numbers, strings, tuples, and the spans' keys.
 
         Raises:
-            StateError: Exchanges since the last commit.
+            StateError: There were exchanges since the last commit.
         """
         self.check_committed("state_dict()")
         blocks = self._unscaled(self._current).clone()
@@ -315,14 +315,14 @@ class Residual:
         """Restore what :meth:`state_dict` returned on this rank, bit for bit.
 
         Raises:
-            StateError: It is of another rank, layout or topology; :func:`zcomm.load_residuals` takes those.
+            StateError: The state is of another rank, layout or topology: use :func:`zcomm.load_residuals`.
         """
         mine = self.state_dict()
         for name in ("layout", "node_rank", "local_rank"):
             if state[name] != mine[name]:
                 raise StateError(
-                    f"the state is of another {name}: {_shortened(state[name])}, here {_shortened(mine[name])}; pass "
-                    "the states of all ranks to zcomm.load_residuals()"
+                    f"the state is of another {name}: {_shortened(state[name])}, here {_shortened(mine[name])}; "
+                    "pass the states of all ranks to zcomm.load_residuals()"
                 )
         self._current.codes.copy_(state["codes"])
         self._current.scales.copy_(state["scales"])
@@ -334,31 +334,33 @@ class Residual:
         self._current.encode(values, 0)
 
     def check(self, route: Route, numbering: Numbering, shard_numel: int, source: Tensor) -> None:
-        """Raise LayoutError if a reduction of ``source`` to such shards over ``route`` is not what this belongs to."""
+        """Raise LayoutError if this residual was made for another reduction than that of ``source`` over ``route``."""
         layout = self.layout
         if len(route.hops) != len(self.route.hops):
             raise LayoutError(
-                f"the residual is kept for {len(self.route.hops)} hops, the exchange takes {len(route.hops)}: pass the "
-                "group that the residual was made for"
+                f"the residual is for {len(self.route.hops)} hops, the exchange has {len(route.hops)}: "
+                "pass the group that the residual was made for"
             )
         expected = (layout.num_nodes, layout.ranks_per_node, layout.shard_numel, self.device)
         got = (route.num_nodes, route.ranks_per_node, shard_numel, source.device)
         if got != expected or (layout.has_two_hops and numbering != layout.numbering):
             raise LayoutError(
-                "the residual belongs to another exchange: (nodes, ranks per node, shard numel, device), numbering = "
+                "the residual was made for another exchange: (nodes, ranks per node, shard numel, device), numbering = "
                 f"{expected}, {layout.numbering!r}; got {got}, {numbering!r}"
             )
         if codec_for(route.hops[-1][1], source.dtype).dtype == torch.float64:
-            raise LayoutError("a residual is float32, and cannot follow an exchange in float64: use a format or dtype")
+            raise LayoutError(
+                "a residual is float32 and cannot be used with an exchange in float64: choose another format or dtype"
+            )
 
     def watch(self, work: Work | None) -> Work | None:
-        """Remember ``work``, of an exchange with this residual, and return it; None: the exchange has ended."""
+        """Record ``work``, an exchange with this residual, for commit() to wait for; None: the exchange is complete."""
         if work is not None:
             self._works.append(work)
         return work
 
     def add_to_(self, values: Tensor, first: int) -> None:
-        """u of N10: add the residual to float32 ``values`` [num_rows, numel], columns from ``first``."""
+        """Add the residual to float32 ``values`` [num_rows, numel], columns from ``first``: u of N10."""
         blocks = self._current if self._next is None else self._next
         residual = blocks.decode(first, values.shape[1])
         if self.beta != 1:
@@ -366,7 +368,7 @@ class Residual:
         values.add_(residual)
 
     def blocks_to_renew(self, first: int, numel: int) -> ResidualBlocks:
-        """Columns from ``first`` for a kernel that adds them and overwrites them by the new residual of N10."""
+        """Columns from ``first``, for a kernel that adds them and overwrites them with the new residual of N10."""
         part = _blocks_of(first, numel)
         blocks = self._uncommitted()
         return blocks.codes[:, part], blocks.scales[:, part], self.beta
@@ -377,14 +379,14 @@ class Residual:
         return self._next
 
     def keep(self, values: Tensor, messages: Tensor, layout: MessageLayout, first: int) -> None:
-        """The new residual of N10: u, ``values`` [num_rows, numel], less what ``messages`` decode to; u is lost."""
+        """Store the new residual of N10: ``values`` [num_rows, numel], u, minus decoded ``messages``; overwrites u."""
         decoded = torch.empty(values.shape, dtype=torch.float32, device=values.device)
         kernels.decode(messages, layout, decoded, values.shape[1], 0)
         self._uncommitted().encode(values.sub_(decoded), first, layout.kernels)
 
 
 def _quotient(new: float | Tensor, old: float | Tensor) -> float | Tensor:
-    """``new`` / ``old``; 0 where either is none: then nothing is known of the units of what is held."""
+    """``new`` / ``old``; 0 if either is not a valid scale: the residual's units are then unknown, and it is dropped."""
     if isinstance(new, Tensor) or isinstance(old, Tensor):
         return torch.nan_to_num(new / old, nan=0.0, posinf=0.0).clamp_(min=0)  # type: ignore[arg-type]
     return new / old if 0 < new < math.inf and 0 < old < math.inf else 0.0

@@ -1,14 +1,15 @@
-"""Delta weights: receivers keep a replica of what they gather, so only the change to it is sent, in few bits.
+"""Delta weights: all ranks keep a replica of the gathered weights, and only its changes are sent, in few bits.
 
     new shard - own row of the replica --quantize--> message --all-gather--> messages --decode--> added to the rows
 
-The arithmetic is N11 of :mod:`zcomm._formats.reference`. A change is much smaller than the weight it changes, and so is the error.
+The arithmetic is N11 of :mod:`zcomm._formats.reference`. A change is much smaller than the weight, and so is the
+quantization error.
 
 Invariants:
-    D1  Every rank adds what the messages decode to, to its own row as well: all replicas have the same bits, and each
+    D1  Every rank adds the decoded messages, to its own row as well. So all replicas have the same bits, and each
         sender knows what its receivers hold.
-    D2  So a step's error is part of the next step's delta, and errors do not add up.
-    D3  What is not finite is NaN on every rank, until :meth:`DeltaGather.refresh`: nothing is hidden.
+    D2  So the error of one step is part of the next step's delta, and errors do not accumulate.
+    D3  A value that is not finite becomes NaN on every rank, until :meth:`DeltaGather.refresh`: nothing is hidden.
 
 Source: weight differences as in "SDP4Bit: Toward 4-bit Communication Quantization in Sharded Data Parallelism for LLM
 Training" (arXiv:2410.15526).
@@ -36,16 +37,16 @@ from zcomm.errors import LayoutError, StateError, TopologyError
 
 
 class DeltaGather:
-    """Keeps ``replica`` equal on all ranks, and close to their shards, by sending differences.
+    """Keep ``replica`` the same on all ranks, and close to their shards, by sending differences.
 
     Args:
-        replica: What receivers hold, floating point, [size * n] contiguous or [size, n] with contiguous rows; written
-            in place. No more memory is kept.
+        replica: What every rank holds, floating point, [size * n] contiguous or [size, n] with contiguous rows. Written
+            in place; no other memory is kept.
         group: a ProcessGroup (default: all ranks), or a :class:`zcomm.Topology` for two hops.
-        format: of the differences, on all hops: messages are forwarded as they are.
-        numbering: which row is whose; "rank" as in torch, or "local" (:mod:`zcomm._transport.topology`).
-        over: "world": between all ranks, size = world_size. "nodes": between the ranks of equal local rank, one a
-            node, size = num_nodes, rows in node order; ``group`` is then a Topology.
+        format: of the differences, on all hops: messages are forwarded.
+        numbering: which rank owns which row: "rank" as in torch, or "local" (:mod:`zcomm._transport.topology`).
+        over: "world": between all ranks, size = world_size. "nodes": between the ranks of equal local rank, one per
+            node, size = num_nodes, rows in node order; ``group`` must be a Topology.
 
     Raises:
         LayoutError, FormatError, TopologyError: The arguments do not fit.
@@ -67,21 +68,21 @@ class DeltaGather:
         self._route.check_device(replica.device)
         self._rank = self._route.node_rank * self._route.ranks_per_node + self._route.local_rank
         if over == "nodes":
-            self._route = _between_nodes(self._route, group)
+            self._route = _hop_between_nodes(self._route, group)
         self._rows = rows_of("replica", replica, self._route.world_size)
         codec_for(self._format, self._rows.dtype)
         self._work: Work | None = None
         self.is_valid = False
-        """Whether the replica is known to be the same on every rank: after a refresh."""
+        """Whether the replica is known to be the same on every rank: since a refresh, if no exchange failed."""
 
     @property
     def replica(self) -> Tensor:
-        """What every receiver holds, [size, n]. Read it after the last call has been waited for."""
+        """The replica, [size, n]. Read it only after the last call has been waited for."""
         return self._rows
 
     @property
     def held(self) -> Tensor:
-        """What receivers hold of this rank's shard: its own row."""
+        """This rank's row of the replica: what the other ranks hold of its shard."""
         return self._rows[self._own_row]
 
     @property
@@ -92,8 +93,8 @@ class DeltaGather:
         """Send ``shard`` itself, rounded to the replica's dtype. Collective.
 
         Args:
-            shard: This rank's, floating point, [n] contiguous; may be its own row of the replica. Must not be changed
-                before an asynchronous call has been waited for.
+            shard: This rank's shard, floating point, [n] contiguous; may be its own row of the replica. Do not change
+                it before an asynchronous call has been waited for.
             async_op: return a Work at once.
 
         Raises:
@@ -101,24 +102,24 @@ class DeltaGather:
 
         Cost for each rank: that of an all-gather of n elements of the replica's dtype.
         """
-        shard = self._begin(shard, async_op=async_op)
+        shard = self._prepare(shard, async_op=async_op)
         exact = replace(self._route, hops=tuple((hop, FORMATS["none"]) for hop, _ in self._route.hops))
         self.is_valid = True
-        return self._run(self._refreshing(shard, Encoder(exact, shard.numel())), shard, async_op=async_op)
+        return self._run(self._refresh_steps(shard, Encoder(exact, shard.numel())), shard, async_op=async_op)
 
     def update(self, shard: Tensor, *, random: RandomKey | None = None, async_op: bool = False) -> Work | None:
-        """Send what ``shard`` differs by from what receivers hold, and add what arrives. Collective.
+        """Send the difference between ``shard`` and its row of the replica; add what arrives. Collective.
 
-        A size of 1 has no receivers: the replica takes ``shard`` as it is.
+        With a size of 1 there is nobody to send to: ``shard`` is copied to the replica.
 
         Args:
             shard: As in :meth:`refresh`, but not the replica's own row.
-            random: for a format that rounds stochastically, and for those alone; another key for each call.
+            random: required for a format that rounds stochastically, refused for others. A new key for each call.
             async_op: return a Work at once.
 
         Raises:
-            StateError: Nothing was refreshed since the start, :meth:`invalidate`, or an exchange that failed.
-            LayoutError, FormatError: ``shard`` or ``random`` do not fit. All raised before any communication.
+            StateError: No refresh since the start, :meth:`invalidate`, or a failed exchange.
+            LayoutError, FormatError: ``shard`` or ``random`` do not fit. All are raised before any communication.
 
         Cost for each rank: that of an all-gather of n elements in the format. Scratch: the messages, and n elements in
         float32.
@@ -126,18 +127,18 @@ class DeltaGather:
         check_random(random, self._format)
         if not self.is_valid:
             raise StateError("ranks may hold different replicas: call refresh(shard) before update(shard)")
-        shard = self._begin(shard, async_op=async_op)
+        shard = self._prepare(shard, async_op=async_op)
         check_apart("shard", shard, "replica", self._rows)
         if self._route.world_size == 1:
             return self.refresh(shard, async_op=async_op)
         encoder = Encoder(self._route, shard.numel(), random, rank=self._rank)
-        return self._run(self._updating(shard, encoder), shard, async_op=async_op)
+        return self._run(self._update_steps(shard, encoder), shard, async_op=async_op)
 
     def invalidate(self) -> None:
-        """The replica was written, or ranks may hold different ones: the next call must be a refresh."""
+        """The replica was written, or may differ between ranks: the next call must be a refresh."""
         self.is_valid = False
 
-    def _begin(self, shard: Tensor, *, async_op: bool) -> Tensor:
+    def _prepare(self, shard: Tensor, *, async_op: bool) -> Tensor:
         (shard,) = check_arguments(None, async_op=async_op, shard=shard)
         check_flat("shard", shard)
         codec_for(self._format, shard.dtype)
@@ -147,30 +148,31 @@ class DeltaGather:
                 f"{shard.device}, rows of {self._rows.shape[1]} on {self._rows.device}"
             )
         if self._work is not None:
-            self._work.wait()  # a delta is to what the last one has left
+            self._work.wait()  # the next delta is relative to the replica that this one writes
         return shard
 
     def _run(self, steps: Steps, shard: Tensor, *, async_op: bool) -> Work | None:
         route = self._route
-        steps = self._watched(steps if shard.numel() else nothing())
+        steps = self._invalidate_on_error(steps if shard.numel() else nothing())
         self._work = run(steps, shard, self._rows, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
         return self._work
 
-    def _watched(self, steps: Steps) -> Steps:
+    def _invalidate_on_error(self, steps: Steps) -> Steps:
         try:
             yield from steps
         except BaseException:
+            # Some ranks may have added messages that others did not get: D1 no longer holds.
             self.is_valid = False
             raise
 
-    def _refreshing(self, shard: Tensor, encoder: Encoder) -> Steps:
+    def _refresh_steps(self, shard: Tensor, encoder: Encoder) -> Steps:
         self.held.copy_(shard)
         yield from gather_steps(self._rows, self.held, self._numbering, encoder)
 
-    def _updating(self, shard: Tensor, encoder: Encoder) -> Steps:
+    def _update_steps(self, shard: Tensor, encoder: Encoder) -> Steps:
         if len(self._route.hops) == 1:
             return self._exchange(self._rows, shard, encoder)
-        chunks = chunks_of(shard.numel(), self._format, least=self._route.least_chunk(shard.device))
+        chunks = chunks_of(shard.numel(), self._format, min_numel=self._route.min_chunk_numel(shard.device))
         return pipelined(
             [self._exchange(self._rows[:, c], shard[c], encoder.at(c.start)) for c in chunks], num_exchanges=2
         )
@@ -182,16 +184,16 @@ class DeltaGather:
         own, draw = own_message(messages, route), encoder.draw(0)
         kernels.quantize_difference(shard, rows[self._own_row], layout, own, draw, expected=messages)
         yield from gather_messages(messages, layout, route)
-        if len(route.hops) == 1 or self._numbering == "local":  # messages come in the order of rows
+        if len(route.hops) == 1 or self._numbering == "local":  # messages are in the order of rows
             kernels.decode_add(messages, layout, rows)
             return
         for local_rank, of_nodes in enumerate(messages.view(route.ranks_per_node, route.num_nodes, -1)):
             kernels.decode_add(of_nodes, layout, rows[local_rank :: route.ranks_per_node])
 
 
-def _between_nodes(route: Route, group: Group) -> Route:
-    """One hop between the ranks of equal local rank, as ranks of nodes of one."""
+def _hop_between_nodes(route: Route, group: Group) -> Route:
+    """One hop between the ranks of equal local rank, each as a node of one rank."""
     if not isinstance(group, Topology):
         raise TopologyError(f"over='nodes' needs a Topology as group: group={group!r}")
-    hop = next((hop for hop, _ in route.hops if hop.group is group.inter.group), group.inter)  # with what carries it
+    hop = next((hop for hop, _ in route.hops if hop.group is group.inter.group), group.inter)  # keeps its backend
     return replace(route, hops=((hop, route.hops[0][1]),), ranks_per_node=1, local_rank=0)

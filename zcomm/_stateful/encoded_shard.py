@@ -1,6 +1,6 @@
-"""A shard that rests as the message in which it travels: encoded once, then sent any number of times as it is.
+"""A shard stored as an encoded message: encoded once, then gathered any number of times.
 
-values --quantize--> message, kept --all-gather--> messages --decode--> output
+values --quantize--> message, stored --all-gather--> messages --decode--> output
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ INT8 = FORMATS["int8"]
 
 
 class EncodedShard:
-    """This rank's shard of a tensor, as INT8 blocks of 256.
+    """This rank's shard of a tensor, stored as INT8 blocks of 256.
 
     Args:
-        values: The shard [n], floating point; not kept. n is the same on every rank.
+        values: The shard [n], floating point; only its encoding is kept. n is the same on every rank.
         group: A ProcessGroup (default: all ranks) for one hop, or a :class:`zcomm.Topology` for two.
-        device: Where it rests; default: that of ``values``.
+        device: Where the message is stored; default: the device of ``values``.
 
     Raises:
-        FormatError: The format does not take the dtype.
+        FormatError: The format does not support the dtype.
     """
 
     def __init__(self, values: Tensor, group: Group = None, *, device: torch.device | None = None) -> None:
@@ -44,26 +44,26 @@ class EncodedShard:
         return self._message.numel()
 
     def set(self, values: Tensor) -> None:
-        """Hold ``values`` [n] from now on; the same as those held changes nothing."""
+        """Encode and store ``values`` [n]. Setting what :meth:`decode` returned changes nothing."""
         message = self._layout.new(1, values.device)
         kernels.quantize(values, self._layout, message, 0, 0)
         self._message.copy_(message)
 
     def decode(self, device: torch.device | None = None) -> Tensor:
-        """The values that every rank gets of this shard: [n] on ``device``, default where it rests."""
+        """The values of this shard that a gather gives all ranks: [n] on ``device``, default where it is stored."""
         message = self._message if device is None else self._message.to(device)
         values = torch.empty(self.numel, dtype=self.dtype, device=message.device)
         kernels.decode(message, self._layout, values, 0, 0)
         return values
 
     def gather(self, output: Tensor, *, numbering: Numbering = "rank", async_op: bool = False) -> Work | None:
-        """Decode every rank's shard into ``output``, [world_size * n] or [world_size, n]; collective.
+        """Decode every rank's shard into ``output``, [world_size * n] or [world_size, n]. Collective.
 
-        As :func:`zcomm.all_gather_single` of the values that were set, bit for bit, without encoding anything. On two
-        hops ``numbering`` must be "local".
+        Gives the bits of :func:`zcomm.all_gather_single` of the values that were set, but encodes nothing. On two hops
+        ``numbering`` must be "local".
 
         Raises:
-            FormatError: Two hops with the numbering "rank".
+            FormatError: The numbering is "rank", on two hops.
             LayoutError: ``output`` does not fit. Both are raised before any communication.
         """
         check_numbering(numbering)
@@ -71,13 +71,14 @@ class EncodedShard:
             raise FormatError('on two hops numbering must be "local": numbering="rank"')
         rows = rows_of("output", output, self._route.world_size)
         self._route.check_device(rows.device)
-        self._route.compare(numel=self.numel, dtype=self.dtype, numbering=numbering, rests="encoded")
+        self._route.compare(numel=self.numel, dtype=self.dtype, numbering=numbering, stored="encoded")
         steps = self._steps(rows) if self.numel else nothing()
         queue, num_exchanges = self._route.queue, len(self._route.hops)
         return run(steps, output, self._message, async_op=async_op, queue=queue, num_exchanges=num_exchanges)
 
     def _steps(self, rows: Tensor) -> Steps:
         messages = self._layout.new_to_receive(self._route.world_size, rows.device)
+        # From host memory this is asynchronous; the exchange is queued behind it on the same stream.
         own_message(messages, self._route).copy_(self._message, non_blocking=True)
         yield from gather_messages(messages, self._layout, self._route)
         kernels.decode(messages, self._layout, rows, rows.stride(0), 0)

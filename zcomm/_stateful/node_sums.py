@@ -1,15 +1,14 @@
-"""A reduce-scatter of two hops, taken apart: sums stay in the node over micro-batches, and cross the network once.
+"""Node sums: a two-hop reduce-scatter split in two, so that gradients are summed in the node over micro-batches first.
 
     add(input)      hop 1 alone: the node's sum of ``input`` is added to this rank's rows
-    reduce(output)  hop 1 of the last input, added to the rows, then hop 2: the mean over all ranks, and over what was
-                    added before
+    reduce(output)  hop 1 of the last input, added to the rows, then hop 2: the mean over all ranks of all inputs
 
-With N nodes of L ranks and shards of n elements a rank keeps rows [N, n] in float32, those of the N ranks of its own
-local rank: 1 / L of the buffer. They take memory from the first ``add`` on, and none if there is never one. Shards are
-numbered local (:mod:`zcomm._transport.topology`), which makes the rows one run of the buffer.
+Only hop 2 crosses the network, once per step. With N nodes of L ranks and shards of n elements a rank keeps rows [N, n]
+in float32, the shards of the N ranks of its own local rank: 1 / L of the buffer. They are allocated at the first
+``add``. Shards are numbered local (:mod:`zcomm._transport.topology`), so the rows are contiguous in the buffer.
 
 Over several nodes, with one input, the bits are those of :func:`zcomm.reduce_scatter_single` with the same formats and
-residual. On one node there is no hop 2: nothing is lost on it, and a residual stays what it is.
+residual. On one node there is no hop 2: it loses nothing, and a residual does not change.
 
 Called by a trainer that accumulates gradients, from one thread.
 """
@@ -38,9 +37,9 @@ from zcomm._transport.route import (
     check_flat,
     check_topology,
     find_route,
-    hops_apart,
-    pair_of,
+    format_pair,
     rows_of,
+    separate_hops,
 )
 from zcomm._transport.topology import Topology
 from zcomm._transport.work import Steps, Work, run
@@ -58,12 +57,12 @@ class NodeSums:
         shard_numel: Elements n of every shard; the buffer has world_size x n.
         formats: Wire formats, (inside the node, between nodes).
         device: Of the tensors that are exchanged.
-        residual: Of the buffer, numbered local: what hop 2 loses. Call its ``commit()`` or ``rollback()``.
+        residual: Error feedback for hop 2, of the buffer numbered local. Call its ``commit()`` or ``rollback()``.
 
     Raises:
-        TopologyError, LayoutError, ConfigError: An argument is of another kind.
-        FormatError: A format that rounds stochastically, or an unknown one; not a pair.
-        BackendUnavailableError: The topology's backend does not serve the device.
+        TopologyError, LayoutError, ConfigError: An argument has the wrong type or value.
+        FormatError: ``formats`` is not a pair, or one is unknown or rounds stochastically.
+        BackendUnavailableError: The topology's backend does not support the device.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class NodeSums:
     ) -> None:
         check_topology(topology)
         check_arguments(topology, residual=residual)
-        self._inside, self._between = pair_of(formats)
+        self._intra_format, self._inter_format = format_pair(formats)
         check_random(None, formats)
         self._topology, self.shard_numel = topology, as_count("shard_numel", shard_numel)
         self._route = find_route(OPERATION, topology, formats, first="intra")
@@ -89,7 +88,7 @@ class NodeSums:
 
     @property
     def rows(self) -> Tensor | None:
-        """What was added, float32 [num_nodes, n], once works are waited for; None if nothing was ever added."""
+        """The sums so far, float32 [num_nodes, n], once all works have been waited for; None before the first add."""
         return self._rows
 
     @property
@@ -101,8 +100,8 @@ class NodeSums:
         """Add the node's sum of ``input`` to the rows. Collective inside the node; with ZCOMM_CHECK=1 over all ranks.
 
         Args:
-            input: floating point, [world_size * n] contiguous; must not be changed before an asynchronous call has
-                been waited for.
+            input: floating point, [world_size * n] contiguous. Do not change it before an asynchronous call has been
+                waited for.
             async_op: return a Work at once.
 
         Raises:
@@ -116,25 +115,25 @@ class NodeSums:
         if self._rows is None:
             self._rows = torch.empty(self._topology.num_nodes, self.shard_numel, device=self._device)
         is_first, self.is_empty = self.is_empty, False
-        steps = [self._adding(rows[:, c], self._rows[:, c], is_first=is_first) for c in self._chunks]
+        steps = [self._add_steps(rows[:, c], self._rows[:, c], is_first=is_first) for c in self._chunks]
         return self._run(steps, input, self._rows, async_op=async_op, num_exchanges=1)
 
     def reduce(
         self, output: Tensor, input: Tensor | None = None, *, scale: float = 1.0, async_op: bool = False
     ) -> Work | None:
-        """Write the mean over all ranks of ``input`` and what was added to ``output``; the rows are empty then.
+        """Write the mean over all ranks of the sums and ``input`` to ``output``, and empty the rows. Collective.
 
         Args:
             output: this rank's shard, floating point, [n] contiguous.
-            input: As in :meth:`add`, the last; None: nothing is to be added.
-            scale: What the inputs were multiplied with, above 0: hop 2 and its residual are in units without it.
+            input: The last input, as in :meth:`add`; None: reduce only what was added.
+            scale: The factor in the inputs (a loss scale), above 0. Hop 2 and its residual see values without it.
             async_op: return a Work at once.
 
         Raises:
             LayoutError: The arguments do not fit, or there is nothing to reduce. Raised before any communication.
-            ConfigError: ``scale`` or ``async_op`` cannot be meant.
+            ConfigError: ``scale`` or ``async_op`` is invalid.
 
-        Cost for each rank: that of a two-hop reduce-scatter, or without ``input`` of its hop 2 alone. Scratch: the
+        Cost for each rank: that of a two-hop reduce-scatter; without ``input`` that of its hop 2. Scratch: the
         messages, and num_nodes x n elements in float32.
         """
         scale, (output,) = as_positive("scale", scale), check_arguments(None, async_op=async_op, output=output)
@@ -146,22 +145,22 @@ class NodeSums:
         check_flat("output", output)
         if output.numel() != self.shard_numel or output.device != self._device:
             raise LayoutError(
-                f"output must be a shard: numel={output.numel()} on {output.device}, expected {self.shard_numel} on "
+                f"output must be one shard: numel={output.numel()} on {output.device}, expected {self.shard_numel} on "
                 f"{self._device}"
             )
         if self.residual is not None:
             source = output if rows is None else rows
             self.residual.check(self._route, "local", self.shard_numel, source)
         added, self.is_empty = None if self.is_empty else self._rows, True
-        steps = [self._reducing(output[c], rows, added, c, scale) for c in self._chunks]
+        steps = [self._reduce_steps(output[c], rows, added, c, scale) for c in self._chunks]
         work = self._run(steps, output, output if input is None else input, async_op=async_op, num_exchanges=2)
         return work if self.residual is None else self.residual.watch(work)
 
     def forget(self, start: int, stop: int) -> None:
-        """Set elements ``start`` to ``stop`` of the buffer to zero in the rows of this rank. No communication.
+        """Set elements ``start`` to ``stop`` of the buffer to zero in this rank's rows. No communication.
 
         Raises:
-            LayoutError: They are no integers of at least 0.
+            LayoutError: ``start`` or ``stop`` is not an integer of at least 0.
         """
         start, stop = as_count("start", start), as_count("stop", stop)
         if self._rows is None or self.is_empty:
@@ -172,23 +171,28 @@ class NodeSums:
             self._rows.view(-1)[low:high].zero_()
 
     def clear(self) -> None:
-        """Forget what was added."""
+        """Drop the sums, as for a skipped step. The memory stays allocated."""
         self.is_empty = True
 
     @property
     def _chunks(self) -> list[slice]:
-        return chunks_of(self.shard_numel, self._inside, self._between, least=self._route.least_chunk(self._device))
+        return chunks_of(
+            self.shard_numel,
+            self._intra_format,
+            self._inter_format,
+            min_numel=self._route.min_chunk_numel(self._device),
+        )
 
     def _checked(self, input: Tensor) -> Tensor:
         rows = rows_of("input", input, self._topology.world_size)
         if rows.shape[1] != self.shard_numel or rows.device != self._device:
             raise LayoutError(
-                f"input must be a shard for every rank: {tuple(rows.shape)} on {rows.device}, expected rows of "
+                f"input must hold a shard for every rank: {tuple(rows.shape)} on {rows.device}, expected rows of "
                 f"{self.shard_numel} on {self._device}"
             )
-        for wire in (self._inside, self._between):
+        for wire in (self._intra_format, self._inter_format):
             if codec_for(wire, input.dtype).dtype == torch.float64:
-                raise LayoutError("sums of a node are float32: input must not be float64")
+                raise LayoutError(f"input must not be float64, since node sums are float32: dtype={input.dtype}")
         return rows
 
     def _run(
@@ -198,75 +202,79 @@ class NodeSums:
         exchanges = num_exchanges * len(chunks)
         return run(steps, first, second, async_op=async_op, queue=self._topology.queue, num_exchanges=exchanges)
 
-    def _adding(self, rows: Tensor, sums: Tensor, *, is_first: bool) -> Steps:
-        """``sums`` [num_nodes, m], a chunk of this rank's rows."""
+    def _add_steps(self, rows: Tensor, sums: Tensor, *, is_first: bool) -> Steps:
+        """Hop 1 of ``rows``, added to ``sums`` [num_nodes, m], a chunk of this rank's rows."""
         values = sums if is_first else torch.empty_like(sums, memory_format=torch.contiguous_format)
-        yield from self._inside_node(rows, values)
+        yield from self._sum_in_node(rows, values)
         if values is not sums:
             sums.add_(values)
 
-    def _reducing(self, output: Tensor, rows: Tensor | None, added: Tensor | None, c: slice, scale: float) -> Steps:
+    def _reduce_steps(self, output: Tensor, rows: Tensor | None, added: Tensor | None, c: slice, scale: float) -> Steps:
         if rows is None:
             assert added is not None, "nothing to reduce"
             values = added[:, c].contiguous()
         elif added is None and scale == 1 and self._topology.intra.size > 1 and self._topology.inter.size > 1:
-            received, layout = yield from self._of_node(rows[:, c])
-            yield from self._between_nodes((received, layout), output, c.start)
+            received, layout = yield from self._exchange_in_node(rows[:, c])
+            yield from self._reduce_between_nodes((received, layout), output, c.start)
             return
         else:
             values = torch.empty(self._topology.num_nodes, output.numel(), device=output.device)
-            yield from self._inside_node(rows[:, c], values)
+            yield from self._sum_in_node(rows[:, c], values)
             if added is not None:
                 values.add_(added[:, c])
         if scale != 1:
             values.mul_(1 / scale)
-        yield from self._between_nodes(values, output, c.start)
+        yield from self._reduce_between_nodes(values, output, c.start)
         if scale != 1:
             output.mul_(scale)
 
     @property
     def _hops(self) -> tuple[Hop, Hop]:
-        """Inside the node and between nodes. With ZCOMM_CHECK=1 all ranks hear of damage in either."""
-        return hops_apart(self._topology)
+        """The hops inside the node and between nodes. With ZCOMM_CHECK=1 all ranks learn of damage in either."""
+        return separate_hops(self._topology)
 
-    def _inside_node(self, rows: Tensor, values: Tensor) -> Steps:
-        """Hop 1: the sums over the node's ranks of ``rows`` [world_size, m] to ``values`` [num_nodes, m], float32."""
+    def _sum_in_node(self, rows: Tensor, values: Tensor) -> Steps:
+        """Hop 1: write the node's sums of ``rows`` [world_size, m] to ``values`` [num_nodes, m], float32."""
         if self._topology.intra.size == 1:
             values.copy_(rows)
             yield None
             return
-        received, layout = yield from self._of_node(rows)
+        received, layout = yield from self._exchange_in_node(rows)
         kernels.decode_sum(received, layout, values, values.stride(0), 1)
 
-    def _of_node(self, rows: Tensor) -> Generator[Pending | None, None, Messages]:
-        """What the node's ranks send of ``rows`` [world_size, m]: a message of num_nodes segments from each."""
+    def _exchange_in_node(self, rows: Tensor) -> Generator[Pending | None, None, Messages]:
+        """Exchange ``rows`` [world_size, m] in the node; return the messages received, num_nodes segments in each."""
         hop, num_nodes, device = self._hops[0], self._topology.num_nodes, rows.device
-        layout = self._route.layout(self._inside, rows.dtype, num_nodes, rows.shape[1])
+        layout = self._route.layout(self._intra_format, rows.dtype, num_nodes, rows.shape[1])
         received, sending = layout.new(hop.size, device), rows
         if not (rows.is_contiguous() and layout.codec.dtype == rows.dtype):
             sending = layout.new(hop.size, device)
             strides = num_nodes * rows.stride(0), rows.stride(0)
             kernels.quantize(rows, layout, sending, *strides, expected=received)
-        yield backend.all_to_all(received, sending, hop, MessageInfo(OPERATION, str(self._inside), layout.numel))
+        yield backend.all_to_all(received, sending, hop, MessageInfo(OPERATION, str(self._intra_format), layout.numel))
         return received, layout
 
-    def _between_nodes(self, values: Tensor | Messages, output: Tensor, first: int) -> Steps:
-        """Hop 2: the mean of ``values`` [num_nodes, m], which are lost, to ``output``, columns from ``first``.
+    def _reduce_between_nodes(self, values: Tensor | Messages, output: Tensor, first: int) -> Steps:
+        """Hop 2: write the mean of ``values`` [num_nodes, m], which are overwritten, to ``output``.
 
-        With several nodes, ``values`` may also be the messages that they are the sum of.
+        Columns start at ``first``.
+
+        With several nodes ``values`` may also be messages whose sum they are: sum and encoding are then one kernel.
         """
         topology, hop, device = self._topology, self._hops[1], output.device
         if isinstance(values, Tensor) and hop.size == 1:
             output.copy_(values[0].div_(topology.world_size))
             yield None
             return
-        layout = self._route.layout(self._between, torch.float32, 1, output.numel())
+        layout = self._route.layout(self._inter_format, torch.float32, 1, output.numel())
         sending, received = layout.new(hop.size, device), layout.new(hop.size, device)
-        route: Route = replace(self._route, hops=((hop, self._between),))
+        route: Route = replace(self._route, hops=((hop, self._inter_format),))
         encoder = Encoder(route, self.shard_numel, None, self.residual, first_hop=1, first=first)
         if isinstance(values, Tensor):
             encoder.encode(0, values, sending, layout, expected=received)
         else:
             encoder.encode_sum(0, *values, sending, layout, expected=received)
-        yield backend.all_to_all(received, sending, hop, MessageInfo(OPERATION, str(self._between), output.numel()))
+        yield backend.all_to_all(
+            received, sending, hop, MessageInfo(OPERATION, str(self._inter_format), output.numel())
+        )
         kernels.decode_sum(received, layout, output, 0, topology.world_size)

@@ -1,8 +1,8 @@
-"""hpZ of "ZeRO++" (arXiv:2306.10209): a second partition of a flat buffer, over the ranks of one node.
+"""Secondary partition (hpZ of "ZeRO++", arXiv:2306.10209): a flat buffer sharded again, over the ranks of one node.
 
 fill(full)       local rank l keeps elements [l * s, (l + 1) * s),  s = ceil(numel / ranks_per_node)
-gather(output)   an all-gather inside the node: not a byte leaves it
-invalidate()     the values have changed elsewhere; fill again before the next gather
+gather(output)   an all-gather inside the node: no inter-node traffic
+invalidate()     the values changed elsewhere; fill again before the next gather
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zcomm._transport import backend
 from zcomm._transport.backend import MessageInfo
 from zcomm._transport.debug import compare_calls
 from zcomm._transport.nccl_communicators import check_device
-from zcomm._transport.route import check_flat, check_topology, hop_inside
+from zcomm._transport.route import check_flat, check_topology, intra_hop
 from zcomm._transport.topology import Topology
 from zcomm._transport.work import Steps, Work, run
 from zcomm.errors import LayoutError, StateError
@@ -30,14 +30,14 @@ class SecondaryPartition:
     Args:
         topology: Nodes and ranks; gathers run over this rank's node.
         numel: Elements of the full buffer, any number.
-        dtype: Its dtype, floating point.
-        device: Where full buffers are.
-        is_on_host: Keep the part in host memory, page-locked where there is CUDA: it is copied to the device for each
-            gather. Without CUDA that is the same memory, and the same code.
+        dtype: Of the buffer, floating point.
+        device: Of full buffers.
+        is_on_host: Keep the part in host memory, page-locked with CUDA, and copy it to the device for each gather. On a
+            CPU device that is the same memory.
 
     Raises:
-        TopologyError, LayoutError, ConfigError: An argument is of another kind.
-        BackendUnavailableError: The topology's backend does not serve the device.
+        TopologyError, LayoutError, ConfigError: An argument has the wrong type or value.
+        BackendUnavailableError: The topology's backend does not support the device.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class SecondaryPartition:
         check_topology(topology)
         check_flag("is_on_host", is_on_host)
         numel, dtype = as_count("numel", numel), as_floating_dtype("dtype", dtype)
-        self._topology, self._hop, self.numel = topology, hop_inside(topology), numel
+        self._topology, self._hop, self.numel = topology, intra_hop(topology), numel
         shard_numel = -(-numel // topology.ranks_per_node)
         self._device, self.is_on_host = as_device("device", device), is_on_host
-        if self._hop.carrier is not None:
+        if self._hop.nccl is not None:
             check_device(OPERATION, self._device)
         place = "cpu" if is_on_host else self._device
         self._shard = torch.zeros(
@@ -79,13 +79,13 @@ class SecondaryPartition:
     def gather(self, output: Tensor, *, async_op: bool = False) -> Work | None:
         """Rebuild the full buffer in ``output`` [numel] from the ranks of the node. Collective inside the node.
 
-        With ZCOMM_CHECK=1 collective over all ranks: a message damaged in one node raises on all of them.
+        With ZCOMM_CHECK=1 it is collective over all ranks: a message damaged in one node raises on every rank.
 
         Raises:
-            StateError: Nothing was filled in since the last :meth:`invalidate`.
+            StateError: :meth:`fill` was not called since the start or the last :meth:`invalidate`.
             LayoutError: ``output`` does not fit. Both are raised before any communication.
 
-        Cost for each rank: sends its part to every other rank of the node, 0 bytes between nodes.
+        Cost for each rank: its part to every other rank of the node; 0 bytes between nodes.
         """
         check_flag("async_op", async_op)
         self._check("output", output)
@@ -103,13 +103,14 @@ class SecondaryPartition:
         own = self._shard
         if self.is_on_host:
             start = self._topology.local_rank * numel
+            # Asynchronous from page-locked memory, and in order: the exchange is queued behind the copy.
             own = full[start : start + numel].copy_(own, non_blocking=True)
         yield backend.all_gather(full, own, self._hop, MessageInfo(OPERATION, "none", numel))
         if not is_exact:
             output.copy_(full[: self.numel])
 
     def invalidate(self) -> None:
-        """The values have changed: what is held is worthless."""
+        """The full values have changed, so what this partition holds is worthless."""
         self.is_valid = False
 
     def _check(self, name: str, full: Tensor) -> None:

@@ -1,12 +1,13 @@
-"""The only module that calls torch.distributed's collectives: absorbs their renames, counts what is sent.
+"""Exchanges over one hop: the only module that calls torch.distributed's collectives, and counts what is sent.
 
-A hop with a carrier goes over that instead (:mod:`zcomm._transport.nccl_communicators`).
+    all_gather, all_to_all, broadcast_ --> gloo     tagged sends and receives (tagged.py)
+                                       --> others   torch.distributed's collectives
+                                       --> NCCL     this library's communicator, if ``Hop.nccl`` is set
 
-Tensors travel as bytes, so every dtype goes through every backend. A hop of one rank is a local copy.
+Tensors travel as bytes, so every backend takes every dtype. A hop of one rank is a local copy.
 
-Over gloo exchanges are tagged sends and receives, straight into place (:mod:`zcomm._transport.tagged`). CUDA tensors over gloo,
-and CPU tensors over NCCL, pass through a copy on a device that the backend takes; those exchanges end before the call
-returns.
+CUDA tensors over gloo, and CPU tensors over NCCL, are copied to a device that the backend supports. Such an exchange
+is synchronous: it completes before the call returns.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from zcomm._kernels.profiling import named_wait
 from zcomm._transport import tagged
 from zcomm._transport.checked import Checks, Ranks, checked
 from zcomm._transport.collective_log import CollectiveCall, CollectiveLog, call_here, failing, tracked
-from zcomm._transport.store_exchange import meet
+from zcomm._transport.store_exchange import exchange_texts
 from zcomm._transport.tagged import TaggedExchange, Tags, exchange, tags_of
 from zcomm._transport.traffic import record
 
@@ -36,14 +37,12 @@ from zcomm._transport.traffic import record
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Carrier(Protocol):
-    """What exchanges the bytes of a hop instead of torch's process group."""
+class NcclHop(Protocol):
+    """Exchanges bytes over a hop of several ranks in place of torch's process group."""
 
-    def all_gather(self, output: Tensor, message: Tensor) -> Pending:
-        """As :func:`all_gather` of a hop of several ranks."""
+    def all_gather(self, output: Tensor, message: Tensor) -> Pending: ...
 
-    def all_to_all(self, output: Tensor, messages: Tensor) -> Pending:
-        """As :func:`all_to_all` of a hop of several ranks."""
+    def all_to_all(self, output: Tensor, messages: Tensor) -> Pending: ...
 
 
 @dataclass(frozen=True)
@@ -57,41 +56,38 @@ class Hop:
     num_intra_peers: int
     num_inter_peers: int
     backend: str = ""
-    """Of the group, as torch.distributed names it."""
-    ledger: CollectiveLog = field(default_factory=CollectiveLog, compare=False, repr=False)
-    """What has been started over it."""
-    carrier: Carrier | None = field(default=None, compare=False, repr=False)
-    """None: the group itself."""
-    beside: Hop | None = field(default=None, compare=False, repr=False)
-    """The other hop of a collective of two: its ranks hear of damage in this one's messages, too."""
-    is_apart: bool = False
-    """Whether checksums go beside those of other exchanges, out of their order."""
+    """Name of the group's backend in torch.distributed."""
+    log: CollectiveLog = field(default_factory=CollectiveLog, compare=False, repr=False)
+    """The exchanges started over this hop."""
+    nccl: NcclHop | None = field(default=None, compare=False, repr=False)
+    """None: exchanges use the process group."""
+    paired: Hop | None = field(default=None, compare=False, repr=False)
+    """The other hop of a two-hop collective: its ranks also learn of damaged messages on this hop."""
+    is_unordered: bool = False
+    """Whether checksums are verified at once, in a thread of their own, and not in the order of the exchanges."""
     communicators: Any = field(default=None, compare=False, repr=False)
-    """The :class:`zcomm._transport.nccl_communicators.Communicators` of its Topology; None: a process group of a caller's."""
+    """The Topology's :class:`nccl_communicators.Communicators`; None for a hop over a caller's process group."""
 
     def ranks(self) -> Ranks:
-        """Who exchanges checksums and verdicts."""
         assert self.group is not None, "a rank alone exchanges nothing"
-        return Ranks(self.group, self.rank, takes_host_tensors(self.backend), _links(self), self.is_apart)
+        return Ranks(self.group, self.rank, takes_host_tensors(self.backend), _links(self), self.is_unordered)
 
-    def sends(self, device_type: str) -> bool:
-        """Whether tensors there are exchanged by tagged sends."""
+    def is_tagged(self, device_type: str) -> bool:
+        """Whether tensors on ``device_type`` are exchanged by tagged sends and receives."""
         return device_type == "cpu" and "gloo" in self.backend
 
-    def next_to(self, other: Hop) -> Hop:
-        """The same hop of a collective whose other one is ``other``."""
-        return replace(self, beside=other)
+    def paired_with(self, other: Hop) -> Hop:
+        return replace(self, paired=other)
 
-    def with_carrier(self, carrier: Carrier) -> Hop:
-        """The same ranks and the same ledger, over ``carrier``."""
-        return replace(self, carrier=carrier)
+    def with_nccl(self, nccl: NcclHop) -> Hop:
+        return replace(self, nccl=nccl)
 
 
 ALONE = Hop(None, 1, 0, 0, 0)
 
 
 class MessageInfo(NamedTuple):
-    """What a message is, for the counters."""
+    """What the traffic counters know about a message."""
 
     operation: str
     format: str
@@ -99,17 +95,17 @@ class MessageInfo(NamedTuple):
 
 
 def count(hop: Hop, sent: MessageInfo, nbytes: int) -> None:
-    """Count ``nbytes`` to every other rank of ``hop``."""
+    """Count a message of ``nbytes`` to every other rank of ``hop``."""
     for link, num_peers in _links(hop):
         if num_peers:
             record((sent.operation, sent.format, link), num_peers, sent.numel, nbytes)
 
 
-Words = tuple[str, str, str]
+ExchangeName = tuple[str, str, str]
 
 
-def words_of(hop: Hop, sent: MessageInfo) -> Words:
-    """How a profiler's trace calls an exchange: what, in which format, over which links."""
+def exchange_name_of(hop: Hop, sent: MessageInfo) -> ExchangeName:
+    """The name of an exchange in a profiler trace: operation, format and links."""
     return sent.operation, sent.format, "/".join(link for link, count in _links(hop) if count)
 
 
@@ -119,7 +115,7 @@ def _links(hop: Hop) -> tuple[tuple[str, int], tuple[str, int]]:
 
 def _bytes(tensor: Tensor) -> Tensor:
     flat = tensor.view(-1)
-    if flat.stride(0) != 1:  # one element, cut from something strided
+    if flat.stride(0) != 1:  # a slice of one element keeps the stride of its base, which view(dtype) rejects
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)
 
@@ -140,53 +136,54 @@ def all_gather(output: Tensor, message: Tensor, hop: Hop, sent: MessageInfo) -> 
 
 
 def _start(output: Tensor, mine: Tensor, hop: Hop, operation: str, sent: MessageInfo) -> Pending | None:
-    """Start exchanging ``mine``; what goes over the group itself is entered into its ledger."""
-    words = words_of(hop, sent)
-    start = partial(_gather if operation == "all_gather" else _exchange, words=words)
+    """Start exchanging ``mine``. Exchanges over the process group are logged; over NCCL the stream logs them."""
+    name = exchange_name_of(hop, sent)
+    start = partial(_gather if operation == "all_gather" else _exchange, name=name)
     call = call_here(operation, mine.numel() * mine.element_size(), mine.device.type)
-    if hop.beside is not None:
-        call = hop.ledger.beside(call)
-    if hop.carrier is not None:
-        return named_wait(start(output, mine, hop, tags_of(hop.ledger.carry(), call)), *words)
+    if hop.paired is not None:
+        call = hop.log.number_pair(call)
+    if hop.nccl is not None:
+        return named_wait(start(output, mine, hop, tags_of(hop.log.count_nccl(), call)), *name)
     if device_of(hop.backend, mine.device) != mine.device:
-        return _through_copies(output, mine, hop, words, call)
-    number = hop.ledger.start(call, sent.format)
-    with failing(operation, hop.group, hop.ledger.lost):
-        pending = named_wait(start(output, mine, hop, tags_of(number, call)), *words)
-    return tracked(pending, hop.ledger, number, hop.group)
+        return _through_copies(output, mine, hop, name, call)
+    number = hop.log.start(call, sent.format)
+    with failing(operation, hop.group, hop.log.departed):
+        pending = named_wait(start(output, mine, hop, tags_of(number, call)), *name)
+    return tracked(pending, hop.log, number, hop.group)
 
 
-def _gather(output: Tensor, message: Tensor, hop: Hop, tags: Tags, words: Words) -> Pending:
+def _gather(output: Tensor, message: Tensor, hop: Hop, tags: Tags, name: ExchangeName) -> Pending:
     pending = _gather_unchecked(output, message, hop, tags.own)
     if not env.is_set("ZCOMM_CHECK"):
         return pending
     rows = output.view(hop.size, -1) if output.is_contiguous() else output
-    return _checked(pending, hop, (words, tags), [message] * hop.size, rows.unbind(0))
+    return _checked(pending, hop, (name, tags), [message] * hop.size, rows.unbind(0))
 
 
 def _checked(
-    pending: Pending, hop: Hop, about: tuple[Words, Tags], sent: Sequence[Tensor], received: Sequence[Tensor]
+    pending: Pending, hop: Hop, about: tuple[ExchangeName, Tags], sent: Sequence[Tensor], received: Sequence[Tensor]
 ) -> Pending:
-    """With its verdict; ``received`` by rank of the hop."""
-    beside = None if hop.beside is None else hop.beside.ranks()
+    """``pending`` with checksums exchanged; ``received`` is indexed by rank of the hop."""
+    paired = None if hop.paired is None else hop.paired.ranks()
     others = {peer: part for peer, part in enumerate(received) if peer != hop.rank}
-    return checked(pending, Checks(*about, hop.ranks(), sent, others, beside))
+    return checked(pending, Checks(*about, hop.ranks(), sent, others, paired))
 
 
 def _gather_unchecked(output: Tensor, message: Tensor, hop: Hop, tag: int) -> Pending:
-    if hop.carrier is not None:
-        return hop.carrier.all_gather(output, message)
-    if not hop.sends(message.device.type):
+    if hop.nccl is not None:
+        return hop.nccl.all_gather(output, message)
+    if not hop.is_tagged(message.device.type):
         if output.is_contiguous():
             return cast(Pending, _all_gather(_bytes(output), _bytes(message), group=hop.group, async_op=True))
         rows = [_bytes(row) for row in output]
         return cast(Pending, dist.all_gather(rows, _bytes(message), group=hop.group, async_op=True))
-    return _swap(output.view(hop.size, -1).unbind(0), [message.view(-1)] * hop.size, hop, tag)
+    return _send_and_receive(output.view(hop.size, -1).unbind(0), [message.view(-1)] * hop.size, hop, tag)
 
 
-def _swap(received: Sequence[Tensor], sent: Sequence[Tensor], hop: Hop, tag: int) -> TaggedExchange:
+def _send_and_receive(received: Sequence[Tensor], sent: Sequence[Tensor], hop: Hop, tag: int) -> TaggedExchange:
     """``sent[i]`` goes to rank i of the hop; ``received[i]`` comes from it. This rank's own part is copied."""
     assert hop.group is not None, "a rank alone exchanges nothing"
+    # Each rank starts with its neighbour, so that no rank is the first target of all others.
     before = [(hop.rank - step) % hop.size for step in range(1, hop.size)]
     after = [(hop.rank + step) % hop.size for step in range(1, hop.size)]
     receives = [(peer, _bytes(received[peer])) for peer in before]
@@ -194,8 +191,8 @@ def _swap(received: Sequence[Tensor], sent: Sequence[Tensor], hop: Hop, tag: int
     return exchange(hop.group, tag, receives, [(peer, _bytes(sent[peer])) for peer in after], own)
 
 
-def together(exchanges: Sequence[Pending | None]) -> Pending | None:
-    """All of ``exchanges``, which have been started, as one."""
+def combined(exchanges: Sequence[Pending | None]) -> Pending | None:
+    """One handle for ``exchanges``, all of which have been started."""
     return TaggedExchange([exchange for exchange in exchanges if exchange is not None])
 
 
@@ -210,72 +207,75 @@ def all_to_all(output: Tensor, messages: Tensor, hop: Hop, sent: MessageInfo) ->
     return _start(output, messages, hop, "all_to_all", sent)
 
 
-def _exchange(output: Tensor, messages: Tensor, hop: Hop, tags: Tags, words: Words) -> Pending:
-    if hop.carrier is not None:
-        pending = hop.carrier.all_to_all(output, messages)
-    elif hop.sends(messages.device.type):
+def _exchange(output: Tensor, messages: Tensor, hop: Hop, tags: Tags, name: ExchangeName) -> Pending:
+    if hop.nccl is not None:
+        pending = hop.nccl.all_to_all(output, messages)
+    elif hop.is_tagged(messages.device.type):
         sent, received = (_bytes(tensor).view(hop.size, -1).unbind(0) for tensor in (messages, output))
-        pending = _swap(received, sent, hop, tags.own)
+        pending = _send_and_receive(received, sent, hop, tags.own)
     else:
         work = dist.all_to_all_single(_bytes(output), _bytes(messages), group=hop.group, async_op=True)
         pending = cast(Pending, work)
     if not env.is_set("ZCOMM_CHECK"):
         return pending
     sent, received = (_bytes(tensor).view(hop.size, -1).unbind(0) for tensor in (messages, output))
-    return _checked(pending, hop, (words, tags), sent, received)
+    return _checked(pending, hop, (name, tags), sent, received)
 
 
-def _through_copies(output: Tensor, source: Tensor, hop: Hop, words: Words, call: CollectiveCall) -> Pending | None:
+def _through_copies(
+    output: Tensor, source: Tensor, hop: Hop, name: ExchangeName, call: CollectiveCall
+) -> Pending | None:
     device = device_of(hop.backend, source.device)
     received = torch.empty(output.shape, dtype=output.dtype, device=device)
     start = _gather if call.operation == "all_gather" else _exchange
     call = call._replace(device_type=device.type)
-    number = hop.ledger.start(call, words[1])
-    with failing(call.operation, hop.group, hop.ledger.lost):
-        pending = start(received, source.to(device), hop, tags_of(number, call), words)
-    with hop.ledger.waiting(number, hop.group):
+    number = hop.log.start(call, name[1])
+    with failing(call.operation, hop.group, hop.log.departed):
+        pending = start(received, source.to(device), hop, tags_of(number, call), name)
+    with hop.log.waiting(number, hop.group):
         pending.wait()
         output.copy_(received)
     return None
 
 
-def take_part(number: int, call: CollectiveCall, hop: Hop) -> Pending:
-    """Start exchange ``number`` of ``hop``, whose values nobody will use: ranks wait for this one in it.
+def start_for_others(number: int, call: CollectiveCall, hop: Hop) -> Pending:
+    """Start exchange ``number`` of ``hop`` with dummy values, so that ranks blocked in it wake up and raise.
 
-    ``hop`` has another beside it if the call's had one. The ledger is left to the caller.
+    ``hop`` has a paired hop if that of the call had one. The caller updates the log.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if call.device_type == "cuda" else torch.device("cpu")
     mine, tags = torch.zeros(call.nbytes, dtype=torch.uint8, device=device), tags_of(number, call)
-    hop = replace(hop, is_apart=True)
-    words = (call.operation, "none", "/".join(link for link, count in _links(hop) if count))
+    # The ordered checksum thread may itself be blocked behind an exchange that this call completes.
+    hop = replace(hop, is_unordered=True)
+    name = (call.operation, "none", "/".join(link for link, count in _links(hop) if count))
     if call.operation == "broadcast":
         return _broadcast(mine, call.src, hop, tags, relays=False)
-    if call.operation in tagged.FIRST:
+    if call.operation in tagged.FIRST_RANK_EXCHANGES:
         rows = mine.new_empty((hop.size, call.nbytes)) if hop.rank == 0 else None
         assert hop.group is not None, "a rank alone exchanges nothing"
-        return tagged.FIRST[call.operation](mine, rows, hop.group, tags.own)
+        return tagged.FIRST_RANK_EXCHANGES[call.operation](mine, rows, hop.group, tags.own)
     if call.operation == "all_to_all":
-        return _exchange(torch.empty_like(mine), mine, hop, tags, words)
-    return _gather(mine.new_empty((hop.size, call.nbytes)), mine, hop, tags, words)
+        return _exchange(torch.empty_like(mine), mine, hop, tags, name)
+    return _gather(mine.new_empty((hop.size, call.nbytes)), mine, hop, tags, name)
 
 
 def broadcast_(tensor: Tensor, src: int, hop: Hop) -> None:
-    """Overwrite contiguous ``tensor`` with rank ``src``'s, ``src`` counted in the hop."""
+    """Overwrite contiguous ``tensor`` with that of rank ``src`` of the hop."""
     if hop.group is None or tensor.numel() == 0:
         return
     if hop.rank == src:
         count(hop, MessageInfo("control", "none", tensor.numel()), tensor.numel() * tensor.element_size())
     values = tensor.to(device_of(hop.backend, tensor.device))
     call = call_here("broadcast", tensor.numel() * tensor.element_size(), values.device.type, src)
-    number = hop.ledger.start(call)
-    with hop.ledger.waiting(number, hop.group):
+    number = hop.log.start(call)
+    with hop.log.waiting(number, hop.group):
         _broadcast(_bytes(values), src, hop, tags_of(number, call)).wait()
     if values is not tensor:
         tensor.copy_(values)
 
 
 def _broadcast(values: Tensor, src: int, hop: Hop, tags: Tags, *, relays: bool = True) -> Pending:
-    if hop.sends(values.device.type):
+    if hop.is_tagged(values.device.type):
         assert hop.group is not None, "a rank alone exchanges nothing"
         place = hop.group, hop.size, hop.rank
         pending: Pending = tagged.broadcast(values, src, place, tags.own, relays=relays)
@@ -283,13 +283,13 @@ def _broadcast(values: Tensor, src: int, hop: Hop, tags: Tags, *, relays: bool =
         pending = cast(Pending, dist.broadcast(values, group=hop.group, group_src=src, async_op=True))
     if not env.is_set("ZCOMM_CHECK"):
         return pending
-    words, is_src = words_of(hop, MessageInfo("broadcast", "none", values.numel())), hop.rank == src
+    name, is_src = exchange_name_of(hop, MessageInfo("broadcast", "none", values.numel())), hop.rank == src
     received = {} if is_src else {src: values}
-    return checked(pending, Checks(words, tags, hop.ranks(), [values] * hop.size if is_src else [], received, None))
+    return checked(pending, Checks(name, tags, hop.ranks(), [values] * hop.size if is_src else [], received, None))
 
 
 def sum_(tensor: Tensor, group: dist.ProcessGroup | None) -> torch.futures.Future[Tensor]:
-    """Start torch.distributed's own all-reduce of ``tensor``, in place. Not counted: it has no hops of ours."""
+    """Start torch.distributed's own in-place all-reduce of ``tensor``. Its traffic is not counted."""
 
     def first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
         with failing("all_reduce", group):
@@ -301,63 +301,62 @@ def sum_(tensor: Tensor, group: dist.ProcessGroup | None) -> torch.futures.Futur
 
 
 def device_of(backend: str, wanted: torch.device) -> torch.device:
-    """``wanted`` if ``backend`` takes its tensors, else a device whose tensors it takes."""
+    """``wanted`` if ``backend`` supports its tensors, else a device that it supports."""
     if wanted.type == "cpu" and not takes_host_tensors(backend):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if wanted.type == "cuda" and "nccl" not in backend else wanted
 
 
 def takes_host_tensors(backend: str) -> bool:
-    """Whether ``backend`` exchanges tensors in host memory."""
     return "gloo" in backend or "nccl" not in backend
 
 
-_LEDGERS: WeakKeyDictionary[dist.ProcessGroup, CollectiveLog] = WeakKeyDictionary()
+_LOGS: WeakKeyDictionary[dist.ProcessGroup, CollectiveLog] = WeakKeyDictionary()
 
 
-def ledger_of(group: dist.ProcessGroup) -> CollectiveLog:
-    """That of a process group which no Topology has made: the same one at each call."""
-    return _LEDGERS.setdefault(group, CollectiveLog())
+def log_of(group: dist.ProcessGroup) -> CollectiveLog:
+    """The log of a caller's process group: always the same object, so that exchanges are numbered in one sequence."""
+    return _LOGS.setdefault(group, CollectiveLog())
 
 
 def gather_ints(value: int, group: dist.ProcessGroup | None) -> list[int]:
-    """Every rank's ``value``, in rank order. A barrier; over NCCL a meeting in the store, without any device."""
-    whole = dist.group.WORLD if group is None else group
-    assert whole is not None, "torch.distributed is initialised"
+    """Every rank's ``value``, in rank order. A barrier. Over NCCL a store exchange, which waits for no device."""
+    process_group = dist.group.WORLD if group is None else group
+    assert process_group is not None, "torch.distributed is initialized"
     if not takes_host_tensors(backend_of(group)):
-        ranks = dist.get_process_group_ranks(whole)
-        return [int(text) for text in meet(ranks, str(value), lane="numbers", timeout=timeout_of(group))]
+        ranks = dist.get_process_group_ranks(process_group)
+        return [int(text) for text in exchange_texts(ranks, str(value), lane="numbers", timeout=timeout_of(group))]
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    return ints_over(value, Hop(whole, size, rank, 0, 0, backend_of(group), ledger_of(whole)))
+    return ints_over(value, Hop(process_group, size, rank, 0, 0, backend_of(group), log_of(process_group)))
 
 
 def ints_over(value: int, hop: Hop) -> list[int]:
-    """Every rank's ``value``, in rank order. A barrier. ``hop`` has several ranks and takes tensors in host memory."""
-    mine = torch.tensor([value], dtype=torch.int64, device="cpu")  # a constructor may run under torch.device("meta")
+    """Every rank's ``value``, in rank order. A barrier. ``hop`` has several ranks and takes host tensors."""
+    # Explicitly on the CPU and without __torch_function__: a constructor may run under torch.device("meta").
+    mine = torch.tensor([value], dtype=torch.int64, device="cpu")
     of_ranks = mine.new_empty(hop.size)
     call = call_here("all_gather of one number", 8, "cpu")
-    number = hop.ledger.start(call)
-    with hop.ledger.waiting(number, hop.group), torch._C.DisableTorchFunction():
+    number = hop.log.start(call)
+    with hop.log.waiting(number, hop.group), torch._C.DisableTorchFunction():
         _gather_unchecked(of_ranks, mine, hop, tags_of(number, call).own).wait()
     return [int(v) for v in of_ranks.tolist()]
 
 
 def backend_of(group: dist.ProcessGroup | None) -> str:
-    """The group's backends as ``cpu:gloo,cuda:nccl``."""
+    """The backends of ``group``, as in ``cpu:gloo,cuda:nccl``."""
     return str(dist.get_backend_config(group))
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
-    """The timeout of ``group``: torch.distributed would give a new group half an hour whatever its parent has."""
-    whole: Any = dist.group.WORLD if group is None else group
-    for device in whole._device_types:
-        timeout = getattr(getattr(whole._get_backend(device), "options", None), "_timeout", None)
+    """The timeout of ``group``. A new group does not inherit it: torch.distributed's default is half an hour."""
+    process_group: Any = dist.group.WORLD if group is None else group
+    for device in process_group._device_types:
+        timeout = getattr(getattr(process_group._get_backend(device), "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):
             return timeout
     return None
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """The process group whose ``group_name`` that is."""
     resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
     return cast(dist.ProcessGroup, resolve(name))

@@ -1,11 +1,11 @@
-"""Which backend carries the collectives of a Topology, and which kernels encode and decode for them.
+"""Choosing the backend that carries a Topology's collectives and the kernels that encode and decode their messages.
 
-torch    torch's process groups, with Triton's kernels between them on a GPU: any device, any format
-nccl     CUDA tensors: quantize, transfer and decode of a message pipelined in chunks, without Python between them
-auto     torch, until the other is measured to be faster
+torch    torch's process groups, with Triton kernels on a GPU: any device, any format
+nccl     CUDA tensors: quantize, transfer and decode pipelined in chunks, in C++
+auto     torch, until nccl is measured to be faster
 
-All backends and all kernels give the same bits. A call that a backend cannot serve is refused, with the reason, never
-handed to the other.
+All backends and all kernels give the same bits. There is no silent fallback: a call that a backend does not support
+raises an error with the reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zcomm._base.arguments import check_choice
 from zcomm._kernels import kernels, native_calls, on_cuda, on_triton
 from zcomm._kernels.on_cuda import driver_unavailable_reason
 from zcomm._transport.nccl_library import is_emulated, nccl_library
-from zcomm._transport.store_exchange import meet
+from zcomm._transport.store_exchange import exchange_texts
 from zcomm.errors import BackendUnavailableError, ConfigError
 
 BackendName = Literal["torch", "nccl"]
@@ -29,21 +29,19 @@ AUTO: BackendName = "torch"
 
 
 def check_names(backend: object, kernels: object) -> None:
-    """Raise ConfigError unless there are such a backend and such kernels."""
     check_choice("backend", backend, get_args(BackendWish), ConfigError)
     check_choice("kernels", kernels, get_args(KernelsName), ConfigError)
 
 
 def resolved(name: BackendWish) -> BackendName:
-    """What ``name`` is, of those that there are."""
     return AUTO if name == "auto" else name
 
 
 def chosen_backend(name: BackendName | None, owned: BackendName | None) -> BackendName:
-    """The backend of a call that was given ``backend=name``; None: the one that its Topology has, ``owned``, or "auto".
+    """The backend of a call with ``backend=name``. None means ``owned``, the Topology's, or else "auto".
 
     Raises:
-        ConfigError: There is no such backend.
+        ConfigError: ``name`` is not a backend.
     """
     if name is None:
         return owned or AUTO
@@ -52,7 +50,7 @@ def chosen_backend(name: BackendName | None, owned: BackendName | None) -> Backe
 
 
 def nccl_unavailable_reason() -> str:
-    """Why the communicator over NCCL cannot be used in this process; empty if it can."""
+    """Why ``backend="nccl"`` is unavailable in this process; empty if it is available."""
     try:
         native = kernels.native()
         if is_emulated():
@@ -71,7 +69,7 @@ def nccl_unavailable_reason() -> str:
 
 
 def unavailable_reason(backend: BackendWish, chosen: KernelsName) -> str:
-    """Why this process cannot have them, whatever the device; empty if it can."""
+    """Why the backend or the kernels are unavailable in this process, on any device; empty if they are available."""
     if backend == "nccl" and (reason := nccl_unavailable_reason()):
         return f"backend='nccl' cannot be used: {reason}"
     reasons = {
@@ -83,26 +81,27 @@ def unavailable_reason(backend: BackendWish, chosen: KernelsName) -> str:
     return f"kernels={chosen!r} cannot be used: {reason}" if reason else ""
 
 
-def agree_on_carrier(
+def agree_on_backend(
     backend: BackendWish, chosen: KernelsName, ranks: Sequence[int], timeout: timedelta | None
 ) -> None:
-    """Raise BackendUnavailableError on every one of ``ranks`` unless all of them can have both.
+    """Raise BackendUnavailableError on all ``ranks`` unless backend and kernels are available on all of them.
 
-    Collective, through torch.distributed's store, but where what was asked for is always there. All ask for the same.
+    Every rank passes the same names. Collective, through torch.distributed's store; for choices that are always
+    available it returns at once.
     """
     if backend != "nccl" and chosen in ("auto", "reference"):
         return
     reason = unavailable_reason(backend, chosen)
-    found = meet(ranks, reason, lane="carrier", timeout=timeout) if len(ranks) > 1 else [reason]
+    found = exchange_texts(ranks, reason, lane="carrier", timeout=timeout) if len(ranks) > 1 else [reason]
     if reason and len(set(found)) == 1:
         raise BackendUnavailableError(reason)
     lines = [f"  rank {rank}: {text}" for rank, text in enumerate(found) if text]
     if lines:
-        raise BackendUnavailableError("not every rank can have what was asked for:\n" + "\n".join(lines))
+        raise BackendUnavailableError("backend and kernels must be available on every rank:\n" + "\n".join(lines))
 
 
 def unserved_reason(chosen: KernelsName, device_type: str) -> str:
-    """Why ``kernels=chosen`` do not encode tensors on devices of this type; empty if they do."""
+    """Why ``kernels=chosen`` do not support tensors on ``device_type``; empty if they do."""
     if chosen == "triton":
         return on_triton.unavailable_reason(device_type, chosen)
     wanted = {"cuda": "cuda", "native": "cpu"}.get(chosen, device_type)

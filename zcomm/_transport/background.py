@@ -1,7 +1,7 @@
-"""Work beside the training: functions run one after the other in a thread, with a gloo group that nobody else uses.
+"""A background thread for work that overlaps training, with a gloo group of its own.
 
-Every rank submits the same functions in the same order, so what they exchange over the group matches; the collectives
-of the main thread go over other groups and are not disturbed.
+Every rank submits the same functions in the same order, so their collectives match. The group is not shared with the
+main thread: two threads that start collectives on one group would start them in a different order on each rank.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ T = TypeVar("T")
 
 
 class Background:
-    """One thread, started when first needed; at exit the interpreter waits for what was submitted.
+    """One thread, started at the first submit. The interpreter waits at exit for everything submitted.
 
     Args:
-        group: Of all ranks of a topology, on gloo; None for a process alone.
+        group: A gloo group of all ranks of a topology; None for a single process.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.last: Any = None
-        """For the submitter: what is to be waited for before more is submitted."""
+        """For the submitter: the work to wait for before it submits more."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zcomm-background")
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Call ``function`` after everything submitted before."""
         return self._thread.submit(function)
 
     def close(self) -> None:
-        """Wait for everything submitted; errors are left to whoever waits for the result."""
+        """Wait for everything submitted. Errors are raised by the futures."""
         self._thread.shutdown(wait=True)

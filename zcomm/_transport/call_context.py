@@ -1,17 +1,17 @@
-"""Which public call a thread is in, and where in the user's program: what exchanges belong to, and what errors name.
+"""Which public call and which user line a thread is in: exchanges are matched by it, and errors name it.
 
-    with calling("state_dict"):       the outermost one counts: what it calls belongs to it
+    with public_call("state_dict"):       only the outermost call counts: what it calls belongs to it
 
-A collective that a queue's thread drives goes on in the context of the thread that has called it (:func:`here`).
+A collective driven by a queue's thread keeps the context of the thread that called it (:func:`use_context`).
 
-Stacks of other threads, as plain values: no frame object of a running thread is kept.
+Stacks of other threads are returned as plain values: no frame object of a running thread is kept.
 
-CPython 3.11 creates frame objects lazily. A garbage collection during that may release the GIL, so that the observed
-thread runs on, and the new object refers to memory that other frames reuse: a crash. So the collector is off while
-stacks are read.
+CPython 3.11 creates frame objects lazily. A garbage collection at that moment may release the GIL; the observed thread
+runs on, and the new frame object refers to memory that other frames reuse: a crash. So garbage collection is disabled
+while stacks are read.
 
-Invariant: one thread at a time switches the collector off and on again. Otherwise the first to end would switch it on
-while another still reads, and a child forked meanwhile would never collect anything.
+Invariant: only one thread at a time disables and enables garbage collection. Otherwise the first to finish would
+enable it while another still reads, and a child forked in between would never collect.
 """
 
 from __future__ import annotations
@@ -35,32 +35,31 @@ os.register_at_fork(before=_READING.acquire, after_in_parent=_READING.release, a
 
 
 class StackFrame(NamedTuple):
-    """One frame of a stack."""
-
     file: str
     function: str
     line: int
     instruction: int
     frame: int
-    """Its identity, while it lives."""
+    """id() of the frame object; unique while the frame lives."""
 
 
 def stack(depth: int = 0) -> Iterator[StackFrame]:
-    """This thread's, innermost first, from the caller on, or from ``depth`` frames further out."""
-    return _places(sys._getframe(depth + 1))
+    """This thread's frames, innermost first, from the caller on, or from ``depth`` frames further out."""
+    return _frames_of(sys._getframe(depth + 1))
 
 
 def stacks_of(threads: Iterable[int]) -> dict[int, list[StackFrame]]:
-    """Those of ``threads``, this one not among them, innermost first; what runs no Python is left out."""
+    """The stacks of ``threads`` except this one, innermost frame first. Threads that run no Python are left out."""
     wanted = set(threads) - {threading.get_ident()}
     with _no_collection():
         frames = sys._current_frames()
-        found = {thread: list(_places(frames[thread])) for thread in wanted if thread in frames}
-        frames.clear()  # this frame is in it: it would keep itself, and what other threads hold, until a collection
+        found = {thread: list(_frames_of(frames[thread])) for thread in wanted if thread in frames}
+        # The dict holds this frame: a reference cycle that would keep other threads' tensors alive until a collection.
+        frames.clear()
     return found
 
 
-def _places(frame: FrameType | None) -> Iterator[StackFrame]:
+def _frames_of(frame: FrameType | None) -> Iterator[StackFrame]:
     while frame is not None:
         code = frame.f_code
         yield StackFrame(code.co_filename, code.co_name, frame.f_lineno or 0, frame.f_lasti, id(frame))
@@ -82,24 +81,24 @@ def _no_collection() -> Iterator[None]:
                 gc.enable()
 
 
-OWN = tuple(str(Path(__file__).parents[1] / name) + "/" for name in ("zcomm", "zero"))
+LIBRARY_DIRS = tuple(str(Path(__file__).parents[2] / name) + "/" for name in ("zcomm", "zero"))
 TORCH = str(Path(torch.__file__).parent) + "/"
 PYTHON = str(Path(threading.__file__).parent) + "/"
 DISTRIBUTED = TORCH + "distributed/"
 
 
 class Context(NamedTuple):
-    """What a thread's exchanges belong to."""
+    """What a thread's exchanges belong to: exchanges of different contexts never match."""
 
     call: str = ""
-    """The outermost public call; empty: forward, backward, or none of ours."""
+    """The outermost public call; empty in forward, in backward and outside of the library."""
     bucket: str = ""
-    """What it is done for."""
+    """The bucket that is exchanged."""
     depth: int = 0
     within: str = ""
-    """A public call that errors name all the same, though other ranks may be in another."""
-    goes_on: bool = False
-    """Whether the caller computes while its exchange runs: the call was made with ``async_op=True``."""
+    """A public call that errors name although exchanges are not matched by it."""
+    overlaps: bool = False
+    """Whether the exchange overlaps the caller's computation: the call was made with ``async_op=True``."""
 
 
 class _Here(threading.local):
@@ -108,21 +107,20 @@ class _Here(threading.local):
 
 _HERE = _Here()
 UNKNOWN = "an unknown line"
-_TURNS = count(1)
-_TURN = [0]
-"""Changes whenever an outermost call begins or ends: what was noted before is old."""
+_GENERATIONS = count(1)
+_GENERATION = [0]
+"""Changes whenever an outermost public call starts or ends, which invalidates earlier notes."""
 _NOTES: dict[int, tuple[int, Callable[[], str]]] = {}
-"""By thread: in which turn it was noted, and what the thread is about to do."""
+"""By thread: the generation of the note, and what the thread is about to do."""
 
 
-def here() -> Context:
-    """What this thread's exchanges belong to."""
+def current_context() -> Context:
     return _HERE.context
 
 
 @contextmanager
-def entered(context: Context) -> Iterator[None]:
-    """Exchanges inside belong to ``context``, of another thread."""
+def use_context(context: Context) -> Iterator[None]:
+    """Exchanges inside belong to ``context``, usually that of another thread."""
     before, _HERE.context = _HERE.context, context
     try:
         yield
@@ -132,7 +130,7 @@ def entered(context: Context) -> Iterator[None]:
 
 @contextmanager
 def in_bucket(name: str) -> Iterator[None]:
-    """Collectives called inside are for bucket ``name``, on every rank: their exchanges meet no other bucket's."""
+    """Collectives called inside are for bucket ``name`` on every rank. They never match those of another bucket."""
     before = _HERE.context
     _HERE.context = before._replace(bucket=name)
     try:
@@ -142,18 +140,18 @@ def in_bucket(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def in_no_call() -> Iterator[None]:
-    """Exchanges inside belong to forward and backward, whichever public call this thread is in."""
+def outside_public_call() -> Iterator[None]:
+    """Exchanges inside belong to forward and backward, whatever public call this thread is in."""
     context = _HERE.context
-    with entered(Context(bucket=context.bucket, within=context.call or context.within)):
+    with use_context(Context(bucket=context.bucket, within=context.call or context.within)):
         yield
 
 
-class calling(ContextDecorator):  # noqa: N801  (a context manager)
-    """Inside, or inside the function decorated with it, exchanges belong to the public call ``name``.
+class public_call(ContextDecorator):  # noqa: N801  (a context manager)
+    """Context manager and decorator: exchanges inside belong to the public call ``name``.
 
-    Exchanges of different calls never meet. ``name`` is the same on every rank that makes the same call, and holds what
-    must be equal of its arguments.
+    Exchanges of different calls never match. ``name`` is the same on every rank that makes the same call; it includes
+    the arguments that must be equal.
     """
 
     def __init__(self, name: str) -> None:
@@ -162,50 +160,51 @@ class calling(ContextDecorator):  # noqa: N801  (a context manager)
     def __enter__(self) -> None:
         context = _HERE.context
         if context.depth == 0:
-            _TURN[0] = next(_TURNS)
+            _GENERATION[0] = next(_GENERATIONS)
         _HERE.context = context._replace(call=context.call or self._name, depth=context.depth + 1)
 
     def __exit__(self, *_: object) -> None:
         context = _HERE.context
         if context.depth == 1:
-            _TURN[0] = next(_TURNS)
+            _GENERATION[0] = next(_GENERATIONS)
         _HERE.context = context._replace(call=context.call if context.depth > 1 else "", depth=context.depth - 1)
 
 
 def note(doing: Callable[[], str]) -> None:
-    """What this thread is about to do, in words that are asked for if ranks wait for one another."""
-    _NOTES[threading.get_ident()] = _TURN[0], doing
+    """Note what this thread is about to do. ``doing`` is evaluated only if a deadlock is found."""
+    _NOTES[threading.get_ident()] = _GENERATION[0], doing
 
 
 def noted(thread: int) -> str:
-    """What ``thread`` is about to do, if that is not over."""
-    turn, doing = _NOTES.get(thread, (-1, str))
-    return doing() if turn == _TURN[0] else ""
+    """The valid note of ``thread``; empty if there is none."""
+    generation, doing = _NOTES.get(thread, (-1, str))
+    return doing() if generation == _GENERATION[0] else ""
 
 
 def line_of(stack: Iterable[StackFrame]) -> str:
-    """``file:line`` of the first of ``stack``, innermost first, that is neither ours, nor torch's, nor Python's own."""
+    """``file:line`` of the innermost frame of ``stack`` outside of this library, torch and the standard library."""
     for place in stack:
         name = place.file
-        if not name.startswith((*OWN, TORCH, "<")) and (not name.startswith(PYTHON) or "site-packages" in name):
+        is_internal = name.startswith((*LIBRARY_DIRS, TORCH, "<"))
+        if not is_internal and (not name.startswith(PYTHON) or "site-packages" in name):
             return f"{name}:{place.line}"
     return ""
 
 
 def describe(thread: int, doing: str) -> str:
-    """What ``thread`` does, and its line: for a thread of autograd that of the main thread, which called backward."""
+    """``doing`` and the user's line. A thread of autograd gets the line of the main thread, which called backward."""
     if thread == threading.get_ident():
         return f"{doing} at {line_of(stack(1)) or UNKNOWN}"
     return f"{doing} at {line_of(_users_stack(thread)) or UNKNOWN}"
 
 
 def is_in_backward(thread: int) -> bool:
-    """Whether ``thread``, or the main thread for one of autograd's, runs a backward."""
+    """Whether ``thread`` is in a backward; for a thread of autograd, whether the main thread is."""
     return any(place.function == "_engine_run_backward" for place in _users_stack(thread))
 
 
 def _users_stack(thread: int) -> list[StackFrame]:
-    """That of ``thread``, or of the main thread if none of the user's lines is in it."""
+    """The stack of ``thread``, or of the main thread if it contains no line of the user's."""
     main = threading.main_thread().ident or 0
     stacks = stacks_of((thread, main))
     own = stacks.get(thread, [])
@@ -213,19 +212,19 @@ def _users_stack(thread: int) -> list[StackFrame]:
 
 
 def is_blocked_in(stack: Sequence[StackFrame]) -> str:
-    """What of torch.distributed, or of ours outside of every Topology, ``stack`` waits in, if it does; empty: nothing.
+    """The call of torch.distributed, or the store exchange, that ``stack`` is blocked in; empty: none.
 
-    Only the innermost Python frame is looked at: one whose C++ waits there is in no other.
+    Only the innermost Python frame decides: a thread that waits in C++ has the caller of that C++ as innermost frame.
     """
     name = stack[0].file
-    if not name.startswith(DISTRIBUTED) and not name.startswith(tuple(OWN[0] + part for part in _WAITING)):
+    if not name.startswith(DISTRIBUTED) and not name.startswith(tuple(LIBRARY_DIRS[0] + part for part in _WAITING)):
         return ""
     found = ""
-    for place in takewhile(lambda one: one.file.startswith((TORCH, *OWN)), stack):
+    for place in takewhile(lambda one: one.file.startswith((TORCH, *LIBRARY_DIRS)), stack):
         if place.file.startswith(DISTRIBUTED) and place.function != "wrapper":
             found = place.function
-    what = f"torch.distributed.{found}" if found else "a meeting of ranks"
+    what = f"torch.distributed.{found}" if found else "a store exchange"
     return f"waits in {what} at {line_of(stack) or UNKNOWN}"
 
 
-_WAITING = ("tagged.py", "backend.py", "meeting.py", "starts.py")
+_WAITING = tuple(f"_transport/{name}.py" for name in ("tagged", "backend", "store_exchange"))

@@ -1,17 +1,18 @@
-"""With ZCOMM_CHECK=1, every message has a checksum, and no rank uses any before all have found theirs whole.
+"""Checksums of messages with ZCOMM_CHECK=1: no rank uses a message before all ranks have verified theirs.
 
     sender    CRC-32 of each message, when its exchange starts --tagged send--> receiver
-    receiver  the message has come: its CRC-32 compared --verdict--> the ranks of the exchange --> the other hop's
+    receiver  compares the CRC-32 of what it received --verdict--> the ranks of the exchange --> those of the paired hop
 
-A thread for each process group does this behind the exchanges, in the order in which they were started; whoever waits
-for an exchange waits for its verdict. Verdicts are equal on all ranks that hear of them, so all raise the same error.
+One thread for each process group verifies exchanges in the order in which they were started. ``wait()`` returns only
+after the verdict. Every rank receives the same verdict, so all raise the same error.
 
 Invariants:
-    V1  What was started over a group before is judged before. So ranks may wait for exchanges in any order. Only those
-        that ranks complete for others, whose calls differ, are judged beside (:func:`zcomm._transport.backend.take_part`).
-    V2  Checksums and verdicts have tags beside that of their exchange (:mod:`zcomm._transport.tagged`): they meet no other send,
-        and no other exchange's. Where a group takes no host tensors they are small collectives instead, when the
-        exchange is waited for, which is in the order of the calls there.
+    V1  Exchanges of a group are verified in the order in which they were started, whatever the order of ``wait()``.
+        Otherwise two ranks that wait in different orders would deadlock in each other's verdicts. The exception is
+        dummy exchanges, which wake ranks from a deadlock (:func:`zcomm._transport.backend.start_for_others`).
+    V2  Checksums and verdicts have tags of their own next to that of their exchange (:mod:`zcomm._transport.tagged`),
+        so they match no other send. Where a group takes no host tensors they are small collectives instead, started
+        in ``wait()``, which is called in the order of the calls there.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from zcomm._transport.tagged import Tags
 from zcomm._transport.traffic import record
 from zcomm.errors import DamagedError
 
-CHECKSUM, VERDICT, BESIDE = 1, 2, 3
-"""What is added to the tag of an exchange, which is a multiple of 4."""
+CHECKSUM, VERDICT, PAIRED = 1, 2, 3
+"""Added to the tag of an exchange, which is a multiple of 4."""
 RANK_BITS = 24
 
 
@@ -46,48 +47,51 @@ class Ranks:
     rank: int
     takes_host_tensors: bool
     links: tuple[tuple[str, int], ...]
-    """Of each link class, to how many ranks."""
-    is_apart: bool = False
-    """Whether the exchange is judged at once, in a thread of its own."""
+    """Link classes, with the number of other ranks of each."""
+    is_unordered: bool = False
+    """Whether the exchange is verified at once, in a thread of its own."""
 
     @property
     def global_ranks(self) -> list[int]:
-        """In the group's order."""
         return list(dist.get_process_group_ranks(self.group))
 
 
 @dataclass(frozen=True)
 class Checks:
-    """What is exchanged: to rank i of ``ranks`` goes ``sent[i]``, if anything does; from it comes ``received[i]``."""
+    """One exchange: ``sent[i]`` goes to rank i of ``ranks``, if there is one; ``received[i]`` comes from it."""
 
-    words: tuple[str, ...]
+    name: tuple[str, ...]
     """Operation, format and links, for the error."""
     tags: Tags
-    """Of the exchange."""
     ranks: Ranks
     sent: Sequence[Tensor]
     received: Mapping[int, Tensor]
-    """Not this rank's own."""
-    beside: Ranks | None
-    """Who must hear of damage, too: the ranks of the other hop, whose turn comes next or was before."""
+    """Without this rank's own part."""
+    paired: Ranks | None
+    """The ranks of the other hop of the collective, which must receive the verdict too."""
 
 
 def checked(pending: Pending, exchange: Checks) -> Pending:
-    """``pending``, which has just been started, with its verdict."""
+    """``pending``, just started as ``exchange``, whose ``wait()`` also verifies checksums.
+
+    Raises:
+        DamagedError: In ``wait()``: a checksum does not match. The same on every rank.
+    """
     ranks = exchange.ranks
-    parts = {part.data_ptr(): part for part in exchange.sent}  # a gather sends the same to all
+    # Now, and not in the thread: the caller may overwrite what it sends as soon as the exchange itself completes.
+    parts = {part.data_ptr(): part for part in exchange.sent}  # an all-gather sends the same to all: hash it once
     by_place = {place: _crc32(part) for place, part in parts.items()}
     sums = [by_place[part.data_ptr()] for part in exchange.sent] or [0] * len(ranks.global_ranks)
-    judged = _Judged(pending, exchange, sums)
-    if ranks.is_apart:
-        threading.Thread(target=judged.judge, name="zcomm-check", daemon=True).start()
+    work = _CheckedExchange(pending, exchange, sums)
+    if ranks.is_unordered:
+        threading.Thread(target=work.verify, name="zcomm-check", daemon=True).start()
     elif ranks.takes_host_tensors:
-        _judge_of(ranks.group).put(judged)
-    return judged
+        _queue_of(ranks.group).put(work)  # V1: one queue and one thread for each group
+    return work
 
 
-def land(pending: Pending, _received: Mapping[int, Tensor]) -> None:
-    """Return when what comes has been written to ``_received``."""
+def wait_received(pending: Pending, _received: Mapping[int, Tensor]) -> None:
+    """Return when the received messages have been written. Tests replace it to damage them."""
     pending.wait()
 
 
@@ -96,27 +100,28 @@ def _crc32(part: Tensor) -> int:
     return zlib.crc32(data)
 
 
-_JUDGES: weakref.WeakKeyDictionary[dist.ProcessGroup, SimpleQueue[_Judged | None]] = weakref.WeakKeyDictionary()
+Queue = SimpleQueue["_CheckedExchange | None"]
+_QUEUES: weakref.WeakKeyDictionary[dist.ProcessGroup, Queue] = weakref.WeakKeyDictionary()
 
 
-def _judge_of(group: dist.ProcessGroup) -> SimpleQueue[_Judged | None]:
-    queue = _JUDGES.get(group)
+def _queue_of(group: dist.ProcessGroup) -> Queue:
+    queue = _QUEUES.get(group)
     if queue is None:
-        queue = _JUDGES[group] = SimpleQueue()
+        queue = _QUEUES[group] = SimpleQueue()
         threading.Thread(target=_serve, args=(queue,), name="zcomm-check", daemon=True).start()
-        weakref.finalize(group, queue.put, None)
+        weakref.finalize(group, queue.put, None)  # ends the thread: it holds the queue, never the group
     return queue
 
 
-def _serve(queue: SimpleQueue[_Judged | None]) -> None:
-    while (judged := queue.get()) is not None:
-        judged.judge()
-        del judged  # its tensors must not stay until the next exchange
+def _serve(queue: Queue) -> None:
+    while (work := queue.get()) is not None:
+        work.verify()
+        del work  # or its tensors would stay alive until the next exchange
 
 
 @dataclass
-class _Judged:
-    """An exchange that has ended when it has landed and its verdict is there."""
+class _CheckedExchange:
+    """An exchange that completes when its messages have arrived and the verdict is known."""
 
     pending: Pending | None
     exchange: Checks | None
@@ -126,7 +131,7 @@ class _Judged:
 
     def wait(self) -> None:
         if self.exchange is not None and not self.exchange.ranks.takes_host_tensors:
-            self.judge()
+            self.verify()  # V2: collectives of NCCL, which the caller must start in the order of its calls
         self.done.wait()
         if self.error is not None:
             raise self.error
@@ -137,21 +142,22 @@ class _Judged:
     def ends_within(self, seconds: float) -> bool:
         return self.done.wait(seconds)
 
-    def judge(self) -> None:
+    def verify(self) -> None:
         exchange, pending = self.exchange, self.pending
-        assert exchange is not None, "judged once"
-        assert pending is not None, "judged once"
+        assert exchange is not None, "verified once"
+        assert pending is not None, "verified once"
         try:
-            land(pending, exchange.received)
-            self._judge(exchange)
-        except BaseException as error:  # handed to whoever waits
+            wait_received(pending, exchange.received)
+            self._verify(exchange)
+        except BaseException as error:  # raised in wait()
             self.error = error
-        self.exchange = self.pending = None
+        self.exchange = self.pending = None  # before done is set: the owner of the tensors may count references
         self.done.set()
 
-    def _judge(self, exchange: Checks) -> None:
+    def _verify(self, exchange: Checks) -> None:
         ranks, tags = exchange.ranks, exchange.tags
         sent = _swap(ranks, self.sums, tags.own + CHECKSUM)
+        # 0: no damage. Otherwise a mark, the sender and the receiver in one integer: all ranks take the maximum.
         mine = 0
         for peer, part in exchange.received.items():
             if sent[peer] != _crc32(part):
@@ -159,16 +165,16 @@ class _Judged:
                 mine = (1 << 2 * RANK_BITS) | (of[peer] << RANK_BITS) | of[ranks.rank]
                 break
         verdict = max(_swap(ranks, [mine] * len(sent), tags.own + VERDICT))
-        if exchange.beside is not None:
-            size = len(exchange.beside.global_ranks)
-            verdict = max(_swap(exchange.beside, [verdict] * size, tags.beside + BESIDE))
+        if exchange.paired is not None:
+            size = len(exchange.paired.global_ranks)
+            verdict = max(_swap(exchange.paired, [verdict] * size, tags.paired + PAIRED))
         if verdict:
             sender, receiver = (verdict >> RANK_BITS) & (2**RANK_BITS - 1), verdict & (2**RANK_BITS - 1)
-            operation, wire, links = exchange.words
+            operation, wire, links = exchange.name
             raise DamagedError(
-                f"a message was damaged on the way: {operation}, in {wire} over {links} links: what rank {receiver} "
-                f"got from rank {sender} has not the checksum it was sent with (ZCOMM_CHECK=1). No rank uses anything "
-                "of this exchange; look for a faulty network card, cable or memory, and go on from the last checkpoint"
+                f"a message was damaged on the way: checksum mismatch in {operation}, format={wire}, links={links}: "
+                f"rank {receiver} received other bytes than rank {sender} sent (ZCOMM_CHECK=1). No rank has used the "
+                "result; check network cards, cables and memory, and resume from the last checkpoint"
             )
 
 

@@ -1,8 +1,8 @@
-"""What a rank has started over one hop, and what it waits for: by it ranks that wait for one another are found out.
+"""The collective log of a hop: which exchanges this rank has started and waits for. The deadlock watch reads it.
 
-What torch raises when an exchange over one of its process groups fails, as the error that says which and what to do.
-
-torch raises a bare RuntimeError, with the address of a peer: "Connection closed by peer [127.0.0.1]:18153".
+It also converts errors: when an exchange fails, torch raises a bare RuntimeError with the address of a peer
+("Connection closed by peer [127.0.0.1]:18153"). Here that becomes a CommunicationError that names the exchange, its
+ranks and a remedy, or a DivergedError if the ranks made different calls.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Literal, NamedTuple
 import torch.distributed as dist
 
 from zcomm._base.pending import Pending, ends_within
-from zcomm._transport.call_context import here
+from zcomm._transport.call_context import current_context
 from zcomm.errors import CommunicationError, DivergedError
 
 Members = dist.ProcessGroup | Sequence[int] | None
-"""A process group, or the global ranks of those who take part; None: all of torch.distributed."""
+"""A process group, or global ranks; None: all ranks of torch.distributed."""
 REMEDY = (
     "A rank has ended or makes another call: see the first error in the other ranks' logs; ZCOMM_DEBUG=1 names the "
     "ranks, their calls and lines"
@@ -33,9 +33,9 @@ MAX_NAMED = 16
 
 
 def as_communication_error(error: BaseException, exchange: str, members: Members) -> BaseException:
-    """``error`` itself, unless torch has raised it for ``exchange`` among ``members``: then what to raise from it.
+    """A CommunicationError if torch raised ``error`` for ``exchange`` among ``members``, else ``error`` itself.
 
-    What this rank alone has done wrong stays as it is: errors of zcomm, of arguments, of memory, of CUDA.
+    Errors of this rank alone are not converted: those of zcomm, arguments, memory and CUDA.
     """
     is_of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
     if not is_of_torch or "DefaultCPUAllocator" in str(error):
@@ -54,109 +54,112 @@ def _place(members: Members) -> str:
 
 
 NUM_KEPT = 64
-"""Calls remembered; ranks are never so many exchanges apart."""
+"""Calls remembered. Ranks are never this many exchanges apart, so the oldest call that any rank lacks is kept."""
 
 State = Literal["started", "waited for", "ended", "failed"]
 
 
 class CollectiveCall(NamedTuple):
-    """One exchange, as far as the other ranks must make the same."""
+    """What must be equal on all ranks for an exchange to match. Its text is hashed into the tag (tagged.py)."""
 
     operation: str
     nbytes: int
-    """Of the tensor that this rank gave."""
+    """Of this rank's tensor."""
     device_type: str
     src: int = 0
     """Broadcasts: the rank whose values are sent."""
     label: str = ""
-    """The public call that it belongs to, and what it is done for."""
-    beside: int = 0
-    """Its number among those that end only once the ranks of the other hop have judged theirs; 0: it is none."""
+    """The public call that it belongs to, and the bucket."""
+    pair_number: int = 0
+    """With ZCOMM_CHECK=1, its number among the exchanges that wait for the verdict of the paired hop; 0: not one."""
 
 
 def call_here(operation: str, nbytes: int, device_type: str, src: int = 0) -> CollectiveCall:
-    """A call of this thread."""
-    context = here()
+    """A call in the context of this thread."""
+    context = current_context()
     return CollectiveCall(operation, nbytes, device_type, src, f"{context.call}|{context.bucket}")
 
 
 @dataclass(slots=True)
 class LogEntry:
-    """One exchange, as this rank has seen it."""
+    """One exchange, as seen by this rank."""
 
     number: int
-    """Of the exchanges of its hop, from 1; the same on every rank."""
+    """Counts the exchanges of the hop from 1; the same on every rank."""
     call: CollectiveCall
     format: str
     bucket: str
-    """What the caller calls it, as :func:`zcomm._transport.call_context.in_bucket` says; empty: nothing."""
-    begun: float
-    """By time.time()."""
+    """As given to :func:`zcomm._transport.call_context.in_bucket`; empty outside of it."""
+    started_at: float
+    """As of time.time()."""
     state: State = "started"
     within: str = ""
-    """The public call that it is made in, if it belongs to none."""
+    """The public call in which it was started, if it does not belong to one (:attr:`Context.within`)."""
 
 
 class CollectiveLog:
     """The exchanges of one hop, numbered from 1: the same on every rank that makes the same calls.
 
-    Any thread may call anything; what one look returns was true at one moment.
+    Thread-safe. Each method returns a consistent state under one lock: the watch compares those of all ranks, and a
+    torn state could show a deadlock where there is none.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.num_started = 0
-        self.num_beside = 0
-        """How many calls of :meth:`beside` there were."""
-        self.num_carried = 0
-        """Exchanges over the hop's carrier, which have no entries."""
+        self.num_pairs = 0
+        """The number of calls of :meth:`number_pair`."""
+        self.num_nccl = 0
+        """Exchanges over :attr:`Hop.nccl`, which have no entries here: the log of their stream has."""
         self._entries: deque[LogEntry] = deque(maxlen=NUM_KEPT)
         self._waits: dict[int, int] = {}
-        """By thread, the exchange that it waits for."""
+        """By thread, the number of the exchange that it waits for."""
         self._callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        """Threads that have started any. Not their idents: a new thread may get that of one that has ended."""
+        """Threads that have started any. Not their idents: a new thread may reuse the ident of one that has ended
+        (tests/zero/test_diverging_ranks.py)."""
         self.last_broken = 0
-        """Exchanges up to this one carry no values: they were completed only to wake those who waited."""
+        """Results of exchanges up to this number are invalid: they were completed only to end a deadlock."""
         self.reason = ""
-        self.lost: Callable[[], str] = str
-        """What is known of ranks that have left; empty: nothing."""
-        self.settled = threading.Event()
-        """Whether all that this rank owed to broken exchanges has been started."""
+        self.departed: Callable[[], str] = str
+        """Describes ranks that have left the topology; empty: none is known."""
+        self.missing_started = threading.Event()
+        """Set once this rank has started its missing part of all broken exchanges."""
 
     def start(self, call: CollectiveCall, wire: str = "none") -> int:
-        """An exchange has been started, of messages in format ``wire``; returns its number."""
+        """Log an exchange that is about to start, with messages in format ``wire``; returns its number."""
         with self._lock:
             self.num_started += 1
             self._callers.add(threading.current_thread())
-            entry = LogEntry(self.num_started, call, wire, here().bucket, time.time(), within=here().within)
+            context = current_context()
+            entry = LogEntry(self.num_started, call, wire, context.bucket, time.time(), within=context.within)
             self._entries.append(entry)
             return entry.number
 
-    def carry(self) -> int:
-        """An exchange over the hop's carrier; returns its number among those."""
+    def count_nccl(self) -> int:
+        """Count an exchange over :attr:`Hop.nccl`; returns its number among those."""
         with self._lock:
-            self.num_carried += 1
-            return self.num_carried
+            self.num_nccl += 1
+            return self.num_nccl
 
-    def beside(self, call: CollectiveCall) -> CollectiveCall:
-        """``call``, which ends with the other hop's."""
+    def number_pair(self, call: CollectiveCall) -> CollectiveCall:
+        """``call`` with the next :attr:`CollectiveCall.pair_number`."""
         with self._lock:
-            self.num_beside += 1
-            return call._replace(beside=self.num_beside)
+            self.num_pairs += 1
+            return call._replace(pair_number=self.num_pairs)
 
     def entries(self) -> list[LogEntry]:
-        """Copies of the last :data:`NUM_KEPT`, oldest first."""
+        """Copies of the last :data:`NUM_KEPT` entries, oldest first."""
         with self._lock:
             return [replace(entry) for entry in self._entries]
 
-    def account(self) -> tuple[int, dict[int, int], list[CollectiveCall], int]:
-        """How many were started; by thread, which is waited for; the last calls; :attr:`num_beside`."""
+    def snapshot(self) -> tuple[int, dict[int, int], list[CollectiveCall], int]:
+        """The number started; by thread, the number it waits for; the last calls; :attr:`num_pairs`."""
         with self._lock:
             calls = [entry.call for entry in self._entries]
-            return self.num_started, dict(self._waits), calls, self.num_beside
+            return self.num_started, dict(self._waits), calls, self.num_pairs
 
     def callers(self) -> set[int]:
-        """The threads that have started any exchange and still run."""
+        """Idents of live threads that have started an exchange."""
         with self._lock:
             return {thread.ident for thread in self._callers if thread.is_alive() and thread.ident is not None}
 
@@ -171,14 +174,14 @@ class CollectiveLog:
                 self._entries[place].state = state
 
     def waiting(self, number: int, members: Members) -> AbstractContextManager[None]:
-        """This thread waits inside for exchange ``number`` among ``members``.
+        """A context in which this thread waits for exchange ``number`` among ``members``.
 
-        At the end DivergedError if it was broken, CommunicationError if torch has raised.
+        Its exit raises DivergedError if the exchange was broken, and CommunicationError if torch has raised.
         """
         return _Waiting(self, number, members)
 
     def name(self, number: int) -> str:
-        """Exchange ``number`` in words."""
+        """A description of exchange ``number``."""
         with self._lock:
             for entry in self._entries:
                 if entry.number == number:
@@ -188,62 +191,63 @@ class CollectiveLog:
         return f"exchange number {number}"
 
     def call_name(self, number: int, phase: str) -> str:
-        """The public call that exchange ``number`` belongs to; if there is none, ``phase`` and the exchange."""
+        """The public call of exchange ``number``, or ``phase`` and its description if it belongs to none."""
         entry = next((entry for entry in self.entries() if entry.number == number), None)
         label = "" if entry is None else entry.call.label.partition("|")[0] or entry.within
         return label or phase + self.name(number)
 
-    def break_until(self, number: int, reason: str) -> None:
-        """Nobody may use what exchanges up to ``number`` bring. Before :attr:`settled` nobody goes on."""
-        self.settled.clear()
+    def mark_broken(self, number: int, reason: str) -> None:
+        """Make waits for exchanges up to ``number`` raise DivergedError, after :attr:`missing_started` is set."""
+        self.missing_started.clear()  # before last_broken: a thread that sees the number must wait for the event
         self.reason, self.last_broken = reason, number
 
 
 class _Waiting:
-    def __init__(self, ledger: CollectiveLog, number: int, members: Members) -> None:
-        self._ledger, self._number, self._members = ledger, number, members
+    def __init__(self, log: CollectiveLog, number: int, members: Members) -> None:
+        self._log, self._number, self._members = log, number, members
 
     def __enter__(self) -> None:
-        self._ledger._move(self._number, "waited for")
+        self._log._move(self._number, "waited for")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        is_broken = self._number <= self._ledger.last_broken
-        self._ledger._move(self._number, "ended" if error is None and not is_broken else "failed")
+        is_broken = self._number <= self._log.last_broken
+        self._log._move(self._number, "ended" if error is None and not is_broken else "failed")
         if is_broken:
-            self._ledger.settled.wait()
-            raise DivergedError(self._ledger.reason) from error
+            # Not earlier: the caller's next exchange must get the same number on every rank (D2 of deadlock_watch.py).
+            self._log.missing_started.wait()
+            raise DivergedError(self._log.reason) from error
         if error is not None:
-            _raise(error, self._ledger.name(self._number), self._members, self._ledger.lost)
+            _raise(error, self._log.name(self._number), self._members, self._log.departed)
 
 
-def _raise(error: BaseException, exchange: str, members: Members, lost: Callable[[], str] = str) -> None:
-    """If torch has raised ``error`` for the exchange, raise what says so, else return."""
-    told = as_communication_error(error, exchange, members)
-    if told is not error:
-        raise (DivergedError(reason) if (reason := lost()) else told) from error
+def _raise(error: BaseException, exchange: str, members: Members, departed: Callable[[], str] = str) -> None:
+    """Raise the converted error if torch has raised ``error`` for the exchange, else return."""
+    converted = as_communication_error(error, exchange, members)
+    if converted is not error:
+        raise (DivergedError(reason) if (reason := departed()) else converted) from error
 
 
 @contextmanager
-def failing(exchange: str, members: Members, lost: Callable[[], str] = str) -> Iterator[None]:
-    """What raises inside is ``exchange`` among ``members`` that failed; CommunicationError if torch has raised.
+def failing(exchange: str, members: Members, departed: Callable[[], str] = str) -> Iterator[None]:
+    """A context that runs ``exchange`` among ``members``: an error of torch becomes a CommunicationError.
 
-    DivergedError instead, if ``lost`` has words for ranks that have left.
+    It becomes a DivergedError if ``departed`` describes ranks that have left.
     """
     try:
         yield
     except BaseException as error:
-        _raise(error, exchange, members, lost)
+        _raise(error, exchange, members, departed)
         raise
 
 
 class _TrackedWork:
-    def __init__(self, pending: Pending, ledger: CollectiveLog, number: int, members: Members) -> None:
-        self._pending, self._ledger, self._number, self._members = pending, ledger, number, members
+    def __init__(self, pending: Pending, log: CollectiveLog, number: int, members: Members) -> None:
+        self._pending, self._log, self._number, self._members = pending, log, number, members
 
     def wait(self) -> None:
-        with self._ledger.waiting(self._number, self._members):
+        with self._log.waiting(self._number, self._members):
             self._pending.wait()
 
     def is_completed(self) -> bool:
@@ -253,6 +257,6 @@ class _TrackedWork:
         return ends_within(self._pending, seconds)
 
 
-def tracked(pending: Pending, ledger: CollectiveLog, number: int, members: Members) -> Pending:
-    """``pending``, exchange ``number`` of ``ledger``, just started among ``members``."""
-    return _TrackedWork(pending, ledger, number, members)
+def tracked(pending: Pending, log: CollectiveLog, number: int, members: Members) -> Pending:
+    """``pending`` with its waits recorded as those for exchange ``number`` of ``log``."""
+    return _TrackedWork(pending, log, number, members)

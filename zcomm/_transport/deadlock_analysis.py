@@ -1,7 +1,8 @@
-"""Can ranks that wait ever go on? If not, who lags, and what does each owe the others? From what they tell, no I/O.
+"""Is this a deadlock? If so, which ranks are behind, and which exchanges are missing? Pure functions, no I/O.
 
-An exchange ends on a rank once all ranks that it needs have started the exchange of that number with an equal call.
-With ZCOMM_CHECK=1, one of two hops ends once all ranks of all nodes have started theirs of that number among those.
+Input: what every rank reports about its hops. An exchange completes on a rank once all ranks that it needs have started
+the exchange of that number with an equal call. With ZCOMM_CHECK=1 a paired exchange completes only once the ranks of
+all nodes have started theirs of the same pair number.
 """
 
 from __future__ import annotations
@@ -10,131 +11,130 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zcomm._transport.collective_log import NUM_KEPT, CollectiveCall
-from zcomm._transport.tagged import needed, tag_of
+from zcomm._transport.tagged import ranks_needed, tag_of
 
 
 class RankProgress(NamedTuple):
-    """What one rank has started over a hop, and what of it it waits for."""
+    """What one rank has started over a hop, and which of it it waits for."""
 
     ranks: list[int]
-    """Of the hop."""
+    """The ranks of the hop."""
     kind: str
-    """Hops of one kind, between them, hold every rank once."""
-    sends: bool
-    """Whether exchanges meet by tag."""
+    """Every rank is in exactly one hop of each kind."""
+    is_tagged: bool
+    """Whether exchanges are matched by tag; otherwise by their order."""
     num_started: int
     last_broken: int
     waits: list[int]
     recent: list[CollectiveCall]
-    """The last calls."""
-    num_beside: int
+    num_pairs: int
 
     @classmethod
-    def read(cls, told: list[Any]) -> RankProgress:
-        """The one that was told as JSON."""
-        return cls(*told)._replace(recent=[CollectiveCall(*call) for call in told[6]])
+    def from_json(cls, fields: list[Any]) -> RankProgress:
+        return cls(*fields)._replace(recent=[CollectiveCall(*call) for call in fields[6]])
 
     def call(self, number: int) -> CollectiveCall | None:
-        """That of exchange ``number``, if it is known."""
+        """The call of exchange ``number``, if it is still known."""
         place = number - self.num_started + len(self.recent) - 1
         return self.recent[place] if 0 <= place < len(self.recent) else None
 
     def has(self, number: int, call: CollectiveCall) -> bool:
-        """Whether ``call`` was started as exchange ``number``."""
         mine = self.call(number)
-        if mine is None or not self.sends:
+        if mine is None or not self.is_tagged:
             return number <= self.num_started
         return tag_of(number, mine) == tag_of(number, call)
 
-    def has_beside(self, call: CollectiveCall) -> bool:
-        """Whether the same was started that ends with the other hop's, in whatever place."""
-        mine = [one for one in self.recent if one.beside == call.beside]
-        return tag_of(0, mine[0]) == tag_of(0, call) if mine else call.beside <= self.num_beside
+    def has_pair(self, call: CollectiveCall) -> bool:
+        """Whether the paired exchange ``call`` was started, under whatever number."""
+        mine = [one for one in self.recent if one.pair_number == call.pair_number]
+        return tag_of(0, mine[0]) == tag_of(0, call) if mine else call.pair_number <= self.num_pairs
 
 
-class Owed(NamedTuple):
-    """What is needed for all exchanges of a hop to end."""
+class MissingCalls(NamedTuple):
+    """What the ranks of a hop must start for all exchanges of the hop to complete."""
 
     until: int
-    """As many exchanges."""
+    """The number of exchanges after that, the same on every rank."""
     calls: list[tuple[int, CollectiveCall]]
-    """Each of them that some rank has not started, by number; several of one number where calls differ."""
-    num_beside: int
+    """Number and call of each exchange that some rank has not started; a number occurs twice if the calls differ."""
+    num_pairs: int
 
 
 Hops = Mapping[str, RankProgress]
-"""What one rank tells, by hop."""
+"""The report of one rank, by hop."""
 
 
 def will_end(world: Sequence[Hops]) -> bool:
-    """Whether anything that a rank waits for ends by itself."""
+    """Whether some exchange that a rank waits for will complete: there is no deadlock."""
     return any(
         _ends(world, rank, key, number)
         for rank, hops in enumerate(world)
-        for key, account in hops.items()
-        for number in account.waits
+        for key, progress in hops.items()
+        for number in progress.waits
     )
 
 
 def _ends(world: Sequence[Hops], rank: int, key: str, number: int) -> bool:
     mine = world[rank][key]
     call = mine.call(number)
-    if call is None:  # too long ago for anybody to be behind
+    if call is None:  # more than NUM_KEPT exchanges ago: every rank has started it
         return True
-    for place in needed(call, mine.ranks.index(rank), len(mine.ranks)):
+    for place in ranks_needed(call, mine.ranks.index(rank), len(mine.ranks)):
         theirs = world[mine.ranks[place]].get(key)
         if theirs is None or not theirs.has(number, call):
             return False
-    if not call.beside:
+    if not call.pair_number:
         return True
-    rows = [account for hops in world for account in hops.values() if account.kind == mine.kind]
-    return all(account.has_beside(call) for account in rows)
+    rows = [progress for hops in world for progress in hops.values() if progress.kind == mine.kind]
+    return all(progress.has_pair(call) for progress in rows)
 
 
-def lagging(world: Sequence[Hops]) -> str:
-    """Which ranks have started fewer exchanges than others over the same hop, and what each has not started."""
-    told: dict[str, None] = {}
+def ranks_behind(world: Sequence[Hops]) -> str:
+    """One line for each rank that has started fewer exchanges than others over the same hop, with the next of them."""
+    lines: dict[str, None] = {}
     for of_rank in world:
         for key, one in of_rank.items():
-            accounts = {rank: world[rank][key] for rank in one.ranks if key in world[rank]}
-            furthest = max(accounts.values(), key=lambda account: account.num_started)
-            for rank, account in accounts.items():
-                started, most = account.num_started, furthest.num_started
+            progresses = {rank: world[rank][key] for rank in one.ranks if key in world[rank]}
+            furthest = max(progresses.values(), key=lambda progress: progress.num_started)
+            for rank, progress in progresses.items():
+                started, most = progress.num_started, furthest.num_started
                 call = furthest.call(started + 1)
                 if call is not None:
-                    text = f"rank {rank} lags in the exchanges of ranks {', '.join(map(str, one.ranks))}"
+                    text = f"rank {rank} is behind in the exchanges of ranks {', '.join(map(str, one.ranks))}"
                     text += f": it has started {started} of {most}, and not number {started + 1}"
-                    told[f"{text}, {call.operation} of {call.nbytes} bytes"] = None
-    return "".join(f"\n  {line}" for line in told)
+                    lines[f"{text}, {call.operation} of {call.nbytes} bytes"] = None
+    return "".join(f"\n  {line}" for line in lines)
 
 
-def owed_of(world: Sequence[Hops]) -> dict[str, Owed]:
-    """By hop, what all its ranks together must still start."""
+def missing_calls_of(world: Sequence[Hops]) -> dict[str, MissingCalls]:
+    """By hop, the exchanges that some of its ranks must still start."""
     rows: dict[str, list[RankProgress]] = {}
     for hops in world:
-        for key, account in hops.items():
-            rows.setdefault(key, []).append(account)
-    found = {key: _owed(accounts) for key, accounts in rows.items()}
-    for key, accounts in rows.items():
-        of_kind = [account for other in rows.values() for account in other if account.kind == accounts[0].kind]
-        counts = [account.num_beside for account in of_kind]
-        until, calls, num_beside = found[key].until, list(found[key].calls), max(counts)
-        ahead = {tag_of(0, call): call for account in of_kind for call in account.recent if call.beside > min(counts)}
-        for tag, call in ahead.items():  # begun by all of one row, or some, and in other rows by nobody
-            if not any(tag_of(0, one) == tag for account in accounts for one in account.recent):
+        for key, progress in hops.items():
+            rows.setdefault(key, []).append(progress)
+    found = {key: _missing_calls(progresses) for key, progresses in rows.items()}
+    for key, progresses in rows.items():
+        # With ZCOMM_CHECK=1 a pair number must be started on the hops of all nodes, also where no rank has started it.
+        of_kind = [progress for other in rows.values() for progress in other if progress.kind == progresses[0].kind]
+        counts = [progress.num_pairs for progress in of_kind]
+        until, calls, num_pairs = found[key].until, list(found[key].calls), max(counts)
+        recent = [call for progress in of_kind for call in progress.recent]
+        ahead = {tag_of(0, call): call for call in recent if call.pair_number > min(counts)}
+        for tag, call in ahead.items():
+            if not any(tag_of(0, one) == tag for progress in progresses for one in progress.recent):
                 until += 1
                 calls.append((until, call))
-        found[key] = Owed(until, calls, num_beside)
+        found[key] = MissingCalls(until, calls, num_pairs)
     return found
 
 
-def _owed(accounts: Sequence[RankProgress]) -> Owed:
-    until, done = max(a.num_started for a in accounts), max(a.last_broken for a in accounts)
-    is_everywhere, calls = len(accounts) == len(accounts[0].ranks), []
+def _missing_calls(progresses: Sequence[RankProgress]) -> MissingCalls:
+    until, done = max(a.num_started for a in progresses), max(a.last_broken for a in progresses)
+    is_everywhere, calls = len(progresses) == len(progresses[0].ranks), []
     for number in range(max(done, until - NUM_KEPT) + 1, until + 1):
-        known = {tag_of(number, call): call for a in accounts if (call := a.call(number)) is not None}
-        distinct = list(known.values()) if accounts[0].sends else list(known.values())[:1]
-        lacks = not is_everywhere or any(a.num_started < number for a in accounts)
+        known = {tag_of(number, call): call for a in progresses if (call := a.call(number)) is not None}
+        distinct = list(known.values()) if progresses[0].is_tagged else list(known.values())[:1]
+        lacks = not is_everywhere or any(a.num_started < number for a in progresses)
         if lacks or len(distinct) > 1:
             calls += [(number, call) for call in distinct]
-    return Owed(until, calls, 0)
+    return MissingCalls(until, calls, 0)

@@ -1,12 +1,13 @@
-"""The streams that a communicator over NCCL works on: CUDA's, or, under the emulated NCCL, threads of this process.
+"""The streams of a communicator over NCCL: CUDA streams, or threads of this process for the emulated NCCL.
 
-    CUDA    calls go on the current stream of the device; what is queued there later runs after them
-    host    torch computes on CPU tensors at once, so the host is the stream: it waits before it reads what a call made
+    CUDA    calls go to the current stream of the device; work queued there later runs after them
+    host    torch computes on CPU tensors immediately, so the host must wait before it reads a result
 
 Invariants:
-    D1  On the host, tensors of work that is queued stay alive until it is done: CUDA's allocator does that by itself.
-    D2  The host waits for the oldest work of a stream first, and :mod:`zcomm._transport.deadlock_watch` sees for which: it ends once all
-        ranks have queued theirs of that number.
+    D1  On the host, tensors of queued work are kept alive until it completes: another thread still writes to them. On
+        CUDA the caching allocator does that (record_stream).
+    D2  The host waits for the oldest work of a stream first and logs for which, so that the deadlock watch sees it.
+        The work completes once all ranks have queued theirs of that number.
 """
 
 from __future__ import annotations
@@ -28,73 +29,73 @@ from zcomm._transport.nccl_library import is_emulated
 from zcomm._transport.streams import SideStreams
 from zcomm.errors import CommunicationError, DivergedError
 
-VERDICT_S = 5.0
-"""How long a rank whose communicator has failed waits to be told that the ranks make different calls."""
+DEADLOCK_REPORT_S = 5.0
+"""How long a rank with a failed communicator waits for the deadlock watch's verdict, which is the better error."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueuedOnStream:
-    """What was queued on one stream of a communicator: the same on all its ranks that make the same calls."""
+    """The log of one stream of a communicator: the same on all ranks that make the same calls."""
 
-    ledger: CollectiveLog
+    log: CollectiveLog
     ranks: tuple[int, ...]
-    """Of torch.distributed, that an exchange of it needs."""
+    """The global ranks that take part."""
     is_watched: bool
-    """Whether ranks that wait for one another in it are found out (:mod:`zcomm._transport.deadlock_watch`)."""
+    """Whether the deadlock watch observes it."""
 
 
-class Lane(Protocol):
-    """A stream, while work is queued on it."""
+class StreamHandle(Protocol):
+    """A stream on which work is being queued."""
 
     address: int
-    """As C++ takes it."""
+    """The stream as C++ takes it."""
 
-    def ended(self) -> Pending:
-        """What ends with all that was queued."""
+    def completion(self) -> Pending:
+        """Completes with all work queued so far."""
 
 
 class DeviceStreams(Protocol):
-    """Of one communicator."""
+    """The streams of one communicator."""
 
-    def calls(
+    def on_current(
         self, device: torch.device, tensors: Sequence[Tensor], call: CollectiveCall
-    ) -> AbstractContextManager[Lane]:
-        """The stream that the caller computes on; for ``call``, work on ``tensors``."""
+    ) -> AbstractContextManager[StreamHandle]:
+        """The stream that the caller computes on, to queue ``call`` on ``tensors``."""
 
-    def beside(
+    def on_side(
         self, hop: int, device: torch.device, tensors: Sequence[Tensor], call: CollectiveCall
-    ) -> AbstractContextManager[Lane]:
-        """The stream of the exchanges of hop number ``hop``, after what the caller has computed."""
+    ) -> AbstractContextManager[StreamHandle]:
+        """The side stream of hop number ``hop``, ordered after what the caller has computed."""
 
     def is_captured(self) -> bool:
         """Whether the caller's stream is being captured into a graph."""
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which ``device`` is the current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def device_streams(native: Any, queued: Sequence[QueuedOnStream]) -> DeviceStreams:
-    """Those of the communicator ``native``; ``queued``: of its calls, and of exchanges of each hop."""
+    """The streams of communicator ``native``; ``queued`` has the log of its calls, then that of each hop."""
     return _HostStreams(native, queued) if is_emulated() else _CudaStreams(len(queued) - 1)
 
 
-class _CudaLane:
+class _CudaHandle:
     def __init__(self, stream: torch.cuda.Stream, *, is_callers: bool) -> None:
         self.address = stream.cuda_stream
         self._stream, self._is_callers = stream, is_callers
 
-    def ended(self) -> Pending:
+    def completion(self) -> Pending:
         if self._is_callers:
             return _InOrder()
+        # An event, and not the stream: work that others queue there later must not be waited for.
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        return _CudaEnd(event, self._stream.device)
+        return _CudaCompletion(event, self._stream.device)
 
 
 class _InOrder:
-    """Work on the caller's stream, which later work of the caller comes after anyway."""
+    """Work on the caller's own stream: later work there is ordered after it without any wait."""
 
     def wait(self) -> None:
         pass
@@ -103,8 +104,8 @@ class _InOrder:
         return True
 
 
-class _CudaEnd:
-    """An exchange that later work on the current stream of its device comes after."""
+class _CudaCompletion:
+    """Work on a side stream: ``wait()`` orders the current stream after it, without blocking the host."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event, self._device = event, device
@@ -121,22 +122,22 @@ class _CudaStreams:
         self._sides = tuple(SideStreams() for _ in range(num_hops))
 
     @contextmanager
-    def calls(self, device: torch.device, _: Sequence[Tensor], _call: CollectiveCall) -> Iterator[Lane]:
-        yield _CudaLane(torch.cuda.current_stream(device), is_callers=True)
+    def on_current(self, device: torch.device, _: Sequence[Tensor], _call: CollectiveCall) -> Iterator[StreamHandle]:
+        yield _CudaHandle(torch.cuda.current_stream(device), is_callers=True)
 
     @contextmanager
-    def beside(
+    def on_side(
         self, hop: int, device: torch.device, tensors: Sequence[Tensor], _call: CollectiveCall
-    ) -> Iterator[Lane]:
+    ) -> Iterator[StreamHandle]:
         with self._sides[hop].after_current(device, tensors) as stream:
-            yield _CudaLane(stream, is_callers=False)
+            yield _CudaHandle(stream, is_callers=False)
 
     def is_captured(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-class _HostEnd:
-    """Work that the host waits for. It ends in any case: the communicator aborts what is late."""
+class _HostCompletion:
+    """Work that the host waits for. It always completes: the communicator aborts it after its timeout."""
 
     def __init__(self, event: Any, stream: _HostStream, number: int, tensors: Sequence[Tensor]) -> None:
         self._event, self._stream, self._number, self._tensors = event, stream, number, tuple(tensors)
@@ -152,74 +153,72 @@ class _HostEnd:
             self._stream.check(self._number)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """This thread waits inside for this work."""
-        return self._stream.queued.ledger.waiting(self._number, self._stream.queued.ranks)
+        return self._stream.queued.log.waiting(self._number, self._stream.queued.ranks)
 
     def is_completed(self) -> bool:
         return bool(self._event.is_done())
 
 
-class _HostLane:
+class _HostHandle:
     def __init__(self, stream: _HostStream, number: int, tensors: Sequence[Tensor]) -> None:
         self.address = stream.address
         self._stream, self._number, self._tensors = stream, number, tensors
 
-    def ended(self) -> Pending:
-        return self._stream.end_of(self._number, self._tensors)
+    def completion(self) -> Pending:
+        return self._stream.completion_of(self._number, self._tensors)
 
 
 class _HostStream:
-    """One stream, and what is under way there."""
+    """One stream, and its work in flight."""
 
     def __init__(self, native: Any, queued: QueuedOnStream) -> None:
         self.queued = queued
         self._native = native
         self._stream = kernels.native().HostStream()
         self.address: int = self._stream.address
-        self._ends: deque[_HostEnd] = deque()
+        self._in_flight: deque[_HostCompletion] = deque()
 
     @contextmanager
-    def queueing(self, tensors: Sequence[Tensor], call: CollectiveCall) -> Iterator[Lane]:
-        """``call`` is queued inside, which may wait for what is under way."""
-        while self._ends and self._ends[0].is_completed():
-            self._ends.popleft()
-        oldest = self._ends[0].waiting() if self._ends else nullcontext()
-        number = self.queued.ledger.start(call)
+    def queueing(self, tensors: Sequence[Tensor], call: CollectiveCall) -> Iterator[StreamHandle]:
+        """A context that queues ``call``. Queueing may itself wait for the oldest work in flight, so that is logged."""
+        while self._in_flight and self._in_flight[0].is_completed():
+            self._in_flight.popleft()
+        oldest = self._in_flight[0].waiting() if self._in_flight else nullcontext()
+        number = self.queued.log.start(call)
         with oldest:
             try:
-                yield _HostLane(self, number, tensors)
+                yield _HostHandle(self, number, tensors)
             except CommunicationError as error:
                 self._fail(number, error)
 
-    def end_of(self, number: int, tensors: Sequence[Tensor]) -> Pending:
-        """What ends with work ``number``, which has just been queued."""
-        end = _HostEnd(self._stream.record(), self, number, tensors)
-        self._ends.append(end)
+    def completion_of(self, number: int, tensors: Sequence[Tensor]) -> Pending:
+        """The completion of work ``number``, which has just been queued."""
+        end = _HostCompletion(self._stream.record(), self, number, tensors)
+        self._in_flight.append(end)
         return end
 
-    def up_to(self, last: _HostEnd) -> list[_HostEnd]:
-        """What is under way that ends before ``last``, and that, in order."""
-        ends = list(self._ends)
+    def up_to(self, last: _HostCompletion) -> list[_HostCompletion]:
+        """The work in flight up to and including ``last``, in order."""
+        ends = list(self._in_flight)
         return ends[: ends.index(last) + 1] if last in ends else [last]
 
-    def forget(self, end: _HostEnd) -> None:
-        """It is done."""
-        if end in self._ends:
-            self._ends.remove(end)
+    def forget(self, end: _HostCompletion) -> None:
+        if end in self._in_flight:
+            self._in_flight.remove(end)
 
     def check(self, number: int) -> None:
-        """Raise what has gone wrong with the communicator, seen by work of that number."""
+        """Raise the communicator's error, if it has failed, for work ``number``."""
         try:
             self._native.check()
         except RuntimeError as error:
             self._fail(number, CommunicationError(f"over NCCL: {error}"))
 
     def _fail(self, number: int, error: CommunicationError) -> NoReturn:
-        """Raise ``error``; or, where ranks make different calls, or have left, DivergedError, which says so."""
-        ledger, end = self.queued.ledger, time.monotonic() + VERDICT_S * self.queued.is_watched
-        with ledger.waiting(number, self.queued.ranks):
-            while time.monotonic() < end and ledger.last_broken < number:
-                if reason := ledger.lost():
+        """Raise ``error``, or DivergedError if the ranks make different calls or some have left."""
+        log, end = self.queued.log, time.monotonic() + DEADLOCK_REPORT_S * self.queued.is_watched
+        with log.waiting(number, self.queued.ranks):
+            while time.monotonic() < end and log.last_broken < number:
+                if reason := log.departed():
                     raise DivergedError(reason) from error
                 time.sleep(0.1)
             raise error
@@ -229,12 +228,14 @@ class _HostStreams:
     def __init__(self, native: Any, queued: Sequence[QueuedOnStream]) -> None:
         self._calls, *self._sides = (_HostStream(native, each) for each in queued)
 
-    def calls(self, _: torch.device, tensors: Sequence[Tensor], call: CollectiveCall) -> AbstractContextManager[Lane]:
+    def on_current(
+        self, _: torch.device, tensors: Sequence[Tensor], call: CollectiveCall
+    ) -> AbstractContextManager[StreamHandle]:
         return self._calls.queueing(tensors, call)
 
-    def beside(
+    def on_side(
         self, hop: int, _: torch.device, tensors: Sequence[Tensor], call: CollectiveCall
-    ) -> AbstractContextManager[Lane]:
+    ) -> AbstractContextManager[StreamHandle]:
         return self._sides[hop].queueing(tensors, call)
 
     def is_captured(self) -> bool:

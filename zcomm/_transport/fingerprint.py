@@ -1,7 +1,9 @@
-"""What every process of a job must have in common before it exchanges anything: libraries, and switches that change
-what is sent. Compared when a topology is made, and once for each process group that :mod:`zero` begins with.
+"""Comparing the environment of all ranks before they exchange anything: library versions, switches and kernels.
 
-Cost: 8 bytes to every other rank; where ranks differ a meeting in torch.distributed's store (:mod:`zcomm._transport.store_exchange`).
+Compared when a Topology is constructed, and once for each process group that :mod:`zero` starts with. Ranks of
+different versions would send different messages and fail later, with an error that does not name the cause.
+
+Cost: 8 bytes to every other rank; if ranks differ, also a store exchange (:mod:`zcomm._transport.store_exchange`).
 """
 
 from __future__ import annotations
@@ -22,22 +24,22 @@ import torch.distributed as dist
 from zcomm._base import env
 from zcomm._kernels import kernels
 from zcomm._transport import backend
-from zcomm._transport.store_exchange import meet
+from zcomm._transport.store_exchange import exchange_texts
 from zcomm.errors import BackendUnavailableError, ConfigError
 
 SWITCHES = ("ZCOMM_CHECK", "ZCOMM_DEBUG", "ZERO_DEBUG")
 
 
 def facts() -> dict[str, str]:
-    """Of this process; switches as they are set, also wrongly."""
+    """The facts of this process. Switches with invalid values are included as they are."""
     found = {"torch": str(torch.__version__), "byte order": sys.byteorder, "zcomm-zero": _own_version()}
     return found | {name: _setting(name) for name in SWITCHES} | {"usable kernels": _refusal() or "as set"}
 
 
 def _refusal() -> str:
-    """Why this process has not the kernels that it was told to use."""
+    """Why the requested kernels are unavailable in this process; empty if they are available."""
     try:
-        return kernels.refusal()
+        return kernels.unavailable_reason()
     except ConfigError as error:
         return str(error)
 
@@ -58,28 +60,31 @@ def _own_version() -> str:
 
 
 def compare(group: dist.ProcessGroup | None, **more: str) -> None:
-    """Raise ConfigError on every rank of ``group``, with what differs and where, unless all have equal facts.
+    """Raise on every rank of ``group`` (None: all ranks) unless all have equal facts. Collective; a barrier.
 
-    BackendUnavailableError, on every rank too, where all lack the kernels that they were told to use.
+    ``more`` are compared in addition to :func:`facts`.
 
-    Collective, and a barrier. None: all ranks. ``more`` are facts beside those of every process.
+    Raises:
+        ConfigError: The facts differ. Names each difference and its ranks.
+        BackendUnavailableError: The requested kernels are unavailable on all ranks.
     """
     text = json.dumps(facts() | more, sort_keys=True)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     if len(set(backend.gather_ints(int.from_bytes(digest, "little", signed=True), group))) == 1:
         for name in SWITCHES:
-            env.value(name)  # wrong on all ranks, if on any
-        if reason := kernels.refusal():
+            env.value(name)  # raises for an invalid value: all ranks have the same one
+        if reason := kernels.unavailable_reason():
             raise BackendUnavailableError(reason)
         return
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-    of_ranks = [json.loads(told) for told in meet(ranks, text, lane="facts", timeout=backend.timeout_of(group))]
+    texts = exchange_texts(ranks, text, lane="facts", timeout=backend.timeout_of(group))
+    of_ranks = [json.loads(text) for text in texts]
     found = differing(dict(zip(ranks, of_ranks, strict=True)))
     raise ConfigError(f"every rank must run the same libraries with the same switches: {'; '.join(found)}")
 
 
 def differing(of_ranks: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """Of each fact that is not the same on all ranks, a line with its values and their ranks."""
+    """One line for each fact that differs between ranks, with its values and their ranks."""
     lines = []
     for name in sorted({name for one in of_ranks.values() for name in one}):
         by_value: dict[str, list[int]] = {}
@@ -95,10 +100,10 @@ _COMPARED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def compare_once(group: dist.ProcessGroup | None) -> None:
-    """:func:`compare`, at the first call for ``group``; nothing for this rank alone."""
+    """:func:`compare` at the first call for ``group``; nothing if this rank is alone."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
-    whole = dist.group.WORLD if group is None else group
-    if whole not in _COMPARED:
+    process_group = dist.group.WORLD if group is None else group
+    if process_group not in _COMPARED:
         compare(group)
-        _COMPARED.add(whole)
+        _COMPARED.add(process_group)

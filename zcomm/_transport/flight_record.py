@@ -1,7 +1,6 @@
-"""The flight recorder: the last 64 exchanges that this rank has started over each hop of a topology, for a dump.
+"""The flight record: the last 64 exchanges that this rank has started over each hop of a topology.
 
-It is always on: the ledgers of the hops remember them anyway, for :mod:`zcomm._transport.deadlock_watch`, which names the ranks that lag
-when it finds ranks that wait for one another.
+It is always on and costs nothing more: the collective logs keep these exchanges for the deadlock watch.
 """
 
 from __future__ import annotations
@@ -14,34 +13,34 @@ from zcomm._transport.topology import Topology
 
 
 class Flight(NamedTuple):
-    """One exchange, as this rank has seen it."""
+    """One exchange, as seen by this rank."""
 
     ranks: tuple[int, ...]
-    """Of torch.distributed, over which it runs."""
+    """The global ranks that take part."""
     number: int
-    """Of the exchanges over these ranks, from 1; the same on each of them."""
+    """Counts the exchanges over these ranks from 1; the same on each of them."""
     operation: str
     nbytes: int
-    """Of the tensor that this rank gave."""
+    """Bytes of this rank's tensor."""
     state: str
-    """"started", "waited for", "ended" or "failed", as far as this rank has asked."""
+    """"started", "waited for", "ended" or "failed". It changes only when this rank waits for the exchange."""
     age_s: float
     """Seconds since it was started."""
     format: str
-    """Of the messages."""
+    """Format of the messages."""
     bucket: str
-    """Of zero: what it was for; empty for a caller's own collectives."""
+    """The bucket of :mod:`zero` that was exchanged; empty for a caller's own collectives."""
 
 
 def flight_record(topology: Topology) -> list[Flight]:
-    """The last 64 exchanges of each hop of ``topology``, oldest first. Not collective: any thread may call it."""
+    """The last 64 exchanges of each hop of ``topology``, oldest first. Not collective; thread-safe."""
     now = time.time()
     flights = [
         Flight(
             tuple(watched.global_ranks), entry.number, entry.call.operation, entry.call.nbytes, entry.state,
-            now - entry.begun, entry.format, entry.bucket,
+            now - entry.started_at, entry.format, entry.bucket,
         )
         for watched in hops_of(topology)
-        for entry in watched.ledger.entries()
+        for entry in watched.log.entries()
     ]  # fmt: skip
     return sorted(flights, key=lambda flight: -flight.age_s)

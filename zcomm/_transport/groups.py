@@ -1,4 +1,4 @@
-"""Process groups of a topology: made, named, and freed to the last thread."""
+"""Creating, naming and destroying the process groups of a topology, including their threads."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from zcomm.errors import StateError
 def new_group(
     ranks: list[int], parent: dist.ProcessGroup | None, *, is_local: bool, backend: str | None = None
 ) -> dist.ProcessGroup | None:
-    """A process group of global ``ranks`` with ``parent``'s timeout and, if None, backend; None for ranks outside.
+    """A process group of global ``ranks`` with the timeout of ``parent``; None on other ranks.
 
-    Called by every rank of the job in the same order; with ``is_local`` by ``ranks`` alone, for parents that are not
-    the whole job (torch.distributed then names the group by its ranks and the number of groups that a rank has).
+    Every rank of the job calls it, in the same order. With ``is_local`` only ``ranks`` do, for parents that do not have
+    all ranks of the job; torch.distributed then names the group by its ranks and the number of groups of the caller.
+    ``backend`` None is the parent's.
     """
     chosen = backend or _shortest(backend_of(parent))
     with failing("making a process group", ranks):
@@ -26,9 +27,9 @@ def new_group(
 
 
 def wait_until_made(parent: dist.ProcessGroup | None) -> None:
-    """Return once every rank of ``parent`` is here: the groups that it made before are connected on all of them.
+    """Return once every rank of ``parent`` has made its groups. Collective; a barrier.
 
-    Without it a fast rank might close a group to which a slow one still connects, which fails there. Collective.
+    Without it a fast rank could close a group while a slow one still connects to it, and that one would fail.
     """
     gather_ints(0, parent)
 
@@ -42,35 +43,33 @@ def _shortest(backend: str) -> str:
 def destroy_group(group: dist.ProcessGroup, *, is_local: bool) -> None:
     """Free a group of :func:`new_group`.
 
-    With ``is_local`` its name stays taken: the next group of the same ranks would get the same name, and meet this
-    one's addresses in the store.
+    With ``is_local`` its name stays in use. Otherwise the next group of the same ranks would get the same name and
+    read this group's stale addresses from the store.
     """
     if not dist.is_initialized() or group not in dist.distributed_c10d._world.pg_map:
-        return  # gone with everything
+        return  # already destroyed with the default process group
     dist.destroy_process_group(group)
     if is_local:
         _take_group_name()
 
 
 def level_group_names(group: dist.ProcessGroup | None) -> None:
-    """Let the ranks of ``group`` agree on the names that their next groups of ``is_local`` will get.
+    """Make the ranks of ``group`` agree on the names of their next ``is_local`` groups. Collective over ``group``.
 
-    torch.distributed names such a group by its ranks and by how many groups the calling rank is in: ranks that are in
-    different numbers of groups (a rank may be in one for logging) would wait under different names, and a number
-    that comes again, after somebody has destroyed a group, would name two groups alike. Ranks with fewer groups count
-    some that are none, until all have as many as any has had.
-
-    Collective over ``group``.
+    torch.distributed names such a group by its ranks and by the number of groups that the calling rank is in. Ranks in
+    different numbers of groups (one may have a group for logging) would wait for each other under different names, and
+    a number that recurs after a group was destroyed would name two groups alike. So ranks with fewer groups register
+    empty ones, until every rank has the highest number that any rank has had.
     """
     names = dist.distributed_c10d._world.pg_names
     wanted = max(gather_ints(max(len(names), *_counts_used), group))
     while len(names) < wanted:
         _take_group_name()
-    _counts_used[:] = [wanted + 3]  # nobody makes more before leveling again; none of the names comes again
+    _counts_used[:] = [wanted + 3]  # a topology makes at most 3 groups before the next leveling: no name is used twice
 
 
 def is_member(group: dist.ProcessGroup | None, global_rank: int) -> bool:
-    """Whether that rank of the job is in ``group``; None: all are."""
+    """Whether ``global_rank`` is in ``group``; None has all ranks."""
     try:
         return group is None or dist.get_group_rank(group, global_rank) >= 0
     except ValueError:  # a rank outside of the group
@@ -78,27 +77,27 @@ def is_member(group: dist.ProcessGroup | None, global_rank: int) -> bool:
 
 
 def _take_group_name() -> None:
-    """Let torch.distributed count one more group: an empty one, without threads or connections."""
+    """Register one more group with torch.distributed: an empty one, without threads or connections."""
     names: dict[Any, str] = dist.distributed_c10d._world.pg_names  # type: ignore[assignment]
     empty: Any = dist.ProcessGroup
     names[empty(0, 1)] = f"zcomm: no group {len(names)}"
 
 
 class _ClosedGroup:
-    """In a hop whose process group was freed: an exchange over it is an error."""
+    """Replaces the process group of a closed hop: any use of it raises StateError."""
 
     def __getattr__(self, name: str) -> Any:
-        raise StateError("this Topology is closed: no collective runs over it any more")
+        raise StateError("this Topology is closed: make another one for further collectives")
 
 
 def close_hop(hop: Hop) -> None:
-    """Let go of the process group, wherever the hop is still referred to: its threads live as long as it does.
+    """Drop the process group, even if the hop is still referenced: its threads live as long as the object.
 
-    A group of gloo has three threads, one of which wakes 100 times a second.
+    A gloo group has three threads, one of which wakes up 100 times a second.
     """
     if hop.group is not None:
         object.__setattr__(hop, "group", _ClosedGroup())
 
 
 _counts_used = [0]
-"""Above the counts in the names of this rank's groups."""
+"""Larger than every count in the names of this rank's groups."""

@@ -1,9 +1,9 @@
-"""Where NCCL is found: torch's own first, then the wheel nvidia-nccl-cu12 or -cu13, then the system's.
+"""Finding and loading NCCL: torch's own first, then the wheel nvidia-nccl-cu12 or -cu13, then the system's.
 
-It is loaded when first asked for; nothing of it is needed to build or import this package. ``ZCOMM_NCCL`` names one
-library, and then no other is looked for; ``emulated`` names our own stand-in, for tests: processes of one machine, CPU
-tensors (``cpp/emulated``). Two in one process are refused: each has threads, proxies and a view of the GPU of its own,
-and their kernels can wait for one another.
+NCCL is loaded at the first use and is not needed to build or import this package. ``ZCOMM_NCCL`` names one library, and
+no other is tried. ``ZCOMM_NCCL=emulated`` is an emulation for tests, for CPU tensors of processes on one machine
+(``cpp/emulated``). Two NCCL libraries in one process are an error: each has its own threads, proxies and view of the
+GPU, and their kernels can deadlock.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from zcomm.errors import BackendUnavailableError, ConfigError
 EMULATED = "emulated"
 
 TESTED_NCCL = ((2, 14), (2, 32))
-"""Oldest, which has every function that is needed, and newest whose library and header the tests have seen."""
+"""The oldest version, which has all functions that are used, and the newest that was tested."""
 MAPS = Path("/proc/self/maps")
 
 
 def _candidates() -> list[str]:
-    """Libraries of installed wheels."""
+    """NCCL libraries in installed wheels."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:  # no package of NVIDIA's at all
@@ -53,7 +53,7 @@ def _loaded() -> Any:
         library = native.load_nccl(path, _candidates())
     except RuntimeError as error:
         raise BackendUnavailableError(f"{error}\n{_remedy()}") from error
-    if not library.is_emulated:  # which is none that could be in another's way
+    if not library.is_emulated:  # the emulation has no threads or kernels that could conflict with an NCCL
         _refuse_another(library.path)
     return library
 
@@ -64,8 +64,8 @@ def _refuse_another(path: str) -> None:
     others = sorted(other for other in mapped if Path(other).name.startswith("libnccl.so") and other != used)
     if others:
         raise BackendUnavailableError(
-            f"two NCCL libraries are loaded in this process: {', '.join(others)}, and {used} for backend='nccl'. Let "
-            f"all use one: unset ZCOMM_NCCL, or start with LD_PRELOAD={used}, which torch takes, too"
+            f"two NCCL libraries are loaded in this process: {', '.join(others)}, and {used} for backend='nccl'. Use "
+            f"one for both: unset ZCOMM_NCCL, or start with LD_PRELOAD={used}, which torch then uses too"
         )
 
 
@@ -73,15 +73,15 @@ def _refuse_another(path: str) -> None:
 def nccl_library() -> Any:
     """The ``NcclLibrary`` of this process, loaded and checked at the first call.
 
-    Warns, on one rank, where it is newer than the tests have seen.
+    Warns on one rank if it is newer than the newest tested version.
 
     Raises:
-        BackendUnavailableError: There is none (every place that was looked at is named), it is too old, it lacks a
-            function that is used, or another one is loaded in this process; or the native module is not built.
+        BackendUnavailableError: NCCL was not found (names every place that was tried), is too old or lacks a function,
+            another NCCL is loaded in this process, or the native module is not built.
     """
     library = _loaded()
-    if (told := _untested(library)) and not (dist.is_initialized() and dist.get_rank()):
-        warnings.warn(f"NCCL {library.version}, {library.path}, {told}", RuntimeWarning, stacklevel=2)
+    if (text := _untested(library)) and not (dist.is_initialized() and dist.get_rank()):
+        warnings.warn(f"NCCL {library.version}, {library.path}, {text}", RuntimeWarning, stacklevel=2)
     return library
 
 
@@ -97,22 +97,22 @@ def _forget() -> None:
     _loaded.cache_clear()
 
 
-atexit.register(_forget)  # what is still held when the interpreter ends is reported as leaked
+atexit.register(_forget)  # nanobind reports objects that are alive when the interpreter exits as leaks
 
 
 def is_emulated() -> bool:
-    """Whether the NCCL of this process is the emulation, which takes CPU tensors and no others."""
+    """Whether the NCCL of this process is the emulation, which supports CPU tensors only."""
     return env.value("ZCOMM_NCCL") == EMULATED
 
 
 def nccl_description() -> str:
-    """Version and path; or why there is none, and the command that installs it."""
+    """Version and path; or why NCCL is unavailable, and the command that installs it."""
     try:
         library = _loaded()
     except (BackendUnavailableError, ConfigError) as error:
         first, *others = str(error).splitlines()
         return "; ".join([f"none: {first.rstrip(':')}", *others[-1:]])
     if library.is_emulated:
-        return f"emulated in host memory, for tests alone: {library.path}"
+        return f"emulated in host memory, for tests only: {library.path}"
     registered = "buffers can be registered" if library.can_register else "too old to register buffers"
     return ", ".join(filter(None, [library.version, library.path, registered, _untested(library)]))

@@ -1,4 +1,7 @@
-"""What every collective checks and decides before it communicates: the way over the ranks, formats, sizes."""
+"""Argument checks and routing of collectives: hops, formats and sizes, all decided before any communication.
+
+An error on one rank alone leaves the other ranks waiting. So checks use, if they can, only what is equal on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from zcomm._transport.backend_choice import (
     unavailable_reason,
     unserved_reason,
 )
-from zcomm._transport.chunks import least_chunk
+from zcomm._transport.chunks import min_chunk_numel
 from zcomm._transport.debug import compare_calls
 from zcomm._transport.nccl_communicators import check_device, over_nccl
 from zcomm._transport.topology import Numbering, Topology, hop_of_group
@@ -36,7 +39,7 @@ WireFormat = str | Format | tuple[str | Format, str | Format]
 
 @dataclass(frozen=True)
 class Route:
-    """The hops of one collective, in the order they happen, each with its format."""
+    """The hops of one collective, in order, each with its format."""
 
     operation: str
     hops: tuple[tuple[Hop, Format], ...]
@@ -45,43 +48,40 @@ class Route:
     local_rank: int
     queue: WorkQueue | None
     """The Topology's; None for a ProcessGroup."""
-    whole: Hop
-    """All ranks in one hop."""
+    all_ranks: Hop
+    """One hop over all ranks."""
     node_rank: int = 0
     backend: BackendName = "torch"
-    """What carries it."""
     kernels: str = "auto"
-    """What encodes and decodes its messages."""
 
     def layout(self, wire: Format, dtype: torch.dtype, num_segments: int, segment_numel: int) -> MessageLayout:
-        """That of its messages in format ``wire``: see :func:`zcomm._formats.message.layout_of`."""
+        """The layout of messages in format ``wire``: see :func:`zcomm._formats.message.layout_of`."""
         return layout_of(self.operation, wire, dtype, num_segments, segment_numel, self.kernels)
 
     def compare(self, **facts: object) -> None:
         """With ZCOMM_DEBUG=1, raise on every rank unless all make this call with equal ``facts``."""
-        compare_calls(self.operation, self.hops, self.whole, **facts)
+        compare_calls(self.operation, self.hops, self.all_ranks, **facts)
 
     def check_device(self, device: torch.device) -> None:
-        """Raise BackendUnavailableError if this goes over NCCL, and ``device`` is not a GPU."""
+        """Raise BackendUnavailableError if the backend does not support ``device``."""
         if self.backend == "nccl":
             check_device(self.operation, device)
 
-    def least_chunk(self, device: torch.device) -> int:
-        """Elements of a shard on ``device`` from which a chunk is worth what it costs."""
-        return least_chunk(device.type, self.world_size, () if self.queue is None else self.queue.links)
+    def min_chunk_numel(self, device: torch.device) -> int:
+        """The smallest worthwhile chunk of a shard on ``device``, in elements."""
+        return min_chunk_numel(device.type, self.world_size, () if self.queue is None else self.queue.links)
 
     def own_row(self, numbering: Numbering) -> int:
-        """The row that this rank owns."""
+        """The index of the row that this rank owns."""
         to_local_rank, to_node = self.strides(numbering, 1)
         return self.local_rank * to_local_rank + self.node_rank * to_node
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
         return self.num_nodes * self.ranks_per_node
 
     def strides(self, numbering: Numbering, row: int) -> tuple[int, int]:
-        """Elements from shard (n, l) to (n, l + 1), and to (n + 1, l), if shards are ``row`` elements apart."""
+        """Elements from shard (n, l) to (n, l + 1) and to (n + 1, l), with shards of ``row`` elements."""
         return (row, row * self.ranks_per_node) if numbering == "rank" else (row * self.num_nodes, row)
 
 
@@ -94,23 +94,23 @@ def find_route(
     num_hops: int = 2,
     backend: BackendName | None = None,
 ) -> Route:
-    """The hops over ``group``; with two, ``first`` says which comes first, and formats are in that order.
+    """The route over ``group``. With two hops, ``first`` is the first one, and formats are in the order of the hops.
 
-    ``num_hops`` 1: all ranks at once although there are nodes, in the format that would travel between them.
-    ``backend`` None: the Topology's, or torch over a ProcessGroup.
+    ``num_hops=1`` sends to all ranks at once although there are several nodes, in the inter-node format.
+    ``backend=None`` is the Topology's, or torch over a ProcessGroup.
     """
     check_group(group)
-    carrier = chosen_backend(backend, group.backend if isinstance(group, Topology) else None)
-    pair = (get_format(format), get_format(format)) if isinstance(format, (str, Format)) else pair_of(format)
+    carried_by = chosen_backend(backend, group.backend if isinstance(group, Topology) else None)
+    pair = (get_format(format), get_format(format)) if isinstance(format, (str, Format)) else format_pair(format)
     if not isinstance(group, Topology):
         if not isinstance(format, (str, Format)):
             raise FormatError(f"a pair of formats needs a Topology as group: format={format!r}, group={group!r}")
-        (hop,) = _carried(carrier, hop_of_group(group))
-        return Route(operation, ((hop, pair[0]),), 1, hop.size, hop.rank, None, hop, 0, carrier)
+        (hop,) = _over_backend(carried_by, hop_of_group(group))
+        return Route(operation, ((hop, pair[0]),), 1, hop.size, hop.rank, None, hop, 0, carried_by)
     t = group
     if t.has_two_hops and num_hops == 2:
-        both = _carried(carrier, *((t.intra, t.inter) if first == "intra" else (t.inter, t.intra)))
-        both = linked(*both)
+        both = _over_backend(carried_by, *((t.intra, t.inter) if first == "intra" else (t.inter, t.intra)))
+        both = paired_hops(*both)
         return Route(
             operation,
             tuple(zip(both, pair, strict=True)),
@@ -120,40 +120,40 @@ def find_route(
             t.queue,
             t.world,
             t.node_rank,
-            carrier,
+            carried_by,
             t.kernels,
         )
     is_intra = t.num_nodes == 1
     chosen = pair[0] if is_intra == (first == "intra") else pair[1]
-    hops = ((_carried(carrier, t.world)[0], chosen),)
+    hops = ((_over_backend(carried_by, t.world)[0], chosen),)
     place = t.num_nodes, t.ranks_per_node, t.local_rank, t.queue, t.world, t.node_rank
-    return Route(operation, hops, *place, carrier, t.kernels)
+    return Route(operation, hops, *place, carried_by, t.kernels)
 
 
-def linked(first: Hop, second: Hop) -> tuple[Hop, Hop]:
-    """The two hops of a collective of all ranks: with ZCOMM_CHECK=1 those of each hear of damage in the other's."""
-    return (first.next_to(second), second.next_to(first)) if env.is_set("ZCOMM_CHECK") else (first, second)
+def paired_hops(first: Hop, second: Hop) -> tuple[Hop, Hop]:
+    """The two hops of a collective. With ZCOMM_CHECK=1 the ranks of each receive the verdict of the other."""
+    return (first.paired_with(second), second.paired_with(first)) if env.is_set("ZCOMM_CHECK") else (first, second)
 
 
-def hops_apart(topology: Topology) -> tuple[Hop, Hop]:
-    """The ranks of this node, and those of equal local rank, for exchanges over one of the two at a time."""
-    intra, inter = _carried(topology.backend, topology.intra, topology.inter)
-    return linked(intra, inter) if topology.has_two_hops else (intra, inter)
+def separate_hops(topology: Topology) -> tuple[Hop, Hop]:
+    """The intra-node and the inter-node hop, for exchanges over one of the two at a time."""
+    intra, inter = _over_backend(topology.backend, topology.intra, topology.inter)
+    return paired_hops(intra, inter) if topology.has_two_hops else (intra, inter)
 
 
-def hop_inside(topology: Topology) -> Hop:
-    """The ranks of this node, for exchanges among them. With ZCOMM_CHECK=1 damage to one is reported to all nodes."""
+def intra_hop(topology: Topology) -> Hop:
+    """The intra-node hop. With ZCOMM_CHECK=1 a damaged message in one node raises on the ranks of all nodes."""
     if topology.has_two_hops:
-        return hops_apart(topology)[0]
-    return _carried(topology.backend, topology.intra)[0]
+        return separate_hops(topology)[0]
+    return _over_backend(topology.backend, topology.intra)[0]
 
 
-def _carried(backend: BackendName, *hops: Hop) -> tuple[Hop, ...]:
+def _over_backend(backend: BackendName, *hops: Hop) -> tuple[Hop, ...]:
     return over_nccl(*hops) if backend == "nccl" else hops
 
 
-def pair_of(formats: Any) -> tuple[Format, Format]:
-    """Two formats, in the order of the hops; FormatError unless ``formats`` are a pair."""
+def format_pair(formats: Any) -> tuple[Format, Format]:
+    """Two formats, in the order of the hops. Raises FormatError unless ``formats`` is a pair."""
     if not isinstance(formats, tuple) or len(formats) != 2:
         raise FormatError(f"format must be one format, or a pair in the order of the hops: format={formats!r}")
     return get_format(formats[0]), get_format(formats[1])
@@ -167,17 +167,17 @@ def check_arguments(
     residual: object = None,
     **tensors: object,
 ) -> list[Tensor]:
-    """What kind of thing each argument of a collective is, asked before anything else is.
+    """Check the types of a collective's arguments, before anything else is done.
 
     Returns:
-        ``tensors``, in the order given; detached where gradients are not recorded, as torch's collectives take them:
-        an exchange may end in a thread that records them.
+        ``tensors``, in the order given. Under no_grad() they are detached, as torch's collectives do: an exchange may
+        complete in a thread in which gradients are recorded.
 
     Raises:
-        LayoutError: A tensor is none that can be sent: :func:`check_sendable`.
-        TopologyError: ``group`` is none, or ``numbering`` is unknown.
-        FormatError: One of ``formats`` is neither a name nor a Format nor a pair of them.
-        ConfigError: ``async_op`` is neither True nor False, or ``residual`` no Residual.
+        LayoutError: A tensor cannot be sent: :func:`check_sendable`.
+        TopologyError: ``group`` is not a group, or ``numbering`` is unknown.
+        FormatError: One of ``formats`` is not a name, a Format or a pair of them.
+        ConfigError: ``async_op`` is not a bool, or ``residual`` not a Residual.
     """
     found = []
     for name, tensor in tensors.items():
@@ -187,7 +187,7 @@ def check_arguments(
     check_numbering(numbering)
     for wire in formats:
         if not isinstance(wire, (str, Format)):
-            pair_of(wire)
+            format_pair(wire)
     check_flag("async_op", async_op)
     if residual is not None and not hasattr(residual, "set_loss_scale"):
         raise ConfigError(f"residual must be a zcomm.Residual or None: residual={residual!r}")
@@ -195,13 +195,12 @@ def check_arguments(
 
 
 def check_group(group: object) -> None:
-    """Raise TopologyError unless ``group`` can be communicated over."""
+    """Raise TopologyError unless ``group`` is a Topology, a ProcessGroup or None."""
     if not isinstance(group, Topology):
         check_process_group(group, "a ProcessGroup, a zcomm.Topology, or None for all ranks")
 
 
 def check_topology(topology: object) -> None:
-    """Raise TopologyError unless ``topology`` is one."""
     if not isinstance(topology, Topology):
         raise TopologyError(
             f"topology must be a zcomm.Topology: got {type(topology).__name__}; make one with "
@@ -210,15 +209,15 @@ def check_topology(topology: object) -> None:
 
 
 def check_sendable(name: str, tensor: object) -> Tensor:
-    """``tensor``, which is dense, floating point, with memory of its own, without gradient; of any shape.
+    """Return ``tensor`` if it is a dense floating-point tensor with memory and without requires_grad.
 
     Raises:
-        LayoutError: It is not; a DTensor is none, its local part is.
+        LayoutError: It is not. A DTensor is not; its local part is.
     """
     if not isinstance(tensor, Tensor):
         raise LayoutError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     problem = None
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # it stands for others, and has no memory
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # a wrapper without memory
         of_dtensor = ": pass tensor.to_local()" if hasattr(tensor, "to_local") else ""
         problem = f"a plain tensor, got {type(tensor).__name__}{of_dtensor}"
     elif tensor.layout is not torch.strided:
@@ -235,7 +234,7 @@ def check_sendable(name: str, tensor: object) -> Tensor:
 
 
 def check_flat(name: str, tensor: Tensor) -> None:
-    """``tensor`` can be sent as it lies: :func:`check_sendable`, flat and contiguous."""
+    """Raise LayoutError unless ``tensor`` is sendable (:func:`check_sendable`), flat and contiguous."""
     check_sendable(name, tensor)
     if tensor.ndim != 1 or not tensor.is_contiguous():
         raise LayoutError(
@@ -243,14 +242,14 @@ def check_flat(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_carrier(
+def check_backend(
     what: str, topology: Topology | None, backend: BackendWish, kernels: KernelsName, device: torch.device
 ) -> None:
-    """Raise unless ``what``, whose tensors are on ``device``, can be carried as is asked for. No communication.
+    """Check that backend and kernels support ``what``, whose tensors are on ``device``. No communication.
 
     Raises:
-        ConfigError: There is no such backend, or no such kernels; or the given ``topology`` has others.
-        BackendUnavailableError: They do not serve the device, or this process cannot have them.
+        ConfigError: The backend or the kernels do not exist, or ``topology`` has others.
+        BackendUnavailableError: They do not support the device, or are unavailable in this process.
     """
     check_names(backend, kernels)
     if topology is not None:
@@ -272,7 +271,7 @@ def check_carrier(
 
 
 def rows_of(name: str, tensor: Tensor, world_size: int) -> Tensor:
-    """``tensor`` as [world_size, n]: flat and contiguous, or 2-D with contiguous rows."""
+    """``tensor`` as [world_size, n]. It is flat and contiguous, or 2-D with contiguous rows."""
     check_sendable(name, tensor)
     if tensor.ndim == 2 and tensor.shape[0] == world_size and tensor.layout is torch.strided:
         check_flat(name, tensor[0])
@@ -286,7 +285,7 @@ def rows_of(name: str, tensor: Tensor, world_size: int) -> Tensor:
 
 
 def check_shard(shard_name: str, shard: Tensor, rows_name: str, rows: Tensor) -> None:
-    """``shard`` is as long as a row of ``rows``, on the same device."""
+    """Raise LayoutError unless ``shard`` is as long as a row of ``rows`` and on the same device."""
     check_flat(shard_name, shard)
     if shard.numel() != rows.shape[1]:
         raise LayoutError(
@@ -298,13 +297,13 @@ def check_shard(shard_name: str, shard: Tensor, rows_name: str, rows: Tensor) ->
 
 
 def check_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    """``tensor`` and ``other`` share no memory: one is written while the other is still being sent."""
+    """Raise LayoutError if the tensors share memory: one is written while the other is still being sent."""
     if tensor.numel() and other.numel() and _begin(tensor) < _end(other) and _begin(other) < _end(tensor):
         raise LayoutError(f"{name} and {other_name} must not overlap in memory: {_extent(tensor)}, {_extent(other)}")
 
 
 def check_own_row(shard: Tensor, rows: Tensor, row: int) -> None:
-    """``shard`` is row ``row`` of ``rows``, or shares no memory with them."""
+    """Raise LayoutError unless ``shard`` is row ``row`` of ``rows`` or shares no memory with them."""
     if shard.data_ptr() != rows.data_ptr() + row * rows.stride(0) * rows.element_size() or shard.dtype != rows.dtype:
         check_apart("input", shard, "output (but for this rank's own row in it)", rows)
 
@@ -323,7 +322,7 @@ def _extent(tensor: Tensor) -> str:
 
 
 def divisor_of(op: Any, world_size: int) -> int:
-    """What a sum is divided by: 1 for SUM, the world size for AVG."""
+    """The divisor of a sum: 1 for SUM, the world size for AVG."""
     if isinstance(op, (str, dist.ReduceOp, dist.ReduceOp.RedOpType)):
         if op in ("sum", dist.ReduceOp.SUM):
             return 1
@@ -333,5 +332,4 @@ def divisor_of(op: Any, world_size: int) -> int:
 
 
 def check_numbering(numbering: object) -> None:
-    """``numbering`` is known."""
     check_choice("numbering", numbering, ("rank", "local"), TopologyError)

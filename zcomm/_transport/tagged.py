@@ -1,20 +1,20 @@
-"""Exchanges over gloo as tagged sends and receives: those of different calls never meet.
+"""Exchanges over gloo as tagged sends and receives: those of different calls never match.
 
-gloo's own collectives meet by a counter: the k-th on one rank meets the k-th on another, whatever it is. If that brings
-more bytes than expected, gloo ends the process. Sends and receives meet by their tag. Here it is a hash of the number
-of the exchange on its hop and of the call that it belongs to, so ranks whose calls differ wait, and
-:mod:`zcomm._transport.deadlock_watch` finds them out. It costs no byte and no message.
+gloo matches its own collectives by a counter: the k-th on one rank with the k-th on another, whatever they are. If the
+message is longer than expected, gloo ends the process. Sends and receives are matched by tag. Here the tag is a hash of
+the exchange's number on its hop and of its call. So ranks whose calls differ wait, and the deadlock watch
+(:mod:`zcomm._transport.deadlock_watch`) finds them. Tags cost no bytes and no messages.
 
-A send of gloo's blocks its caller while it writes to the socket. So a large asynchronous exchange is started by a
-background thread of the process ("zcomm-send"), and the caller computes. Another ("zcomm-wait") waits for exchanges of
-which somebody asks whether they have ended.
+gloo's send blocks the caller while it writes to the socket. So a background thread of the process ("zcomm-send") starts
+large asynchronous exchanges while the caller computes. Another one ("zcomm-wait") waits for exchanges whose completion
+was asked for, since gloo has no test for it.
 
     all_gather, all_to_all      W - 1 receives and sends, straight into place
     broadcast                   a binomial tree from the source
     gather, scatter             W - 1 receives or sends of the first rank
 
 Invariant:
-    T1  Of each number and call, a rank starts one exchange. So what is left over of a broken one meets nothing later.
+    T1  A rank starts one exchange for each number and call. So leftovers of a broken exchange match nothing later.
 """
 
 from __future__ import annotations
@@ -30,49 +30,48 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from zcomm._transport.call_context import here
+from zcomm._transport.call_context import current_context
 from zcomm._transport.collective_log import CollectiveCall
 
 
 class Tags(NamedTuple):
-    """Of one exchange."""
+    """Tags of one exchange."""
 
     own: int
-    beside: int
-    """Of what the ranks of the other hop hear of it: the same one in every node."""
+    paired: int
+    """For the verdict that the ranks of the paired hop exchange: the same in every node."""
 
 
 def tags_of(number: int, call: CollectiveCall) -> Tags:
-    """The tags of exchange ``number`` of a hop."""
-    return Tags(tag_of(number, call), tag_of(0, call) if call.beside else 0)
+    return Tags(tag_of(number, call), tag_of(0, call) if call.pair_number else 0)
 
 
 def tag_of(number: int, call: CollectiveCall) -> int:
     """The tag of exchange ``number`` of a hop: a multiple of 4, of 31 bits."""
-    text = f"{number} {call.operation} {call.nbytes} {call.src} {call.beside} {call.label}"
+    text = f"{number} {call.operation} {call.nbytes} {call.src} {call.pair_number} {call.label}"
     return zlib.crc32(text.encode()) & 0x7FFFFFFC
 
 
-APART_NBYTES = 2**18
-"""Sends of at least this many bytes are started by the background thread. gloo's send blocks: it writes to the socket
-before it returns, and waits for the connection's lock while bytes are read from the same peer. Measured beside 3 ms of
-matrix products on 2 cores: from here on 2 ranks took 0.1 to 0.4 ms less; 4 ranks, two to a core, 0.3 to 0.6 ms less
-from 3 MB on, and as long below it."""
+BACKGROUND_NBYTES = 2**18
+"""The background thread starts sends of at least this many bytes. gloo's send blocks: it writes to the socket before it
+returns, and waits for the connection's lock while bytes are read from the same peer. Measured while 2 cores computed
+matrix products for 3 ms: from this size on 2 ranks took 0.1 to 0.4 ms less; 4 ranks, two on a core, took 0.3 to 0.6 ms
+less from 3 MB on, and the same time below."""
 
 Parts = Sequence[tuple[int, Tensor]]
-"""What goes to a rank of the hop, or comes from it."""
+"""Ranks of the hop, each with the tensor that goes to it or comes from it."""
 
 
 def exchange(
     group: dist.ProcessGroup, tag: int, receives: Parts, sends: Parts, own: tuple[Tensor, Tensor] | None = None
 ) -> TaggedExchange:
-    """Start receiving and sending contiguous tensors; copy this rank's ``own`` part (to, from) unless they are one."""
+    """Start receiving and sending contiguous tensors, and copy this rank's ``own`` part (to, from) if they differ."""
     start = partial(_start, group, tag, receives, sends, own)
-    if not here().goes_on or sum(part.nbytes for _, part in sends) < APART_NBYTES:
+    if not current_context().overlaps or sum(part.nbytes for _, part in sends) < BACKGROUND_NBYTES:
         return TaggedExchange(start(), (receives, sends))
-    started = _Started(start)
+    started = _BackgroundStart(start)
     pending = TaggedExchange([started], (receives, sends))
-    _STARTS.run(started.start)
+    _SEND_THREAD.run(started.start)
     return pending
 
 
@@ -86,8 +85,8 @@ def _start(
     return works
 
 
-class _Started:
-    """Sends and receives that the background thread starts."""
+class _BackgroundStart:
+    """Sends and receives started by the background thread."""
 
     def __init__(self, start: Callable[[], list[Any]]) -> None:
         self._start: Callable[[], list[Any]] | None = start
@@ -96,18 +95,18 @@ class _Started:
         self._is_started = threading.Event()
 
     def start(self) -> None:
-        """Called by the background thread, once."""
+        """Called once, by the background thread."""
         start, self._start = self._start, None
         assert start is not None, "started once"
         try:
             self._works = start()
         except BaseException as error:  # raised in wait()
             self._error = error
-        del start  # releases its tensors before wait() returns: their owner may count who uses them
+        del start  # drops its tensors before wait() returns: their owner may count references
         self._is_started.set()
 
     def wait(self) -> None:
-        """Block until all have ended."""
+        """Block until all are complete."""
         self._is_started.wait()
         if self._error is not None:
             raise self._error
@@ -116,14 +115,13 @@ class _Started:
 
 
 class _Thread:
-    """A background thread of the process that runs callables in order; started at the first. They must not raise."""
+    """A daemon thread that runs callables in order, started at the first one. They must not raise."""
 
     def __init__(self, name: str) -> None:
         self._name, self._lock, self._is_running = name, threading.Lock(), False
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
     def run(self, call: Callable[[], None]) -> None:
-        """Queue ``call``."""
         with self._lock:
             if not self._is_running:
                 threading.Thread(target=self._serve, name=self._name, daemon=True).start()
@@ -135,53 +133,54 @@ class _Thread:
             self._calls.get()()
 
 
-_STARTS, _WAITS = _Thread("zcomm-send"), _Thread("zcomm-wait")
+# Two threads: a wait blocks until other ranks have sent, and these may need this rank's next send first.
+_SEND_THREAD, _WAIT_THREAD = _Thread("zcomm-send"), _Thread("zcomm-wait")
 
 
 class TaggedExchange:
-    """Several sends and receives as one. They end with it: gloo still writes to the tensors of what is under way."""
+    """Several sends and receives as one. It waits for them when collected: gloo still writes to their tensors."""
 
     def __init__(self, works: Sequence[Any], tensors: Any = ()) -> None:
         self._works, self._tensors = list(works), tensors
         self._lock = threading.Lock()
-        self._is_over = not self._works
+        self._is_complete = not self._works
         self._error: BaseException | None = None
-        self._ended: threading.Event | None = None
+        self._completed: threading.Event | None = None
 
     def __del__(self) -> None:
-        with suppress(Exception):  # the process group may be gone
+        with suppress(Exception):  # the process group may be destroyed
             self.wait()
 
     def wait(self) -> None:
-        """Block until it has ended; the same error each time."""
-        with self._lock:
+        """Block until it is complete. Raises the same error each time."""
+        with self._lock:  # a caller and "zcomm-wait" may both wait
             if self._error is not None:
                 raise self._error
             try:
                 while self._works:  # gloo's sends and receives can be waited for only once
                     self._works.pop(0).wait()
-                self._tensors = ()  # before wait() returns: their owner may count who uses them
+                self._tensors = ()  # before wait() returns: their owner may count references
             except BaseException as error:
                 self._error = error
                 raise
             finally:
-                self._is_over = True
+                self._is_complete = True
 
     def is_completed(self) -> bool:
-        """Whether it is known to have ended."""
+        """Whether it is known to be complete."""
         return self.ends_within(0)
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether it is known to have ended after at most ``seconds``.
+        """Whether it is known to be complete after at most ``seconds``.
 
-        gloo cannot be asked about sends and receives: the background thread waits for them, in the order of asking.
+        gloo has no test for sends and receives: the background thread waits for them, in the order of the calls.
         """
-        if self._is_over:
+        if self._is_complete:
             return True
-        if self._ended is None:
-            self._ended = threading.Event()
-            _WAITS.run(partial(self._wait, self._ended))
-        return self._ended.wait(seconds)
+        if self._completed is None:
+            self._completed = threading.Event()
+            _WAIT_THREAD.run(partial(self._wait, self._completed))
+        return self._completed.wait(seconds)
 
     def _wait(self, ended: threading.Event) -> None:
         with suppress(BaseException):  # wait() raises it again
@@ -190,7 +189,7 @@ class TaggedExchange:
 
 
 def tree(src: int, rank: int, size: int) -> tuple[int | None, list[int]]:
-    """Of whom ``rank`` gets a broadcast from ``src``, and to whom it passes it on: the largest subtree first."""
+    """The parent and the children of ``rank`` in a broadcast from ``src``, the largest subtree first."""
     place = (rank - src) % size
     low = place & -place or 1 << size.bit_length()
     children = [place + (1 << k) for k in reversed(range(low.bit_length() - 1)) if place + (1 << k) < size]
@@ -201,7 +200,7 @@ def tree(src: int, rank: int, size: int) -> tuple[int | None, list[int]]:
 def broadcast(values: Tensor, src: int, place: tuple[dist.ProcessGroup, int, int], tag: int, *, relays: bool) -> Relay:
     """Start a broadcast of ``values`` from rank ``src`` over ``place``: group, size and this rank.
 
-    ``relays`` False: pass on what is in ``values`` now, without waiting for it.
+    ``relays=False`` sends what is in ``values`` now, without waiting for the parent: to end a deadlock.
     """
     group, size, rank = place
     parent, children = tree(src, rank, size)
@@ -214,13 +213,12 @@ def broadcast(values: Tensor, src: int, place: tuple[dist.ProcessGroup, int, int
 
 
 class Relay:
-    """A rank's part of a broadcast: it sends on in ``wait()``."""
+    """A rank's part of a broadcast: ``wait()`` receives, then sends to the children."""
 
     def __init__(self, first: TaggedExchange, group: dist.ProcessGroup, tag: int, sends: Parts) -> None:
         self._first, self._group, self._tag, self._sends = first, group, tag, sends
 
     def wait(self) -> None:
-        """Block until it has ended."""
         self._first.wait()
         if self._sends:
             sends, self._sends = self._sends, []
@@ -228,13 +226,13 @@ class Relay:
             self._first.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is known to have ended."""
+        """Whether it is known to be complete."""
         return not self._sends and self._first.is_completed()
 
 
-def needed(call: CollectiveCall, rank: int, size: int) -> set[int]:
-    """The ranks of a hop that must have started ``call`` for it to end on ``rank``."""
-    if call.operation in FIRST:
+def ranks_needed(call: CollectiveCall, rank: int, size: int) -> set[int]:
+    """The ranks of a hop that must have started ``call`` for it to complete on ``rank``."""
+    if call.operation in FIRST_RANK_EXCHANGES:
         return set(range(size)) if rank == 0 else {0, rank}
     if call.operation != "broadcast":
         return set(range(size))
@@ -259,5 +257,5 @@ def _from_first(mine: Tensor, rows: Tensor | None, group: dist.ProcessGroup, tag
     return exchange(group, tag, [], [(peer, row) for peer, row in enumerate(rows.unbind(0)) if peer])
 
 
-FIRST = {"gather to the first rank": _to_first, "scatter from the first rank": _from_first}
-"""What only the first rank needs of all, and all of the first: start it, with the rows that the first rank has."""
+FIRST_RANK_EXCHANGES = {"gather to the first rank": _to_first, "scatter from the first rank": _from_first}
+"""Starts an exchange between the first rank, which passes its rows, and each other rank, by operation."""

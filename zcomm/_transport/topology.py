@@ -1,8 +1,8 @@
-"""Which ranks share a node: one value from which every process group comes.
+"""The topology of a job: which ranks share a node, and the process groups of each hop.
 
 world_size = num_nodes x ranks_per_node;  rank = node_rank * ranks_per_node + local_rank
 
-numbering of shards   "rank":   rank (n, l) owns shard n * L + l, as in torch
+shard numbering       "rank":   rank (n, l) owns shard n * L + l, as in torch
                       "local":  rank (n, l) owns shard l * N + n; a node's secondary shard is then contiguous
 """
 
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zcomm._base import env
 from zcomm._base.arguments import as_count, check_process_group
-from zcomm._kernels.message_flags import look_at_all
+from zcomm._kernels.message_flags import check_all_flags
 from zcomm._transport import fingerprint, groups
 from zcomm._transport.backend import (
     ALONE,
@@ -30,7 +30,7 @@ from zcomm._transport.backend import (
     backend_of,
     gather_ints,
     ints_over,
-    ledger_of,
+    log_of,
     takes_host_tensors,
     timeout_of,
 )
@@ -38,7 +38,7 @@ from zcomm._transport.backend_choice import (
     BackendName,
     BackendWish,
     KernelsName,
-    agree_on_carrier,
+    agree_on_backend,
     check_names,
     resolved,
 )
@@ -56,26 +56,26 @@ _NUMBERS = itertools.count()
 
 
 class Topology:
-    """Nodes x ranks per node, and the process groups between them.
+    """Nodes x ranks per node, with the process groups of each hop.
 
-    It owns what collectives over it go through: its process groups, or communicators over NCCL, and the kernels.
-
-    Args:
-        ranks_per_node: So many consecutive ranks of ``group`` form a node; one machine can stand in for several.
-        group: The ranks; default: all of torch.distributed, or this process alone if that is not initialised.
-        backend: "torch", torch's process groups; "nccl", this package's communicator over NCCL, for CUDA tensors (see
-            docs/communication.md); "auto" is "torch" until "nccl" is measured to be faster. The same bits.
-        kernels: What encodes and decodes messages: "native", "triton", "cuda", "reference", or "auto": what
-            ``ZCOMM_KERNELS`` says. The same bits.
-
-    Raises:
-        TopologyError: ``ranks_per_node`` does not divide the number of ranks; or torch.distributed is not initialised
-            although ``WORLD_SIZE`` is more than 1. Raised before any communication.
-        ConfigError: On every rank: one runs another zcomm-zero or torch, or alone has ZCOMM_CHECK=1 or the like, or
-            another backend or kernels; or there are none of that name.
-        BackendUnavailableError: On every rank: one cannot have the backend or the kernels. With reason and remedy.
+    A Topology owns what its collectives use: process groups, communicators over NCCL, and the choice of kernels.
 
     Collective: every rank of ``group`` constructs it, in the same order relative to other topologies.
+
+    Args:
+        ranks_per_node: This many consecutive ranks of ``group`` form a node. One machine can stand in for several.
+        group: The ranks; default: all of torch.distributed, or this process alone if that is not initialized.
+        backend: "torch", torch's process groups; "nccl", this library's communicator over NCCL, for CUDA tensors (see
+            docs/communication.md); "auto" is "torch" until "nccl" is measured to be faster. All give the same bits.
+        kernels: What encodes and decodes messages: "native", "triton", "cuda", "reference", or "auto", which follows
+            ``ZCOMM_KERNELS``. All give the same bits.
+
+    Raises:
+        TopologyError: ``ranks_per_node`` does not divide the number of ranks, or torch.distributed is not initialized
+            although ``WORLD_SIZE`` is more than 1. Raised before any communication.
+        ConfigError: On every rank: versions of zcomm-zero or torch, switches such as ZCOMM_CHECK, backends or kernels
+            differ between ranks, or a name is unknown.
+        BackendUnavailableError: On every rank: backend or kernels are unavailable on one. With reason and remedy.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class Topology:
     def _choose(self, backend: BackendWish, kernels: KernelsName) -> None:
         check_names(backend, kernels)
         timeout = timeout_of(self._parent) if self.world_size > 1 else None
-        agree_on_carrier(backend, kernels, self.global_ranks, timeout)
+        agree_on_backend(backend, kernels, self.global_ranks, timeout)
         self.backend: BackendName = resolved(backend)
-        """What carries the collectives over this, unless a call's ``backend=`` says otherwise."""
+        """The backend of collectives over this, unless a call passes ``backend=``."""
         self.kernels: KernelsName = kernels
-        """What encodes and decodes for them."""
+        """The kernels that encode and decode for them."""
 
     def _place(self, ranks_per_node: int, group: dist.ProcessGroup | None) -> None:
         check_process_group(group)
@@ -129,27 +129,31 @@ class Topology:
 
     @property
     def watch(self) -> DeadlockWatch:
-        """Finds out ranks that wait for one another over this and all topologies of its ranks; not of one rank."""
+        """The deadlock watch of this and all topologies of the same ranks. Only with several ranks."""
         assert self._watch is not None, "a rank alone waits for nobody"
         return self._watch
 
     def _register(self) -> None:
         self.queue = WorkQueue()
         self.turn = threading.RLock()
-        """For threads whose calls over this must not mix."""
+        """Lock for threads that call collectives over this: their order must be the same on every rank."""
         self._communicators = Communicators(self.global_ranks if self.world_size > 1 else ())
         self._free_communicators = weakref.finalize(self, self._communicators.clear)
         self.auto_table: object | None = None
-        """What ``format="auto"`` means here, once :mod:`zcomm._collectives.auto_format` has agreed on it."""
+        """The formats of ``format="auto"``, once :mod:`zcomm._collectives.auto_format` has agreed on them."""
         self.uses_world = False
-        """Whether collectives may run over all ranks at once although there are nodes."""
+        """Whether collectives may run in one hop over all ranks although there are several nodes."""
         self.key = f"topology-{next(_NUMBERS)}"
-        """Names it in this process; compiled code carries names instead of objects."""
+        """Its name in this process: compiled code cannot hold the object."""
         _BY_KEY[self.key] = self
 
     @staticmethod
     def of_key(key: str) -> Topology:
-        """The topology of this process whose ``key`` that is; StateError if it is gone."""
+        """The topology of this process with that ``key``.
+
+        Raises:
+            StateError: It has been collected.
+        """
         topology = _BY_KEY.get(key)
         if topology is None:
             raise StateError(f"the Topology {key!r} of a compiled function is gone: keep it as long as the function")
@@ -160,17 +164,21 @@ class Topology:
         everyone = list(range(self.world_size))
         self._alone = replace(ALONE, communicators=self._communicators)
         self.world = self._hop([everyone], per_node - 1, self.world_size - per_node)
-        """All ranks."""
+        """All ranks in one hop."""
         if self.num_nodes == 1 or per_node == 1:
             self.intra, self.inter = (self.world, self._alone) if self.num_nodes == 1 else (self._alone, self.world)
             return
         self.intra = self._hop([everyone[n * per_node : (n + 1) * per_node] for n in nodes], per_node - 1, 0)
         """The ranks of this node."""
         self.inter = self._hop([everyone[local::per_node] for local in range(per_node)], 0, self.num_nodes - 1)
-        """The ranks of equal local rank, one a node."""
+        """The ranks of equal local rank, one in each node."""
 
     def _hop(self, parts: list[list[int]], num_intra_peers: int, num_inter_peers: int) -> Hop:
-        """The part that holds this rank. Every rank of the job makes every group, in the same order."""
+        """The hop over the part that contains this rank.
+
+        torch.distributed requires that every rank of the job makes every group, in the same order; otherwise ranks
+        deadlock in the store. With ``_is_local`` only the members make it.
+        """
         hop = self._alone
         if len(parts[0]) == 1:
             return hop
@@ -190,12 +198,12 @@ class Topology:
     def from_env(
         cls, group: dist.ProcessGroup | None = None, *, backend: BackendWish = "auto", kernels: KernelsName = "auto"
     ) -> Topology:
-        """Nodes as torchrun made them (``LOCAL_WORLD_SIZE`` ranks each); without torchrun, one node.
+        """The nodes that torchrun started, with ``LOCAL_WORLD_SIZE`` ranks each; without torchrun one node.
 
         Raises:
-            TopologyError: torch.distributed is not initialised although ``WORLD_SIZE`` is more than 1; or, on every
-                rank, nodes with different numbers of ranks.
-            ConfigError: On every rank: ``LOCAL_WORLD_SIZE`` or ``GROUP_RANK`` of one is not what torchrun sets.
+            TopologyError: torch.distributed is not initialized although ``WORLD_SIZE`` is more than 1. Or, on every
+                rank: nodes have different numbers of ranks.
+            ConfigError: On every rank: ``LOCAL_WORLD_SIZE`` or ``GROUP_RANK`` is invalid on one.
         """
         check_process_group(group)
         _, rank = _size_and_rank(group)
@@ -203,8 +211,8 @@ class Topology:
             return cls.single(backend=backend, kernels=kernels)
         wrong: ConfigError | None = None
         try:
-            per_node = env.of_torchrun("LOCAL_WORLD_SIZE", dist.get_world_size(), at_least=1)
-            node = env.of_torchrun("GROUP_RANK", _global_rank(group, rank) // per_node)
+            per_node = env.torchrun_variable("LOCAL_WORLD_SIZE", dist.get_world_size(), at_least=1)
+            node = env.torchrun_variable("GROUP_RANK", _global_rank(group, rank) // per_node)
         except ConfigError as error:
             wrong, node = error, -1
         nodes = gather_ints(node, group)
@@ -217,10 +225,10 @@ class Topology:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, *, backend: BackendWish = "auto", kernels: KernelsName = "auto") -> Topology:
-        """Nodes and ranks of a 2-D DeviceMesh [nodes, ranks per node] whose ranks ascend.
+        """The nodes of a 2-D DeviceMesh [nodes, ranks per node] with all ranks in ascending order.
 
         Raises:
-            TopologyError: The mesh is none, is not 2-D, or its ranks are not all ranks of torch.distributed in order.
+            TopologyError: ``mesh`` is not such a mesh.
         """
         if not isinstance(mesh, DeviceMesh):
             raise TopologyError(f"mesh must be a DeviceMesh [nodes, ranks per node]: got {type(mesh).__name__}")
@@ -235,7 +243,7 @@ class Topology:
 
     @classmethod
     def single(cls, *, backend: BackendWish = "auto", kernels: KernelsName = "auto") -> Topology:
-        """A world of this process alone; it needs no torch.distributed."""
+        """A topology of this process alone, without torch.distributed."""
         topology = object.__new__(cls)
         topology._parent, topology._groups = None, []
         topology.world_size = topology.num_nodes = topology.ranks_per_node = 1
@@ -247,12 +255,14 @@ class Topology:
         return topology
 
     def clone(self) -> Topology:
-        """The same nodes, backend and kernels; process groups, communicators, and so an order of collectives, of its
-        own. Collective."""
+        """A topology of the same nodes, backend and kernels with process groups and communicators of its own.
+
+        So its collectives are ordered independently of this one's. Collective.
+        """
         if self.world_size == 1:
             return Topology.single(backend=self.backend, kernels=self.kernels)
-        self._meet()
-        clone = object.__new__(Topology)  # its ranks have been compared
+        self._barrier()
+        clone = object.__new__(Topology)  # without __init__: the ranks have already been compared
         clone.backend, clone.kernels = self.backend, self.kernels
         clone._place(self.ranks_per_node, self._parent)
         clone._connect()
@@ -260,49 +270,52 @@ class Topology:
 
     @cached_property
     def companion(self) -> Topology:
-        """A :meth:`clone`, made at the first use, which is collective, and closed with this one."""
+        """A :meth:`clone`, made at the first use, which is collective. Closed with this one."""
         return self.clone()
 
     @cached_property
     def background(self) -> Background:
-        """A thread with a gloo group of these ranks, made at the first use, which is collective; closed with this."""
+        """A background thread with a gloo group of these ranks, made at the first use, which is collective. Closed with
+        this one."""
         if self.world_size == 1:
             return Background(None)
-        self._meet()
+        self._barrier()
         return Background(self._new_gloo_group())
 
     @cached_property
     def on_host(self) -> Hop:
-        """All ranks, for tensors in host memory: :attr:`world`, or gloo beside it where that takes none (NCCL).
+        """One hop over all ranks for tensors in host memory: :attr:`world`, or a gloo group if that is on NCCL.
 
-        Over NCCL an exchange between hosts would wait for the devices. Made at the first use, which is collective.
+        Over NCCL an exchange of host values would wait for the devices. Made at the first use, which is collective.
         """
         if self.world.group is None or takes_host_tensors(self.world.backend):
             return self.world
         group = self._new_gloo_group()
         self._groups.append(group)
-        hop = replace(self.world, group=group, backend="gloo", ledger=CollectiveLog())
-        hop.ledger.lost = self.world.ledger.lost
+        hop = replace(self.world, group=group, backend="gloo", log=CollectiveLog())
+        hop.log.departed = self.world.log.departed
         return hop
 
     def keep_order(self) -> None:
-        """Let what is queued finish first if it runs over the same group: exchanges of a group start in program order.
+        """Wait for queued collectives if they use the same group, so that its exchanges start in program order.
+
+        Otherwise the thread and the caller would start exchanges in a different order on each rank: a deadlock.
 
         Raises:
-            StateError: This is closed.
+            StateError: This topology is closed.
         """
         self.queue.check_open()
         if not self.has_two_hops or self.uses_world:
             self.queue.drain()
 
-    def _meet(self) -> None:
-        """Return once every rank is here, in the same public call.
+    def _barrier(self) -> None:
+        """Wait until every rank is in the same public call. Precedes the creation of late groups.
 
-        Comes before groups that are made late. torch.distributed makes them in its store, where the watch sees nobody:
-        a rank that is there alone would wait until the timeout.
+        torch.distributed creates groups through its store, where the deadlock watch does not see a waiting rank: a rank
+        that is there alone would wait until the timeout.
 
         Raises:
-            DivergedError: The ranks are in different calls; on every rank.
+            DivergedError: On every rank: the ranks are in different calls.
         """
         self.keep_order()
         ints_over(0, self.on_host)
@@ -316,29 +329,29 @@ class Topology:
         return group
 
     def shard_index(self, numbering: Numbering) -> int:
-        """The shard that this rank owns."""
+        """The index of the shard that this rank owns."""
         return self.rank if numbering == "rank" else self.local_rank * self.num_nodes + self.node_rank
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        """The ranks of torch.distributed, in order."""
+        """The global ranks of torch.distributed, in order."""
         return tuple(_global_rank(self._parent, rank) for rank in range(self.world_size))
 
     @property
     def meets_by_tag(self) -> bool:
-        """Whether exchanges of different calls never meet: over gloo, by torch's groups."""
+        """Whether exchanges are matched by tag, so that different calls never mix: over gloo with backend "torch"."""
         return self.backend == "torch" and takes_host_tensors(self.world.backend)
 
     @property
     def has_two_hops(self) -> bool:
-        """Whether there are several nodes of several ranks."""
+        """Whether there are several nodes with several ranks each."""
         return self.num_nodes > 1 and self.ranks_per_node > 1
 
     def close(self) -> None:
-        """Finish what is queued, and free the communicators over NCCL and the process groups.
+        """Finish queued collectives, and free the communicators over NCCL and the process groups.
 
         Raises:
-            MessageError: On a GPU a message was of another layout than this rank expected.
+            MessageError: On a GPU a message had another layout than this rank expected.
         """
         if "companion" in self.__dict__:
             self.__dict__.pop("companion").close()
@@ -348,6 +361,8 @@ class Topology:
             if background.group is not None:
                 self._groups.append(background.group)
                 background.group = None
+        # In this order: queued collectives still use the groups, and the watch publishes the departure under the name
+        # of the group, which a closed hop no longer has.
         self.queue.close()
         if self._watch is not None:
             self._watch.remove(self)
@@ -358,7 +373,7 @@ class Topology:
         while self._groups:
             group = self._groups.pop()
             groups.destroy_group(group, is_local=self._is_local)
-        look_at_all(is_last=True)
+        check_all_flags(is_last=True)
 
     def __repr__(self) -> str:
         return f"Topology(nodes={self.num_nodes}, ranks_per_node={self.ranks_per_node}, rank={self.rank})"
@@ -366,9 +381,9 @@ class Topology:
 
 def _size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
     if not dist.is_initialized():
-        if env.of_torchrun("WORLD_SIZE", 1) > 1:
+        if env.torchrun_variable("WORLD_SIZE", 1) > 1:
             raise TopologyError(
-                f"torch.distributed is not initialised: WORLD_SIZE={os.environ['WORLD_SIZE']}; call "
+                f"torch.distributed is not initialized: WORLD_SIZE={os.environ['WORLD_SIZE']}; call "
                 "torch.distributed.init_process_group() first, or use Topology.single()"
             )
         return 1, 0
@@ -383,26 +398,26 @@ def _global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
 
 
 def _equal_runs(nodes: list[int]) -> int:
-    """Ranks per node, from the node of each rank."""
+    """Ranks per node, given the node of each rank."""
     per_node = nodes.count(nodes[0])
     expected = [node for start in range(0, len(nodes), per_node) for node in [nodes[start]] * per_node]
     if nodes != expected or len(set(nodes)) * per_node != len(nodes):
         raise TopologyError(
-            f"every node must have the same number of consecutive ranks: node of each rank {nodes}; start as many "
-            "processes on every machine, or pass ranks_per_node= or a group"
+            f"every node must have the same number of consecutive ranks: nodes of the ranks={nodes}; start the same "
+            "number of processes on every machine, or pass ranks_per_node= or a group"
         )
     return per_node
 
 
 def hop_of_group(group: dist.ProcessGroup | None) -> Hop:
-    """One hop over all ranks of ``group``; who shares this rank's node is taken from ``LOCAL_WORLD_SIZE``."""
+    """One hop over all ranks of ``group``. ``LOCAL_WORLD_SIZE`` tells which of them share this rank's node."""
     size, rank = _size_and_rank(group)
     if size == 1:
         return ALONE
-    per_node = env.of_torchrun("LOCAL_WORLD_SIZE", dist.get_world_size(), at_least=1)
+    per_node = env.torchrun_variable("LOCAL_WORLD_SIZE", dist.get_world_size(), at_least=1)
     node = dist.get_rank() // per_node
     of_node = range(node * per_node, min((node + 1) * per_node, dist.get_world_size()))
     intra = sum(groups.is_member(group, rank) for rank in of_node) - 1
-    whole = group if group is not None else dist.group.WORLD
-    assert whole is not None, "torch.distributed is initialised"
-    return Hop(whole, size, rank, intra, size - 1 - intra, backend_of(group), ledger_of(whole))
+    process_group = group if group is not None else dist.group.WORLD
+    assert process_group is not None, "torch.distributed is initialized"
+    return Hop(process_group, size, rank, intra, size - 1 - intra, backend_of(group), log_of(process_group))

@@ -1,7 +1,7 @@
-"""What this process has sent: counted where it is sent, by operation, format and link class.
+"""Traffic counters: what this process has sent, by operation, format and link class.
 
-A message to k ranks counts k times; nothing is counted for a rank's message to itself. Sums over ranks are up
-to the caller.
+A message to k ranks counts k times. A rank's message to itself is not counted. Counts are of this rank only; the caller
+sums over ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 
 class TrafficKey(NamedTuple):
-    """What a count is of."""
+    """What is counted separately."""
 
     operation: str
     format: str
@@ -21,7 +21,7 @@ class TrafficKey(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Messages sent, the tensor elements they carry, and their bytes."""
+    """Messages sent, the tensor elements in them, and their bytes."""
 
     calls: int = 0
     elements: int = 0
@@ -32,7 +32,7 @@ K = TypeVar("K", bound=tuple[str, ...])
 
 
 class TrafficCounter(Generic[K]):
-    """The process's counts by keys of class ``key_class``. What is counted also runs in threads: hence the lock."""
+    """Counts of this process by keys of class ``key_class``. Collectives also run in threads: hence the lock."""
 
     def __init__(self, key_class: Callable[..., K]) -> None:
         self._key_class = key_class
@@ -40,7 +40,7 @@ class TrafficCounter(Generic[K]):
         self._lock = threading.Lock()
 
     def add(self, key: tuple[str, ...], num_messages: int, numel: int, nbytes: int) -> None:
-        """Count messages of ``numel`` elements in ``nbytes`` bytes each."""
+        """Count messages of ``numel`` elements and ``nbytes`` bytes each."""
         with self._lock:
             count = self._counts.get(key)  # type: ignore[arg-type]  # a plain tuple hashes and compares as a key
             if count is None:
@@ -50,36 +50,33 @@ class TrafficCounter(Generic[K]):
             count[2] += num_messages * nbytes
 
     def snapshot(self) -> dict[K, Count]:
-        """The counts as they are now."""
+        """A copy of the counts."""
         with self._lock:
             return {key: Count(*count) for key, count in self._counts.items()}
 
 
 class Window(Generic[K]):
-    """Counts of a ledger since import, or between :meth:`open` and :meth:`close`."""
+    """What ``counter`` has counted since import, or between :meth:`open` and :meth:`close`."""
 
-    def __init__(self, ledger: TrafficCounter[K]) -> None:
-        self._ledger = ledger
-        self._counts: dict[K, Count] | None = ledger.snapshot()
+    def __init__(self, counter: TrafficCounter[K]) -> None:
+        self._counter = counter
+        self._counts: dict[K, Count] | None = counter.snapshot()
         self._before: dict[K, Count] = {}
 
     def open(self) -> None:
-        """Count from here on."""
-        self._before, self._counts = self._ledger.snapshot(), None
+        self._before, self._counts = self._counter.snapshot(), None
 
     def close(self) -> None:
-        """Count no more."""
         self._counts = self.counts
 
     @property
     def counts(self) -> dict[K, Count]:
-        """Everything counted, by key."""
         if self._counts is not None:
             return self._counts
-        return _difference(self._ledger.snapshot(), self._before)
+        return _difference(self._counter.snapshot(), self._before)
 
     def total(self, column: int, wanted: tuple[str | None, ...]) -> int:
-        """Sum of a column of :class:`Count` over the keys that have the ``wanted`` parts; None is any."""
+        """Sum of a column of :class:`Count` over the keys that match ``wanted``, in which None matches all."""
         chosen = (
             count[column]
             for key, count in self.counts.items()
@@ -88,20 +85,20 @@ class Window(Generic[K]):
         return sum(chosen)
 
 
-_LEDGER = TrafficCounter(TrafficKey)
-record = _LEDGER.add
-"""``record(key, num_messages, numel, nbytes)``: count messages of ``numel`` elements in ``nbytes`` bytes each."""
+_COUNTER = TrafficCounter(TrafficKey)
+record = _COUNTER.add
+"""``record(key, num_messages, numel, nbytes)``: count messages of ``numel`` elements and ``nbytes`` bytes each."""
 
 
 class Traffic:
-    """Counts since import, or since and inside a ``with zcomm.traffic() as t:`` block.
+    """Traffic since import, or inside a ``with zcomm.traffic() as t:`` block, after which the counts no longer change.
 
-    Inside the block the counts grow; after it they stay. An asynchronous collective counts when its exchanges start,
-    with two hops possibly as late as in its ``wait()``: wait inside the block.
+    A collective is counted when its exchanges start. With ``async_op=True`` and two hops that may be as late as in
+    ``wait()``: wait inside the block.
     """
 
     def __init__(self) -> None:
-        self._window = Window(_LEDGER)
+        self._window = Window(_COUNTER)
 
     @property
     def counts(self) -> dict[TrafficKey, Count]:
@@ -116,7 +113,7 @@ class Traffic:
         self._window.close()
 
     def calls(self, *, operation: str | None = None, format: str | None = None, link: str | None = None) -> int:
-        """Messages sent; None counts all."""
+        """Messages sent with the given keys; None matches all."""
         return self._window.total(0, (operation, format, link))
 
     def elements(self, *, operation: str | None = None, format: str | None = None, link: str | None = None) -> int:
@@ -132,7 +129,7 @@ class Traffic:
         return {"|".join(key): count._asdict() for key, count in self}
 
     def scalars(self, prefix: str = "zcomm") -> dict[str, int]:
-        """Bytes by name, for a TensorBoard writer: ``{"zcomm/all_gather/int8/inter": ..., "zcomm/inter": ...}``."""
+        """Bytes by name, for TensorBoard: ``{"zcomm/all_gather/int8/inter": ..., "zcomm/inter": ...}``."""
         named = {"/".join((prefix, *key)): count.bytes for key, count in self}
         return named | {f"{prefix}/{link}": self.bytes(link=link) for link in ("intra", "inter")}
 
@@ -140,7 +137,7 @@ class Traffic:
         return iter(sorted(self.counts.items()))
 
     def table(self, operations: Collection[str] | None = None) -> str:
-        """One line a key, and the total; of ``operations`` alone, if they are given."""
+        """One line for each key, and the total; only ``operations`` if given."""
         lines = [f"{'operation':<18}{'format':<10}{'link':<8}{'messages':>10}{'elements':>16}{'bytes':>16}"]
         shown = [(key, count) for key, count in self if operations is None or key.operation in operations]
         lines += [
@@ -161,5 +158,5 @@ def _difference(after: Mapping[K, Count], before: Mapping[K, Count]) -> dict[K, 
 
 
 def traffic() -> Traffic:
-    """Everything sent since import; as a context manager, what is sent inside the block."""
+    """What this process has sent since import; as a context manager, what it sends inside the block."""
     return Traffic()

@@ -1,17 +1,17 @@
-"""Running a collective's steps: at once, up to the first exchange, or behind others in a thread.
+"""Running a collective's steps: synchronously, up to the first exchange, or in a queue's thread.
 
-A collective is a generator that yields what it has to wait for, and keeps in its frame the tensors that must stay
-alive. Who drives it:
+A collective is a generator that yields the exchanges to wait for. Its frame holds the tensors that must stay alive.
+What drives it:
 
     sync                     the caller, to the end
     async, one exchange      the caller: started at once, finished in ``wait()``
     async, more, on a CPU    a thread of the Topology, in the order of the calls: every exchange overlaps computation
-    sync, CUDA               the caller, to the end: waiting orders streams, it does not block the host
-    async, CUDA              the same on a stream of its own (:mod:`zcomm._transport.streams`)
+    sync, CUDA               the caller, to the end: waiting orders streams, and does not block the host
+    async, CUDA              the caller, on a side stream (:mod:`zcomm._transport.streams`)
 
 Invariants:
-    W1  Over the groups of one Topology, exchanges start in the order of the calls, whoever drives them: while the
-        thread has work, every later call queues behind it.
+    W1  Over the groups of one Topology, exchanges start in the order of the calls, whatever drives them: while the
+        thread has work, every later call queues behind it. Otherwise ranks would start them in different orders.
     W2  The thread ends with the process, and does not keep its Topology alive.
 """
 
@@ -28,20 +28,20 @@ import torch
 from torch import Tensor
 
 from zcomm._base.pending import Pending, ends_within
-from zcomm._transport.call_context import Context, entered, here
+from zcomm._transport.call_context import Context, current_context, use_context
 from zcomm._transport.streams import SideStreams
 from zcomm.errors import StateError
 
 Steps = Generator[Pending | None, None, None]
 OnEnd = Callable[[BaseException | None], None]
-"""Called with what went wrong, or None, when a collective has ended."""
+"""Called with the error, or None, when a collective is complete."""
 
 
 class Work:
-    """A collective under way, as ``async_op=True`` returns it.
+    """A collective in flight, as returned with ``async_op=True``.
 
-    ``wait()`` returns when the output may be read, and raises what went wrong; any number of times. Without it
-    the output may never be written.
+    ``wait()`` returns when the output may be read, or raises the error; it may be called repeatedly. Without it the
+    output may never be written.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -50,15 +50,15 @@ class Work:
         self._error: BaseException | None = None
         self._lock = threading.RLock()
         self._event: torch.cuda.Event | None = None
-        self._context = here()
+        self._context = current_context()
 
     def start(self) -> None:
         """Run up to the first exchange."""
         with self._lock:
-            self._advance(self._context._replace(goes_on=True))
+            self._advance(self._context._replace(overlaps=True))
 
     def finish(self) -> None:
-        """Run to the end; on CUDA as far as the host is concerned."""
+        """Run to the end. On CUDA all work is queued then, but not complete."""
         with self._lock:
             while self._steps is not None:
                 try:
@@ -69,10 +69,11 @@ class Work:
                     raise
                 self._advance()
 
-    def finish_beside(self, streams: SideStreams, tensors: Sequence[Tensor]) -> None:
-        """Run to the end on the side stream of the first of ``tensors``, which are what the steps read and write."""
+    def finish_on_side(self, streams: SideStreams, tensors: Sequence[Tensor]) -> None:
+        """Run to the end on the side stream of the first tensor's device; the steps read and write ``tensors``."""
         with streams.after_current(tensors[0].device, tensors) as stream:
             self.finish()
+            # Recorded once all steps are queued: wait() orders the caller's stream after it.
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(stream)
 
@@ -80,8 +81,8 @@ class Work:
         """Run up to the next exchange, or to the end."""
         assert self._steps is not None, "a finished collective was advanced"
         try:
-            with torch.no_grad(), entered(context or self._context):
-                while (pending := next(self._steps)) is None:  # nothing was exchanged: nothing is to be waited for
+            with torch.no_grad(), use_context(context or self._context):
+                while (pending := next(self._steps)) is None:  # no exchange in this step
                     pass
                 self._pending = pending
         except StopIteration:
@@ -94,7 +95,7 @@ class Work:
         self._steps, self._pending, self._error = None, None, error
 
     def wait(self) -> None:
-        """Finish. On CUDA the current stream waits, not the host."""
+        """Finish the collective. On CUDA the current stream waits, not the host."""
         self.finish()
         if self._error is not None:
             raise self._error
@@ -102,21 +103,21 @@ class Work:
             self._event.wait()
 
     def is_completed(self) -> bool:
-        """Whether ``wait()`` would return without waiting for other ranks, as far as is known; true on CUDA.
+        """Whether ``wait()`` is known to return without waiting for other ranks. Always true on CUDA.
 
-        gloo does not tell of sends and receives: an all-gather that the caller drives is completed by ``wait()``.
+        gloo has no test for sends and receives: a collective that the caller drives is completed only by ``wait()``.
         """
         return self._steps is None or (self._pending is not None and self._pending.is_completed())
 
     def completes_within(self, seconds: float) -> bool:
-        """Whether it is completed that soon, as :meth:`is_completed` knows; errors are left to :meth:`wait`."""
+        """Whether :meth:`is_completed` becomes true within ``seconds``. Errors are raised by :meth:`wait`."""
         if self._steps is None:
             return True
         return self._pending is not None and ends_within(self._pending, seconds)
 
 
 class _QueuedCollective(Work):
-    """A collective that a thread drives."""
+    """A collective driven by a queue's thread."""
 
     def __init__(self, steps: Steps, waits: set[int], on_end: OnEnd | None = None) -> None:
         super().__init__(steps)
@@ -127,7 +128,7 @@ class _QueuedCollective(Work):
     def drive(self) -> None:
         try:
             self.finish()
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # raised in wait()
             self._fail(error)
         self._end()
 
@@ -142,6 +143,7 @@ class _QueuedCollective(Work):
 
     def wait(self) -> None:
         if threading.current_thread() is self.thread and not self.done.is_set():
+            # It would wait for itself.
             raise StateError("the thread that drives a collective cannot wait for a later one of the same Topology")
         self.wait_until_done()
         if self._error is not None:
@@ -162,14 +164,14 @@ class _QueuedCollective(Work):
 
 
 class Link(NamedTuple):
-    """A kind of link between ranks."""
+    """Measured latency and rate of a link class."""
 
     latency_s: float
     bytes_per_s: float
 
 
 class WorkQueue:
-    """Collectives of one Topology, driven one after the other by one thread, which is started when first needed."""
+    """Collectives of one Topology, driven in order by one thread, which is started at the first submit."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[_QueuedCollective | None] = SimpleQueue()
@@ -177,54 +179,53 @@ class WorkQueue:
         self._last: _QueuedCollective | None = None
         self._is_closed = False
         self.waits: set[int] = set()
-        """Threads that wait for this one's."""
+        """Idents of threads that wait for a queued collective; read by the deadlock watch."""
         self.side = SideStreams()
         self.links: tuple[Link, ...] = ()
-        """What the ranks have agreed on of the Topology's links (:mod:`zcomm._collectives.auto_format`)."""
+        """The Topology's links on which the ranks have agreed (:mod:`zcomm._collectives.auto_format`)."""
 
     @property
     def thread_id(self) -> int | None:
-        """Of the thread, if it has been started."""
         return None if self._thread is None else self._thread.ident
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything submitted has finished."""
+        """Whether everything submitted is complete."""
         if self._last is not None and self._last.is_completed():
-            self._last = None  # and with it the tensors of its caller
+            self._last = None  # it holds its caller's tensors
         return self._last is None
 
     def check_open(self) -> None:
-        """Raise StateError after :meth:`close`."""
+        """Raise StateError if :meth:`close` was called."""
         if self._is_closed:
             raise StateError("the Topology is closed: make another, or use it before close()")
 
     def submit(self, steps: Steps, on_end: OnEnd | None = None) -> Work:
-        """Run ``steps`` after everything submitted before; ``on_end`` is then called, in the thread."""
+        """Run ``steps`` after everything submitted before, then call ``on_end``, both in the thread."""
         self.check_open()
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._queue,), name="zcomm", daemon=True)
             self._thread.start()
-            weakref.finalize(self, self._queue.put, None)
+            weakref.finalize(self, self._queue.put, None)  # W2: the thread holds the queue, not this object
         work = self._last = _QueuedCollective(steps, self.waits, on_end)
         work.thread = self._thread
         self._queue.put(work)
         return work
 
     def drain(self) -> None:
-        """Wait for everything submitted; errors are left to whoever waits for the collective."""
+        """Wait for everything submitted. Errors are raised by the ``wait()`` of each collective."""
         if not self.is_idle and self._last is not None:
             self._last.wait_until_done()
 
     def cancel_all(self, error: Exception) -> None:
-        """What waits for the thread fails with ``error``, and never starts."""
+        """Fail collectives that have not started yet with ``error``."""
         with suppress(Empty):
             while (work := self._queue.get_nowait()) is not None:
                 work.cancel(error)
-            self._queue.put(None)
+            self._queue.put(None)  # the loop took the request to end: put it back
 
     def close(self) -> None:
-        """Finish what was submitted and end the thread. Any number of times."""
+        """Finish everything submitted and end the thread. May be called repeatedly."""
         self._is_closed = True
         if self._thread is not None:
             self._queue.put(None)
@@ -235,7 +236,7 @@ class WorkQueue:
 def _serve(queue: SimpleQueue[_QueuedCollective | None]) -> None:
     while (work := queue.get()) is not None:
         work.drive()
-        del work  # the caller's tensors must not stay until the next collective
+        del work  # or the caller's tensors would stay alive until the next collective
 
 
 def nothing() -> Steps:
@@ -247,9 +248,9 @@ _OF_NO_TOPOLOGY = SideStreams()
 
 
 def run(steps: Steps, *tensors: Tensor, async_op: bool, queue: WorkQueue | None, num_exchanges: int = 1) -> Work | None:
-    """Drive ``steps``, which read and write ``tensors`` on the first one's device; returns a Work if ``async_op``.
+    """Run ``steps``, which read and write ``tensors``, all on one device. Returns a Work if ``async_op``.
 
-    ``queue`` is the Topology's, if there is one.
+    ``queue`` is the Topology's; None for a ProcessGroup.
     """
     device = tensors[0].device
     if queue is not None:
@@ -257,7 +258,7 @@ def run(steps: Steps, *tensors: Tensor, async_op: bool, queue: WorkQueue | None,
     work = Work(steps)
     if device.type != "cpu":
         if async_op and device.type == "cuda":
-            work.finish_beside(_OF_NO_TOPOLOGY if queue is None else queue.side, tensors)
+            work.finish_on_side(_OF_NO_TOPOLOGY if queue is None else queue.side, tensors)
         else:
             work.finish()
     elif queue is not None and (not queue.is_idle or (async_op and num_exchanges > 1)):
@@ -271,9 +272,9 @@ def run(steps: Steps, *tensors: Tensor, async_op: bool, queue: WorkQueue | None,
 
 
 def run_then(steps: Steps, on_end: OnEnd, *, device: torch.device, queue: WorkQueue) -> None:
-    """Drive ``steps`` and call ``on_end``: from the thread of ``queue``, or at once where waiting only orders streams.
+    """Run ``steps``, then call ``on_end``: on a CPU in the thread of ``queue``, on CUDA in the caller.
 
-    On CUDA everything happens on the current stream; ``on_end`` can record it.
+    On CUDA everything is queued on the current stream, and ``on_end`` can record an event there.
     """
     if device.type == "cpu":
         queue.submit(steps, on_end)
@@ -282,6 +283,6 @@ def run_then(steps: Steps, on_end: OnEnd, *, device: torch.device, queue: WorkQu
     error: BaseException | None = None
     try:
         Work(steps).finish()
-    except BaseException as raised:  # handed to whoever waits
+    except BaseException as raised:  # for on_end
         error = raised
     on_end(error)

@@ -1,14 +1,17 @@
-"""The drop-ins: quantized, hierarchical communication under an unchanged DDP or FSDP2 script.
+"""install_ddp and install_fsdp2: quantized, hierarchical communication under an unchanged DDP or FSDP2 script.
 
 In:  a DistributedDataParallel or FSDP2 model, a recipe, and overrides by module name.
 Out: an Installation that reports what is sent, saves its residuals, and can be uninstalled.
 Called by: users, through zcomm.install_ddp and zcomm.install_fsdp2.
 
-choices.py    which formats each parameter gets: recipe, overrides by module name, the size threshold
-pieces.py     a flat buffer of many parameters, cut into runs of one format
-report.py     what was sent, what it would have been, what was left alone and why
-ddp.py        install_ddp; ddp_hook.py holds the function that DDP calls
-fsdp2.py      install_fsdp2
+agreement.py        the ranks compare their settings and errors before anything is installed
+choices.py          which formats each parameter gets: recipe, overrides by module name, the size threshold
+pieces.py           a flat buffer of many parameters, split into pieces of one format each
+piece_exchange.py   one piece with its byte counts and its residual
+carried.py          the state that goes from step to step and into checkpoints: residuals, random numbers
+report.py           bytes sent, bytes without compression, what stays uncompressed and why
+ddp.py              install_ddp; ddp_hook.py holds the function that DDP calls
+fsdp2.py            install_fsdp2; fsdp2_comms.py holds the objects that FSDP2 calls, fsdp2_units.py reads its state
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Ranks compare what they install before anything is installed: formats that differ would be a hang, or worse.
+"""Ranks compare their settings before anything is installed: different formats would deadlock, or decode garbage.
 
-Compared are the settings as they were given, formats looked up: ``"int8"`` and ``"int8/256"`` are the same; and with
-them goes what this rank's model is refused for, so that no rank installs, or waits, where another one cannot. What a
-rank learns in one group it passes on in the next, so ranks of several groups (shards, replicas) all know the same.
+Each rank sends its settings and, if ``check`` has raised on it, the error. So no rank installs where another cannot,
+which would deadlock in the first backward. Settings are compared as given, with formats looked up: ``"int8"`` and
+``"int8/256"`` are equal. A rank forwards in each group what it has received in the groups before. So ranks that share
+only some groups (shards, replicas) end with the same statements.
 
-Cost: a meeting in torch.distributed's store for each group (:mod:`zcomm._transport.store_exchange`); no collective.
+Cost: one exchange through torch.distributed's store for each group (:mod:`zcomm._transport.store_exchange`). It is not
+a collective, so a rank that is elsewhere is not disturbed.
 """
 
 from __future__ import annotations
@@ -23,21 +25,21 @@ from zcomm._formats.formats import Format, get_format
 from zcomm._formats.recipes import AUTO_RECIPE, Recipe, get_recipe
 from zcomm._transport import backend
 from zcomm._transport.fingerprint import facts
-from zcomm._transport.store_exchange import meet
+from zcomm._transport.store_exchange import exchange_texts
 from zcomm._transport.topology import Topology
 from zcomm.errors import CommunicationError, ConfigError, ZcommError
 from zcomm.install.choices import Override
 
 Settings = dict[str, str]
 Result = TypeVar("Result")
-Known = dict[str, list[int]]
-"""By settings and error, as JSON: the ranks that have said so."""
+Statements = dict[str, list[int]]
+"""From a statement (settings and error, as JSON) to the ranks that have made it."""
 
 WAIT_FOR_UNKNOWN = timedelta(seconds=10)
-"""How long a rank whose model does not say with whom it communicates waits before it raises its error alone."""
-MAX_TOLD = 4
-"""Different errors that are told in full."""
-OF_NO_EFFECT = ("name", "error", "description")
+"""Timeout for a rank whose model has no process group: it asks all ranks, then raises its own error alone."""
+MAX_REPORTED = 4
+"""Different errors that a message gives in full."""
+IGNORED_FIELDS = ("name", "error", "description")
 
 
 def settings_of(
@@ -46,7 +48,7 @@ def settings_of(
     topology: Topology | None,
     **others: object,
 ) -> Settings:
-    """By name, what ranks must agree on; what does not exist is kept as it was given, to be refused later."""
+    """Return by name what must be equal on all ranks. An unknown recipe or format is kept as text; check refuses it."""
     named = {"recipe": recipe, **{f"overrides[{name!r}]": value for name, value in (overrides or {}).items()}}
     found: Settings = {}
     for name, value in named.items():
@@ -62,7 +64,7 @@ def _fields_of(name: str, value: object) -> Iterator[tuple[str, str]]:
             value = get_recipe(value)
     if isinstance(value, Recipe):
         for one in fields(value):
-            if one.name not in OF_NO_EFFECT:
+            if one.name not in IGNORED_FIELDS:
                 yield f"{name}.{one.name}", _text(getattr(value, one.name))
     else:
         yield name, _text(value)
@@ -78,18 +80,19 @@ def _text(value: object) -> str:
 
 
 def agree(call: str, settings: Settings, groups: Iterable[dist.ProcessGroup], check: Callable[[], Result]) -> Result:
-    """What ``check`` returns, on every rank of ``groups``, if all call ``call`` with equal ``settings`` and none fails.
+    """Return the result of ``check`` if ``settings`` are equal on all ranks of ``groups`` and ``check`` raises on none.
 
     Args:
-        call: The function, for messages.
-        settings: Of this rank: :func:`settings_of`.
-        groups: Who must agree. None at all, where the model is not what it should be: all ranks are asked for a while.
-        check: Raises if this rank cannot install; must not communicate or change anything.
+        call: The calling function's name, for messages.
+        settings: This rank's settings, from :func:`settings_of`.
+        groups: The groups whose ranks must agree. Empty if the model has no process group: then all ranks are asked,
+            for ``WAIT_FOR_UNKNOWN``.
+        check: Raises if this rank cannot install. It must not communicate or change anything.
 
     Raises:
-        ConfigError: Names each setting that differs, the ranks and their values.
-        ZcommError: What ``check`` has raised on any rank, on every rank: unless all have the same, with the ranks.
-        CommunicationError: Ranks made no such call within the timeout of a group.
+        ConfigError: Settings differ; the message gives the ranks and their values.
+        ZcommError: ``check`` has raised on some rank; every rank raises it, with the ranks unless all have the same.
+        CommunicationError: Some ranks made no such call within the timeout of a group.
     """
     if not dist.is_initialized():
         return check()
@@ -98,63 +101,69 @@ def agree(call: str, settings: Settings, groups: Iterable[dist.ProcessGroup], ch
         result = check()
     except Exception as error:
         failure = error
-    told = None if failure is None else [type(failure).__name__, str(failure)]
-    known: Known = {json.dumps([settings, told], sort_keys=True): [dist.get_rank()]}
+    error_text = None if failure is None else [type(failure).__name__, str(failure)]
+    statements: Statements = {json.dumps([settings, error_text], sort_keys=True): [dist.get_rank()]}
     try:
-        known = _exchanged(call, known, list(groups))
+        statements = _exchanged(call, statements, list(groups))
     except CommunicationError:
         if failure is None:
             raise
         raise failure from None
-    if differing := _differing(known):
+    if differing := _differing(statements):
         raise ConfigError(f"{call} must get the same settings on every rank: {'; '.join(differing)}") from failure
-    _raise_failures(call, known, failure)
+    _raise_failures(call, statements, failure)
     return result  # type: ignore[return-value]
 
 
-def _exchanged(call: str, known: Known, groups: list[dist.ProcessGroup]) -> Known:
-    patience, world = None if groups else WAIT_FOR_UNKNOWN, dist.group.WORLD
-    assert world is not None, "torch.distributed is initialised"
-    met = set()
+def _exchanged(call: str, statements: Statements, groups: list[dist.ProcessGroup]) -> Statements:
+    """Send ``statements`` in each group in turn, and return all that were received."""
+    timeout, world = None if groups else WAIT_FOR_UNKNOWN, dist.group.WORLD
+    assert world is not None, "torch.distributed is initialized"
+    done = set()  # the same ranks, or one rank alone, have nothing new to say
     for group in groups or [world]:
         ranks = tuple(dist.get_process_group_ranks(group))
-        if len(ranks) > 1 and ranks not in met:
-            met.add(ranks)
-            said = json.dumps({"call": call, "known": known})
-            known = _merged(meet(ranks, said, lane="install", timeout=patience or backend.timeout_of(group)))
-    return known
+        if len(ranks) > 1 and ranks not in done:
+            done.add(ranks)
+            text = json.dumps({"call": call, "known": statements})
+            statements = _merged(
+                exchange_texts(ranks, text, lane="install", timeout=timeout or backend.timeout_of(group))
+            )
+    return statements
 
 
-def _merged(texts: Iterable[str]) -> Known:
-    known: dict[str, set[int]] = {}
+def _merged(texts: Iterable[str]) -> Statements:
+    merged: dict[str, set[int]] = {}
     for text in texts:
-        for said, ranks in json.loads(text)["known"].items():
-            known.setdefault(said, set()).update(ranks)
-    return {said: sorted(known[said]) for said in sorted(known)}
+        for statement, ranks in json.loads(text)["known"].items():
+            merged.setdefault(statement, set()).update(ranks)
+    # Sorted: all ranks then raise errors with the same text, whatever the order in which they received the parts.
+    return {statement: sorted(merged[statement]) for statement in sorted(merged)}
 
 
-def _raise_failures(call: str, known: Known, mine: Exception | None) -> None:
-    """Raise the same on every rank, if any has said an error: this rank's own where that is everybody's."""
-    told = sorted((ranks, *error) for said, ranks in known.items() if (error := json.loads(said)[1]))
-    if not told:
+def _raise_failures(call: str, statements: Statements, mine: Exception | None) -> None:
+    """Raise the same error on every rank if any rank has one; if all have the same, this rank's own."""
+    failures = sorted((ranks, *error) for statement, ranks in statements.items() if (error := json.loads(statement)[1]))
+    if not failures:
         return
-    if mine is not None and len(known) == 1:
+    if mine is not None and len(statements) == 1:
         raise mine
-    parts = [f"on {_named(ranks)}: {text}" for ranks, _, text in told[:MAX_TOLD]]
-    if len(told) > MAX_TOLD:
-        parts.append(f"and others on {_named([rank for ranks, *_ in told[MAX_TOLD:] for rank in ranks])}")
-    kind = getattr(errors, told[0][1], ConfigError)
-    assert issubclass(kind, ZcommError), "told by name"
+    parts = [f"on {_ranks_text(ranks)}: {text}" for ranks, _, text in failures[:MAX_REPORTED]]
+    if len(failures) > MAX_REPORTED:
+        others = [rank for ranks, *_ in failures[MAX_REPORTED:] for rank in ranks]
+        parts.append(f"and others on {_ranks_text(others)}")
+    kind = getattr(errors, failures[0][1], ConfigError)
+    assert issubclass(kind, ZcommError), f"an error of this library: {kind}"
     raise kind(f"{call} fails {'; '.join(parts)}") from mine
 
 
-def _named(ranks: Iterable[int]) -> str:
+def _ranks_text(ranks: Iterable[int]) -> str:
     ranks = sorted(ranks)
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _differing(known: Known) -> list[str]:
-    of_ranks = [(json.loads(said)[0], ranks) for said, ranks in known.items()]
+def _differing(statements: Statements) -> list[str]:
+    """A text for each setting that differs, with the values and their ranks."""
+    of_ranks = [(json.loads(statement)[0], ranks) for statement, ranks in statements.items()]
     texts = []
     for name in sorted({name for settings, _ in of_ranks for name in settings}):
         by_value: dict[str, list[int]] = {}
@@ -162,7 +171,7 @@ def _differing(known: Known) -> list[str]:
             by_value.setdefault(settings.get(name, "not given"), []).extend(ranks)
         if len(by_value) > 1:
             parts = [
-                f"{value} on {_named(ranks)}"
+                f"{value} on {_ranks_text(ranks)}"
                 for value, ranks in sorted(by_value.items(), key=lambda item: min(item[1]))
             ]
             texts.append(f"{name} is {', '.join(parts)}")

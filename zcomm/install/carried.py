@@ -1,11 +1,12 @@
-"""What an installation carries from one step to the next, through new buckets and restarts: residuals, by parameter,
-and the number of the next exchange that draws random numbers.
+"""The state of an installation that survives rebuilt buckets and restarts: residuals by parameter, and the number of
+the next exchange that draws random numbers.
 
-    bucket seen first --> its residuals are made ------------------------------> current
-                            ^ moved, parameter by parameter, from                  |
-    kept: states of buckets that are no more, or of a checkpoint <-- retired, or saved and loaded
+    bucket seen first --> residual_for() makes its residual --------------> residuals
+                             ^ moved, parameter by parameter                   |
+    saved states, of buckets that DDP replaced or of a checkpoint <-- retire(), or state_dict() and load_state_dict()
 
-A state whose buffer is laid out as the new one's is restored bit for bit; from another layout values are encoded anew.
+A saved residual whose layout is that of the new buffer is restored bit for bit. From another layout its values are
+decoded and encoded again.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from zcomm._transport.topology import Numbering
 from zcomm.errors import StateError
 
 
-class Carried:
-    """The state of one installation, on this rank.
+class CarriedState:
+    """The state that one installation keeps from step to step on this rank.
 
     Args:
         names: The parameters that may have a residual.
-        recipe: For its seed, and how its residuals are damped and reset; ConfigError if one cannot be meant.
+        recipe: Its seed, and how residuals are damped and reset. ConfigError if a value is out of range.
     """
 
     def __init__(self, names: Iterable[str], recipe: Recipe) -> None:
@@ -41,9 +42,9 @@ class Carried:
         self._recipe = recipe
         self._seed, self._num_random = RandomKey(recipe.seed).seed, 0
         self._names = frozenset(names)
-        self._kept: list[dict[str, Any]] = []
+        self._saved: list[dict[str, Any]] = []
 
-    def open(
+    def residual_for(
         self,
         group: Group,
         spans: Iterable[Span],
@@ -52,28 +53,30 @@ class Carried:
         numbering: Numbering = "rank",
         device: torch.device,
     ) -> Residual:
-        """The residual of a buffer that is exchanged from now on, with what is kept of its parameters.
+        """Make the residual of a new buffer, and fill it from the saved states of its parameters.
 
-        Collective inside the node, over two hops, if that was in other buffers; every rank calls it in the same order.
+        Collective inside the node, over two hops, if those parameters were in other buffers. Every rank must make its
+        residuals in the same order; ranks that differ would deadlock in that exchange.
         """
         beta, reset_interval = self._recipe.residual_beta, self._recipe.residual_reset_interval
         residual = Residual(
             group, spans, numel, numbering=numbering, beta=beta, reset_interval=reset_interval, device=device
         )
         keys = {span.key for span in residual.layout.spans}
-        kept = [state for state in self._kept if keys & {span[0] for span in state["layout"]["spans"]}]
-        if len(kept) == 1 and kept[0]["layout"] == residual.state_dict()["layout"]:
-            residual.load_state_dict(kept[0])
-        elif kept:
-            relayout_residuals([_revived(state, group, device) for state in kept], [residual], subset=True)
-        self._kept = [rest for state in self._kept if (rest := _without(keys, state))["layout"]["spans"]]
+        saved = [state for state in self._saved if keys & {span[0] for span in state["layout"]["spans"]}]
+        if len(saved) == 1 and saved[0]["layout"] == residual.state_dict()["layout"]:
+            residual.load_state_dict(saved[0])
+        elif saved:
+            relayout_residuals([_restored(state, group, device) for state in saved], [residual], subset=True)
+        self._saved = [others for state in self._saved if (others := _without(keys, state))["layout"]["spans"]]
         self.residuals.append(residual)
         return residual
 
-    def key_for(self, *formats: Format) -> RandomKey | None:
-        """The random numbers of the exchange that comes next, if one of its formats takes any: every time others.
+    def next_random_key(self, *formats: Format) -> RandomKey | None:
+        """Return a new key for the next exchange if one of its formats rounds stochastically, else None.
 
-        Exchanges come in the same order on all ranks, and so does this call.
+        All ranks call this in the order of their exchanges, so they count alike. A key used twice would correlate the
+        rounding errors of two exchanges.
         """
         if not any(wire.is_random for wire in formats):
             return None
@@ -82,35 +85,35 @@ class Carried:
         return RandomKey(self._seed, tensor, step)
 
     def reset(self) -> None:
-        """Forget what exchanges have lost."""
+        """Set all residuals to zero."""
         for residual in self.residuals:
             residual.reset()
 
     def retire(self, residual: Residual) -> None:
-        """Its buffer is exchanged no more: keep what it holds for those that its parameters are in next."""
+        """Save ``residual``, whose buffer no longer exists, for the buffers that its parameters are in next."""
         self.residuals.remove(residual)
-        self._kept.append(_committed(residual).state_dict())
+        self._saved.append(_committed(residual).state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """As :meth:`zcomm.install.report.Installation.state_dict` says."""
+        """See :meth:`zcomm.install.report.Installation.state_dict`."""
         states = [_committed(residual).state_dict() for residual in self.residuals]
         ranks = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-        return {**ranks, "residuals": [*states, *self._kept], "num_random": self._num_random}
+        return {**ranks, "residuals": [*states, *self._saved], "num_random": self._num_random}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`zcomm.install.report.Installation.load_state_dict` says."""
+        """See :meth:`zcomm.install.report.Installation.load_state_dict`."""
         if self.residuals or self._num_random:
             raise StateError("load_state_dict() must come before the first backward: uninstall() and install again")
         ranks, mine = (state["rank"], state["world_size"]), (dist.get_rank(), dist.get_world_size())
         if ranks != mine:
             raise StateError(
-                f"the state is of another rank or job: (rank, world size) {ranks}, here {mine}; load each rank's own, "
-                "or after the first step pass the residuals of all ranks to zcomm.load_residuals()"
+                f"the state must be this rank's own: saved by (rank, world size)={ranks}, loaded by {mine}; load each "
+                "rank's own, or pass the residuals of all ranks to zcomm.load_residuals() after the first step"
             )
         names = {span[0] for residual in state["residuals"] for span in residual["layout"]["spans"]}
         if unknown := sorted(names - self._names):
-            raise StateError(f"the state has residuals of parameters that have none here: {', '.join(unknown)}")
-        self._kept, self._num_random = [dict(residual) for residual in state["residuals"]], int(state["num_random"])
+            raise StateError(f"the state has residuals of unknown parameters: {', '.join(unknown)}")
+        self._saved, self._num_random = [dict(residual) for residual in state["residuals"]], int(state["num_random"])
 
 
 def _committed(residual: Residual) -> Residual:
@@ -119,7 +122,7 @@ def _committed(residual: Residual) -> Residual:
     return residual
 
 
-def _revived(state: Mapping[str, Any], group: Group, device: torch.device) -> Residual:
+def _restored(state: Mapping[str, Any], group: Group, device: torch.device) -> Residual:
     layout = state["layout"]
     residual = Residual(group, layout["spans"], layout["numel"], numbering=layout["numbering"], device=device)
     residual.load_state_dict(state)
@@ -127,6 +130,6 @@ def _revived(state: Mapping[str, Any], group: Group, device: torch.device) -> Re
 
 
 def _without(keys: set[Any], state: dict[str, Any]) -> dict[str, Any]:
-    """``state`` less the parameters ``keys``: those are elsewhere now."""
+    """``state`` without the parameters ``keys``, which are in another residual now."""
     spans = tuple(span for span in state["layout"]["spans"] if span[0] not in keys)
     return {**state, "layout": {**state["layout"], "spans": spans}}

@@ -1,11 +1,11 @@
-"""Which formats each parameter travels in: the recipe's, unless an override names its module or it is small.
+"""The wire formats of each parameter: the recipe's, unless an override names its module or the parameter is small.
 
-override    {"lm_head": "bf16", "transformer.h.0": "none"}: by the longest dotted prefix of the parameter's name
-small       fewer than ``recipe.min_numel`` elements: as it is
+    override    {"lm_head": "bf16", "transformer.h.0": "none"}: the longest dotted prefix of the parameter's name wins
+    small       fewer than ``recipe.min_numel`` elements: uncompressed
 
-The recipe ``"auto"``: formats that ``zcomm probe`` found fastest on these links for the largest exchange.
-
-Chosen once, at the installation, from the table that the first rank has (:mod:`zcomm._collectives.auto_format`): all ranks have the same.
+The recipe ``"auto"`` takes the formats that ``zcomm probe`` found fastest on these links for the largest exchange. They
+are chosen once, at the installation, from the first rank's table (:mod:`zcomm._collectives.auto_format`). Ranks with
+different tables would choose different formats, and could not decode each other's messages.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from zcomm.errors import ConfigError, FormatError
 
 Override = str | Format | Recipe
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""What torch.compile and checkpoint wrappers add to names."""
-AS_IS = Wires(FORMATS["none"], (FORMATS["none"], FORMATS["none"]), FORMATS["none"])
+"""Parts of module names that torch.compile, activation checkpointing and FSDP1 insert."""
+UNCOMPRESSED = Wires(FORMATS["none"], (FORMATS["none"], FORMATS["none"]), FORMATS["none"])
 
 
-class Named(NamedTuple):
-    """A parameter by its names (several if it is tied) and size."""
+class NamedParameter(NamedTuple):
+    """A parameter's names (several if it is tied) and its size."""
 
     names: tuple[str, ...]
     numel: int
 
 
 class FormatChoice(NamedTuple):
-    """What a parameter was given, and why that is not the recipe's."""
+    """The formats of one parameter, and the reason if they are not the recipe's."""
 
     name: str
     numel: int
@@ -46,17 +46,19 @@ class FormatChoice(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The name of the module that holds it."""
+        """The name of the module that owns the parameter."""
         return self.name.rpartition(".")[0]
 
 
 def clean_name(name: str) -> str:
-    """``name`` without what wrappers add."""
+    """Return ``name`` without the parts that wrappers insert."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def choose(named: Iterable[Named], recipe: Recipe, overrides: Mapping[str, Override]) -> list[FormatChoice]:
-    """The formats of every parameter, in order.
+def choose_formats(
+    named: Iterable[NamedParameter], recipe: Recipe, overrides: Mapping[str, Override]
+) -> list[FormatChoice]:
+    """Choose the formats of every parameter, in order.
 
     Raises:
         ConfigError: An override's name matches no parameter; the nearest name is given.
@@ -65,7 +67,7 @@ def choose(named: Iterable[Named], recipe: Recipe, overrides: Mapping[str, Overr
     named = list(named)
     wires, by_name = recipe.wires(), {name: _wires_of(name, override) for name, override in overrides.items()}
     _check_matches(by_name, [name for parameter in named for name in parameter.names])
-    return [_choose(parameter, recipe, wires, by_name) for parameter in named]
+    return [_choice_for(parameter, recipe, wires, by_name) for parameter in named]
 
 
 def _wires_of(name: str, override: Override) -> Wires:
@@ -78,14 +80,16 @@ def _wires_of(name: str, override: Override) -> Wires:
     return Recipe(weights=wire, gradients=(wire, wire), reduced=wire).wires()
 
 
-def _choose(parameter: Named, recipe: Recipe, wires: Wires, overrides: Mapping[str, Wires]) -> FormatChoice:
+def _choice_for(
+    parameter: NamedParameter, recipe: Recipe, wires: Wires, overrides: Mapping[str, Wires]
+) -> FormatChoice:
     matches = [prefix for name in parameter.names for prefix in _prefixes(name) if prefix in overrides]
     name = parameter.names[0]
     if matches:
         longest = max(matches, key=len)
         return FormatChoice(name, parameter.numel, overrides[longest], f"override {longest!r}")
     if parameter.numel < recipe.min_numel:
-        return FormatChoice(name, parameter.numel, AS_IS, f"fewer than {recipe.min_numel} elements")
+        return FormatChoice(name, parameter.numel, UNCOMPRESSED, f"fewer than {recipe.min_numel} elements")
     return FormatChoice(name, parameter.numel, wires, "")
 
 
@@ -104,20 +108,20 @@ def _check_matches(overrides: Iterable[str], names: list[str]) -> None:
 
 
 def for_all_reduce(topology: Topology, nbytes: int, device: torch.device) -> Recipe:
-    """What averages whole gradients of ``nbytes`` fastest. Collective."""
+    """Return the recipe that averages gradients of ``nbytes`` fastest. Collective."""
     chosen = table_of(topology).choose("all_reduce", nbytes, device)
-    # One format brings values back over both hops, as it is: that of the hop which is rounded least.
+    # The all-gather sends the reduced values in one format over both hops: the more precise one, that inside the node.
     name = f"auto ({_text(chosen)} for {nbytes:,} bytes)"
     return replace(AUTO_RECIPE, name=name, gradients=(chosen.inside, chosen.between), reduced=chosen.inside)
 
 
 def for_shards(topology: Topology | None, nbytes: tuple[int, int], device: torch.device) -> Recipe:
-    """What gathers and reduces ``nbytes`` of weights, of gradients, fastest. Collective.
+    """Return the recipe that gathers weights and reduces gradients of ``nbytes`` (of each) fastest. Collective.
 
-    Without a Topology nothing is known of the links, and nothing is quantized.
+    A probe's table is by topology: without a Topology nothing is quantized.
     """
     if topology is None:
-        return replace(AUTO_RECIPE, name="auto (none: no topology, and so no probe)")
+        return replace(AUTO_RECIPE, name="auto (none: a probe needs a topology)")
     table = table_of(topology)
     weights = table.choose("all_gather", nbytes[0], device)
     gradients = table.choose("reduce_scatter", nbytes[1], device)

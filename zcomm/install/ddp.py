@@ -1,13 +1,13 @@
-"""``zcomm.install_ddp``: DDP's gradients by a two-hop reduce-scatter and an all-gather of the reduced shards.
+"""``zcomm.install_ddp``: quantized, two-hop gradient all-reduce as a communication hook of DistributedDataParallel.
 
     bucket ready --> pieces of one format --> reduce-scatter, mean in float32 --> all-gather --> bucket
-                     (small parameters and overrides apart)
+                     (small parameters and overrides are pieces of their own)
 
-On a CPU the thread of the Topology drives all of it while backward goes on; on CUDA a stream of its own. Every rank
-decodes its own shard from its own message, so all ranks hold the same bits.
+The exchange overlaps backward: on a CPU in the thread of the Topology, on CUDA on a side stream. Each rank decodes its
+own shard from its own message, too. So all ranks hold the same bits, as the copies of a model must.
 
-DDP takes one hook, once and for ever. What is installed is therefore the hook's state: without an installation it does
-what DDP itself does, the all-reduce of the bucket divided by the world size.
+DDP accepts one communication hook and has no call to remove it. So the hook stays, and its state says what it does:
+with an installation the quantized exchange, without one what DDP does by itself, an all-reduce of bucket / world size.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from zcomm._collectives.encoder import Encoder
 from zcomm._formats.formats import codec_for
 from zcomm._formats.philox import RandomKey
 from zcomm._formats.recipes import AUTO_RECIPE, DEFAULT_RECIPE, Recipe, Wires, get_recipe
-from zcomm._residuals.loss_scaling import ScalerWish, kind_of
+from zcomm._residuals.loss_scaling import ScalerSetting, scaler_kind
 from zcomm._transport.backend import sum_
 from zcomm._transport.backend_choice import BackendWish, KernelsName
-from zcomm._transport.route import check_carrier, find_route
+from zcomm._transport.route import check_backend, find_route
 from zcomm._transport.streams import SideStreams
 from zcomm._transport.topology import Topology
 from zcomm._transport.work import Steps, run_then
 from zcomm.errors import ConfigError, LayoutError, StateError, TopologyError
 from zcomm.install.agreement import agree, settings_of
-from zcomm.install.choices import FormatChoice, Named, Override, choose, clean_name, for_all_reduce
+from zcomm.install.choices import FormatChoice, NamedParameter, Override, choose_formats, clean_name, for_all_reduce
 from zcomm.install.ddp_hook import exchange_gradients, new_future, value_or_raise
-from zcomm.install.pieces import FormatPiece, cut
-from zcomm.install.planned import Planned
-from zcomm.install.report import Installation, InstallationTally, Tally, described_topology
+from zcomm.install.piece_exchange import PieceExchange
+from zcomm.install.pieces import FormatPiece, split_by_format
+from zcomm.install.report import Installation, InstallationRecord, Tally, topology_text
 
 OPERATION = "all_reduce"
 
@@ -56,66 +56,66 @@ def install_ddp(
     shadow: bool = False,
     backend: BackendWish = "auto",
     kernels: KernelsName = "auto",
-    scaler: ScalerWish = "auto",
+    scaler: ScalerSetting = "auto",
 ) -> Installation:
-    """Let a DistributedDataParallel model exchange its gradients in ``recipe``'s formats, over two hops.
+    """Make a DistributedDataParallel model exchange its gradients in ``recipe``'s formats, over two hops.
 
     Buckets, ``no_sync()``, ``join()``, ``gradient_as_bucket_view``, ``static_graph`` and ``find_unused_parameters``
-    work as before. Every rank holds the same gradients, bit for bit, and gets the same on every run.
+    work as before. All ranks hold the same gradients, bit for bit, and every run gives the same ones.
 
     Args:
         model: wrapped in DistributedDataParallel; gradients float32, bfloat16, float16 or float64.
         recipe: a name in :data:`zcomm.RECIPES`, or a :class:`zcomm.Recipe`: ``gradients`` is the format of the
-            reduce-scatter (inside the node, between nodes), ``reduced`` that of the gather. ``"auto"``: what ``zcomm
-            probe`` found fastest for the largest bucket. The same on every rank.
+            reduce-scatter (inside the node, between nodes), ``reduced`` that of the all-gather. ``"auto"``: the formats
+            that ``zcomm probe`` found fastest for the largest bucket. The same on every rank.
         overrides: other formats (or recipes) for modules by name, such as ``{"lm_head": "bf16"}``; the longest prefix
-            of a parameter's name wins, ``"none"`` leaves it as it is.
+            of a parameter's name wins, ``"none"`` sends it uncompressed.
         topology: nodes and ranks of DDP's process group; default: as torchrun started them.
-        shadow: train as if nothing were installed, bit for bit, but carry out the compressed exchange beside it and
+        shadow: train as if nothing were installed, bit for bit, but also run the compressed exchange on a copy, and
             report its bytes and its error. Costs time.
         backend: as in :class:`zcomm.Topology`; "auto": that of ``topology``, if it is given.
-        kernels: the same.
-        scaler: of the loss: residuals are kept apart from its scale. "auto": the ``torch.amp.GradScaler`` in use, if
-            there is one; None: losses are not scaled. Anything else that scales them: an object with ``get_scale()``.
+        kernels: as ``backend``.
+        scaler: what scales the loss; residuals are stored without the scale. "auto": the ``torch.amp.GradScaler`` in
+            use, if there is one; None: losses are not scaled; any other scaler: an object with ``get_scale()``.
 
     Returns: An Installation, with ``report()`` and ``uninstall()``.
 
     Raises:
-        ConfigError, FormatError: A recipe, format or module name does not exist (the nearest is given), or differs
-            between ranks (all are named).
-        LayoutError: A parameter cannot be served; its name is given.
-        BackendUnavailableError: The backend or the kernels cannot be had, or do not serve the gradients' device.
+        ConfigError, FormatError: A recipe, format or module name does not exist (the nearest is given), or settings
+            differ between ranks (all are named).
+        LayoutError: A parameter is not supported; its name is given.
+        BackendUnavailableError: The backend or the kernels are not available, or do not support the gradients' device.
         StateError: The model already has a communication hook.
-        TopologyError: ``topology`` is not over DDP's ranks.
+        TopologyError: ``topology`` does not consist of DDP's ranks.
 
-    Collective: the ranks compare their settings first, and what one of them refuses all raise, with its rank; nothing
-    is installed then. Cost of a step for each rank: that of :func:`zcomm.all_reduce` for each bucket; one more if small
-    or overridden parameters are in it, and then one copy each way.
+    Collective: the ranks compare their settings first. If one rank cannot install, all raise its error, with its rank,
+    and nothing is installed. Cost of a step for each rank: that of :func:`zcomm.all_reduce` for each bucket. A bucket
+    that holds small or overridden parameters takes one all-reduce more, and one copy each way.
     """
     owned = topology is None
     checked = partial(_checked, model, recipe, overrides or {}, topology, (backend, kernels))
-    others = {"shadow": shadow, "backend": backend, "kernels": kernels, "scaler": kind_of(scaler)}
+    others = {"shadow": shadow, "backend": backend, "kernels": kernels, "scaler": scaler_kind(scaler)}
     given = settings_of(recipe, overrides, topology, **others)
     ddp, recipe, choices = agree("install_ddp", given, _groups(model, topology), checked)
     state, topology = _state_of(ddp), topology or _topology_of(ddp.process_group, backend, kernels)
     if recipe is AUTO_RECIPE:
         recipe, choices = _automatic(ddp, overrides or {}, topology, closes=owned)
-    account = InstallationTally((choice.name for choice in choices.values()), recipe, scaler)
-    state.compressed = _Compressed(topology, choices, account, has_residual=recipe.residual, is_shadow=shadow)
-    title = f"install_ddp, recipe {recipe.name}, {described_topology(topology, shadow=shadow)}"
-    return Installation(title, account, partial(_uninstall, state, topology if owned else None))
+    record = InstallationRecord((choice.name for choice in choices.values()), recipe, scaler)
+    state.compressed = _Compressed(topology, choices, record, has_residual=recipe.residual, is_shadow=shadow)
+    title = f"install_ddp, recipe {recipe.name}, {topology_text(topology, shadow=shadow)}"
+    return Installation(title, record, partial(_uninstall, state, topology if owned else None))
 
 
 def _topology_of(group: dist.ProcessGroup, backend: BackendWish, kernels: KernelsName) -> Topology:
-    """As torchrun has started the ranks of ``group``."""
-    is_whole = dist.get_world_size(group) == dist.get_world_size()
-    return Topology.from_env(None if is_whole else group, backend=backend, kernels=kernels)
+    """The topology of ``group`` as torchrun has started its ranks."""
+    has_all_ranks = dist.get_world_size(group) == dist.get_world_size()
+    return Topology.from_env(None if has_all_ranks else group, backend=backend, kernels=kernels)
 
 
 def _automatic(
     ddp: DistributedDataParallel, overrides: Mapping[str, Override], topology: Topology, *, closes: bool
 ) -> tuple[Recipe, dict[int, FormatChoice]]:
-    """The recipe for ``"auto"``, and each parameter's formats; the topology is closed if there is none, and it says."""
+    """The recipe for ``"auto"`` and each parameter's formats. On an error ``topology`` is closed if ``closes``."""
     try:
         recipe = for_all_reduce(topology, *_largest_bucket(ddp))
         return recipe, _choices(ddp, recipe, overrides)
@@ -126,7 +126,7 @@ def _automatic(
 
 
 def _groups(model: nn.Module, topology: Topology | None) -> list[dist.ProcessGroup]:
-    """Who must agree: the ranks of DDP, or without it those of the topology."""
+    """The groups whose ranks must agree: DDP's, or that of the topology if ``model`` is not a DDP model."""
     if isinstance(model, DistributedDataParallel):
         return [model.process_group]
     return [topology.world.group] if topology is not None and topology.world.group is not None else []
@@ -143,16 +143,16 @@ def _checked(
     recipe: str | Recipe,
     overrides: Mapping[str, Override],
     topology: Topology | None,
-    carrier: tuple[BackendWish, KernelsName],
+    backend_and_kernels: tuple[BackendWish, KernelsName],
 ) -> _CheckedArguments:
-    """What was given, looked up; raises what this rank refuses."""
+    """Look the arguments up; raise if this rank cannot install. No communication: other ranks may not get here."""
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"model must be a DistributedDataParallel: got {type(model).__name__}; wrap it first")
     recipe = get_recipe(recipe)
     choices = _choices(model, recipe, overrides)
     _check_hooks(model)
     for device in dict.fromkeys(parameter.device for parameter in model.parameters()):
-        check_carrier("install_ddp", topology, *carrier, device)
+        check_backend("install_ddp", topology, *backend_and_kernels, device)
     group = model.process_group
     if topology is not None and (
         topology.world_size != dist.get_world_size(group) or topology.rank != dist.get_rank(group)
@@ -165,7 +165,7 @@ def _checked(
 
 
 def _largest_bucket(ddp: DistributedDataParallel) -> tuple[int, torch.device]:
-    """Its bytes, and where it is."""
+    """The bytes of the largest bucket, and its device."""
     trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
     return min(sum(parameter.nbytes for parameter in trained), int(ddp.bucket_bytes_cap)), trained[0].device
 
@@ -179,7 +179,7 @@ def _uninstall(state: _State, topology: Topology | None) -> None:
 def _choices(
     ddp: DistributedDataParallel, recipe: Recipe, overrides: Mapping[str, Override]
 ) -> dict[int, FormatChoice]:
-    """Each parameter's formats, by its id; LayoutError for what cannot be served."""
+    """Each parameter's formats, by its id; LayoutError for parameters that are not supported."""
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in ddp.module.named_parameters(remove_duplicate=False):
@@ -188,7 +188,9 @@ def _choices(
     for module_name, module in ddp.module.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise LayoutError(f"module {clean_name(module_name)!r} has sparse gradients: use sparse=False")
-    chosen = choose((Named(tuple(names[key]), p.numel()) for key, p in parameters.items()), recipe, overrides)
+    chosen = choose_formats(
+        (NamedParameter(tuple(names[key]), p.numel()) for key, p in parameters.items()), recipe, overrides
+    )
     for parameter, choice in zip(parameters.values(), chosen, strict=True):
         if not parameter.is_floating_point():
             raise LayoutError(f"parameter {choice.name!r} must be real floating point: dtype={parameter.dtype}")
@@ -202,7 +204,8 @@ def _check_hooks(ddp: DistributedDataParallel) -> None:
     for hook, state in ddp._comm_hooks:
         if not isinstance(state, _State):
             raise StateError(
-                f"the model already has a communication hook, {hook.__qualname__}: install_ddp must come instead of it"
+                f"the model already has a communication hook, {hook.__qualname__}: DDP takes only one; leave it out "
+                "to use install_ddp"
             )
         if state.compressed is not None:
             raise StateError("the model already has an installation: uninstall() that first")
@@ -211,9 +214,9 @@ def _check_hooks(ddp: DistributedDataParallel) -> None:
 
 
 def _state_of(ddp: DistributedDataParallel) -> _State:
-    """The state of our hook, which is registered if it was not."""
+    """The state of this library's hook, which is registered first if the model has none."""
     for _, state in ddp._comm_hooks:
-        assert isinstance(state, _State), "checked before"
+        assert isinstance(state, _State), "_check_hooks() has refused other hooks"
         return state
     state = _State(ddp)
     ddp.register_comm_hook(state, exchange_gradients)
@@ -221,19 +224,21 @@ def _state_of(ddp: DistributedDataParallel) -> _State:
 
 
 class _State:
-    """What DDP keeps of us, for as long as the model lives."""
+    """The hook's state, which DDP keeps as long as the model lives."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = weakref.ref(ddp)  # the reducer holds this in C++, where a cycle would never be collected
+        # Weak: the reducer holds this state in C++, where the garbage collector finds no cycles. A strong reference
+        # would keep the model and its buckets in memory until the process ends.
+        self._ddp = weakref.ref(ddp)
         self.compressed: _Compressed | None = None
 
     def start(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Begin to average ``bucket``."""
+        """Start to average ``bucket``."""
         ddp: Any = self._ddp()
         if ddp._join_config.enable and not getattr(ddp, "_divide_by_initial_world_size", True):
             raise StateError(
-                "join() with divide_by_initial_world_size=False cannot be served: a communication hook is not told "
-                "how many ranks are left; use the default, which divides by all ranks"
+                "join() with divide_by_initial_world_size=False is not supported: DDP does not tell a hook how many "
+                "ranks are left; use the default, which divides by the initial world size"
             )
         if self.compressed is None:
             return _plain_mean(ddp, bucket)
@@ -243,56 +248,63 @@ class _State:
 
 
 def _plain_mean(ddp: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """What DDP does without a hook: multiply by 1 / world_size while copying into the bucket, then all-reduce.
+    """Average as DDP does without a hook: multiply by 1 / world_size while copying into the bucket, then all-reduce.
 
-    A gradient that already lies in the bucket (``gradient_as_bucket_view``, kept over steps) DDP divides instead: the
-    same bits if the world size is a power of 2.
+    DDP divides gradients that are already in the bucket (``gradient_as_bucket_view``, kept over steps). The bits are
+    the same if the world size is a power of 2.
     """
     group = ddp.process_group
     return sum_(bucket.buffer().mul_(1.0 / dist.get_world_size(group)), group)
 
 
 class _Compressed:
-    """One installation: pieces of each bucket, and their exchange."""
+    """The compressed exchange of an installation: the pieces of each bucket, sent one after another."""
 
     def __init__(
         self,
         topology: Topology,
         choices: dict[int, FormatChoice],
-        account: InstallationTally,
+        record: InstallationRecord,
         *,
         has_residual: bool,
         is_shadow: bool,
     ) -> None:
-        self._topology, self._choices, self._account = topology, choices, account
+        self._topology, self._choices, self._record = topology, choices, record
         self._has_residual, self.is_shadow = has_residual, is_shadow
-        self._planned: dict[tuple[int, ...], list[Planned]] = {}
-        """By the parameters of a bucket: DDP rebuilds buckets after the first step."""
+        self._exchanges: dict[tuple[int, ...], list[PieceExchange]] = {}
+        """By a bucket's parameters, and not by its index: DDP rebuilds buckets after the first step."""
         self._side = SideStreams()
 
     def start(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Begin to average ``bucket`` in place."""
+        """Start to average ``bucket`` in place."""
         buffer = bucket.buffer()
         if buffer.device.type != "cuda":
-            return self._start(buffer, self._planned_of(bucket))
+            return self._start(buffer, self._exchanges_of(bucket))
+        # On a side stream, so that encoding and sending overlap the rest of backward. It waits for the current stream
+        # first, which is still writing the gradients, and the buffer is recorded on it, or the allocator could hand its
+        # memory out before the exchange has read it.
         with self._side.after_current(buffer.device, [buffer]):
-            return self._start(buffer, self._planned_of(bucket))
+            return self._start(buffer, self._exchanges_of(bucket))
 
-    def _start(self, buffer: Tensor, planned: list[Planned]) -> torch.futures.Future[Tensor]:
+    def _start(self, buffer: Tensor, exchanges: list[PieceExchange]) -> torch.futures.Future[Tensor]:
         ended = new_future(buffer.device)
-        for one in planned:
-            one.begin(self._account.scaling)
-        keys = [self._account.carried.key_for(*one.wires.gradients, one.wires.reduced) for one in planned]
+        for one in exchanges:
+            one.start(self._record.scaling)
+        # Drawn here, in the order in which DDP hands out its buckets, which is equal on all ranks. The thread of the
+        # Topology may take its exchanges up in between.
+        keys = [self._record.carried.next_random_key(*one.wires.gradients, one.wires.reduced) for one in exchanges]
 
         def end(error: BaseException | None) -> None:
+            # Called in the thread of the Topology. If its error did not become the future's result, backward would hang
+            # in this future: test_an_error_of_an_exchange_is_raised_by_backward.
             ended.set_result(buffer if error is None else error)
 
-        run_then(self._steps(buffer, planned, keys), end, device=buffer.device, queue=self._topology.queue)
+        run_then(self._steps(buffer, exchanges, keys), end, device=buffer.device, queue=self._topology.queue)
         return ended.then(value_or_raise)
 
-    def _steps(self, buffer: Tensor, planned: list[Planned], keys: list[RandomKey | None]) -> Steps:
+    def _steps(self, buffer: Tensor, exchanges: list[PieceExchange], keys: list[RandomKey | None]) -> Steps:
         rows = buffer.view(1, -1)
-        for one, key in zip(planned, keys, strict=True):
+        for one, key in zip(exchanges, keys, strict=True):
             values, wires = one.piece.take(rows), one.wires
             reducing = find_route(OPERATION, self._topology, wires.gradients, first="intra")
             gathering = find_route(OPERATION, self._topology, wires.reduced, first="inter")
@@ -307,10 +319,10 @@ class _Compressed:
     def shadow(
         self, bucket: GradBucket, plain_mean: Callable[[GradBucket], torch.futures.Future[Tensor]]
     ) -> torch.futures.Future[Tensor]:
-        """The plain mean; and beside it the compressed one, compared with it."""
-        planned, copy = self._planned_of(bucket), bucket.buffer().clone()
-        exact, compressed = plain_mean(bucket).wait(), self._start(copy, planned).wait()
-        for one in planned:
+        """Return the plain mean, and compare the compressed one, of a copy, with it."""
+        exchanges, copy = self._exchanges_of(bucket), bucket.buffer().clone()
+        exact, compressed = plain_mean(bucket).wait(), self._start(copy, exchanges).wait()
+        for one in exchanges:
             one.tally.measure(
                 one.piece.take(exact.view(1, -1)), one.piece.take(compressed.view(1, -1)), one.piece.sizes
             )
@@ -318,30 +330,32 @@ class _Compressed:
         done.set_result(exact)
         return done
 
-    def _planned_of(self, bucket: GradBucket) -> list[Planned]:
+    def _exchanges_of(self, bucket: GradBucket) -> list[PieceExchange]:
         parameters = bucket.parameters()
         key = tuple(map(id, parameters))
-        if key not in self._planned:
-            self._forget(key)
-            pieces = cut([self._choices[i] for i in key], [p.numel() for p in parameters], _gradient_formats)
-            self._planned[key] = [self._plan(piece, bucket.buffer()) for piece in pieces]
-        return self._planned[key]
+        if key not in self._exchanges:
+            self._retire(key)
+            pieces = split_by_format(
+                [self._choices[i] for i in key], [p.numel() for p in parameters], _gradient_formats
+            )
+            self._exchanges[key] = [self._plan(piece, bucket.buffer()) for piece in pieces]
+        return self._exchanges[key]
 
-    def _forget(self, parameters: tuple[int, ...]) -> None:
-        """Drop the buckets that held any of ``parameters`` before DDP rebuilt them, all but their residuals."""
-        for key in [key for key in self._planned if set(key) & set(parameters)]:
-            for one in self._planned.pop(key):
+    def _retire(self, parameters: tuple[int, ...]) -> None:
+        """Drop the exchanges of buckets with any of ``parameters``, which DDP has rebuilt; save their residuals."""
+        for key in [key for key in self._exchanges if set(key) & set(parameters)]:
+            for one in self._exchanges.pop(key):
                 if one.residual is not None:
-                    self._account.carried.retire(one.residual)
+                    self._record.carried.retire(one.residual)
 
-    def _plan(self, piece: FormatPiece, buffer: Tensor) -> Planned:
+    def _plan(self, piece: FormatPiece, buffer: Tensor) -> PieceExchange:
         tally = self._tally(piece, buffer.dtype)
         if not self._has_residual or not tally.choices[0].wires.gradients[1].block:
-            return Planned(piece, tally)
-        residual = self._account.carried.open(
+            return PieceExchange(piece, tally)
+        residual = self._record.carried.residual_for(
             self._topology, piece.spans(), piece.numel, numbering="local", device=buffer.device
         )
-        return Planned(piece, tally, residual)
+        return PieceExchange(piece, tally, residual)
 
     def _tally(self, piece: FormatPiece, dtype: torch.dtype) -> Tally:
         wires = piece.choices[0].wires
@@ -350,7 +364,7 @@ class _Compressed:
         reduced = volume.reduce_scatter_sent(shard_numel, dtype, *self._shape, wires.gradients)
         gathered = volume.all_gather_sent(shard_numel, dtype, *self._shape, (wires.reduced, wires.reduced))
         sent = volume.Sent(reduced.intra + gathered.intra, reduced.inter + gathered.inter)
-        return self._account.open(piece.choices, _described(wires), sent, plain)
+        return self._record.new_tally(piece.choices, _formats_text(wires), sent, plain)
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -358,10 +372,10 @@ class _Compressed:
 
 
 def _gradient_formats(choice: FormatChoice) -> object:
-    # The reason is no format: what is left alone is told apart in the report by its rows, not by its messages.
+    # Without the reason: uncompressed parameters share one message, whatever the reason; the report has a row for each.
     return choice.wires.gradients, choice.wires.reduced
 
 
-def _described(wires: Wires) -> str:
+def _formats_text(wires: Wires) -> str:
     formats = (*wires.gradients, wires.reduced)
-    return "as is" if {wire.name for wire in formats} == {"none"} else "{},{} back {}".format(*formats)
+    return "uncompressed" if {wire.name for wire in formats} == {"none"} else "{},{} back {}".format(*formats)

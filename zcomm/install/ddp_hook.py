@@ -1,5 +1,7 @@
-"""The function that DDP calls with each bucket of gradients. Its shape is DDP's: a plain function whose parameter is
-called ``bucket``, with annotations that are types, not strings, so this module does not postpone them.
+"""The communication hook that DDP calls with each bucket of gradients.
+
+DDP checks the hook's signature: a plain function with a parameter named ``bucket`` whose annotation is a type. A string
+annotation is refused, so this module must not import ``annotations`` from ``__future__``.
 """
 
 from typing import Any, Protocol
@@ -10,24 +12,32 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 
 class HookState(Protocol):
-    """What the hook needs of its state."""
+    """The state that DDP passes to the hook."""
 
     def start(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Begin to average a bucket."""
+        """Start to average a bucket."""
 
 
 def exchange_gradients(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Begin to average ``bucket`` over all ranks; the future is complete when the bucket holds the mean."""
+    """Start to average ``bucket`` over all ranks; the future is complete when the bucket holds the mean."""
     return state.start(bucket)
 
 
 def new_future(device: torch.device) -> torch.futures.Future[Any]:
-    """One that, on CUDA, remembers the stream on which it was completed."""
+    """Make a future that DDP may wait for on another stream.
+
+    Without ``devices`` it would not record the CUDA stream on which it is completed, and DDP would read the bucket
+    before the exchange has written it.
+    """
     return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
 
 
 def value_or_raise(ended: torch.futures.Future[Any]) -> Tensor:
-    """What an exchange ended with; raises it, if that is an error."""
+    """Return the result of a completed exchange, or raise its error.
+
+    ``Future.set_exception`` is for Python's ``wait()`` only: DDP's reducer, in C++, would take the exception for a
+    gradient. A callback of ``then()`` that raises completes its future with an error that C++ sees, too.
+    """
     result = ended.value()
     if isinstance(result, BaseException):
         raise result

@@ -1,12 +1,15 @@
-"""The objects that FSDP2 calls instead of torch.distributed: duck-typed, with torch's names for arguments.
+"""The objects that FSDP2 calls for its collectives, with the call signatures of torch's own (AllGather, ReduceScatter).
 
-    Gather         all-gather in place: the input is this rank's row of the output
-    Reduce         reduce-scatter; FSDP2 looks at the output, not at what is returned
-    ReplicaMean    the mean over replicas, after the reduce-scatter, at the boundary of accumulation
-    Shadow...      torch's own, with one of ours beside it to measure
+    ZcommAllGather        all-gather in place: the input is this rank's row of the output
+    ZcommReduceScatter    reduce-scatter; FSDP2 reads the output tensor, not the return value
+    ReplicaAllReduce      the mean over replicas, after the reduce-scatter, at the boundary of accumulation
+    Shadow...             torch's own; the quantized one runs on a copy, and its error is measured
 
-FSDP2 may call one object with several groups (``reshard_after_forward=<int>`` gathers a second time over a smaller
-one), so what is known is kept by group.
+FSDP2 may call one object with several groups: ``reshard_after_forward=<int>`` gathers a second time over a smaller one.
+So the pieces are cached by group.
+
+FSDP2 orders its streams itself: it calls these objects on its all-gather and reduce-scatter streams, and the exchanges
+use the current stream. An exchange on another stream would race with FSDP2's copies into and out of the buffers.
 """
 
 from __future__ import annotations
@@ -26,97 +29,104 @@ from zcomm._formats.formats import Format
 from zcomm._residuals.residual import Residual
 from zcomm._transport.backend_choice import BackendName, BackendWish
 from zcomm._transport.topology import Topology, hop_of_group
-from zcomm.install.choices import AS_IS, FormatChoice
+from zcomm.install.choices import UNCOMPRESSED, FormatChoice
 from zcomm.install.fsdp2_units import FSDPUnit
-from zcomm.install.pieces import FormatPiece, cut
-from zcomm.install.planned import Planned
-from zcomm.install.report import InstallationTally, Tally
+from zcomm.install.piece_exchange import PieceExchange
+from zcomm.install.pieces import FormatPiece, split_by_format
+from zcomm.install.report import InstallationRecord, Tally
 
-Path = Topology | dist.ProcessGroup
+Comm = Topology | dist.ProcessGroup
+"""What carries an exchange: a Topology, over two hops, or a process group, over one."""
 
 
-class Plans:
-    """What the objects of one unit share: its parameters' formats, the way over the ranks, the account."""
+class UnitPlanner:
+    """Decides how one unit's tensors are exchanged: pieces, formats, topology or group, residuals."""
 
     def __init__(
         self,
         unit: FSDPUnit,
         choices: Sequence[FormatChoice],
         topology: Topology | None,
-        account: InstallationTally,
+        record: InstallationRecord,
         *,
-        residual_of: type[Reduce] | type[ReplicaMean] | None = None,
+        residual_of: type[ZcommReduceScatter] | type[ReplicaAllReduce] | None = None,
         backend: BackendWish = "auto",
     ) -> None:
         self._over_nccl = backend == "nccl"
-        self.unit, self.choices, self.account = unit, tuple(choices), account
+        self.unit, self.choices, self.record = unit, tuple(choices), record
         self._topology, self._residual_of = topology, residual_of
         self._trainable = [i for i, trainable in enumerate(unit.is_trainable) if trainable]
 
-    def path(self, group: dist.ProcessGroup) -> Path:
-        """The Topology, which is over all ranks of this unit, if ``group`` is, too; else ``group``."""
-        return self._topology if self._topology is not None and self.is_whole(group) else group
+    def comm_over(self, group: dist.ProcessGroup) -> Comm:
+        """Return the Topology, over two hops, if ``group`` has all ranks of this unit; else ``group``, over one hop."""
+        return self._topology if self._topology is not None and self.is_shard_group(group) else group
 
-    def backend_of(self, path: Path) -> BackendName | None:
-        """What carries exchanges over ``path``: a Topology knows itself."""
-        return "nccl" if self._over_nccl and not isinstance(path, Topology) else None
+    def backend_of(self, comm: Comm) -> BackendName | None:
+        """Return the backend of exchanges over a Topology or group; None for a Topology, which has its own."""
+        return "nccl" if self._over_nccl and not isinstance(comm, Topology) else None
 
-    def is_whole(self, group: dist.ProcessGroup) -> bool:
-        """Whether ``group`` is the ranks that share the parameters."""
+    def is_shard_group(self, group: dist.ProcessGroup) -> bool:
+        """Whether ``group`` is the one that the parameters are sharded over."""
         return tuple(dist.get_process_group_ranks(group)) == self.unit.ranks
 
-    def gathered(self, group: dist.ProcessGroup, dtype: torch.dtype) -> list[Planned]:
-        """The pieces of a gather over ``group``."""
+    def plan_gather(self, group: dist.ProcessGroup, dtype: torch.dtype) -> list[PieceExchange]:
+        """Plan the pieces of an all-gather over ``group``."""
         choices = self.choices
-        if not self.is_whole(group):
-            # Values that were decoded once already: a second rounding would make backward's weights others.
+        if not self.is_shard_group(group):
+            # These values are decoded already. A second rounding would give backward other weights than forward.
             why = f"gathered again over {group.size()} ranks"
-            choices = tuple(choice._replace(wires=AS_IS, reason=why) for choice in choices)
-        pieces = cut(choices, self._columns(range(len(choices)), group), lambda choice: choice.wires.weights)
-        path = self.path(group)
+            choices = tuple(choice._replace(wires=UNCOMPRESSED, reason=why) for choice in choices)
+        pieces = split_by_format(
+            choices, self._columns(range(len(choices)), group), lambda choice: choice.wires.weights
+        )
+        comm = self.comm_over(group)
         return [
-            Planned(piece, self._tally("weights", piece, piece.choices[0].wires.weights, path, dtype))
+            PieceExchange(piece, self._tally("weights", piece, piece.choices[0].wires.weights, comm, dtype))
             for piece in pieces
         ]
 
-    def reduced(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> list[Planned]:
-        """The pieces of a reduce-scatter over ``group`` to ``numel`` columns."""
-        path = self.path(group)
+    def plan_reduce(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> list[PieceExchange]:
+        """Plan the pieces of a reduce-scatter over ``group`` to ``numel`` columns."""
+        comm = self.comm_over(group)
         pieces = self.gradient_pieces(group, numel, lambda choice: choice.wires.gradients)
-        planned = []
+        exchanges = []
         for piece in pieces:
-            wire = self.of_hops(piece.choices[0].wires.gradients, path)
-            tally = self._tally("gradients", piece, wire, path, dtype)
-            residual = self.residual(Reduce, piece, path, group.size()) if self._loses(wire) else None
-            planned.append(Planned(piece, tally, residual))
-        return planned
+            wire = self.formats_for(piece.choices[0].wires.gradients, comm)
+            tally = self._tally("gradients", piece, wire, comm, dtype)
+            residual = self.residual(ZcommReduceScatter, piece, comm, group.size()) if self._is_lossy(wire) else None
+            exchanges.append(PieceExchange(piece, tally, residual))
+        return exchanges
 
     @staticmethod
-    def _loses(wire: Any) -> bool:
-        """Whether the last hop quantizes."""
+    def _is_lossy(wire: Any) -> bool:
+        """Whether the last hop quantizes: only its errors are worth a residual."""
         return bool((wire[1] if isinstance(wire, tuple) else wire).block)
 
     def residual(
-        self, kind: type[Reduce] | type[ReplicaMean], piece: FormatPiece, path: Path, num_rows: int
+        self,
+        kind: type[ZcommReduceScatter] | type[ReplicaAllReduce],
+        piece: FormatPiece,
+        comm: Comm,
+        num_rows: int,
     ) -> Residual | None:
-        """Of exchanges of ``piece`` by ``kind``, if the recipe has one there and it is known whose values they are."""
+        """Return a residual for ``piece``; None unless ``kind`` is the last hop and its parameters are known."""
         if kind is not self._residual_of or any(choice.name == self._label for choice in piece.choices):
             return None
         spans, numel = piece.spans(num_rows), num_rows * piece.numel
-        return self.account.carried.open(path, spans, numel, device=self.unit.group.device)
+        return self.record.carried.residual_for(comm, spans, numel, device=self.unit.group.device)
 
     def gradient_pieces(
         self, group: dist.ProcessGroup, numel: int, formats_of: Callable[[FormatChoice], object]
     ) -> tuple[FormatPiece, ...]:
-        """The pieces of gradients of ``numel`` columns: FSDP2 does not say whose, if some have none in a step."""
+        """Split gradients of ``numel`` columns. If some parameters have none in this step, FSDP2 does not say which."""
         columns = self._columns(self._trainable, group)
         if numel == sum(columns):
-            return cut([self.choices[i] for i in self._trainable], columns, formats_of)
+            return split_by_format([self.choices[i] for i in self._trainable], columns, formats_of)
         formats = {formats_of(choice) for choice in self.choices}
         if len(formats) == 1:
             return (self._part(self.choices[0]._replace(name=self._label, numel=numel)),)
-        self.account.note(f"{self.unit.label}: some parameters had no gradient; the others' travelled as they are")
-        return (self._part(FormatChoice(self._label, numel, AS_IS, "unknown part of the module")),)
+        self.record.note(f"{self.unit.label}: some parameters had no gradient; the others' were sent uncompressed")
+        return (self._part(FormatChoice(self._label, numel, UNCOMPRESSED, "unknown subset of the parameters")),)
 
     @staticmethod
     def _part(choice: FormatChoice) -> FormatPiece:
@@ -126,123 +136,126 @@ class Plans:
     def _label(self) -> str:
         return f"{self.unit.name or '(root)'}.part"
 
-    def of_hops(self, gradients: tuple[Format, Format], path: Path) -> Any:
-        """The pair on a Topology; over a group, what the widest of its links takes."""
-        if isinstance(path, Topology):
+    def formats_for(self, gradients: tuple[Format, Format], comm: Comm) -> Any:
+        """Return both formats on a Topology; over a group the one for its slowest links."""
+        if isinstance(comm, Topology):
             return gradients
-        return gradients[1] if hop_of_group(path).num_inter_peers else gradients[0]
+        return gradients[1] if hop_of_group(comm).num_inter_peers else gradients[0]
 
     def _columns(self, indices: Sequence[int], group: dist.ProcessGroup) -> list[int]:
         return [self.unit.padded_numels[i] // group.size() for i in indices]
 
-    def _tally(self, kind: str, piece: FormatPiece, wire: Any, path: Path, dtype: torch.dtype) -> Tally:
+    def _tally(self, kind: str, piece: FormatPiece, wire: Any, comm: Comm, dtype: torch.dtype) -> Tally:
         def bytes_of(wire: Any) -> volume.Sent:
-            if not isinstance(path, Topology):
-                hop = hop_of_group(path)
+            if not isinstance(comm, Topology):
+                hop = hop_of_group(comm)
                 return volume.one_hop_sent(piece.numel, dtype, hop.num_intra_peers, hop.num_inter_peers, wire)
-            shape, pair = (path.num_nodes, path.ranks_per_node), wire if isinstance(wire, tuple) else (wire, wire)
+            shape, pair = (
+                (comm.num_nodes, comm.ranks_per_node),
+                wire if isinstance(wire, tuple) else (wire, wire),
+            )
             if kind == "weights":
                 return volume.all_gather_sent(piece.numel, dtype, *shape, pair)
             return volume.reduce_scatter_sent(piece.numel, dtype, *shape, pair)
 
-        return self.account.open(piece.choices, f"{kind} {described(wire)}", bytes_of(wire), bytes_of("none"))
+        return self.record.new_tally(piece.choices, f"{kind} {formats_text(wire)}", bytes_of(wire), bytes_of("none"))
 
 
-def described(wire: Format | tuple[Format, ...]) -> str:
-    """``as is``, or the formats."""
+def formats_text(wire: Format | tuple[Format, ...]) -> str:
+    """Return the formats as text, or ``uncompressed``."""
     formats = wire if isinstance(wire, tuple) else (wire,)
-    return "as is" if {f.name for f in formats} == {"none"} else ",".join(map(str, formats))
+    return "uncompressed" if {f.name for f in formats} == {"none"} else ",".join(map(str, formats))
 
 
 class _Allocates:
-    """``allocate`` as torch's own objects have it."""
+    """The method ``allocate`` of torch's own objects."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Room for a buffer."""
+        """Allocate a buffer for FSDP2."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class Gather(_Allocates):
-    """All-gather of one unit's parameters."""
+class ZcommAllGather(_Allocates):
+    """Quantized all-gather of one unit's parameters."""
 
-    def __init__(self, plans: Plans) -> None:
-        self._plans = plans
-        self._planned: dict[tuple[dist.ProcessGroup, torch.dtype], list[Planned]] = {}
+    def __init__(self, planner: UnitPlanner) -> None:
+        self._planner = planner
+        self._exchanges: dict[tuple[dist.ProcessGroup, torch.dtype], list[PieceExchange]] = {}
 
-    def planned(self, group: dist.ProcessGroup, dtype: torch.dtype) -> list[Planned]:
-        """The pieces over ``group``."""
+    def exchanges_over(self, group: dist.ProcessGroup, dtype: torch.dtype) -> list[PieceExchange]:
+        """Return the pieces of an all-gather over ``group``; planned at the first call."""
         key = (group, dtype)
-        if key not in self._planned:
-            self._planned[key] = self._plans.gathered(group, dtype)
-        return self._planned[key]
+        if key not in self._exchanges:
+            self._exchanges[key] = self._planner.plan_gather(group, dtype)
+        return self._exchanges[key]
 
     def __call__(self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object) -> None:
-        """Gather ``input_tensor`` into ``output_tensor``; on CUDA in the order of the current stream."""
-        path, rows = self._plans.path(group), output_tensor.view(group.size(), -1)
-        backend = self._plans.backend_of(path)
-        for one in self.planned(group, output_tensor.dtype):
+        """Gather ``input_tensor`` into ``output_tensor``. On CUDA this only enqueues work on the current stream."""
+        comm, rows = self._planner.comm_over(group), output_tensor.view(group.size(), -1)
+        backend = self._planner.backend_of(comm)
+        for one in self.exchanges_over(group, output_tensor.dtype):
             piece, wire = one.piece, one.wires.weights
             shard = piece.take(input_tensor.view(1, -1))[0]
             if piece.is_view:
                 start, stop = piece.ranges[0]
-                all_gather_single(rows[:, start:stop], shard, path, format=wire, backend=backend)
+                all_gather_single(rows[:, start:stop], shard, comm, format=wire, backend=backend)
             else:
                 values = rows.new_empty(rows.shape[0], piece.numel)
-                all_gather_single(values, shard, path, format=wire, backend=backend)
+                all_gather_single(values, shard, comm, format=wire, backend=backend)
                 piece.put(values, rows)
             one.tally.calls += 1
 
 
-class Reduce(_Allocates):
-    """Reduce-scatter of one unit's gradients, summed in float32 whatever their dtype."""
+class ZcommReduceScatter(_Allocates):
+    """Quantized reduce-scatter of one unit's gradients, summed in float32 whatever their dtype."""
 
-    def __init__(self, plans: Plans) -> None:
-        self._plans = plans
-        self._planned: dict[tuple[dist.ProcessGroup, int, torch.dtype], list[Planned]] = {}
+    def __init__(self, planner: UnitPlanner) -> None:
+        self._planner = planner
+        self._exchanges: dict[tuple[dist.ProcessGroup, int, torch.dtype], list[PieceExchange]] = {}
 
-    def planned(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> list[Planned]:
-        """The pieces over ``group`` of ``numel`` columns."""
+    def exchanges_over(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> list[PieceExchange]:
+        """Return the pieces of a reduce-scatter over ``group`` to ``numel`` columns; planned at the first call."""
         key = (group, numel, dtype)
-        if key not in self._planned:
-            self._planned[key] = self._plans.reduced(group, numel, dtype)
-        return self._planned[key]
+        if key not in self._exchanges:
+            self._exchanges[key] = self._planner.plan_reduce(group, numel, dtype)
+        return self._exchanges[key]
 
     def __call__(
         self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, **_: object
     ) -> None:
         """Sum (or average) ``input_tensor`` over the ranks into ``output_tensor``."""
-        path, rows = self._plans.path(group), input_tensor.view(group.size(), -1)
-        backend = self._plans.backend_of(path)
-        for one in self.planned(group, output_tensor.numel(), output_tensor.dtype):
-            piece, wire = one.piece, self._plans.of_hops(one.wires.gradients, path)
+        comm, rows = self._planner.comm_over(group), input_tensor.view(group.size(), -1)
+        backend = self._planner.backend_of(comm)
+        for one in self.exchanges_over(group, output_tensor.numel(), output_tensor.dtype):
+            piece, wire = one.piece, self._planner.formats_for(one.wires.gradients, comm)
             start, stop = piece.ranges[0]
             shard = output_tensor[start:stop] if piece.is_view else output_tensor.new_empty(piece.numel)
-            key = self._plans.account.carried.key_for(*(wire if isinstance(wire, tuple) else (wire,)))
-            source, residual = piece.take(rows), one.begin(self._plans.account.scaling)
+            key = self._planner.record.carried.next_random_key(*(wire if isinstance(wire, tuple) else (wire,)))
+            source, residual = piece.take(rows), one.start(self._planner.record.scaling)
             how: dict[str, Any] = {"format": wire, "residual": residual, "random": key, "backend": backend}
-            reduce_scatter_single(shard, source, op, group=path, **how)
+            reduce_scatter_single(shard, source, op, group=comm, **how)
             if not piece.is_view:
                 piece.put(shard.view(1, -1), output_tensor.view(1, -1))
             one.tally.calls += 1
 
 
-class ReplicaMean:
-    """FSDP2's all-reduce hook over a 1-D mesh: the mean over replicas, as native HSDP takes it.
+class ReplicaAllReduce:
+    """FSDP2's all-reduce hook over a 1-D mesh: the quantized mean over replicas, in place of HSDP's all-reduce.
 
-    While ``set_requires_all_reduce(False)`` is in effect, what is reduced inside the replica is kept here; at the
-    boundary of accumulation it is added and crosses the network once.
+    While ``set_requires_all_reduce(False)`` is in effect, gradients that are reduced inside the replica are summed
+    here. At the boundary of gradient accumulation the sum crosses the network, once.
     """
 
-    def __init__(self, plans: Plans, group: dist.ProcessGroup) -> None:
-        self._plans, self._group = plans, group
+    def __init__(self, planner: UnitPlanner, group: dist.ProcessGroup) -> None:
+        self._planner, self._group = planner, group
         self._partial: Tensor | None = None
-        self._planned: dict[tuple[int, torch.dtype], list[Planned]] = {}
+        self._exchanges: dict[tuple[int, torch.dtype], list[PieceExchange]] = {}
 
     def __call__(self, reduce_output: Tensor) -> None:
         """Replace ``reduce_output`` by its mean over the replicas."""
-        if not self._plans.unit.group.all_reduce_grads:
+        if not self._planner.unit.group.all_reduce_grads:
             self._partial = reduce_output.clone() if self._partial is None else self._partial.add_(reduce_output)
-            reduce_output.zero_()
+            reduce_output.zero_()  # FSDP2 adds it to the sharded gradients: they get the whole sum at the boundary
             return
         if self._partial is not None:
             reduce_output += self._partial
@@ -250,30 +263,30 @@ class ReplicaMean:
         columns = reduce_output.view(1, -1)
         for one in self._pieces(reduce_output):
             piece, between, reduced = one.piece, one.wires.gradients[1], one.wires.reduced
-            values, account = piece.take(columns), self._plans.account
-            key, residual = account.carried.key_for(between, reduced), one.begin(account.scaling)
+            values, record = piece.take(columns), self._planner.record
+            key, residual = record.carried.next_random_key(between, reduced), one.start(record.scaling)
             all_reduce(
                 values.view(-1), "avg", self._group, format=between, gather_format=reduced, residual=residual,
-                random=key, backend=self._plans.backend_of(self._group),
+                random=key, backend=self._planner.backend_of(self._group),
             )  # fmt: skip
             if not piece.is_view:
                 piece.put(values, columns)
             one.tally.calls += 1
 
-    def _pieces(self, reduce_output: Tensor) -> list[Planned]:
+    def _pieces(self, reduce_output: Tensor) -> list[PieceExchange]:
         key = (reduce_output.numel(), reduce_output.dtype)
-        if key not in self._planned:
-            shard_group = self._plans.unit.group.mesh_info.shard_process_group
-            pieces = self._plans.gradient_pieces(
+        if key not in self._exchanges:
+            shard_group = self._planner.unit.group.mesh_info.shard_process_group
+            pieces = self._planner.gradient_pieces(
                 shard_group, reduce_output.numel(), lambda choice: (choice.wires.gradients[1], choice.wires.reduced)
             )
-            self._planned[key] = [self._plan(piece, reduce_output.dtype) for piece in pieces]
-        return self._planned[key]
+            self._exchanges[key] = [self._plan(piece, reduce_output.dtype) for piece in pieces]
+        return self._exchanges[key]
 
-    def _plan(self, piece: FormatPiece, dtype: torch.dtype) -> Planned:
+    def _plan(self, piece: FormatPiece, dtype: torch.dtype) -> PieceExchange:
         loses = piece.choices[0].wires.gradients[1].block
-        residual = self._plans.residual(ReplicaMean, piece, self._group, 1) if loses else None
-        return Planned(piece, self._tally(piece, dtype), residual)
+        residual = self._planner.residual(ReplicaAllReduce, piece, self._group, 1) if loses else None
+        return PieceExchange(piece, self._tally(piece, dtype), residual)
 
     def _tally(self, piece: FormatPiece, dtype: torch.dtype) -> Tally:
         hop, wires = hop_of_group(self._group), piece.choices[0].wires
@@ -285,41 +298,42 @@ class ReplicaMean:
             return volume.Sent(sum(s.intra for s in sent), sum(s.inter for s in sent))
 
         used = (wires.gradients[1], wires.reduced)
-        return self._plans.account.open(
-            piece.choices, f"replicas {described(used)}", bytes_of(*used), bytes_of("none", "none")
+        return self._planner.record.new_tally(
+            piece.choices, f"replicas {formats_text(used)}", bytes_of(*used), bytes_of("none", "none")
         )
 
 
-class ShadowGather:
-    """torch's own all-gather; ours beside it, into a copy, to measure."""
+class ShadowAllGather:
+    """torch's all-gather, and the quantized one into a copy to measure its error."""
 
-    def __init__(self, own: Any, compressed: Gather) -> None:
+    def __init__(self, own: Any, compressed: ZcommAllGather) -> None:
         self._own, self._compressed = own, compressed
         self.allocate = own.allocate
 
     def __call__(self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
-        """What torch does."""
+        """Gather as torch does."""
+        # The input is this rank's row of the output: a copy, because both exchanges need it.
         copy, values = torch.empty_like(output_tensor), input_tensor.clone()
         work = self._own(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options)
         if work is not None:
-            work.wait()
+            work.wait()  # the comparison below reads the output on the current stream
         self._compressed(output_tensor=copy, input_tensor=values, group=group)
         exact, got = output_tensor.view(group.size(), -1), copy.view(group.size(), -1)
-        _measure(self._compressed.planned(group, copy.dtype), exact, got)
+        _measure(self._compressed.exchanges_over(group, copy.dtype), exact, got)
         return work
 
 
-class ShadowReduce:
-    """torch's own reduce-scatter; ours beside it."""
+class ShadowReduceScatter:
+    """torch's reduce-scatter, and the quantized one into a copy to measure its error."""
 
-    def __init__(self, own: Any, compressed: Reduce, unit: FSDPUnit) -> None:
+    def __init__(self, own: Any, compressed: ZcommReduceScatter, unit: FSDPUnit) -> None:
         self._own, self._compressed, self._unit = own, compressed, unit
         self.allocate = own.allocate
 
     def __call__(
         self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, **options: Any
     ) -> Any:
-        """What torch does."""
+        """Reduce as torch does."""
         work = self._own(output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, **options)
         if work is not None:
             work.wait()
@@ -328,13 +342,13 @@ class ShadowReduce:
         self._compressed(
             output_tensor=copy, input_tensor=input_tensor, group=group, op=op if is_known else dist.ReduceOp.SUM
         )
-        if not is_known:  # PREMUL_SUM, whose factor only the unit knows
+        if not is_known:  # PREMUL_SUM: its factor can only be read from the unit
             copy /= self._unit.group.gradient_divide_factor
-        planned = self._compressed.planned(group, copy.numel(), copy.dtype)
-        _measure(planned, output_tensor.view(1, -1), copy.view(1, -1))
+        exchanges = self._compressed.exchanges_over(group, copy.numel(), copy.dtype)
+        _measure(exchanges, output_tensor.view(1, -1), copy.view(1, -1))
         return work
 
 
-def _measure(planned: list[Planned], exact: Tensor, compressed: Tensor) -> None:
-    for one in planned:
+def _measure(exchanges: list[PieceExchange], exact: Tensor, compressed: Tensor) -> None:
+    for one in exchanges:
         one.tally.measure(one.piece.take(exact), one.piece.take(compressed), one.piece.sizes)

@@ -1,8 +1,8 @@
-"""What FSDP2 communicates as one: the parameter group of each FSDPModule, found, named and checked.
+"""The parameter groups of FSDP2: what each FSDPModule gathers and reduces as one; found, named and checked.
 
-torch keeps these groups to itself, so this is the one module that reads its private state (as torch 2.11 to 2.13 have
-it). A group's flat buffers have the parameters in order, each padded to ``padded_numel`` elements over all ranks; over
-G ranks it has ``padded_numel / G`` columns in every rank's row.
+torch has no public access to these groups. So this is the only module that reads FSDP2's private state, as it is in
+torch 2.11 to 2.13. A group's flat buffers hold the parameters in order, each padded to ``padded_numel`` elements over
+all ranks; over G ranks a parameter has ``padded_numel / G`` columns in every rank's row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zcomm.errors import ConfigError, LayoutError, StateError
-from zcomm.install.choices import Named, clean_name
+from zcomm.install.choices import NamedParameter, clean_name
 
 DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 
@@ -31,35 +31,35 @@ class FSDPUnit:
     """The FSDPModule."""
     group: Any
     """torch's FSDPParamGroup."""
-    parameters: tuple[Named, ...]
+    parameters: tuple[NamedParameter, ...]
     padded_numels: tuple[int, ...]
     is_trainable: tuple[bool, ...]
     gather_dtypes: frozenset[torch.dtype]
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """Of the ranks that share the parameters."""
+        """The process group that the parameters are sharded over."""
         group: dist.ProcessGroup = self.group.mesh_info.shard_process_group
         return group
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The global ranks that share the parameters."""
+        """The global ranks that the parameters are sharded over."""
         return tuple(dist.get_process_group_ranks(self.process_group))
 
     @property
     def label(self) -> str:
-        """For messages."""
+        """The module's name, for messages."""
         return f"module {self.name or '(root)'!r}"
 
 
 def units_of(model: nn.Module) -> list[FSDPUnit]:
-    """Every parameter group of ``model``, in order.
+    """Return every parameter group of ``model``, in order.
 
     Raises:
-        ConfigError: There is none.
-        LayoutError: One cannot be served; its module is named.
-        StateError: One has a custom communication already.
+        ConfigError: No module is sharded.
+        LayoutError: A group is not supported; its module is named.
+        StateError: A group already has a custom communication.
     """
     names = {id(module): clean_name(name) for name, module in model.named_modules(remove_duplicate=False)}
     units, seen = [], set()
@@ -75,13 +75,13 @@ def units_of(model: nn.Module) -> list[FSDPUnit]:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    """Whoever called fully_shard has imported FSDP2, which takes a second: importing zcomm leaves that to them."""
+    """Whether ``module`` is an FSDPModule. FSDP2 takes a second to import, and whoever uses it has imported it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def process_groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Of the ranks that share parameters, in the order of ``model``, also where :func:`units_of` refuses it."""
+    """Return the groups that parameters are sharded over, in order; also for models that :func:`units_of` refuses."""
     sharing = [group for module in model.modules() if _is_sharded(module) for group in _all_groups_of(module)]
     return [group.mesh_info.shard_process_group for group in sharing if group.fsdp_params]
 
@@ -117,16 +117,16 @@ def _unit(module: nn.Module, group: Any, names: dict[int, str]) -> FSDPUnit:
     for comm in (group._all_gather_comm, group._reduce_scatter_comm):
         if type(comm).__name__ not in DEFAULT_COMMS:
             raise StateError(
-                f"{label} already has a communication of its own, {type(comm).__name__}: uninstall() or remove it first"
+                f"{label} already has a custom communication, {type(comm).__name__}: uninstall() or remove it first"
             )
     named = []
     for parameter in group.fsdp_params:
-        known = Named(tuple(_names_of(parameter, names)), parameter._orig_size.numel())
+        known = NamedParameter(tuple(_names_of(parameter, names)), parameter._orig_size.numel())
         named.append(known)
         if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
             raise LayoutError(
-                f"{label}: parameter {known.names[0]!r} is a tensor subclass that gathers in a way of its own "
-                "(fsdp_pre_all_gather)"
+                f"{label}: parameter {known.names[0]!r} is a tensor subclass with its own all-gather "
+                "(fsdp_pre_all_gather), which cannot be replaced"
             )
         dtype = parameter.sharded_param.dtype
         if not dtype.is_floating_point:

@@ -1,9 +1,10 @@
-"""A flat buffer of many parameters, cut into pieces of one format each.
+"""A flat buffer of many parameters, split into pieces of one format each.
 
     rows [num_rows, n]   parameter p has the same columns in every row:  | p0 | p1 | p2 | p3 |
     pieces               columns of equal formats, in order:             int8: p0 p2 p3,  none: p1
 
-A piece of neighbouring columns is a view of the rows; another is copied together, exchanged and copied back.
+If a piece's columns are adjacent, it is a view of the rows. Otherwise its columns are copied together, exchanged and
+copied back.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from zcomm.install.choices import FormatChoice
 
 @dataclass(frozen=True, slots=True)
 class FormatPiece:
-    """Columns that are exchanged as one."""
+    """Columns that are exchanged in one call, in one format."""
 
     choices: tuple[FormatChoice, ...]
-    """Whose columns, in order; all have the formats of the first."""
+    """The parameters, in order; all have the formats of the first."""
     sizes: tuple[int, ...]
-    """Columns of each."""
+    """Number of columns of each parameter."""
     ranges: tuple[tuple[int, int], ...]
-    """Columns [start, stop), neighbours merged."""
+    """Columns [start, stop) of the buffer; adjacent ranges are merged."""
 
     @property
     def numel(self) -> int:
-        """Columns."""
+        """Number of columns."""
         return sum(self.sizes)
 
     @property
     def is_view(self) -> bool:
-        """Whether :meth:`take` copies nothing."""
+        """Whether :meth:`take` returns a view."""
         return len(self.ranges) == 1
 
     def spans(self, num_rows: int = 1) -> Iterator[Span]:
-        """Where the parameters lie in what :meth:`take` gives, read row after row."""
+        """Yield where each parameter lies in the flattened result of :meth:`take`."""
         for row in range(num_rows):
             first = row * self.numel
             for choice, size in zip(self.choices, self.sizes, strict=True):
@@ -48,7 +49,7 @@ class FormatPiece:
                 first += size
 
     def take(self, rows: Tensor) -> Tensor:
-        """These columns of ``rows`` [num_rows, n], as [num_rows, numel] with contiguous rows."""
+        """Return these columns of ``rows`` [num_rows, n], as [num_rows, numel] with contiguous rows."""
         parts = [rows[:, start:stop] for start, stop in self.ranges]
         return parts[0] if self.is_view else torch.cat(parts, 1)
 
@@ -59,10 +60,10 @@ class FormatPiece:
             rows[:, start:stop].copy_(part)
 
 
-def cut(
+def split_by_format(
     choices: Sequence[FormatChoice], sizes: Sequence[int], formats_of: Callable[[FormatChoice], Hashable]
 ) -> tuple[FormatPiece, ...]:
-    """The pieces of a buffer whose parameters have ``sizes`` columns each, in order; one for each of ``formats_of``."""
+    """Split a buffer whose parameters have ``sizes`` columns, in order: one piece for each value of ``formats_of``."""
     members: dict[Hashable, list[tuple[FormatChoice, int]]] = {}
     ranges: dict[Hashable, list[tuple[int, int]]] = {}
     start = 0

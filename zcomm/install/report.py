@@ -1,7 +1,8 @@
-"""What an installation has sent, what that would have been uncompressed, and what was left alone and why.
+"""The report of an installation: bytes sent, bytes without compression, and what stays uncompressed and why.
 
-A tally counts the exchanges of one piece; bytes are by the formulas of :mod:`zcomm.volume`, this rank's own. Numbers
-in module names are written as ``*`` where everything else is equal, so that a model of many equal layers is a few rows.
+A :class:`Tally` counts the exchanges of one piece. Bytes are this rank's own, by the formulas of :mod:`zcomm.volume`.
+Numbers in module names become ``*``, and rows that are then equal are merged. So a model of many equal layers has few
+rows.
 """
 
 from __future__ import annotations
@@ -16,35 +17,35 @@ import torch
 from torch import Tensor
 
 from zcomm._formats.recipes import Recipe
-from zcomm._residuals.loss_scaling import LossScaling, ScalerWish
+from zcomm._residuals.loss_scaling import LossScaling, ScalerSetting
 from zcomm._residuals.residual import Residual
 from zcomm._transport.topology import Topology
-from zcomm.install.carried import Carried
+from zcomm.install.carried import CarriedState
 from zcomm.install.choices import FormatChoice
 from zcomm.volume import Sent
 
 
-def described_topology(topology: Topology, *, shadow: bool) -> str:
-    """The end of a title."""
-    ways = f"{topology.num_nodes} nodes x {topology.ranks_per_node} ranks"
-    ways += f", backend {topology.backend}, kernels {topology.kernels}"
-    return ways + (", shadow: nothing is changed" if shadow else "")
+def topology_text(topology: Topology, *, shadow: bool) -> str:
+    """The topology and its backend as text, for a report's title."""
+    text = f"{topology.num_nodes} nodes x {topology.ranks_per_node} ranks"
+    text += f", backend {topology.backend}, kernels {topology.kernels}"
+    return text + (", shadow: nothing is changed" if shadow else "")
 
 
 @dataclass(slots=True)
 class Tally:
-    """The exchanges of one piece."""
+    """Number, bytes and errors of the exchanges of one piece."""
 
     choices: tuple[FormatChoice, ...]
     format: str
-    """What travels and how, such as ``gradients int4,int4 int8``."""
+    """What is sent and in which formats, such as ``gradients int4,int4``."""
     sent: Sent
     """This rank's bytes of one exchange."""
     plain: Sent
     """The same exchange in the tensors' own dtype."""
     calls: int = 0
     squares: dict[str, list[float]] = field(default_factory=dict)
-    """By parameter: the summed squares of errors, and of the exact values; only what was measured."""
+    """By parameter, where shadow mode has measured it: sums of squares of the errors, and of the exact values."""
 
     def measure(self, exact: Tensor, compressed: Tensor, sizes: tuple[int, ...]) -> None:
         """Add the errors of this piece [num_rows, numel], whose choices have ``sizes`` columns each."""
@@ -60,23 +61,23 @@ class Tally:
 
 @dataclass(slots=True)
 class ReportRow:
-    """Parameters that were treated alike."""
+    """Parameters with the same module pattern, format and reason."""
 
     modules: str
     format: str
     why: str
-    """Why not the recipe's format; empty if it is."""
+    """Why the format is not the recipe's; empty if it is."""
     parameters: int = 0
     elements: int = 0
     sent: float = 0.0
-    """This rank's bytes so far, to all other ranks."""
+    """Bytes that this rank has sent so far, to all other ranks."""
     plain: float = 0.0
-    """What that would have been in the tensors' own dtype."""
+    """Bytes of the same exchanges in the tensors' own dtype."""
     squares: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     @property
     def error(self) -> float:
-        """Relative error, if it was measured; else NaN."""
+        """Relative error; NaN if it was not measured."""
         return math.sqrt(self.squares[0] / self.squares[1]) if self.squares[1] else math.nan
 
 
@@ -87,13 +88,13 @@ class Report:
     title: str
     rows: tuple[ReportRow, ...]
     sent: Sent
-    """This rank's bytes, inside its node and to other nodes."""
+    """Bytes that this rank has sent, inside its node and to other nodes."""
     plain: Sent
-    """What that would have been in the tensors' own dtypes."""
+    """Bytes of the same exchanges in the tensors' own dtypes."""
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """The report as a dict of numbers, strings and lists, ready for JSON."""
         rows = [
             {
                 "modules": row.modules, "format": row.format, "why": row.why, "parameters": row.parameters,
@@ -110,7 +111,7 @@ class Report:
         how = max([len("format"), *(len(row.format) for row in self.rows)])
         lines = [self.title]
         lines.append(
-            f"{'modules':<{width}}  {'format':<{how}} {'tensors':>8}{'elements':>14}{'sent':>14}{'as is':>14}"
+            f"{'modules':<{width}}  {'format':<{how}} {'tensors':>8}{'elements':>14}{'sent':>14}{'uncompressed':>14}"
             f"{'error':>9}  why"
         )
         for row in self.rows:
@@ -123,34 +124,34 @@ class Report:
             ("inside the node", self.sent.intra, self.plain.intra),
             ("to other nodes", self.sent.inter, self.plain.inter),
         ):
-            part = f", {sent / plain:.3f} of it" if plain else ""
-            lines.append(f"bytes {link}: {sent} instead of {plain}{part}")
+            ratio = f", {sent / plain:.3f} of it" if plain else ""
+            lines.append(f"bytes {link}: {sent} instead of {plain}{ratio}")
         return "\n".join([*lines, *self.notes])
 
 
-class InstallationTally:
-    """The tallies of one installation, of parameters ``names``, and what it carries from step to step."""
+class InstallationRecord:
+    """The bookkeeping of one installation on parameters ``names``: tallies, notes, and state kept from step to step."""
 
-    def __init__(self, names: Iterable[str], recipe: Recipe, scaler: ScalerWish = "auto") -> None:
+    def __init__(self, names: Iterable[str], recipe: Recipe, scaler: ScalerSetting = "auto") -> None:
         self.tallies: list[Tally] = []
-        self.carried = Carried(names, recipe)
+        self.carried = CarriedState(names, recipe)
         self.scaling = LossScaling(scaler, self.carried.reset)
         self.notes: list[str] = []
-        """What happened that a user should know."""
+        """Events that the user should know of."""
 
-    def open(self, choices: tuple[FormatChoice, ...], format: str, sent: Sent, plain: Sent) -> Tally:
-        """A tally for a new piece."""
+    def new_tally(self, choices: tuple[FormatChoice, ...], format: str, sent: Sent, plain: Sent) -> Tally:
+        """Start to count the exchanges of a new piece."""
         tally = Tally(choices, format, sent, plain)
         self.tallies.append(tally)
         return tally
 
     def note(self, text: str) -> None:
-        """Put ``text`` into the report, once."""
+        """Add ``text`` to the report's notes, unless it is there already."""
         if text not in self.notes:
             self.notes.append(text)
 
     def report(self, title: str) -> Report:
-        """Everything so far."""
+        """Sum the tallies into a report."""
         rows: dict[tuple[str, str, str], ReportRow] = {}
         counted: dict[tuple[str, str, str], set[str]] = {}
         for tally in self.tallies:
@@ -163,13 +164,13 @@ class InstallationTally:
                     counted[key].add(choice.name)
                     row.parameters += 1
                     row.elements += choice.numel
-                part = tally.calls * choice.numel / numel
-                row.sent += part * sum(tally.sent)
-                row.plain += part * sum(tally.plain)
+                share = tally.calls * choice.numel / numel
+                row.sent += share * sum(tally.sent)
+                row.plain += share * sum(tally.plain)
                 for index, value in enumerate(tally.squares.get(choice.name, ())):
                     row.squares[index] += value
-        held = sum(residual.nbytes for residual in self.carried.residuals)
-        notes = (*self.notes, *((f"bytes held in residuals: {held}",) if held else ()))
+        residual_nbytes = sum(residual.nbytes for residual in self.carried.residuals)
+        notes = (*self.notes, *((f"bytes held in residuals: {residual_nbytes}",) if residual_nbytes else ()))
         return Report(title, tuple(rows.values()), self._total("sent"), self._total("plain"), notes)
 
     def _total(self, column: str) -> Sent:
@@ -178,43 +179,45 @@ class InstallationTally:
 
 
 class Installation:
-    """What install_ddp and install_fsdp2 return."""
+    """What install_ddp and install_fsdp2 return: report, state for checkpoints, uninstall."""
 
-    def __init__(self, title: str, account: InstallationTally, remove: Callable[[], None]) -> None:
-        self._title, self._account, self._remove = title, account, remove
+    def __init__(self, title: str, record: InstallationRecord, remove: Callable[[], None]) -> None:
+        self._title, self._record, self._remove = title, record, remove
         self.is_installed = True
-        """Until :meth:`uninstall`."""
+        """False after :meth:`uninstall`."""
 
     @property
     def residuals(self) -> tuple[Residual, ...]:
-        """What quantization has lost and is still to be added, keyed by parameter; none before the first backward."""
-        return tuple(self._account.carried.residuals)
+        """Errors of quantization that the next exchanges add, keyed by parameter; empty before the first backward."""
+        return tuple(self._record.carried.residuals)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank carries from step to step, for a checkpoint: tensors, numbers, strings and tuples.
+        """Return the state that this rank keeps from step to step, for a checkpoint.
 
-        Call it between two steps, on every rank; each saves its own. A copy: 1 byte for each element of residuals.
+        The values are tensors, numbers, strings and tuples. Call it between two steps, on every rank; each rank saves
+        its own. The state is a copy: 1 byte for each element of the residuals.
         """
-        return self._account.carried.state_dict()
+        return self._record.carried.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave on this rank, on all ranks; before the first backward.
+        """Restore what :meth:`state_dict` returned on this rank. Call it on all ranks, before the first backward.
 
-        Bit for bit in buffers laid out as those that were saved: always under FSDP2. DDP lays its first buckets out
-        anew after one step; from one layout to another residuals are moved by parameter and encoded in int8 again.
+        Residuals are restored bit for bit if the new buffers have the layout of the saved ones. Under FSDP2 they always
+        have. DDP rebuilds its buckets after the first step; residuals are then moved by parameter, and encoded in int8
+        again.
 
         Raises:
-            StateError: It is of another rank, or another number of ranks, or of parameters that are not here; or this
-                installation has exchanged gradients already.
+            StateError: The state belongs to another rank or world size, or has parameters that this model lacks; or
+                this installation has exchanged gradients already.
         """
-        self._account.carried.load_state_dict(state)
+        self._record.carried.load_state_dict(state)
 
     def report(self) -> Report:
-        """What this rank has sent since the installation; print it. No communication."""
-        return self._account.report(self._title)
+        """Return what this rank has sent since the installation; ``print`` shows a table. No communication."""
+        return self._record.report(self._title)
 
     def uninstall(self) -> None:
-        """Give the model back its own communication, bit for bit. Any number of times.
+        """Restore the model's own communication, bit for bit. A second call does nothing.
 
         Collective: every rank calls it at the same point, between two steps.
         """

@@ -1,4 +1,4 @@
-"""Reading and changing sharded parameters, and declaring their use outside the module that owns them."""
+"""``zero.GatheredParameters``: full parameters inside a block, to read or change them; and external parameters."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from zero._sharding.bucket import Bucket, ShardInfo, num_writes
 from zero._sharding.units import EXTERNAL, external_parameters
 
 BLOCK_END = "has come to the end of zero.GatheredParameters"
+"""How errors describe a rank that has left the block."""
 
 
 class ShardOwner(Protocol):
-    """Who holds the shards: a :class:`zero._runtime.runtime.Runtime` or a :class:`zero._model.init_shards.Construction`."""
+    """What holds the shards: zero._runtime.runtime.Runtime or zero._model.init_shards.Construction."""
 
     topology: Topology
     is_closed: bool
 
     def compare(self, call: str, detail: str = "", /) -> None:
-        """Where ranks may be in different exchanges, raise on every rank unless all make the same ``call``."""
+        """Raise on every rank unless all make the same ``call``, where ranks may be in different exchanges."""
 
     def gathered(self, buckets: list[Bucket], /) -> AbstractContextManager[None]:
         """Hold ``buckets`` full."""
 
     def modified(self, slots: Mapping[Bucket, Collection[int]], rank: int, /) -> AbstractContextManager[None]:
-        """Take over what ``rank`` changes inside."""
+        """Broadcast what ``rank`` changes inside, and update shards and masters."""
 
 
 @contextmanager
@@ -41,25 +42,25 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
     fwd_module: nn.Module | None = None,
     enabled: bool = True,  # noqa: FBT001  (DeepSpeed's signature)
 ) -> Iterator[None]:
-    """Hold ``params`` whole inside the block; collective, the same parameters on every rank.
+    """Gather ``params`` for the block. Collective; every rank must pass the same parameters.
 
-    What autograd records inside may run backward later: parameters are gathered again for it. At stage 3 a view that
-    is kept after the block has the values of the block, until they change: using it then is a StateError.
+    What autograd records inside may run backward later: the parameters are gathered again for it. At stage 3 a view
+    that outlives the block keeps its values until the parameter changes; using it after that is a StateError.
 
     Args:
-        params: One parameter or several, of one or more models. Those that are not sharded are whole anyway.
-        modifier_rank: None: nothing may be changed inside. A rank: what it changes in ``params`` is taken over by every
-            rank, and by the float32 masters, when the block ends. Elements that it does not change keep their masters.
-        fwd_module: Its forward uses ``params``, too: see :func:`register_external_parameter`.
-        enabled: False: nothing is done.
+        params: One parameter or several, of one or more models. Those that are not sharded are always full.
+        modifier_rank: None: nothing may be changed inside. A rank: what it changes in ``params`` is broadcast when the
+            block ends, to the parameters and float32 masters of every rank. Masters of unchanged elements stay.
+        fwd_module: A module whose forward uses ``params``, too: see :func:`register_external_parameter`.
+        enabled: False: do nothing.
 
     Raises:
         TopologyError: ``modifier_rank`` is not a rank. Raised before any communication.
-        StateError: ``params`` were changed without a ``modifier_rank`` (changes by way of ``param.data`` are not seen:
-            at stage 3 they are discarded); or the block raised on another rank. Raised on every rank.
+        StateError: ``params`` were changed without a ``modifier_rank`` (changes through ``param.data`` are not
+            detected: at stage 3 they are lost); or the block raised on another rank. Raised on every rank.
 
-    Cost for each rank: one all-gather of every bucket that holds one of ``params``, 512 bytes to every other rank; if
-    ``modifier_rank`` is given also one broadcast of it, and a copy of this rank's part of it inside the block.
+    Cost for each rank: one all-gather of every bucket that holds one of ``params``, and 512 bytes to every other rank.
+    With ``modifier_rank`` also one broadcast of each such bucket, and memory for this rank's part of it.
     """
     if not enabled:
         yield
@@ -79,19 +80,21 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
             has_all = on_exit(stack, owner.topology, name)
             with calling_over(owner.topology, name):
                 if modifier_rank is not None and isinstance(owner, Runtime):
-                    owner.finish_update(publishes=True)
-                slots = dict(sorted(unordered.items(), key=lambda item: item[0].index))  # the same on every rank
+                    owner.finish_update(writes_back=True)
+                slots = dict(
+                    sorted(unordered.items(), key=lambda item: item[0].index)
+                )  # gathers in the same order on every rank, else deadlock
                 stack.enter_context(owner.gathered(list(slots)))
                 if modifier_rank is not None:
                     stack.enter_context(owner.modified(slots, modifier_rank))
-                stack.enter_context(_agreed_block(owner, [] if modifier_rank is not None else _of(slots)))
+                stack.enter_context(_agreed_block(owner, [] if modifier_rank is not None else _named_params(slots)))
                 if isinstance(owner, Runtime):
                     stack.enter_context(owner.hooks.saving())
             has_all()
         yield
 
 
-def _of(slots: Mapping[Bucket, Iterable[int]]) -> list[tuple[str, nn.Parameter]]:
+def _named_params(slots: Mapping[Bucket, Iterable[int]]) -> list[tuple[str, nn.Parameter]]:
     return [(bucket.layout.slots[i].name, bucket.params[i]) for bucket, chosen in slots.items() for i in chosen]
 
 
@@ -108,13 +111,15 @@ def _check_owner(owner: ShardOwner, modifier_rank: int | None) -> None:
 
 @contextmanager
 def _agreed_block(owner: ShardOwner, read_only: list[tuple[str, nn.Parameter]]) -> Iterator[None]:
-    """A block that ends alike on every rank, and leaves ``read_only`` parameters as they are."""
+    """End the block with the same error, or none, on every rank; raise if ``read_only`` parameters were changed."""
     writes = [num_writes(param) for _, param in read_only]
     try:
         yield
     except Exception as error:
         if owner.is_closed or is_agreed(error):
             raise
+        # The other ranks are at the end of the block, or in another collective. Without these exchanges they would
+        # deadlock with this rank's next collective.
         owner.compare(BLOCK_END, f"has raised {type(error).__name__} inside zero.GatheredParameters: {error}")
         raise_on_every_rank(error, owner.topology)
     if not owner.is_closed:
@@ -127,15 +132,15 @@ def _check_same(read_only: list[tuple[str, nn.Parameter]], writes: list[int]) ->
     if changed:
         raise StateError(
             f"{len(changed)} parameters were changed inside zero.GatheredParameters, first {changed[:3]}: pass "
-            "modifier_rank=, the rank whose changes all ranks take over"
+            "modifier_rank=, the rank whose changes all ranks get"
         )
 
 
 def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
-    """Declare that ``module.forward`` uses ``param``, which another module owns: it is gathered for that forward too.
+    """Declare that ``module.forward`` uses ``param``, which another module owns, so that it is gathered for it, too.
 
-    At any time, in the constructor of ``module`` too. Without it, the first use in a forward gathers it then, and
-    declares it for the innermost module with parameters that runs.
+    It may be called at any time, also in the constructor of ``module``. Without it the first use in a forward gathers
+    ``param`` then, and declares it for the innermost running module with parameters.
     """
     if all(param is not known for known in external_parameters(module)):
         module.__dict__[EXTERNAL] = [*external_parameters(module), param]
@@ -145,10 +150,10 @@ def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
 
 
 def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
-    """Take :func:`register_external_parameter` back; a running ZeroOptimizer goes on gathering ``param``.
+    """Undo :func:`register_external_parameter`; an existing ZeroOptimizer goes on gathering ``param``.
 
     Raises:
-        StateError: It was not registered.
+        StateError: ``param`` was not registered.
     """
     left = [known for known in external_parameters(module) if known is not param]
     if len(left) == len(external_parameters(module)):
@@ -158,14 +163,14 @@ def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> Non
 
 @contextmanager
 def gathered_for_generation(model: nn.Module) -> Iterator[None]:
-    """Hold all parameters of ``model`` whole inside the block, so that forwards without gradients do not communicate.
+    """Gather all parameters of ``model`` for the block, so that forwards without gradients do not communicate.
 
-    Ranks may generate sequences of different lengths inside. Entering is collective.
+    Inside, ranks may generate sequences of different lengths. Entering is collective.
 
     Args:
-        model: A model whose parameters a ZeroOptimizer manages, or a part of one; of any stage.
+        model: A model whose parameters a ZeroOptimizer manages, or a part of one; at any stage.
 
-    Cost for each rank: one all-gather of every bucket, and the memory of the whole model until the block ends.
+    Cost for each rank: one all-gather of every bucket, and the memory of the full model until the block ends.
     """
     owners: dict[Runtime, None] = {}
     for param in model.parameters():
@@ -175,5 +180,5 @@ def gathered_for_generation(model: nn.Module) -> Iterator[None]:
             owners[info.owner] = None
     with GatheredParameters(model.parameters()), ExitStack() as stack:
         for owner in owners:
-            stack.enter_context(owner.hooks.idle_without_gradients())
+            stack.enter_context(owner.hooks.ignoring_inference())
         yield

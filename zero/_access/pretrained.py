@@ -1,8 +1,8 @@
-"""Loading a plain state dict into a sharded model, of which no rank has memory for a copy.
+"""``zero.load_pretrained``: load plain weights into a sharded model that is too large for one rank's memory.
 
-    rank 0's file --one bucket's tensors--> the bucket, whole on every rank --> shards and masters
+    rank 0's file --one bucket's tensors--> the full bucket, broadcast to every rank --> shards and masters
 
-The model is divided by zero.Init, or managed by a ZeroOptimizer; what is neither is broadcast whole.
+The model was built under zero.Init, or is managed by a ZeroOptimizer; other parameters, and buffers, are broadcast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from zcomm import LayoutError, StateError, Topology, control
-from zero._access.auto_tiling import split_readers
 from zero._access.gathered_parameters import GatheredParameters
 from zero._ranks.rank_errors import on_every_rank
 from zero._sharding.bucket import is_managed
@@ -24,16 +23,16 @@ from zero._storage.tensor_files import open_tensors
 
 
 class Loaded(NamedTuple):
-    """What did not match, the same on every rank."""
+    """The names that did not match, the same on every rank."""
 
     missing_keys: list[str]
-    """Parameters and buffers of the model that were not there."""
+    """Parameters and buffers that only the model has."""
     unexpected_keys: list[str]
-    """What was there and is not in the model."""
+    """Tensors that only the source has."""
 
 
 class Contents(NamedTuple):
-    """What rank 0 loads, by the model's names; empty on the other ranks."""
+    """The tensors that rank 0 loads, by the model's names; empty on the other ranks."""
 
     read: dict[str, Callable[[], Tensor]]
     unexpected: list[str]
@@ -50,19 +49,19 @@ def load_pretrained(
     """Load rank 0's tensors into ``model``, whose parameters are sharded. Collective.
 
     Args:
-        model: Built under :class:`zero.Init`, or managed by a ZeroOptimizer; masters take the values, too.
-        source: On rank 0 tensors by name, a file or a folder: see :func:`zero._storage.tensor_files.open_tensors`. Not used on
-            the other ranks. Values are cast to the parameters' dtype.
-        strict: Raise if anything is missing or unexpected. A tied parameter needs one of its names.
-        rename: From a name in ``source`` to the model's; None leaves that tensor out.
+        model: Built under :class:`zero.Init`, or managed by a ZeroOptimizer, whose masters are loaded, too.
+        source: On rank 0 tensors by name, a file or a folder: see :func:`zero._storage.tensor_files.open_tensors`.
+            Other ranks may pass None. Values are cast to the parameters' dtype.
+        strict: Raise if a name is missing or unexpected. A tied parameter needs one of its names.
+        rename: Maps a name in ``source`` to the model's; None skips the tensor.
 
     Returns:
-        What is missing and what is unexpected.
+        The names that are missing and those that are unexpected.
 
     Raises:
         LayoutError: A tensor has another shape; or, if ``strict``, names do not match. On every rank, before anything
             is changed.
-        StateError: Nothing of ``model`` is sharded.
+        StateError: No parameter of ``model`` is sharded.
 
     Cost for each rank: memory for one bucket (with zero.Init, one module) and, on rank 0, for one tensor of ``source``;
     one all-gather and one broadcast of the model.
@@ -106,7 +105,7 @@ def _topology_of(model: nn.Module) -> Topology:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What the state dict of ``model`` has, under every name."""
+    """Yield the parameters and persistent buffers of ``model``, tied ones under every name."""
     yield from model.named_parameters(remove_duplicate=False)
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False):
@@ -125,10 +124,9 @@ def _contents(
     if rank != 0:
         return Contents({}, [])
     if source is None:
-        raise LayoutError("rank 0 must be given tensors, a file or a folder: source=None")
+        raise LayoutError("rank 0 must pass tensors, a file or a folder: source=None")
     tensors = dict(_tensors(model))
-    opened = {(name if rename is None else rename(name)): read for name, read in open_tensors(source).items()}
-    renamed = split_readers(model, opened)
+    renamed = {(name if rename is None else rename(name)): read for name, read in open_tensors(source).items()}
     read = {name: how for name, how in renamed.items() if name is not None and name in tensors}
     unexpected = sorted(name for name in renamed if name is not None and name not in tensors)
     loaded = {id(tensors[name]) for name in read}
@@ -146,7 +144,7 @@ def _contents(
 
 
 def _by_bucket(tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Parameters that are gathered together, and what is not sharded."""
+    """Yield the sharded parameters, those of one bucket together; tensors that are not sharded are one group."""
     groups: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         shard = getattr(tensor, "zero_shard", None)

@@ -1,16 +1,17 @@
-"""Masters, gradients and optimizer states of single parameters, read and set whole or by this rank's part.
+"""``safe_get_*`` and ``safe_set_*``: masters, gradients and optimizer states of single parameters.
 
-    full    the parameter's shape, float32, the same on every rank; collective. What is set is rank 0's value.
-    local   this rank's part, flat: elements of the flattened parameter, none if it holds none of it. At stage 0 all.
+    full    the parameter's shape, float32, the same on every rank; collective. Setting uses rank 0's value.
+    local   this rank's part, flat: elements of the flattened parameter, possibly none. At stage 0 all of them.
 
-A gradient is the averaged one: between the backward that ends a step's gradient and ``zero_grad()``, times the loss
-scale if there is one and it is not unscaled yet. With ``delayed_update`` masters and states have the update that is
-under way, which is waited for (collective then), and parameters do not, unless something is set; a step takes the
-gradients. The functions return None for parameters that no ZeroOptimizer has,
-for gradients of frozen or unused ones, and for states that do not exist (yet). Setting what does not exist is an error.
+A gradient is the averaged one. It exists from the backward that completes it to ``zero_grad()``, and is multiplied by
+the loss scale until it is unscaled. With ``delayed_update`` reading waits for the update in flight (collective then):
+masters and states include it, parameters do not until something is set, and a step consumes the gradients.
 
-Cost for each rank: reading gathers the parameter's bucket; setting broadcasts the value, and what is set publishes its
-bucket at stages 1 and 2. Names and signatures are DeepSpeed's.
+Getters return None for parameters that no ZeroOptimizer manages, for gradients of frozen or unused parameters, and for
+states that do not exist (yet). Setting something that does not exist is an error.
+
+Cost for each rank: reading gathers the parameter's bucket; setting broadcasts the value, and at stages 1 and 2 writes
+the bucket back. Names and signatures are DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from zero._sharding.bucket import Bucket, BucketState, ShardInfo
 
 
 class ParameterLocation(NamedTuple):
-    """Where a parameter is; this rank has its elements ``first`` to ``last``, from ``start`` on of its rows."""
+    """A managed parameter, and this rank's part: elements ``first`` to ``last``, at ``start`` of its shard."""
 
     runtime: Runtime
     bucket: Bucket
@@ -41,16 +42,16 @@ class ParameterLocation(NamedTuple):
 
     @property
     def part(self) -> slice:
-        """This rank's elements of the parameter in the rows that this rank has of the bucket."""
+        """This rank's elements of the parameter, as a slice of its shard of the bucket."""
         return slice(self.start, self.start + self.last - self.first)
 
 
 def _topology_of(param: nn.Parameter) -> Topology | None:
-    place = _place(param)
-    return None if place is None else place.runtime.topology
+    location = _locate(param)
+    return None if location is None else location.runtime.topology
 
 
-def _place(param: nn.Parameter) -> ParameterLocation | None:
+def _locate(param: nn.Parameter) -> ParameterLocation | None:
     info: ShardInfo | None = getattr(param, "zero_shard", None)
     if info is None or not isinstance(info.owner, Runtime):
         return None
@@ -67,128 +68,135 @@ def _place(param: nn.Parameter) -> ParameterLocation | None:
     )
 
 
-def _gathered(place: ParameterLocation, own: Tensor) -> Tensor:
-    """The whole parameter from every rank's ``own``, the rows that it has of the bucket."""
-    full = own = own.to(place.bucket.device)
-    if place.runtime.stage.shards_states:
-        full = torch.empty(place.bucket.layout.numel, dtype=own.dtype, device=own.device)
-        all_gather_single(full, own.contiguous(), place.runtime.topology, numbering="local")
-    return place.bucket.views(full)[place.slot].float().clone()
+def _gathered(location: ParameterLocation, own: Tensor) -> Tensor:
+    """Gather the full parameter from every rank's ``own`` shard of the bucket."""
+    full = own = own.to(location.bucket.device)
+    if location.runtime.stage.shards_states:
+        full = torch.empty(location.bucket.layout.numel, dtype=own.dtype, device=own.device)
+        all_gather_single(full, own.contiguous(), location.runtime.topology, numbering="local")
+    return location.bucket.views(full)[location.slot].float().clone()
 
 
-def _checked(place: ParameterLocation, value: Tensor, numel: int) -> Tensor:
-    """``value`` if it has ``numel`` elements, else an error, on every rank."""
+def _checked(location: ParameterLocation, value: Tensor, numel: int) -> Tensor:
+    """Return ``value`` if it has ``numel`` elements on every rank, else raise on every rank."""
 
     def check() -> None:
         if value.numel() != numel:
-            raise LayoutError(f"a value of {place.name!r} must have {numel} elements here: got {tuple(value.shape)}")
+            raise LayoutError(f"a value of {location.name!r} must have {numel} elements here: got {tuple(value.shape)}")
 
-    on_every_rank(check, place.runtime.topology, fact=f"set {place.name}")
+    on_every_rank(check, location.runtime.topology, fact=f"set {location.name}")
     return value
 
 
-def _own_part(place: ParameterLocation, value: Tensor) -> Tensor:
-    """This rank's part of rank 0's whole ``value``."""
-    numel = place.bucket.layout.slots[place.slot].numel
-    whole = _checked(place, value, numel).detach().to(place.bucket.device, copy=True).reshape(-1)
-    control.broadcast_(whole, 0, place.runtime.topology)
-    return whole[place.first : place.last]
+def _own_part(location: ParameterLocation, value: Tensor) -> Tensor:
+    """Broadcast rank 0's full ``value``, and return this rank's part."""
+    numel = location.bucket.layout.slots[location.slot].numel
+    full = _checked(location, value, numel).detach().to(location.bucket.device, copy=True).reshape(-1)
+    control.broadcast_(full, 0, location.runtime.topology)
+    return full[location.first : location.last]
 
 
 @collective("param", of=_topology_of)
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The float32 master of ``param``, whole. Collective."""
-    place = _place(param)
-    if place is None:
+    """Return the full float32 master of ``param``. Collective."""
+    location = _locate(param)
+    if location is None:
         return None
-    with place.runtime.in_memory([place.bucket]):
-        return _gathered(place, place.bucket.master)
+    with location.runtime.in_memory([location.bucket]):
+        return _gathered(location, location.bucket.master)
 
 
 @collective("param")
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of the float32 master of ``param``, a flat copy."""
-    place = _place(param)
-    if place is None:
+    """Return this rank's part of the float32 master of ``param``, a flat copy."""
+    location = _locate(param)
+    if location is None:
         return None
-    place.runtime.finish_update()
-    with place.bucket.rest.in_memory(), place.runtime.states_in_memory(place.bucket):
-        return place.bucket.master[place.part].float().clone()
+    location.runtime.finish_update()
+    with location.bucket.storage.in_memory(), location.runtime.states_in_memory(location.bucket):
+        return location.bucket.master[location.part].float().clone()
 
 
 @collective("param", of=_topology_of)
 @torch.no_grad()
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set the master of ``param``, and with it the parameter, to rank 0's ``value``. Collective."""
-    place = _managed(param)
-    _set_master(place, _own_part(place, value))
+    location = _locate_managed(param)
+    _set_master(location, _own_part(location, value))
 
 
 @collective("param", of=_topology_of)
 @torch.no_grad()
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's part of the master of ``param``. Collective: every rank sets its own."""
-    place = _managed(param)
-    _set_master(place, _checked(place, value, place.last - place.first).reshape(-1))
+    location = _locate_managed(param)
+    _set_master(location, _checked(location, value, location.last - location.first).reshape(-1))
 
 
-def _set_master(place: ParameterLocation, own: Tensor) -> None:
-    runtime, bucket = place.runtime, place.bucket
+def _set_master(location: ParameterLocation, own: Tensor) -> None:
+    runtime, bucket = location.runtime, location.bucket
     with runtime.in_memory([bucket], is_changed=True):
-        bucket.master[place.part].copy_(own)
-    runtime.publish([bucket], params=[bucket.params[place.slot]])
+        bucket.master[location.part].copy_(own)
+    runtime.write_back([bucket], params=[bucket.params[location.slot]])
     if not runtime.stage.shards_parameters:
         return
-    if bucket.state is not BucketState.SHARDED:  # gathered, or on its way, with the old value
+    if bucket.state is not BucketState.SHARDED:  # gathered, or in flight, with the old value
         runtime.gatherer.acquire(bucket)
-        values = _gathered(place, on_every_rank(bucket.rest.read, runtime.topology))
+        values = _gathered(location, on_every_rank(bucket.storage.read, runtime.topology))
         assert bucket.full is not None, "full without a buffer"
-        bucket.views(bucket.full)[place.slot].copy_(values)
+        bucket.views(bucket.full)[location.slot].copy_(values)
 
 
-def _managed(param: nn.Parameter) -> ParameterLocation:
-    place = _place(param)
-    if place is None:
+def _locate_managed(param: nn.Parameter) -> ParameterLocation:
+    location = _locate(param)
+    if location is None:
         raise StateError("only parameters that a ZeroOptimizer manages can be set: construct it first")
-    return place
+    return location
 
 
-def _reduced(place: ParameterLocation) -> Tensor | None:
-    """The rows that this rank has of the reduced gradient; the same on every rank whether there is one."""
-    place.runtime.check_present()
-    reducer = place.runtime.reducer
-    grads = reducer.by_bucket.get(place.bucket.index)
+def _reduced(location: ParameterLocation) -> Tensor | None:
+    """This rank's shard of the reduced gradient, or None; the ranks agree on whether there is one."""
+    location.runtime.check_not_suspended()
+    reducer = location.runtime.reducer
+    grads = reducer.by_bucket.get(location.bucket.index)
     if grads is None:
         return None
 
     def read() -> Tensor | None:
-        return reducer.results(grads, wide=True) if grads.used[place.slot] else None
+        return reducer.results(grads, wide=True) if grads.used[location.slot] else None
 
-    return on_every_rank(read, place.runtime.topology, fact=f"gradient of {place.name}: {grads.used[place.slot]}")
+    return on_every_rank(
+        read, location.runtime.topology, fact=f"gradient of {location.name}: {grads.used[location.slot]}"
+    )
 
 
 @collective("param", of=_topology_of)
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The averaged gradient of ``param``, whole. Collective."""
-    place = _place(param)
-    rows = None if place is None else _reduced(place)
-    return None if place is None or rows is None else _gathered(place, rows)
+    """Return the full averaged gradient of ``param``. Collective."""
+    location = _locate(param)
+    rows = None if location is None else _reduced(location)
+    return None if location is None or rows is None else _gathered(location, rows)
 
 
 @collective("param", of=_topology_of)
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of the averaged gradient of ``param``, a flat copy. Collective, to agree that there is one."""
-    place = _place(param)
-    rows = None if place is None else _reduced(place)
-    return None if place is None or rows is None else rows[place.part].float().clone()
+    """Return this rank's part of the averaged gradient of ``param``, a flat copy.
+
+    Collective: the ranks agree on whether there is a gradient.
+    """
+    location = _locate(param)
+    rows = None if location is None else _reduced(location)
+    return None if location is None or rows is None else rows[location.part].float().clone()
 
 
 def _set_grad(param: nn.Parameter, own: Callable[[ParameterLocation], Tensor]) -> None:
-    place = _managed(param)
-    if _reduced(place) is None:
-        raise StateError(f"{place.name!r} has no gradient to set: no rank's backward has used it since zero_grad()")
-    values, runtime = own(place), place.runtime
-    runtime.reducer.change(runtime.reducer.by_bucket[place.bucket.index], lambda rows: rows[place.part].copy_(values))
+    location = _locate_managed(param)
+    if _reduced(location) is None:
+        raise StateError(f"{location.name!r} has no gradient to set: no rank's backward has used it since zero_grad()")
+    values, runtime = own(location), location.runtime
+    runtime.reducer.change(
+        runtime.reducer.by_bucket[location.bucket.index], lambda rows: rows[location.part].copy_(values)
+    )
     if runtime.gradient_files is not None:
         on_every_rank(runtime.gradient_files.raise_error, runtime.topology)
     runtime.reducer.on_edit(values)
@@ -198,25 +206,25 @@ def _set_grad(param: nn.Parameter, own: Callable[[ParameterLocation], Tensor]) -
 @torch.no_grad()
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set the averaged gradient of ``param`` to rank 0's ``value``. Collective."""
-    _set_grad(param, lambda place: _own_part(place, value))
+    _set_grad(param, lambda location: _own_part(location, value))
 
 
 @collective("param", of=_topology_of)
 @torch.no_grad()
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's part of the averaged gradient of ``param``. Collective: every rank sets its own."""
-    _set_grad(param, lambda place: _checked(place, value, place.last - place.first).reshape(-1))
+    _set_grad(param, lambda location: _checked(location, value, location.last - location.first).reshape(-1))
 
 
-def _state(place: ParameterLocation, param: nn.Parameter, key: str) -> tuple[Tensor | None, float | None, bool]:
-    """This rank's part of a state, or its value if it is one number for the whole parameter; and whether it exists."""
-    place.runtime.finish_update()
-    states = place.runtime.states
+def _state(location: ParameterLocation, param: nn.Parameter, key: str) -> tuple[Tensor | None, float | None, bool]:
+    """This rank's part of a state, or its value if it is one number for the parameter; and whether it exists."""
+    location.runtime.finish_update()
+    states = location.runtime.states
     value = None if states is None else states.get(param, key)
     is_part = states is not None and states.is_elementwise(param, key)
     number = None if value is None or is_part else float(value)
     kinds = control.gather_float64(
-        torch.tensor([2.0 if is_part else 0.0 if number is None else 1.0, number or 0.0]), place.runtime.topology
+        torch.tensor([2.0 if is_part else 0.0 if number is None else 1.0, number or 0.0]), location.runtime.topology
     )
     if (kinds[:, 0] == 1).any():
         return None, float(kinds[:, 1].max()), True
@@ -224,58 +232,61 @@ def _state(place: ParameterLocation, param: nn.Parameter, key: str) -> tuple[Ten
 
 
 def _found_state(param: nn.Parameter, key: str) -> tuple[ParameterLocation, Tensor | None, Tensor | None] | None:
-    """Where ``param`` is, this rank's part of its state, and the state if it is one number; None if there is none."""
-    place = _place(param)
-    if place is None:
+    """The location of ``param``, this rank's part of its state, and the state if it is one number; or None."""
+    location = _locate(param)
+    if location is None:
         return None
-    own, number, exists = _state(place, param, key)
-    return (place, own, None if number is None else torch.tensor(number)) if exists else None
+    own, number, exists = _state(location, param, key)
+    return (location, own, None if number is None else torch.tensor(number)) if exists else None
 
 
 @collective("param", "optim_state_key", of=_topology_of)
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """The optimizer's state of that name for ``param``, whole; a scalar if it is one number. Collective."""
+    """Return the full optimizer state ``optim_state_key`` of ``param``; a scalar if it is one number. Collective."""
     found = _found_state(param, optim_state_key)
     if found is None:
         return None
-    place, own, number = found
+    location, own, number = found
     if number is not None:
         return number
-    with place.runtime.in_memory([place.bucket]):
-        rows = torch.zeros_like(place.bucket.master)
+    with location.runtime.in_memory([location.bucket]):
+        rows = torch.zeros_like(location.bucket.master)
         if own is not None:
-            rows[place.part].copy_(_values(place, param, optim_state_key))
-    return _gathered(place, rows)
+            rows[location.part].copy_(_values(location, param, optim_state_key))
+    return _gathered(location, rows)
 
 
 @collective("param", "optim_state_key", of=_topology_of)
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's part of that state, a flat copy; a scalar if it is one number. Collective: it is agreed on."""
+    """Return this rank's part of an optimizer state, a flat copy; a scalar if it is one number.
+
+    Collective: the ranks agree on whether the state exists.
+    """
     found = _found_state(param, optim_state_key)
     if found is None:
         return None
-    place, own, number = found
+    location, own, number = found
     if number is not None:
         return number
-    with place.runtime.states_in_memory(place.bucket):
-        return torch.empty(0) if own is None else _values(place, param, optim_state_key).float().clone()
+    with location.runtime.states_in_memory(location.bucket):
+        return torch.empty(0) if own is None else _values(location, param, optim_state_key).float().clone()
 
 
-def _values(place: ParameterLocation, param: nn.Parameter, key: str) -> Tensor:
-    """This rank's part of a state, which is in memory."""
-    assert place.runtime.states is not None, "a state without an optimizer"
-    return place.runtime.states.values(param, key, place.last - place.first)
+def _values(location: ParameterLocation, param: nn.Parameter, key: str) -> Tensor:
+    """This rank's part of a state that is in memory."""
+    assert location.runtime.states is not None, "a state without an optimizer"
+    return location.runtime.states.values(param, key, location.last - location.first)
 
 
 def _set_state(param: nn.Parameter, key: str, own_value: Callable[[ParameterLocation], Tensor], value: Tensor) -> None:
-    place = _managed(param)
-    own, number, exists = _state(place, param, key)
-    states = place.runtime.states
+    location = _locate_managed(param)
+    own, number, exists = _state(location, param, key)
+    states = location.runtime.states
     if not exists:
-        raise StateError(f"{place.name!r} has no optimizer state {key!r}: states come with the first step")
+        raise StateError(f"{location.name!r} has no optimizer state {key!r}: the first step creates states")
     if number is None:
-        part = own_value(place)
-        with place.runtime.in_memory([place.bucket], is_changed=True):
+        part = own_value(location)
+        with location.runtime.in_memory([location.bucket], is_changed=True):
             if own is not None and states is not None:
                 states.set(param, key, part)
         return
@@ -287,16 +298,16 @@ def _set_state(param: nn.Parameter, key: str, own_value: Callable[[ParameterLoca
 @collective("param", "optim_state_key", of=_topology_of)
 @torch.no_grad()
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set that state of ``param`` to rank 0's ``value``. Collective."""
-    _set_state(param, optim_state_key, lambda place: _own_part(place, value), value)
+    """Set the optimizer state ``optim_state_key`` of ``param`` to rank 0's ``value``. Collective."""
+    _set_state(param, optim_state_key, lambda location: _own_part(location, value), value)
 
 
 @collective("param", "optim_state_key", of=_topology_of)
 @torch.no_grad()
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set this rank's part of that state. Collective: every rank sets its own."""
+    """Set this rank's part of an optimizer state of ``param``. Collective: every rank sets its own."""
 
-    def own(place: ParameterLocation) -> Tensor:
-        return _checked(place, value, place.last - place.first).reshape(-1)
+    def own(location: ParameterLocation) -> Tensor:
+        return _checked(location, value, location.last - location.first).reshape(-1)
 
     _set_state(param, optim_state_key, own, value)

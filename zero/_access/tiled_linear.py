@@ -4,11 +4,11 @@
                         | linears.1.0 | linears.1.1 |     y = cat over rows of (sum over columns of x_column @ tile.T)
     bias [out]:         with the last tile of each row
 
-A rank then holds one tile of the parameters at a time, not the layer: 1 / (in_splits * out_splits) of it, and another
-tile where stage 3 gathers ahead (``stage3_prefetch_bucket_size``).
+A rank then holds one gathered tile at a time in place of the full layer: 1 / (in_splits * out_splits) of it, and
+another tile where stage 3 prefetches (``stage3_prefetch_bucket_size``).
 
-What is equal to the untiled layer bit for bit, as far as the matrix product computes each of its elements in the same
-order whatever the other elements are (torch's do not promise it), and what is within rounding:
+Compared with the untiled layer, "the same sums" are equal bit for bit if the matrix product sums each element in an
+order that does not depend on the others, which torch does not promise. All else is equal up to rounding:
 
     =================  ======================  ==============================================
                        out_splits              in_splits
@@ -35,7 +35,7 @@ from zero._access.gathered_parameters import GatheredParameters
 
 
 def split_evenly(numel: int, num_parts: int) -> list[int]:
-    """Bounds of ``num_parts`` consecutive parts of ``numel``, [num_parts + 1]; the first ones are one longer."""
+    """The bounds of ``num_parts`` consecutive parts of ``numel``, [num_parts + 1]; the first parts are one longer."""
     size, longer = divmod(numel, num_parts)
     return [part * size + min(part, longer) for part in range(num_parts + 1)]
 
@@ -46,21 +46,21 @@ class TiledLinear(nn.Module):
     Args:
         in_features: Width of the input.
         out_features: Width of the output.
-        bias: Whether there is one.
-        in_splits: Tiles side by side, of ``in_features / in_splits`` columns; sizes differ by one where it does not
-            divide.
-        out_splits: Tiles one below the other, of ``out_features / out_splits`` rows.
-        input_is_already_split: forward takes the list of the ``in_splits`` parts of the input.
-        combine_out_splits: False: forward returns the list of the ``out_splits`` parts of the output.
+        bias: Whether the layer has a bias.
+        in_splits: Number of tiles side by side, of ``in_features / in_splits`` columns; if it does not divide, sizes
+            differ by one.
+        out_splits: Number of tiles one below the other, of ``out_features / out_splits`` rows.
+        input_is_already_split: forward takes a list of the ``in_splits`` parts of the input.
+        combine_out_splits: False: forward returns a list of the ``out_splits`` parts of the output.
         linear_cls: Builds a tile: ``linear_cls(in_features, out_features, bias=bool, **options)``.
-        init_linear: A layer whose values are taken over: see :meth:`copy_params_from`.
+        init_linear: A layer whose values are copied: see :meth:`copy_params_from`.
         options: For ``linear_cls``: device, dtype and the like.
 
     Raises:
-        ConfigError: Fewer than one split, or more than there are features.
+        ConfigError: A number of splits is less than 1, or more than the features.
 
-    Each tile starts with the values that ``linear_cls`` gives it: nn.Linear's standard deviation follows from the
-    columns of a tile, so it is larger with ``in_splits`` than without.
+    ``linear_cls`` initializes each tile. The standard deviation of nn.Linear depends on the columns of a tile, so it is
+    larger with ``in_splits`` than without.
     """
 
     def __init__(
@@ -87,11 +87,9 @@ class TiledLinear(nn.Module):
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
         self.in_parts = split_evenly(in_features, in_splits)
-        """Where the columns of tiles begin, and the end of the last one."""
+        """The first column of each column of tiles, and ``in_features``."""
         self.out_parts = split_evenly(out_features, out_splits)
-        """Where the rows of tiles begin, and the end of the last one."""
-        self.keeps_keys = False
-        """Whether its state dict is that of the untiled layer: see :mod:`zero._access.auto_tiling`."""
+        """The first row of each row of tiles, and ``out_features``."""
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 linear_cls(width, height, bias=bias and column == in_splits - 1, **options)
@@ -106,7 +104,7 @@ class TiledLinear(nn.Module):
         """Map [..., in_features], or the list of its parts, to [..., out_features], or to the list of its parts.
 
         Raises:
-            LayoutError: The input does not have ``in_features``, or is not in ``in_splits`` parts.
+            LayoutError: The input does not have ``in_features`` columns, or not ``in_splits`` parts.
         """
         parts = self._parts_of(input_)
         outputs = []
@@ -114,7 +112,9 @@ class TiledLinear(nn.Module):
             assert isinstance(row, nn.ModuleList), "a row of tiles"
             output = None
             for tile, part in zip(row, parts, strict=True):
-                # A view of its own: its gradient is complete when this tile has gone backward, which lets go of it.
+                # Each tile gets a view of its own, whose gradient is complete once the tile's backward has run: stage 3
+                # releases the tile then. With one shared input the tiles of all rows would stay gathered until the
+                # last of them has added its gradient (test_a_tile_is_in_memory_at_a_time).
                 output = self._add(output, tile(part.view_as(part)))
             outputs.append(output)
         return self._combine(outputs) if self.combine_out_splits else outputs
@@ -135,21 +135,21 @@ class TiledLinear(nn.Module):
         return parts
 
     def _add(self, output: Any, more: Any) -> Any:
-        """What the tiles of a row have given so far, and what the next one gives."""
+        """Add the output of the next tile of a row to the sum so far."""
         return more if output is None else output + more
 
     def _combine(self, outputs: list[Any]) -> Any:
-        """The output of the layer from those of the rows."""
+        """Concatenate the outputs of the rows."""
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Module) -> None:
-        """Take the values of a layer with ``weight`` [out_features, in_features] and, if this has one, ``bias``.
+        """Copy the values of a layer with ``weight`` [out_features, in_features] and, if this has one, ``bias``.
 
-        Collective where either of them is sharded; rank 0's values count then. Memory: ``other`` whole, and one tile.
+        Collective if either layer is sharded; rank 0's values are used then. Memory: ``other`` in full, and one tile.
 
         Raises:
-            LayoutError: ``other`` has another shape, or one of the two has a bias and the other has none.
+            LayoutError: ``other`` has another shape, or only one of the two layers has a bias.
         """
         weight, bias = _tensor(other, "weight"), _tensor(other, "bias")
         shape = (self.out_features, self.in_features)
@@ -169,7 +169,7 @@ class TiledLinear(nn.Module):
                             own_bias.copy_(bias[start:stop])
 
     def extra_repr(self) -> str:
-        """What ``repr()`` shows beside the tiles."""
+        """The arguments, for ``repr()``."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}, "
             f"in_splits={self.in_splits}, out_splits={self.out_splits}"
@@ -177,7 +177,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """The same over layers, such as Megatron's, whose forward returns ``(output without bias, bias or None)``."""
+    """TiledLinear for layers such as Megatron's, whose forward returns ``(output without bias, bias or None)``."""
 
     def _add(self, output: Any, more: Any) -> Any:
         if output is None:

@@ -7,10 +7,10 @@ Called by: zero.checkpointing and zero.optimizer.
     torch.utils.checkpoint   runs the function without its activations, and again in backward, with the same random
                              numbers and autocast
     Call                     one such call: its inputs, however nested, become a list of tensors that are saved
-    Checkpointer             where each of them rests until then:
+    Checkpointer             stores each of these tensors until then:
 
-        as it is | a part on each tensor-parallel rank  ->  on the device | in host memory | in files
-                                                            each of its own, or in one arena
+        in place | a part on each tensor-parallel rank  ->  on the device | in host memory | in files
+                                                            allocated one by one, or in one arena
 
 Source: "ZeRO" (arXiv:1910.02054), the section on ZeRO-R; Chen et al. (arXiv:1604.06174).
 """

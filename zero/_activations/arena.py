@@ -1,11 +1,11 @@
-"""One buffer for all saved inputs, so that they neither fragment memory nor are allocated again.
+"""One contiguous buffer for all saved inputs: it is allocated once and does not fragment memory.
 
 the first tensor      number_checkpoints times the bytes of its checkpoint are allocated
-the first step        more is needed: what does not fit is kept outside, and is counted
-when all is free      the buffer is allocated anew, as large as what was needed at a time, if that was more
+the first step        if it needs more: what does not fit is allocated outside the buffer, and counted
+when all is free      if more was needed at a time than the buffer holds, a buffer of that size replaces it
 
-So number_checkpoints says how much the first step finds, not how much there may be: what did not fit would be allocated
-anew in every step, and take the same memory in more pieces.
+So number_checkpoints is a first guess, not a limit. Were it a limit, what does not fit would be allocated outside in
+every step, and take the same memory in more pieces.
 """
 
 from __future__ import annotations
@@ -24,28 +24,26 @@ from zero._storage.poison import poison
 
 logger = logging.getLogger("zero")
 ALIGN = 64
-"""Bytes: as torch aligns what it allocates on the CPU."""
+"""Bytes; torch aligns its CPU allocations like this."""
 
 
-class Ticket:
-    """One checkpoint's right to room; ends with the last of its slots."""
+class LiveCheckpoint:
+    """Alive while any slot of one checkpoint is: the arena counts these objects by weak references."""
 
     __slots__ = ("__weakref__",)
 
 
 class ArenaSpan(NamedTuple):
-    """Bytes of the buffer."""
-
     start: int
     stop: int
 
 
 class Arena:
-    """The buffer.
+    """A buffer for saved inputs that grows between steps to what a step needs.
 
     Args:
-        num_checkpoints: How many it is made for before the first step; None: its size is known after that.
-        device: Where it is.
+        num_checkpoints: Checkpoints that it is first allocated for; None: allocated after the first step.
+        device: Of the buffer.
         is_pinned: Whether its memory is page-locked.
     """
 
@@ -53,59 +51,62 @@ class Arena:
         self._num_checkpoints, self._device, self._is_pinned = num_checkpoints, device, is_pinned
         self._memory: Tensor | None = None
         self._free: list[ArenaSpan] = []
-        self._tickets: WeakSet[Ticket] = WeakSet()
+        self._live: WeakSet[LiveCheckpoint] = WeakSet()
         self._used = self._most_used = 0
-        self._says = True
+        self._warns = True
         self.num_allocations = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return 0 if self._memory is None else self._memory.numel()
 
-    def admit(self, nbytes: int) -> Ticket:
-        """One more checkpoint, of ``nbytes`` in all. That there are more than was said is logged once."""
+    def start_checkpoint(self, nbytes: int) -> LiveCheckpoint:
+        """Count one more checkpoint, of ``nbytes`` in all; warn once if there are more than ``num_checkpoints``."""
         if self._num_checkpoints is not None:
-            if len(self._tickets) == self._num_checkpoints and self._says:
-                self._says = False
+            if len(self._live) == self._num_checkpoints and self._warns:
+                self._warns = False
                 if is_first_of_job():
                     logger.warning(
-                        "more than number_checkpoints=%d activation checkpoints are held at a time: the contiguous "
+                        "more than number_checkpoints=%d activation checkpoints are stored at a time: the contiguous "
                         "buffer grows to hold them all",
                         self._num_checkpoints,
                     )
             if self._memory is None:
-                self._allocate(self._num_checkpoints * _aligned(nbytes))
-        ticket = Ticket()
-        self._tickets.add(ticket)
-        return ticket
+                self._allocate_buffer(self._num_checkpoints * _aligned(nbytes))
+        checkpoint = LiveCheckpoint()
+        self._live.add(checkpoint)
+        return checkpoint
 
-    def take(self, nbytes: int, ticket: Ticket) -> ArenaSlot:
-        """Room for ``nbytes``; without memory if there is none left, for now."""
+    def allocate(self, nbytes: int, checkpoint: LiveCheckpoint) -> ArenaSlot:
+        """A slot of ``nbytes``: in the first free span that is large enough; without memory if none is."""
         nbytes = _aligned(nbytes)
         for index, (start, stop) in enumerate(self._free):
             if stop - start >= nbytes:
                 self._free[index : index + 1] = [ArenaSpan(start + nbytes, stop)] if stop - start > nbytes else []
-                return ArenaSlot(self, ArenaSpan(start, start + nbytes), ticket)
-        return ArenaSlot(self, None, ticket, nbytes)
+                return ArenaSlot(self, ArenaSpan(start, start + nbytes), checkpoint)
+        return ArenaSlot(self, None, checkpoint, nbytes)
 
-    def view(self, place: ArenaSpan) -> Tensor:
-        """The bytes there. Aliases have versions of their own: writing one slot modifies no other."""
+    def view(self, span: ArenaSpan) -> Tensor:
+        """The bytes of ``span``.
+
+        A view of ``.data`` has a version counter of its own. With a plain view, writing one slot would raise the
+        version of all others, and autograd would report them as modified in place.
+        """
         assert self._memory is not None, "a slot of an arena without memory"
-        return self._memory.data[place.start : place.stop]
+        return self._memory.data[span.start : span.stop]
 
-    def use(self, nbytes: int) -> None:
-        """So many bytes more are needed."""
+    def count(self, nbytes: int) -> None:
         self._used += nbytes
         self._most_used = max(self._most_used, self._used)
 
-    def give(self, place: ArenaSpan | None, nbytes: int) -> None:
-        """Take room back."""
+    def free(self, span: ArenaSpan | None, nbytes: int) -> None:
         self._used -= nbytes
-        if place is not None:
-            if not torch.cuda.is_available():  # there a copy may still be reading: the next comes after it
-                poison(self.view(place))
-            insort(self._free, place)
+        if span is not None:
+            # On CUDA a copy on another stream may still be reading the slot, and would read the fill. Reuse is safe:
+            # copies of one device run in one order, so the next copy into this slot comes after that read.
+            if not torch.cuda.is_available():
+                poison(self.view(span))
+            insort(self._free, span)
             merged: list[ArenaSpan] = []
             for piece in self._free:
                 if merged and merged[-1].stop == piece.start:
@@ -114,30 +115,32 @@ class Arena:
                     merged.append(piece)
             self._free = merged
         if self._used == 0 and self._most_used > self.nbytes:
-            with suppress(RuntimeError):  # out of memory: what does not fit stays outside
-                self._allocate(self._most_used)
+            # Nothing points into the old buffer any more, so it can be replaced. Out of memory is no error: what does
+            # not fit is allocated outside, as in the first step.
+            with suppress(RuntimeError):
+                self._allocate_buffer(self._most_used)
 
-    def _allocate(self, nbytes: int) -> None:
-        self._memory, self._free = None, []
+    def _allocate_buffer(self, nbytes: int) -> None:
+        self._memory, self._free = None, []  # first freed, or both buffers would be in memory at once
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device, pin_memory=self._is_pinned)
         self._free = [ArenaSpan(0, nbytes)]
         self.num_allocations += 1
 
 
 class ArenaSlot:
-    """Room in an arena, given back when this object is dropped. ``memory`` is None if there was none left."""
+    """A span of an arena, freed when this object is dropped. ``memory`` is None if no free span was large enough."""
 
-    __slots__ = ("_arena", "_nbytes", "_place", "_ticket", "memory")
+    __slots__ = ("_arena", "_checkpoint", "_nbytes", "_span", "memory")
 
-    def __init__(self, arena: Arena, place: ArenaSpan | None, ticket: Ticket, nbytes: int = 0) -> None:
-        self._arena, self._place, self._ticket = arena, place, ticket
-        self._nbytes = nbytes if place is None else place.stop - place.start
-        self.memory = None if place is None else arena.view(place)
-        arena.use(self._nbytes)
+    def __init__(self, arena: Arena, span: ArenaSpan | None, checkpoint: LiveCheckpoint, nbytes: int = 0) -> None:
+        self._arena, self._span, self._checkpoint = arena, span, checkpoint
+        self._nbytes = nbytes if span is None else span.stop - span.start
+        self.memory = None if span is None else arena.view(span)
+        arena.count(self._nbytes)
 
     def __del__(self) -> None:
-        self.memory = None
-        self._arena.give(self._place, self._nbytes)
+        self.memory = None  # the view goes first: free() may replace the buffer that it points into
+        self._arena.free(self._span, self._nbytes)
 
 
 def _aligned(nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""One call of a checkpointed function."""
+"""One call of a checkpointed function: its forward, and its recomputation in backward."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from zcomm import StateError
 from zero._activations import scope
 from zero._activations.checkpointer import Checkpointer, Packed, TensorVersion
 from zero._activations.random_states import TRACKER
-from zero._activations.usage import Holding, synchronize
+from zero._activations.usage import CountedBytes, synchronize
 
 Hook = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class CheckpointedCall:
-    """``function(*args, **kwargs)`` as torch.utils.checkpoint calls it: with a list of leaves, twice.
+    """``function(*args, **kwargs)`` in the form that torch.utils.checkpoint calls twice: of a list of leaves.
 
     Args:
-        checkpointer: Where its inputs rest.
-        function: What is called.
-        args: Its arguments, however nested.
-        kwargs: The named ones.
-        has_run: The forward is run by somebody else; every call of this object is a recomputation.
-        is_reentrant: Of torch's ``use_reentrant=True``, which takes arguments as they are.
+        checkpointer: Stores its inputs.
+        function: The checkpointed function.
+        args: Its arguments; tensors are found at any depth.
+        kwargs: Its keyword arguments.
+        only_recomputes: torch runs the forward itself; every call of this object is a recomputation.
+        is_reentrant: For torch's ``use_reentrant=True``, which passes arguments on as they are.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class CheckpointedCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        has_run: bool = False,
+        only_recomputes: bool = False,
         is_reentrant: bool = False,
     ) -> None:
         self._checkpointer, self._function, self._is_reentrant = checkpointer, function, is_reentrant
@@ -48,22 +48,25 @@ class CheckpointedCall:
         self._structure: TreeSpec | None = None
         if not is_reentrant:
             leaves, self._structure = tree_flatten((args, kwargs))
-        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = None if has_run else (args, kwargs)
-        self._ticket = checkpointer.admit(leaves) if checkpointer.moves and torch.is_grad_enabled() else None
+        self._original_arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = (
+            None if only_recomputes else (args, kwargs)
+        )
+        self._checkpoint = (
+            checkpointer.start_checkpoint(leaves) if checkpointer.moves and torch.is_grad_enabled() else None
+        )
         self._random_states = TRACKER.get_states()
         self.leaves = leaves
-        """The inputs, for the caller to take."""
 
     def take_leaves(self) -> list[Any]:
-        """The inputs, which this object forgets: it lives as long as the graph."""
+        """Return the inputs and drop them here: this object lives as long as the graph, and would keep them alive."""
         leaves, self.leaves = self.leaves, []
         return leaves
 
     def __call__(self, *leaves: Any) -> Any:
-        """Run the function: first as it was called, then on ``leaves`` that came back."""
-        first, self._first = self._first, None
-        if first is not None:
-            args, kwargs = first
+        """Run the function: the first time as it was called, then on the ``leaves`` that were restored."""
+        original, self._original_arguments = self._original_arguments, None
+        if original is not None:
+            args, kwargs = original
             with self.forward():
                 return self._function(*(leaves if self._is_reentrant else args), **kwargs)
         args, kwargs = (leaves, {}) if self._structure is None else tree_unflatten(leaves, self._structure)
@@ -72,17 +75,22 @@ class CheckpointedCall:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the forward."""
-        with scope.entered(self._checkpointer), self._bounded("forward"):
+        with scope.entered(self._checkpointer), self._synchronized("forward"):
             yield
 
+    # In backward no forward of the model runs in this thread: without scope.entered, checkpoints nested in the function
+    # would be torch's own. Without restored random states, dropout would differ from that of the forward.
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
-        with scope.entered(self._checkpointer), TRACKER.at(self._random_states), self._bounded("recomputation"):
+        with (
+            scope.entered(self._checkpointer),
+            TRACKER.restored(self._random_states),
+            self._synchronized("recomputation"),
+        ):
             yield
 
     @contextmanager
-    def _bounded(self, kind: str) -> Iterator[None]:
+    def _synchronized(self, kind: str) -> Iterator[None]:
         times = self._checkpointer.times
         if self._checkpointer.settings.synchronizes:
             synchronize()
@@ -92,38 +100,38 @@ class CheckpointedCall:
             synchronize()
 
     def saving(self) -> saved_tensors_hooks:
-        """Inside, what is saved goes where the checkpointer keeps it."""
+        """Hooks by which the checkpointer stores what autograd saves inside."""
+        # Hooks that are already set, of offloading for example, would be hidden by ours: they get what we do not store.
         outer: Hook | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return saved_tensors_hooks(partial(self._pack, outer), self._unpack)
 
     def _pack(self, outer: Hook | None, tensor: Tensor) -> Packed:
-        packed = self._checkpointer.pack(tensor, self._ticket)
+        packed = self._checkpointer.pack(tensor, self._checkpoint)
         if packed is not None:
             return packed
         if outer is None:
-            return self._checkpointer.keep(tensor)
-        return _Outside(tensor, outer, self._checkpointer.holding(tensor))
+            return self._checkpointer.keep_in_place(tensor)
+        return _PackedByOuterHooks(tensor, outer, self._checkpointer.count(tensor))
 
     def _unpack(self, packed: Packed) -> Tensor:
         if self._is_reentrant and torch.is_grad_enabled():
-            raise StateError(
-                "a backward of a backward (create_graph=True) goes through checkpoints of use_reentrant=False only"
-            )
+            raise StateError("create_graph=True (a backward of a backward) needs checkpoints with use_reentrant=False")
         if self._checkpointer.times is not None:
-            self._checkpointer.times.begin_backward()
+            self._checkpointer.times.start_backward()
         return packed.unpack()
 
 
-class _Outside:
-    """What hooks around ours make of a tensor that we leave as it is."""
+class _PackedByOuterHooks:
+    """A tensor that we do not store, packed by the saved-tensor hooks around ours."""
 
-    def __init__(self, tensor: Tensor, outer: Hook, holding: Holding) -> None:
-        self._shape, self._holding = tensor.shape, holding
-        self._watch = TensorVersion(tensor) if type(tensor) is Tensor and tensor.layout is torch.strided else None
+    def __init__(self, tensor: Tensor, outer: Hook, counted: CountedBytes) -> None:
+        self._shape, self._counted = tensor.shape, counted
+        self._saved_version = (
+            TensorVersion(tensor) if type(tensor) is Tensor and tensor.layout is torch.strided else None
+        )
         self._packed, self._unpack = outer[0](tensor), outer[1]
 
     def unpack(self) -> Tensor:
-        """The tensor."""
-        if self._watch is not None:
-            self._watch.check(self._shape)
+        if self._saved_version is not None:
+            self._saved_version.check(self._shape)
         return self._unpack(self._packed)

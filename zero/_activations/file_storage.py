@@ -1,9 +1,9 @@
 """Saved inputs in files of this rank: written behind the forward, read ahead of the backward.
 
-    keep     device -> buffer -> file        at most MAX_WRITES on their way; then the oldest is waited for
-    fetch    file -> buffer -> device        begun while what comes before it in backward is computed
+    store    device -> buffer -> file        at most MAX_WRITES_IN_FLIGHT; then the oldest is waited for
+    fetch    file -> buffer -> device        started while backward computes the function that comes before it
 
-Files are kept for later inputs of the same size: after the first step none is made.
+Files are reused for later inputs of the same size: after the first step none is created.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch import Tensor
 
 from zcomm import StateError, Topology
 from zero._activations.activation_settings import ActivationSettings
-from zero._activations.arena import Ticket
-from zero._activations.memory_storage import Rest
+from zero._activations.arena import LiveCheckpoint
+from zero._activations.memory_storage import StoredValues
 from zero._activations.usage import ActivationMemory, ActivationUsage
 from zero._storage import transfer_counters
 from zero._storage.file_store import FileStore, StoredFile, Transfer
 
-MAX_WRITES = 4
+MAX_WRITES_IN_FLIGHT = 4
 
 
-class FilePlace:
-    """The files below ``settings.path``.
+class FileInputStorage:
+    """Stores inputs in files below ``settings.path``.
 
     Args:
         settings: Folder, and how files are read and written.
-        topology: Ranks that make their places together; None: this process alone.
+        topology: Ranks that create their folders together; None: this process alone.
 
     Raises:
-        OSError: On every rank, with path and errno: the folder is missing, no folder, or read-only.
+        OSError: On every rank, with path and errno: the folder is missing, not a folder, or read-only.
     """
 
     def __init__(self, settings: ActivationSettings, topology: Topology | None) -> None:
@@ -41,56 +41,52 @@ class FilePlace:
         self.usage = ActivationUsage()
         self._store = FileStore(settings.path, files=settings.files, name="activations", topology=topology)
         self._free: dict[int, list[StoredFile]] = {}
-        self._writes: deque[_Write] = deque()
+        self._writes: deque[_PendingWrite] = deque()
 
-    def admit(self, nbytes: int, device: torch.device) -> Ticket | None:  # noqa: ARG002
-        """None: files need no common buffer."""
-        return None
+    def start_checkpoint(self, nbytes: int, device: torch.device) -> LiveCheckpoint | None:  # noqa: ARG002
+        return None  # files need no arena
 
-    def keep(self, values: Tensor, ticket: Ticket | None) -> Rest:  # noqa: ARG002
-        """Begin to write a copy of ``values`` [n].
+    def store(self, values: Tensor, checkpoint: LiveCheckpoint | None) -> StoredValues:  # noqa: ARG002
+        """Start writing a copy of ``values`` [n].
 
         Raises:
-            OSError: There is no space for it; or a write before it has failed. With path, errno, bytes and free space.
+            OSError: No space is left, or an earlier write has failed. With path, errno, bytes and free space.
         """
         nbytes = values.numel() * values.element_size()
-        while len(self._writes) >= MAX_WRITES:
+        # Each write holds a buffer of host memory until it ends: without a limit, a forward faster than the disk would
+        # collect all inputs in host memory.
+        while len(self._writes) >= MAX_WRITES_IN_FLIGHT:
             self._writes.popleft().finish()
         file = self._take_file(nbytes)
         buffer = self._store.buffer(nbytes)
         buffer[:nbytes].view(values.dtype).copy_(values)
         transfer_counters.record("activations", "to_host", nbytes)
-        write = _Write(self._store, self._store.write(file, 0, buffer), buffer)
+        write = _PendingWrite(self._store, self._store.write(file, 0, buffer), buffer)
         self._writes.append(write)
         return _FileInput(self, file, write, values)
 
     def memory(self) -> ActivationMemory:
-        """What is held."""
         return self.usage.report(0, 0)
 
     def reset(self) -> None:
-        """Delete the files that are free."""
+        """Delete the free files."""
         while self._free:
             for file in self._free.popitem()[1]:
                 self._store.remove(file)
 
     def close(self) -> None:
-        """Delete all files."""
         self._writes.clear()
         self._free.clear()
         self._store.close()
 
     def read(self, file: StoredFile, nbytes: int) -> tuple[Transfer, Tensor]:
-        """Begin to read."""
         buffer = self._store.buffer(nbytes)
         return self._store.read(file, 0, buffer), buffer
 
-    def give_buffer(self, buffer: Tensor) -> None:
-        """It is free."""
+    def free_buffer(self, buffer: Tensor) -> None:
         self._store.give(buffer)
 
-    def give_file(self, file: StoredFile) -> None:
-        """It is free."""
+    def free_file(self, file: StoredFile) -> None:
         self._free.setdefault(file.nbytes, []).append(file)
 
     def _take_file(self, nbytes: int) -> StoredFile:
@@ -102,15 +98,15 @@ class FilePlace:
         return file
 
 
-class _Write:
-    """A write on its way."""
+class _PendingWrite:
+    """A write in flight."""
 
     def __init__(self, store: FileStore, transfer: Transfer, buffer: Tensor) -> None:
         self._store, self._transfer = store, transfer
         self._buffer: Tensor | None = buffer
 
     def finish(self) -> None:
-        """Wait for it."""
+        """Wait for the write; raises OSError if it failed. Called again it does nothing."""
         self._transfer.wait()
         if self._buffer is not None:
             self._store.give(self._buffer)
@@ -118,41 +114,42 @@ class _Write:
 
 
 class _FileInput:
-    """Values in a file."""
+    """An input in a file."""
 
-    def __init__(self, place: FilePlace, file: StoredFile, write: _Write, values: Tensor) -> None:
-        self._place, self._file, self._write = place, file, write
+    def __init__(self, storage: FileInputStorage, file: StoredFile, write: _PendingWrite, values: Tensor) -> None:
+        self._storage, self._file, self._write = storage, file, write
         self._numel, self._dtype, self._device = values.numel(), values.dtype, values.device
         self._nbytes = values.numel() * values.element_size()
-        self._holding = place.usage.hold("files", self._nbytes)
+        self._counted = storage.usage.count("files", self._nbytes)
         self._reading: tuple[Transfer, Tensor] | None = None
 
     def prefetch(self) -> None:
-        """Begin to read."""
         if self._reading is None:
-            self._write.finish()
-            self._reading = self._place.read(self._file, self._nbytes)
+            self._write.finish()  # or the read could return the bytes of the input that had the file before
+            self._reading = self._storage.read(self._file, self._nbytes)
 
     def fetch(self) -> Tensor:
-        """The values.
+        """The values, on their device.
 
         Raises:
-            OSError: Reading, or the write before it, has failed; IntegrityError if other bytes came back.
+            OSError: The read failed, or the write before it; IntegrityError if the checksum does not match.
         """
         self.prefetch()
-        assert self._reading is not None, "prefetch begins to read"
+        assert self._reading is not None, "prefetch starts the read"
         (transfer, buffer), self._reading = self._reading, None
         transfer.wait()
         values = buffer[: self._nbytes].view(self._dtype).to(self._device, copy=True)
         transfer_counters.record("activations", "to_device", self._nbytes)
-        self._place.give_buffer(buffer)
+        self._storage.free_buffer(buffer)
         return values
 
     def __del__(self) -> None:
-        with suppress(OSError, StateError):  # the values are dropped; or the files are gone
+        # The file and the buffer may be reused only after the transfers on them have ended. Errors do not matter here:
+        # nobody needs the values any more, or the storage is closed.
+        with suppress(OSError, StateError):
             self._write.finish()
             if self._reading is not None:
                 transfer, buffer = self._reading
                 transfer.wait()
-                self._place.give_buffer(buffer)
-            self._place.give_file(self._file)
+                self._storage.free_buffer(buffer)
+            self._storage.free_file(self._file)

@@ -1,4 +1,4 @@
-"""The configuration's ``activation_checkpointing`` on one model."""
+"""Applies the configuration's ``activation_checkpointing`` to one model, by hooks on its forward."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ logger = logging.getLogger("zero")
 NO_TENSOR_RANKS = (
     "no other rank has the same activations; give the tensor-parallel ranks by mpu=, or a mesh with an axis 'tp'"
 )
-"""Why partitioning is inactive."""
 _INSTALLED: WeakKeyDictionary[nn.Module, Checkpointer] = WeakKeyDictionary()
 
 
 def install(
     model: nn.Module, settings: ActivationSettings, tensor_group: dist.ProcessGroup | None, all_ranks: Topology
 ) -> list[ForwardHooks]:
-    """Make checkpoints inside ``model``'s forward, by torch.utils.checkpoint or ours, rest as ``settings`` say.
+    """Store checkpoints of ``model``'s forward as ``settings`` say, those of torch.utils.checkpoint and ours.
 
     Collective over ``tensor_group``, and over ``all_ranks``.
 
     Returns:
-        What is to be removed at the end; empty if there is nothing to do.
+        Hooks for the caller to remove at the end; empty if ``settings`` have no effect.
 
     Raises:
-        OSError: On every rank, with path and errno: inputs cannot rest in the files that were asked for.
+        OSError: On every rank, with path and errno: the files cannot be created.
     """
     if not settings.has_effect:
         return []
@@ -47,7 +46,7 @@ def install(
 def new_checkpointer(
     settings: ActivationSettings, tensor_group: dist.ProcessGroup | None, all_ranks: Topology | None = None
 ) -> Checkpointer:
-    """A checkpointer, with files and process groups of its own if it needs them. Collective over both."""
+    """A checkpointer, with files and process groups of its own if it needs them. Collective over both groups."""
     settings, ranks = _effective(settings, tensor_group), None
     if settings.partitions and tensor_group is not None:
         ranks = Topology(ranks_per_node=dist.get_world_size(tensor_group), group=tensor_group)
@@ -55,10 +54,10 @@ def new_checkpointer(
 
 
 def checkpointer_of(model: nn.Module) -> Checkpointer:
-    """What is installed on ``model``.
+    """The checkpointer of ``model``.
 
     Raises:
-        StateError: Nothing is.
+        StateError: It has none.
     """
     if model not in _INSTALLED:
         raise StateError(
@@ -77,24 +76,25 @@ def _effective(settings: ActivationSettings, tensor_group: dist.ProcessGroup | N
 
 
 class ForwardHooks:
-    """Hooks on ``model`` that say when its forward runs."""
+    """Hooks on ``model`` that set its checkpointer while its forward runs."""
 
     def __init__(self, model: nn.Module, checkpointer: Checkpointer) -> None:
         self._checkpointer = checkpointer
         ROUTING.add()
         _INSTALLED[model] = checkpointer
-        disable: Any = torch.compiler.disable
+        disable: Any = torch.compiler.disable  # not traced: the hooks change state of the thread
         self._handles = [
+            # First of all hooks: another hook of the model may call a checkpointed function.
             model.register_forward_pre_hook(disable(self._before), prepend=True),
+            # Also after an exception: or checkpoints of the next model in this thread would go to this one.
             model.register_forward_hook(disable(self._after), always_call=True),
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardHooks:
-        """A copy of the model carries hooks that leave it alone."""
+        # deepcopy of a model copies its hooks. The copy is not in _INSTALLED, so they do nothing on it.
         return self
 
     def remove(self) -> None:
-        """Take the hooks off, and free what is held."""
         for handle in self._handles:
             handle.remove()
         ROUTING.remove()

@@ -1,6 +1,6 @@
-"""Random numbers beside the default ones: of tensor-parallel ranks, each of which drops out on its own.
+"""Named random states: tensor-parallel ranks draw different dropout masks from a state of their own.
 
-Named as in Megatron-LM and DeepSpeed. The generator is CUDA's where there is one, else the CPU's.
+Names are those of Megatron-LM and DeepSpeed. The generator is CUDA's where there is one, else the CPU's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MODEL_PARALLEL = "model-parallel-rng"
 
 
 class RandomStates:
-    """Named states of the random generator. Checkpointed functions find them in backward as they were in forward."""
+    """Named states of the random generator, restored when a checkpointed function is recomputed."""
 
     def __init__(self) -> None:
         self._states: dict[str, Tensor] = {}
@@ -26,10 +26,10 @@ class RandomStates:
         """Start a state from ``seed``.
 
         Raises:
-            ConfigError: There is one of this name.
+            ConfigError: The name is taken.
         """
         if name in self._states:
-            raise ConfigError(f"a random state of this name exists: name={name!r}; call reset() before")
+            raise ConfigError(f"a random state of this name exists: name={name!r}; call reset() first")
         before = _get_state()
         _seed(seed)
         self._states[name] = _get_state()
@@ -37,10 +37,10 @@ class RandomStates:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Inside, random numbers come from the state ``name``.
+        """Draw random numbers from the state ``name`` inside.
 
         Raises:
-            ConfigError: There is none of this name.
+            ConfigError: There is no state of this name.
         """
         if name not in self._states:
             raise ConfigError(
@@ -59,16 +59,16 @@ class RandomStates:
         return dict(self._states)
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
-        """Go on from what :meth:`get_states` gave."""
+        """Continue from what :meth:`get_states` returned."""
         self._states = dict(states)
 
     def reset(self) -> None:
-        """Forget all."""
+        """Forget all states."""
         self._states = {}
 
     @contextmanager
-    def at(self, states: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, the states are ``states``; afterwards what they were."""
+    def restored(self, states: Mapping[str, Tensor]) -> Iterator[None]:
+        """Use ``states`` inside; afterwards the states are what they were before."""
         before = self.get_states()
         self.set_states(states)
         try:
@@ -78,7 +78,7 @@ class RandomStates:
 
 
 TRACKER = RandomStates()
-"""The process's."""
+"""One for the process."""
 
 
 def _get_state() -> Tensor:

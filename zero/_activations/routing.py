@@ -1,7 +1,8 @@
-"""Calls of torch.utils.checkpoint inside a model's forward, however they were imported, become the model's own.
+"""Redirects calls of torch.utils.checkpoint inside a model's forward to the model's checkpointer.
 
-``torch.utils.checkpoint.checkpoint`` looks two names up in its module when it is called: one for each value of
-use_reentrant. While some model asks for it, they are ours, and pass on calls of other models as they came.
+``torch.utils.checkpoint.checkpoint`` looks up two names in its module when it is called, one for each value of
+use_reentrant. We replace these two, so calls are redirected however ``checkpoint`` was imported. Calls outside of the
+forward of such a model go to torch's own functions.
 """
 
 from __future__ import annotations
@@ -18,15 +19,14 @@ from zcomm import BackendUnavailableError
 from zero._activations.call import CheckpointedCall
 from zero._activations.scope import current
 
-REENTRANT, OTHER = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
+REENTRANT, NON_REENTRANT = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
 
 
 class _RoutedFunction(CheckpointFunction):
-    """``use_reentrant=True``."""
+    """Replaces the function of ``use_reentrant=True``."""
 
     @classmethod
     def apply(cls, function: Any, preserve_rng_state: bool, *args: Any) -> Any:  # noqa: FBT001  (torch's signature)
-        """Save ``args`` as the running model has it."""
         checkpointer = current()
         if checkpointer is None or not torch.is_grad_enabled():
             return CheckpointFunction.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
@@ -37,53 +37,55 @@ class _RoutedFunction(CheckpointFunction):
 
 
 class Routing:
-    """Puts the names in place as long as there is a model that needs them."""
+    """Replaces the two names while at least one model needs it."""
 
     def __init__(self) -> None:
         self._num_models = 0
         self._original: Any = None
 
     def add(self) -> None:
-        """One model more."""
         if self._num_models == 0:
             check_routable()
-            self._original = getattr(torch_checkpoint, OTHER)
+            self._original = getattr(torch_checkpoint, NON_REENTRANT)
             self._num_options = _num_options(self._original)
             setattr(torch_checkpoint, REENTRANT, _RoutedFunction)
-            setattr(torch_checkpoint, OTHER, self._routed)
+            setattr(torch_checkpoint, NON_REENTRANT, self._routed)
         self._num_models += 1
 
     def remove(self) -> None:
-        """One less."""
         self._num_models -= 1
         if self._num_models == 0:
             setattr(torch_checkpoint, REENTRANT, CheckpointFunction)
-            setattr(torch_checkpoint, OTHER, self._original)
+            setattr(torch_checkpoint, NON_REENTRANT, self._original)
 
     def _routed(self, function: Any, *args: Any, **kwargs: Any) -> Generator[None, None, None]:
-        """``use_reentrant=False``: before, and after, the forward, which torch runs between."""
+        """Replaces the generator of ``use_reentrant=False``; torch runs the forward at its ``yield``."""
         checkpointer = current()
         if checkpointer is None or not torch.is_grad_enabled():
             yield from self._original(function, *args, **kwargs)
             return
         options, inputs = args[: self._num_options], args[self._num_options :]
-        call = CheckpointedCall(checkpointer, function, inputs, kwargs, has_run=True)
-        del args, inputs, kwargs
+        call = CheckpointedCall(checkpointer, function, inputs, kwargs, only_recomputes=True)
+        del (
+            args,
+            inputs,
+            kwargs,
+        )  # the frame of a generator lives on during the forward, and would keep the inputs alive
         with call.saving(), call.forward():
             yield from self._original(call, *options, *call.take_leaves())
 
 
 ROUTING = Routing()
-"""The process's."""
+"""One for the process."""
 
 
 def check_routable() -> None:
-    """Raise BackendUnavailableError if this torch has other names."""
-    missing = [name for name in (REENTRANT, OTHER) if not hasattr(torch_checkpoint, name)]
+    """Raise BackendUnavailableError if this version of torch has no such names."""
+    missing = [name for name in (REENTRANT, NON_REENTRANT) if not hasattr(torch_checkpoint, name)]
     if missing:
         raise BackendUnavailableError(
             f"torch {torch.__version__} has no torch.utils.checkpoint.{missing[0]}: activation_checkpointing of the "
-            "configuration cannot act on its calls; call zero.checkpoint(function, *args) instead"
+            "configuration does not apply to its calls; call zero.checkpoint(function, *args) instead"
         )
 
 

@@ -1,4 +1,4 @@
-"""Which model a checkpointed call belongs to: the one whose forward runs in this thread."""
+"""Finds the model that a checkpointed call belongs to: the one whose forward runs in this thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero._activations.checkpointer import Checkpointer
 
 
 class _RunningForwards(threading.local):
-    """Innermost last."""
+    """The forwards that run in this thread, innermost last. Shared by threads, models in two threads would mix."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[object, Checkpointer | None]] = []
@@ -20,17 +20,16 @@ _RUNNING = _RunningForwards()
 
 
 def current() -> Checkpointer | None:
-    """The innermost; None: checkpoints are torch's own."""
+    """The checkpointer of the innermost forward; None: checkpoints are torch's own."""
     return _RUNNING.entries[-1][1] if _RUNNING.entries else None
 
 
 def push(owner: object, checkpointer: Checkpointer | None) -> None:
-    """``owner`` begins to run."""
     _RUNNING.entries.append((owner, checkpointer))
 
 
 def pop(owner: object) -> None:
-    """``owner``'s last run has ended, and what began in it and was broken off."""
+    # Inner entries go too: an exception that broke off an inner forward may have skipped its pop.
     entries = _RUNNING.entries
     for index in range(len(entries) - 1, -1, -1):
         if entries[index][0] is owner:
@@ -40,7 +39,7 @@ def pop(owner: object) -> None:
 
 @contextmanager
 def entered(checkpointer: Checkpointer | None) -> Iterator[None]:
-    """Inside, checkpoints are of ``checkpointer``."""
+    """Checkpoints inside go to ``checkpointer``."""
     owner = object()
     push(owner, checkpointer)
     try:

@@ -1,4 +1,4 @@
-"""How much memory saved checkpoints hold, and where."""
+"""Counts the memory of saved inputs by place, and times checkpointed functions."""
 
 from __future__ import annotations
 
@@ -19,35 +19,34 @@ class ActivationMemory:
     """Bytes of saved inputs of checkpointed functions on this rank."""
 
     device: int
-    """In device memory now; with them what is saved as it is, which others may hold, too."""
+    """In device memory now. Inputs that stay where they are count, too; others may hold them as well."""
     host: int
     files: int
     peak_device: int
-    """The most at a time."""
+    """The peak of ``device``."""
     peak_host: int
     peak_files: int
     arena: int
-    """Of the contiguous buffer, used or not."""
+    """Size of the contiguous buffer, used or not."""
     num_allocations: int
-    """Pieces of memory or files that were made for saved inputs so far."""
+    """Buffers or files that have been created for saved inputs so far."""
 
 
 class ActivationUsage:
-    """Counts what is held."""
+    """Bytes of saved inputs by place, now and at their peak."""
 
     def __init__(self) -> None:
         self._now = {"device": 0, "host": 0, "files": 0}
         self._peak = dict(self._now)
         self.num_allocations = 0
 
-    def hold(self, place: str, nbytes: int) -> Holding:
-        """Count ``nbytes`` until what is returned is dropped."""
+    def count(self, place: str, nbytes: int) -> CountedBytes:
+        """Count ``nbytes`` until the returned object is dropped."""
         self._now[place] += nbytes
         self._peak[place] = max(self._peak[place], self._now[place])
-        return Holding(self, place, nbytes)
+        return CountedBytes(self, place, nbytes)
 
-    def give(self, place: str, nbytes: int) -> None:
-        """They are free."""
+    def free(self, place: str, nbytes: int) -> None:
         self._now[place] -= nbytes
 
     def report(self, arena_nbytes: int, num_allocations: int) -> ActivationMemory:
@@ -60,8 +59,8 @@ class ActivationUsage:
         )
 
 
-class Holding:
-    """Bytes that are held as long as this object is."""
+class CountedBytes:
+    """Bytes that are counted as long as this object lives."""
 
     __slots__ = ("_nbytes", "_place", "_usage")
 
@@ -69,14 +68,14 @@ class Holding:
         self._usage, self._place, self._nbytes = usage, place, nbytes
 
     def __del__(self) -> None:
-        self._usage.give(self._place, self._nbytes)
+        self._usage.free(self._place, self._nbytes)
 
 
 logger = logging.getLogger("zero")
 
 
 class CallTimes:
-    """Adds up, from one backward's end to the next."""
+    """Times of the functions, summed from the end of one backward to the end of the next."""
 
     def __init__(self) -> None:
         self._seconds = {"forward": 0.0, "recomputation": 0.0}
@@ -85,7 +84,7 @@ class CallTimes:
 
     @contextmanager
     def measured(self, kind: str) -> Iterator[None]:
-        """Add what happens inside to ``kind``, "forward" or "recomputation"."""
+        """Add the time inside to ``kind``, "forward" or "recomputation"."""
         synchronize()
         started = time.perf_counter()
         try:
@@ -95,15 +94,16 @@ class CallTimes:
             self._seconds[kind] += time.perf_counter() - started
             self._counts[kind] += 1
 
-    def begin_backward(self) -> None:
-        """A backward asks for saved inputs: log when it has ended."""
+    def start_backward(self) -> None:
+        """Called when backward needs a saved input: have the times logged at its end."""
         if self._backward_started is None and torch._C._current_graph_task_id() != -1:
             self._backward_started = time.perf_counter()
+            # autograd calls it when the whole backward has ended; it may be queued only while one runs (checked above).
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         synchronize()
-        assert self._backward_started is not None, "a backward that ends has begun"
+        assert self._backward_started is not None, "set by start_backward"
         seconds = time.perf_counter() - self._backward_started
         parts = [f"{self._counts[kind]} x {kind} {1e3 * self._seconds[kind]:.1f} ms" for kind in self._seconds]
         if is_first_of_job():
@@ -114,6 +114,6 @@ class CallTimes:
 
 
 def synchronize() -> None:
-    """Wait for the device, if there is one that works on its own."""
+    """Wait for the GPU, if CUDA is in use."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()

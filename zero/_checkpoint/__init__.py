@@ -4,8 +4,8 @@ In:  a ZeroOptimizer and a folder; to load, also another stage or number of rank
 Out: safetensors shards and metadata.json, written and fsynced before ``latest`` names them; or the loaded state.
 Called by: users, through zero.save_checkpoint and zero.load_checkpoint, and by zero.engine.
 
-What is named here is imported when it is first used: ``torch.distributed.checkpoint``, and all that it imports, take
-some 40 MiB of every rank's memory.
+Names are imported on first use, because ``torch.distributed.checkpoint`` and its imports take about 40 MiB of every
+rank's memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Steps of a save or load that can fail on one rank alone: a user's object, a disk, memory. All raise, or none."""
+"""Steps of a save or load that may fail on one rank alone (a user's object, a disk, memory): all ranks raise, or none.
+
+A rank that raised alone would leave the others in their next collective: a deadlock until the group's timeout.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from zcomm import CommunicationError, Topology, control
-from zero._config.rank_consistency import what_differs
+from zero._config.rank_consistency import differences_between_ranks
 from zero._ranks.rank_errors import is_agreed, raise_first
 from zero.errors import CheckpointError
 
@@ -16,15 +19,15 @@ Result = TypeVar("Result")
 
 
 def agreed(call: Callable[[], Result], ranks: Topology, trouble: str) -> Result:
-    """What ``call``, which must not communicate, returns; if it raises on any of ``ranks``, all raise. Collective.
+    """Return ``call()``; if it raises on any of ``ranks``, all of them raise. Collective.
 
     Args:
-        call: What is to be done.
-        ranks: Who does it.
-        trouble: What an error that is no CheckpointError means: the text that it gets before its own.
+        call: The step. It must not communicate: the other ranks would wait for one that has raised.
+        ranks: The ranks that take this step.
+        trouble: Text in front of an error that is no CheckpointError.
 
     Raises:
-        CheckpointError: The first such rank's, with the same text on every rank.
+        CheckpointError: That of the first rank that failed, with the same text on every rank.
 
     Cost: one small exchange.
     """
@@ -35,7 +38,7 @@ def agreed(call: Callable[[], Result], ranks: Topology, trouble: str) -> Result:
         error = caught
     except Exception as caught:
         if isinstance(caught, CommunicationError) or is_agreed(caught, handled=handled):
-            raise  # the other ranks have theirs
+            raise  # the other ranks raise, too, and skip the exchange below
         error = CheckpointError(f"{trouble}: {caught!r}")
         error.__cause__ = caught
     raise_first(error, CheckpointError, ranks)
@@ -43,7 +46,7 @@ def agreed(call: Callable[[], Result], ranks: Topology, trouble: str) -> Result:
 
 
 def check_same_on_ranks(facts: Mapping[str, str], ranks: Topology, what: str, remedy: str) -> None:
-    """Raise CheckpointError, the same on every rank, unless all have the same ``facts``. Collective."""
+    """Raise CheckpointError, the same on every rank, unless ``facts`` are equal on all ranks. Collective."""
     if ranks.world_size > 1 and not control.are_equal(json.dumps(facts, sort_keys=True), ranks):
-        found = "; ".join(what_differs(facts, ranks, lane="checkpoint"))
+        found = "; ".join(differences_between_ranks(facts, ranks, lane="checkpoint"))
         raise CheckpointError(f"every rank must {what}: {found}; {remedy}")

@@ -1,11 +1,12 @@
-"""The steps of a save that ranks do together: DCP's planners and our storage, and JSON between the ranks.
+"""The collective steps of a save: DCP's planners and this package's storage, with JSON between the ranks.
 
-    every rank's items -> the first plans -> each writes its shard -> the first writes metadata.json
+    every rank's items -> the first rank plans -> each writes its shard -> the first rank writes metadata.json
 
-Items and what was written go to the first rank, and from it to each rank only what concerns that rank: an answer for
-every round, which is the same error on all ranks if one could not do its part.
+In each round every rank sends its items, or its results, to the first rank and gets an answer that concerns it alone.
+If a rank has failed, the answer is the same error for all.
 
-DCP's own driver sends plans, results and errors as pickles, which the receiver runs; here they are read as data.
+DCP's own driver exchanges plans, results and errors as pickles, and unpickling executes code from other ranks. JSON is
+read as data.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def write_together(planner: SavePartsPlanner, writer: FolderWriter, group: dist.
     """Write a checkpoint. Collective over ``group``; None: this process alone.
 
     Raises:
-        CheckpointError: A rank could not do its part. The same on every rank.
+        CheckpointError: A rank failed. The same on every rank.
 
-    Cost for each rank: a line for each of its chunks to the first rank, twice.
+    Cost for each rank: two lines of JSON to the first rank for each of its chunks.
     """
     is_first = group is None or group.rank() == 0
     metadata: list[Metadata] = []
@@ -52,7 +53,7 @@ def write_together(planner: SavePartsPlanner, writer: FolderWriter, group: dist.
         named = writer.prepare_global_plan(plans)
         return [[one.storage_data, _kept(one, rows)] for one, rows in zip(named, of_ranks, strict=True)]
 
-    name, kept = _by_the_first(propose, plan, group)
+    name, kept = _on_first_rank(propose, plan, group)
 
     def write() -> list[Row]:
         items = planner.plan.items
@@ -63,24 +64,24 @@ def write_together(planner: SavePartsPlanner, writer: FolderWriter, group: dist.
         writer.finish(metadata[0], [[_result_of(row) for row in rows] for rows in of_ranks])
         return [None] * len(of_ranks)
 
-    _by_the_first(write, finish, group)
+    _on_first_rank(write, finish, group)
 
 
-def _by_the_first(
-    call: Callable[[], Any], judge: Callable[[list[Any]], list[Any]], group: dist.ProcessGroup | None
+def _on_first_rank(
+    call: Callable[[], Any], answers_of: Callable[[list[Any]], list[Any]], group: dist.ProcessGroup | None
 ) -> Any:
-    """What the first rank's ``judge`` gives this rank, from what ``call`` returned on every rank, in rank order.
+    """Call ``call`` on every rank and ``answers_of`` on the first, with all results in rank order; return its answer.
 
     Raises:
-        CheckpointError: The error of the first rank whose ``call`` failed, or of ``judge``; on all ranks.
+        CheckpointError: The error of the first rank whose ``call`` failed, or of ``answers_of``; on all ranks.
     """
-    texts = control.texts_to_first(json.dumps(_said(call)), group)
+    texts = control.texts_to_first(json.dumps(_outcome(call)), group)
     answers = []
     if texts:
         of_ranks = [json.loads(text) for text in texts]
-        failed = [said for said in of_ranks if "error" in said]
-        said = failed[0] if failed else _said(lambda: judge([said["value"] for said in of_ranks]))
-        of_each = [said] * len(texts) if "error" in said else [{"value": value} for value in said["value"]]
+        failed = [outcome for outcome in of_ranks if "error" in outcome]
+        total = failed[0] if failed else _outcome(lambda: answers_of([outcome["value"] for outcome in of_ranks]))
+        of_each = [total] * len(texts) if "error" in total else [{"value": value} for value in total["value"]]
         answers = [json.dumps(one) for one in of_each]
     answer = json.loads(control.text_from_first(answers, group))
     if "error" in answer:
@@ -88,8 +89,8 @@ def _by_the_first(
     return answer["value"]
 
 
-def _said(call: Callable[[], Any]) -> dict[str, Any]:
-    """What ``call`` returns, or its error, as JSON for the other ranks, which wait for it."""
+def _outcome(call: Callable[[], Any]) -> dict[str, Any]:
+    """The result of ``call``, or its error, as JSON. It is sent in any case: the other ranks wait for it."""
     try:
         return {"value": call()}
     except CheckpointError as error:
@@ -99,7 +100,7 @@ def _said(call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def _kept(plan: SavePlan, rows: Sequence[Row]) -> list[int]:
-    """Which of the items that a rank has proposed, as ``rows``, are in its plan."""
+    """The numbers of the items of ``rows``, which a rank has proposed, that are in its plan."""
     numbers = {(row[0], row[1]): number for number, row in enumerate(rows)}
     return [numbers[item.index.fqn, item.index.offset[0]] for item in plan.items if item.index.offset is not None]
 

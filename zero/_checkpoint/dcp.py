@@ -1,9 +1,10 @@
-"""DCP's storage: safetensors shards and metadata.json, written durably and read chunk by chunk with checksums.
+"""Planners and storage for torch.distributed.checkpoint (DCP), with safetensors shards and metadata.json.
 
-DCP's planners for flat parts: a rank says which elements of which tensors it holds, or wants.
+    saving   parts -> chunks -> DCP keeps one of equal chunks (replicas) and balances the bytes of the ranks
+             -> each rank writes its shard, with checksums, durably -> the first rank commits metadata.json
+    loading  parts -> DCP intersects them with the stored chunks, whatever ranks and stages wrote these
 
-saving: parts -> chunks -> DCP keeps each chunk once (replicas) and balances the ranks' bytes
-loading: parts -> DCP intersects them with the chunks that were stored, whatever ranks and stages wrote them
+The planners plan flat parts: a rank says which elements of which tensors it holds, or wants.
 """
 
 from __future__ import annotations
@@ -72,20 +73,24 @@ class FlatPart:
     values: Tensor
     """Flat, of any dtype and device."""
     read: Callable[[int, int], Tensor] | None = None
-    """Gives elements ``[start, stop)`` of the part, if ``values`` only stand for what is in a file."""
+    """Reads elements ``[start, stop)`` of the part from a file; ``values`` are placeholders then."""
 
     @classmethod
-    def whole(cls, key: str, tensor: Tensor) -> FlatPart:
-        """All of a tensor."""
+    def of(cls, key: str, tensor: Tensor) -> FlatPart:
+        """A part that is the full ``tensor``."""
         return cls(key, tensor.numel(), 0, tensor.detach().reshape(-1))
 
     def resolve(self, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)``, counted as :attr:`offset` is."""
+        """Elements ``[start, stop)`` of the tensor, which must be in this part."""
         first, last = start - self.offset, stop - self.offset
         return self.values[first:last] if self.read is None else self.read(first, last)
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """The part cut on multiples of CHUNK_NUMEL: first element and end of each. An empty tensor has an empty one."""
+        """Cut the part at multiples of CHUNK_NUMEL: start and stop of each chunk.
+
+        Equal cuts on all ranks let DCP find replicas, and make the files independent of the ranks' shards. An empty
+        tensor has one empty chunk, so that loading finds that it was saved.
+        """
         if not self.numel:
             yield 0, 0
         start, stop = self.offset, self.offset + self.values.numel()
@@ -96,7 +101,7 @@ class FlatPart:
 
 
 class SavePartsPlanner(DefaultSavePlanner):
-    """Plans the writing of ``parts``."""
+    """DCP's planner for saving ``parts``."""
 
     def __init__(self, parts: Sequence[FlatPart]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -109,11 +114,11 @@ class SavePartsPlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,  # noqa: ARG002
         is_coordinator: bool = False,  # noqa: FBT001
     ) -> None:
-        """DCP's first call; what there is to save is in the parts."""
+        """Ignore DCP's state dict, which is empty: what to save is in the parts."""
         self.state_dict, self.is_coordinator = state_dict, is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """One item for every chunk."""
+        """Return one item for every chunk."""
         items = []
         for part in self._parts:
             for start, stop in part.chunks():
@@ -127,13 +132,12 @@ class SavePartsPlanner(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The values of a chunk."""
         part, start, stop = self._chunks[write_item.index]
         return part.resolve(start, stop)
 
 
 class LoadPartsPlanner(DefaultLoadPlanner):
-    """Plans the reading of ``parts``, into their values."""
+    """DCP's planner for loading ``parts``, into their values."""
 
     def __init__(self, parts: Sequence[FlatPart]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -146,11 +150,11 @@ class LoadPartsPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,  # noqa: FBT001
     ) -> None:
-        """DCP's first call; where to load into is in the parts."""
+        """Ignore DCP's state dict, which is empty: the targets are in the parts."""
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """The stored chunks that each part touches."""
+        """Return one item for every stored chunk that overlaps a part."""
         assert self.metadata is not None, "DCP gives the metadata first"
         items: list[ReadItem] = []
         for part in self._parts:
@@ -161,13 +165,12 @@ class LoadPartsPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Where the elements of ``read_item`` go."""
         values = self._values[read_item.dest_index]
         return values.narrow(0, read_item.dest_offsets[0], read_item.lengths[0])
 
 
 SAVER = "saver"
-"""In metadata.json: since when the optimizer that saved was what it was, and when it saved; of time.time_ns()."""
+"""Key in metadata.json: when the optimizer that saved was constructed or last loaded, and when it saved, in ns."""
 
 
 def _done(value: Any) -> Future[Any]:
@@ -182,9 +185,9 @@ class FolderWriter(StorageWriter):
     Args:
         folder: ``SAVE_DIR/TAG``.
         content: What metadata.json holds beside the tensors; the first rank's is written.
-        moves_latest: Whether ``SAVE_DIR/latest`` names it in the end.
-        since_ns: When the optimizer that saves was constructed, or last loaded; it is told apart from others by that.
-        check: Raises if what it is given, the index as it was written, cannot be loaded.
+        moves_latest: Whether ``SAVE_DIR/latest`` names this checkpoint at the end.
+        since_ns: When the optimizer that saves was constructed or last loaded, which identifies it.
+        check: Called with the index as it was written; raises if the checkpoint could not be loaded.
     """
 
     def __init__(
@@ -199,42 +202,41 @@ class FolderWriter(StorageWriter):
         self._folder, self._content, self._moves_latest = folder, content, moves_latest
         self._since_ns, self._check = since_ns, check
         self.save_id = secrets.token_hex(4)
-        """In the names of the files; the first rank's counts, which names them all."""
+        """Part of the names of the files. The first rank's is used for all."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """One writer is one checkpoint: nothing to do."""
+        """Do nothing: a writer writes one checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:  # noqa: ARG002, FBT001
-        """Every rank makes the folder, or finds it."""
+        """Create the folder, on every rank: on file systems of their own each rank needs it."""
         try:
             make_folder(self._folder)
         except OSError as error:
             raise CheckpointError(f"the folder {self._folder} cannot be made: {error.strerror}") from error
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Name the ranks' files."""
+        """Give each rank's plan the name of its file."""
         return [replace(plan, storage_data=shard_name(rank, self.save_id)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file, and wait until it is on the disk."""
+        """Write this rank's file and fsync it."""
         path = self._folder / str(plan.storage_data)
         try:
             return _done(_write_shard(path, plan, planner))
         except FileExistsError as error:
-            raise CheckpointError(f"{path} is another save's, and is left as it is: save again") from error
+            raise CheckpointError(f"{path} belongs to another save and is left unchanged: save again") from error
         except OSError as error:
             free = shutil.disk_usage(self._folder).free if self._folder.is_dir() else 0
             raise CheckpointError(
-                f"{path} could not be written: {error.strerror} ({free / 2**30:.2f} GiB are free there): make room or "
-                "choose another folder; the checkpoints before are untouched"
+                f"{path} could not be written: {error.strerror} ({free / 2**30:.2f} GiB are free there): make room, or "
+                "choose another folder; earlier checkpoints are unchanged"
             ) from error
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank, once all ranks have written: metadata.json, if it can be loaded, and then ``latest``."""
+        """Commit the checkpoint, on the first rank, once all ranks have written: metadata.json, then ``latest``."""
         written = [result for of_rank in results for result in of_rank]
         chunks: dict[str, list[StoredChunk]] = {}
         files: dict[str, int] = {}
@@ -253,16 +255,21 @@ class FolderWriter(StorageWriter):
             with locked(self._folder):
                 self._check_own()
                 self._check_visible(files)
-                self._publish(tensors, files, content)
-        except CheckpointError:  # before anything was published
+                self._commit(tensors, files, content)
+        except CheckpointError:  # raised before the commit: nothing refers to the new shards
             for name in files:
                 remove_file(self._folder / name)
             raise
 
-    def _publish(
+    def _commit(
         self, tensors: Mapping[str, StoredTensor], files: Mapping[str, int], content: Mapping[str, Any]
     ) -> None:
-        """Nothing that was there before is touched until the new one is named, durably."""
+        """Make the new checkpoint count. The old one is untouched until ``latest`` names the new one, durably.
+
+        The order is what a crash at any moment needs. First the shards' names are synced, or metadata.json could
+        survive a crash that loses a shard. Then metadata.json replaces the old one, and the tag's folder is synced, or
+        ``latest`` could name a folder that a crash loses. Then ``latest``. The old shards are deleted last.
+        """
         data = write_index(tensors, files, {**content, SAVER: [self._since_ns, time.time_ns()]})
 
         def check(path: Path) -> None:
@@ -276,15 +283,18 @@ class FolderWriter(StorageWriter):
         remove_stale_shards(self._folder, set(files))
 
     def _check_own(self) -> None:
-        """Two optimizers that save under one tag would each replace what the other has saved, and say nothing."""
+        """Raise if another optimizer has saved under this tag since this one was constructed.
+
+        Otherwise two optimizers with one tag would silently overwrite each other's checkpoints.
+        """
         try:
             since_ns, saved_ns = json.loads((self._folder / METADATA).read_bytes())["content"][SAVER]
         except (OSError, *UNREADABLE):
-            return  # nothing that counts, or of an older version
+            return  # no complete checkpoint, or one of an older version
         if since_ns != self._since_ns and saved_ns > self._since_ns:
             raise CheckpointError(
-                f"{self._folder} holds what another optimizer has saved since this one was constructed, and is left as "
-                "it is: two optimizers need tags, or folders, of their own"
+                f"{self._folder} holds a checkpoint that another optimizer has saved since this one was constructed, "
+                "and is left unchanged: two optimizers need tags, or folders, of their own"
             )
 
     def _check_visible(self, files: Mapping[str, int]) -> None:
@@ -330,31 +340,28 @@ def _entry_name(index: MetadataIndex) -> str:
 
 
 class FolderReader(StorageReader):
-    """Reads what ``index`` says."""
+    """DCP's storage for reading the checkpoint of ``index``."""
 
     def __init__(self, index: Index) -> None:
         self._folder, self._metadata = index.folder, index.as_dcp()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """One reader is one checkpoint: nothing to do."""
+        """Do nothing: a reader reads one checkpoint."""
 
     def read_metadata(self) -> Metadata:
-        """What there is."""
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:  # noqa: FBT001
-        """Nothing to set up."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read every chunk that the plan touches once, in the order of the files."""
+        """Read every chunk of the plan once, in the order of the files."""
         stored: dict[MetadataIndex, tuple[torch.dtype, StoredChunk]] = self._metadata.storage_data
         items: dict[MetadataIndex, list[Any]] = {}
         for item in plan.items:
@@ -375,14 +382,14 @@ class FolderReader(StorageReader):
 
 
 def read_chunk(folder: Path, key: str, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
-    """The values of one chunk of tensor ``key``, checked.
+    """Read one chunk of tensor ``key`` and verify its checksum.
 
     Raises:
-        CheckpointError: The file cannot be read, or the bytes are not those that were written.
+        CheckpointError: The file cannot be read, or the checksum does not match.
     """
     path, data = folder / chunk.file, bytearray(chunk.numel * dtype.itemsize)
     try:
-        with path.open("rb", buffering=0) as file:  # a user's own weights may be links; see open_own
+        with path.open("rb", buffering=0) as file:  # not open_own: a user's own weights may be links
             file.seek(chunk.position)
             _read_all(file.readinto, memoryview(data))
     except (OSError, EOFError) as error:
@@ -390,7 +397,7 @@ def read_chunk(folder: Path, key: str, chunk: StoredChunk, dtype: torch.dtype) -
     if chunk.crc32 is not None and zlib.crc32(data) != chunk.crc32:
         raise CheckpointError(
             f"{path} is damaged: the checksum of tensor {key!r}, elements {chunk.offset} to "
-            f"{chunk.offset + chunk.numel}, does not fit; load another checkpoint"
+            f"{chunk.offset + chunk.numel}, does not match; load another checkpoint"
         )
     return from_bytes(data, dtype)
 

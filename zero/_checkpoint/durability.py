@@ -1,13 +1,15 @@
-"""Names and durability: which files a checkpoint consists of, and how a file comes to be whole or not at all.
+"""The files of a checkpoint, and how they become durable: fsync, atomic rename, and the commit by ``latest``.
 
     SAVE_DIR/latest                          checksum and tag of the newest complete checkpoint
-    SAVE_DIR/TAG/metadata.json               what there is and where; a checkpoint is complete once this file is there
+    SAVE_DIR/TAG/metadata.json               the index; a checkpoint is complete once this file exists
     SAVE_DIR/TAG/shard_RANK_ID.safetensors   what one rank wrote; ID is that of the save
 
-``latest`` is one line, ``crc32=1a2b3c4d TAG``; a tag alone, written by hand or by an older release, is taken as it is.
+``latest`` is one line, ``crc32=1a2b3c4d TAG``. A tag without a checksum, written by hand or by an older release, is
+accepted.
 
 Saving under a tag that exists writes new shards beside the old ones, replaces metadata.json, and then deletes the old
-ones: at every moment one complete checkpoint is there.
+shards, so that a complete checkpoint exists at every moment. A rename is durable only after an fsync of the folder; the
+order of these calls is tested by tests/zero/test_checkpoint_power.py, which replays them on a disk that loses power.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from zero.errors import CheckpointError
 
 LATEST = "latest"
 METADATA = "metadata.json"
-SEALED = re.compile(r"crc32=[0-9a-f]{8} (.+)", re.DOTALL)
-"""What ``latest`` holds."""
+CHECKSUMMED = re.compile(r"crc32=[0-9a-f]{8} (.+)", re.DOTALL)
+"""The content of ``latest``, if it has a checksum."""
 SHARD = re.compile(r"shard_\d{5,}_[0-9a-f]{8}\.safetensors")
 
 
@@ -37,37 +39,33 @@ def shard_name(rank: int, save_id: str) -> str:
 
 
 def is_shard_name(name: str) -> bool:
-    """Whether ``name`` is one that :func:`shard_name` gives, so a file of the checkpoint's own folder."""
+    """Whether :func:`shard_name` could have returned ``name``: such a file is in the checkpoint's own folder."""
     return SHARD.fullmatch(name) is not None
 
 
 def check_tag(tag: str) -> str:
-    """``tag``, if it is the name of a folder.
-
-    Raises:
-        CheckpointError: It is not.
-    """
+    """Return ``tag`` if it can be the name of a folder, else raise CheckpointError."""
     if not tag or tag in (".", "..", LATEST) or any(c in tag for c in "/\\\0\n") or len(tag.encode()) > 200:
         raise CheckpointError(f"tag must be the name of a folder, of at most 200 bytes, and not 'latest': tag={tag!r}")
     return tag
 
 
 def tags_in(folder: Path) -> list[str]:
-    """The complete checkpoints of ``folder``, the newest last."""
+    """The tags of the complete checkpoints in ``folder``, the newest last."""
     found = [(path.stat().st_mtime_ns, path.parent.name) for path in folder.glob(f"*/{METADATA}")]
     return [name for _, name in sorted(found)]
 
 
 def latest_line(tag: str) -> bytes:
-    """What ``latest`` holds to name ``tag``. The checksum comes first: a line that was cut off has a wrong one."""
+    """The content of ``latest`` for ``tag``. The checksum comes first, so that it detects a truncated line."""
     return f"crc32={zlib.crc32(tag.encode()):08x} {tag}".encode()
 
 
 def read_latest(folder: Path) -> str | None:
-    """The tag that ``latest`` names; None if there is no such file.
+    """Return the tag that ``latest`` names, or None if there is no such file.
 
     Raises:
-        CheckpointError: It names nothing that is a tag, is damaged, or cannot be read.
+        CheckpointError: The file cannot be read, its checksum is wrong, or what it names is not a valid tag.
     """
     path = folder / LATEST
     try:
@@ -78,22 +76,25 @@ def read_latest(folder: Path) -> str | None:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     line = line.rstrip(b"\n")
-    sealed = SEALED.fullmatch(line.decode(errors="replace"))
+    sealed = CHECKSUMMED.fullmatch(line.decode(errors="replace"))
     if sealed is None:
         return check_tag(line.decode(errors="replace").strip())
     if line != latest_line(sealed[1]):
         raise CheckpointError(
-            f"{path} is damaged: it has not the checksum it was written with. Pass tag=, or write one into it, alone; "
-            f"complete checkpoints are {tags_in(folder)[-5:]}"
+            f"{path} is damaged: checksum mismatch. Pass tag=, or write a tag into the file, alone; complete "
+            f"checkpoints are {tags_in(folder)[-5:]}"
         )
     return check_tag(sealed[1])
 
 
 def open_own(path: Path) -> BinaryIO:
-    """A file of a checkpoint for reading, unbuffered: one that stands there itself, no link to somewhere else, no pipe.
+    """Open a file of a checkpoint for reading, unbuffered. Symbolic links and pipes are refused.
+
+    A checkpoint from somebody else could otherwise make this process read any file, or hang on a pipe.
 
     Raises:
-        CheckpointError: It is a link, or no plain file. OSError: It cannot be opened.
+        CheckpointError: The path is a link, or no regular file.
+        OSError: The file cannot be opened.
     """
     if path.is_symlink():
         raise CheckpointError(
@@ -102,24 +103,29 @@ def open_own(path: Path) -> BinaryIO:
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for a writer
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise CheckpointError(f"{path} is no plain file, so no part of a checkpoint")
+        raise CheckpointError(f"{path} must be a regular file to be part of a checkpoint")
     return os.fdopen(number, "rb", buffering=0)
 
 
 def make_folder(folder: Path) -> None:
-    """Make ``folder``, and those above that are not there yet, durably: a new folder is a name in the one above it."""
+    """Create ``folder`` and its missing parents, durably."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
+    # A new folder is an entry of its parent. Without an fsync of the parent, a power failure loses the folder with all
+    # that was synced inside it.
     for path in missing:
         sync_folder(path.parent)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Nobody else who asks, thread or process, is in here for ``folder``: saves under one tag take turns to end."""
+    """Hold the lock of ``folder``: saves under one tag, by threads or processes, commit one after the other.
+
+    Without it two saves could each delete the shards that the other's metadata.json refers to.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # a file system without locks: then only FolderWriter._check_own protects
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -127,7 +133,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make names that were added to ``folder``, or replaced in it, durable."""
+    """Make entries that were added to ``folder``, or renamed in it, durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -136,17 +142,19 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_file(path: Path) -> None:
-    """Delete ``path`` if that is possible: what is left over harms nobody."""
+    """Delete ``path`` if possible. A leftover file costs disk space and is never read."""
     with suppress(OSError):
         path.unlink()
 
 
 @contextmanager
 def create_file(path: Path) -> Iterator[BinaryIO]:
-    """A new file, which is durable at the end; after an error it is gone.
+    """Create a file whose content is durable when the block ends; after an error the file is deleted.
+
+    Its name is durable only after :func:`sync_folder`.
 
     Raises:
-        FileExistsError: There is one, which is left as it is.
+        FileExistsError: The file exists; it is left unchanged.
     """
     with path.open("xb") as file:
         try:
@@ -160,10 +168,11 @@ def create_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replacing(path: Path, save_id: str) -> Iterator[BinaryIO]:
-    """A file that is ``path`` at the end, durably; after an error, or a crash, that is what was there before."""
+    """Write a file that replaces ``path``, durably, when the block ends; an error or crash leaves the old file."""
     temporary = path.with_name(f".{path.name}.{save_id}")
     with create_file(temporary) as file:
         yield file
+    # The content is synced before the rename: else a crash could leave the new name with an empty file.
     try:
         temporary.replace(path)
     except OSError:
@@ -173,19 +182,22 @@ def replacing(path: Path, save_id: str) -> Iterator[BinaryIO]:
 
 
 def replace_file(path: Path, data: bytes, save_id: str, check: Callable[[Path], None] | None = None) -> None:
-    """Let ``path`` hold ``data``, durably; a crash leaves what was there before.
+    """Replace the content of ``path`` by ``data``, durably; a crash leaves the old content.
 
-    ``check`` is given the file under its temporary name, and may raise: ``path`` stays as it was then.
+    ``check`` is called with the temporary file before the rename. If it raises, ``path`` is unchanged.
     """
     with replacing(path, save_id) as file:
         file.write(data)
         if check is not None:
-            file.flush()
+            file.flush()  # check reads the file by its name
             check(Path(file.name))
 
 
 def remove_stale_shards(folder: Path, kept: set[str]) -> None:
-    """Delete the shards of earlier saves under the same tag, and of saves that were cut short."""
+    """Delete the shards of earlier saves under the same tag, and of interrupted saves.
+
+    Only after metadata.json is durable: until then the old metadata, which refers to the old shards, may come back.
+    """
     for path in folder.iterdir():
         is_left_over = path.name.startswith(f".{METADATA}.")
         if is_left_over or (is_shard_name(path.name) and path.name not in kept):

@@ -1,11 +1,11 @@
-"""A checkpoint's weights as safetensors, written on one process that never holds more than one chunk."""
+"""Export the weights of a checkpoint as safetensors, in one process that never holds more than one chunk."""
 
 from __future__ import annotations
 
 from math import prod
 from operator import index as index_of
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,16 +32,16 @@ def export_checkpoint(
     Args:
         checkpoint: The folder that checkpoints were saved to, or that of one checkpoint.
         output: A path that ends with ``.safetensors``.
-        tag: Which checkpoint. Default: what ``latest`` names.
-        dtype: Of floating-point tensors. Default: the dtypes of the model; masters are rounded to them once.
-        model_parallel_rank: Whose part of the model, if it was saved beside model-parallel ranks.
-        max_shard_nbytes: Write several files of at most this size, and their index, if one would be larger.
+        tag: The name of the checkpoint. Default: what ``latest`` names.
+        dtype: The dtype of floating-point tensors. Default: that of the model; masters are rounded to it once.
+        model_parallel_rank: The model-parallel rank whose part of the model is exported, if there are several.
+        max_shard_nbytes: Write several files of at most this size, and their index, if one file would be larger.
 
     Returns:
-        The files, the index last.
+        The paths of the files, the index last.
 
     Raises:
-        CheckpointError: No such checkpoint, it is damaged, or the files cannot be written.
+        CheckpointError: There is no such checkpoint, it is damaged, or the files cannot be written.
 
     Tied weights are written once, under their first name. Memory: one chunk, 64 MiB of float32 and its conversion.
     """
@@ -51,10 +51,12 @@ def export_checkpoint(
         wanted = _wanted(index, dtype)
     except UNREADABLE as error:
         raise CheckpointError(f"the metadata of {index.folder} cannot be read: {error!r}") from error
-    writer = WeightsWriter(Path(output), {name: entry for name, (_, entry) in wanted.items()}, max_shard_nbytes)
+    layout = {name: (to_dtype, shape) for name, (_, to_dtype, shape) in wanted.items()}
+    writer = WeightsWriter(Path(output), layout, max_shard_nbytes)
     try:
-        for name, (keys, (to_dtype, _)) in wanted.items():
-            for key, stored in ((key, index.tensors[key]) for key in keys if key in index.tensors):
+        for name, (key, to_dtype, _) in wanted.items():
+            if key in index.tensors:  # else a parameter without elements
+                stored = index.tensors[key]
                 for chunk in stored.chunks:
                     writer.write(name, read_chunk(index.folder, key, chunk, stored.dtype).to(to_dtype))
         return writer.finish()
@@ -77,43 +79,25 @@ def _folder(checkpoint: Path, tag: str | None) -> Path:
     return checkpoint / latest
 
 
-class ExportedTensor(NamedTuple):
-    """One tensor of the output."""
-
-    keys: list[str]
-    """Of the stored tensors: one, or the tiles of a layer that was cut into rows."""
-    entry: tuple[torch.dtype, tuple[int, ...]]
-    """The dtype and shape to write."""
+def _shape(entry: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(int(index_of(n)) for n in entry["shape"])
 
 
-def _shape(there: dict[str, Any]) -> tuple[int, ...]:
-    return tuple(int(index_of(n)) for n in there["shape"])
-
-
-def _wanted(index: Index, dtype: torch.dtype | None) -> dict[str, ExportedTensor]:
-    """What to write, by name."""
-    wanted: dict[str, ExportedTensor] = {}
-    tiles = index.content.get("tiles", {})
-    whole_of = {tile: name for name, of_name in tiles.items() for tile in of_name}
+def _wanted(index: Index, dtype: torch.dtype | None) -> dict[str, tuple[str, torch.dtype, tuple[int, ...]]]:
+    """Maps the name of each tensor to write to its key in the checkpoint, and the dtype and shape to write."""
+    wanted: dict[str, tuple[str, torch.dtype, tuple[int, ...]]] = {}
     for kind, section in (("weight", "parameters"), ("buffer", "buffers")):
-        for stored_name, there in index.content[section].items():
-            name = whole_of.get(stored_name, stored_name)
-            own, shape = DTYPES[there["dtype"]], _shape(there)
-            key = f"{kind}/{stored_name}"
+        for name, entry in index.content[section].items():
+            own, shape = DTYPES[entry["dtype"]], _shape(entry)
+            key = f"{kind}/{name}"
             numel: int = prod(shape)
             if key not in index.tensors and numel:
                 raise CheckpointError(
-                    f"{index.folder} has no values of {stored_name!r}: it was saved with "
+                    f"{index.folder} has no values of {name!r}: it was saved with "
                     "exclude_frozen_parameters=True; save it with them"
                 )
             stored = index.tensors.get(key)
             if min(shape, default=0) < 0 or numel != (0 if stored is None else stored.numel):
-                raise CheckpointError(f"{index.folder} is damaged: {key!r} has not the elements of its shape {shape}")
-            keys, rows = [key], shape[0] if shape else 0
-            if name in wanted:
-                if not shape or wanted[name].entry[1][1:] != shape[1:]:
-                    raise CheckpointError(f"{index.folder} is damaged: the tiles of {name!r} do not fit together")
-                keys, rows = [*wanted[name].keys, key], wanted[name].entry[1][0] + rows
-            written = dtype if dtype is not None and own.is_floating_point else own
-            wanted[name] = ExportedTensor(keys, (written, (rows, *shape[1:]) if shape else ()))
+                raise CheckpointError(f"{index.folder} is damaged: {key!r} must have the elements of its shape {shape}")
+            wanted[name] = key, dtype if dtype is not None and own.is_floating_point else own, shape
     return wanted

@@ -1,22 +1,23 @@
-"""What a rank holds of the model and its optimizer, as flat parts with global names.
+"""The parts of the model and optimizer that a rank holds, as flat parts with global names.
 
-    weight/PARAM           every parameter: the float32 master of a trainable one, a frozen one as it is
-    published/PARAM        trainable parameters as forward reads them, where a delayed update has not reached them yet
+    weight/PARAM           every parameter: the float32 master of a trainable one, the value of a frozen one
+    published/PARAM        trainable parameters as forward reads them, where a delayed update is not written back yet
     replica/PARAM, ...     see below
     state/NAME/PARAM       optimizer states with one value for each element (moments)
     tensor|int|float/NAME/PARAM     optimizer states with one value for a parameter (step)
     buffer/BUFFER          the first rank's persistent buffers
     rank/R/buffer/BUFFER   those of rank R that differ from the first rank's
 
-A part's name and offset depend on the parameter alone, not on stage, bucket or world size.
+The name and offset of a part depend on the parameter alone, not on stage, bucket or world size: so a checkpoint loads
+at any other stage and world size.
 
-Replicas and residuals of ``mode="delta_hpz"`` in a checkpoint.
+``mode="delta_hpz"`` adds replicas and residuals:
 
-    replica/PARAM                what all nodes hold of a trainable parameter, in its dtype
-    rank/R/residual/json, tree   what rank R's gradients have lost on their way between nodes
+    replica/PARAM                the value of a trainable parameter that all nodes hold, in its dtype
+    rank/R/residual/json, tree   what the encoding of rank R's gradients has lost between nodes
 
-On the topology and buckets they were saved on, each rank gets its own residual back, bit for bit; elsewhere every rank
-reads those of all, adds them up by parameter, and takes its part. Replicas are the same everywhere.
+With the topology and buckets of the save each rank gets its own residual back, bit for bit. Otherwise every rank reads
+the residuals of all, adds them up by parameter, and takes its part. Replicas are the same on all nodes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from zero._checkpoint.dcp import FlatPart
 from zero._checkpoint.json_tree import Tree
 from zero._optim.masters import MasterPiece, is_elementwise
 from zero._optim.state_files import StateFiles
-from zero._runtime.delta_hpz_state import held_of, residuals_of
+from zero._runtime.delta_hpz_state import replica_shards, residuals_of
 from zero._runtime.optimizer_parts import OptimizerParts
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
@@ -43,11 +44,11 @@ from zero._storage.safetensors_file import as_bytes, is_storable
 from zero.errors import CheckpointError
 
 SCALARS = {"tensor": Tensor, "int": int, "float": float}
-"""Kinds of states with one value for a parameter."""
+"""Kinds of optimizer states that have one value for a parameter, and their types."""
 
 
 class Held(NamedTuple):
-    """Elements ``[first, first + len(values))`` of a parameter of ``numel``, whose values rest on this rank."""
+    """Elements ``[first, first + len(values))`` of a parameter of ``numel`` elements, which this rank stores."""
 
     name: str
     numel: int
@@ -55,10 +56,10 @@ class Held(NamedTuple):
     values: Tensor
     bucket: Bucket
     start: int
-    """Where they begin in the bucket's master."""
+    """Their offset in the bucket's master."""
 
     def part(self, key: str, values: Tensor, files: StateFiles | None = None, moment: str = "") -> FlatPart:
-        """These elements of another tensor of the parameter's shape; ``files``: where a moment or the master rests."""
+        """The same elements of another tensor of the parameter's shape; ``files`` store it, or ``values`` hold it."""
         read = None
         if files is not None and self.bucket in files.groups_of:
             read = partial(files.read, self.bucket, moment, self.start)
@@ -66,10 +67,10 @@ class Held(NamedTuple):
 
 
 def held_weights(runtime: Runtime, access: Literal["sizes", "values", "changes"]) -> Iterator[Held]:
-    """This rank's part of every parameter, trainable or not, without padding. Collective if some rest in files.
+    """Yield this rank's part of every parameter, trainable or not, without padding. Collective if some are in files.
 
-    Parameters that rest in files have their values only if ``access`` is not "sizes", for as long as they are held;
-    "changes" keeps what is written to them before the next is asked for. Masters in files have none.
+    Parameters in files are read if ``access`` is not "sizes", one bucket at a time: use their values before the next
+    iteration. With "changes", what was written to them goes back to the file. Masters in files have no values here.
     """
     row = runtime.topology.shard_index("local")
     for bucket in runtime.buckets:
@@ -81,46 +82,46 @@ def held_weights(runtime: Runtime, access: Literal["sizes", "values", "changes"]
                 yield Held(slot.name, slot.numel, piece.start - slot.offset, master, bucket, piece.start - base)
 
 
-def held_pieces(inside: OptimizerParts) -> Iterator[tuple[Held, MasterPiece]]:
-    """The same for what this rank updates, each with its master."""
-    runtime = inside.runtime
+def held_pieces(internals: OptimizerParts) -> Iterator[tuple[Held, MasterPiece]]:
+    """Yield this rank's part of every parameter that it updates, with its master."""
+    runtime = internals.runtime
     row = runtime.topology.shard_index("local")
-    for piece in inside.pieces:
+    for piece in internals.pieces:
         base = row * piece.bucket.layout.shard_numel if runtime.stage.shards_states else 0
         slot = piece.bucket.layout.slots[piece.slot]
         first = piece.start + base - slot.offset
         yield Held(slot.name, slot.numel, first, piece.master, piece.bucket, piece.start), piece
 
 
-def published_parts(inside: OptimizerParts) -> list[FlatPart]:
-    """Parameters that are not their masters rounded. Collective if they rest in files."""
-    delayed, parts = inside.runtime.delayed, []
-    published = {} if delayed is None else delayed.published()
-    for held, _ in held_pieces(inside):
+def stale_parameter_parts(internals: OptimizerParts) -> list[FlatPart]:
+    """Parameters to which a delayed update is not written back yet. Collective if they are in files."""
+    delayed, parts = internals.runtime.delayed, []
+    published = {} if delayed is None else delayed.stale_shards()
+    for held, _ in held_pieces(internals):
         if held.bucket in published:
             shard = published[held.bucket]
             parts.append(held.part(f"published/{held.name}", shard[held.start : held.start + held.values.numel()]))
     return parts
 
 
-def state_parts(inside: OptimizerParts) -> list[FlatPart]:
-    """The inner optimizer's state.
+def state_parts(internals: OptimizerParts) -> list[FlatPart]:
+    """The states of the inner optimizer.
 
     Raises:
-        CheckpointError: A state that is neither of the parameter's size, nor a number. This rank's own error.
+        CheckpointError: A state is neither of the parameter's size nor a number. On this rank alone.
     """
     parts = []
-    for held, piece in held_pieces(inside):
-        for name, value in inside.inner.state.get(piece.master, {}).items():
+    for held, piece in held_pieces(internals):
+        for name, value in internals.inner.state.get(piece.master, {}).items():
             if value is None:
                 continue
             is_moment = isinstance(value, Tensor) and value.dim() == 1 and is_storable(value)
             if is_moment and is_elementwise(piece, value):
-                parts.append(held.part(f"state/{name}/{held.name}", value, inside.runtime.state_files, name))
+                parts.append(held.part(f"state/{name}/{held.name}", value, internals.runtime.state_files, name))
                 continue
-            kind = _scalar_kind(inside, held.name, name, value)
+            kind = _scalar_kind(internals, held.name, name, value)
             stored = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=_wide(value))
-            parts.append(FlatPart.whole(f"{kind}/{name}/{held.name}", stored))
+            parts.append(FlatPart.of(f"{kind}/{name}/{held.name}", stored))
     return parts
 
 
@@ -128,20 +129,20 @@ def _wide(value: float) -> torch.dtype:
     return torch.int64 if isinstance(value, int) else torch.float64
 
 
-def _scalar_kind(inside: OptimizerParts, param: str, name: str, value: Any) -> str:
+def _scalar_kind(internals: OptimizerParts, param: str, name: str, value: Any) -> str:
     kind = next((kind for kind, cls in SCALARS.items() if isinstance(value, cls)), None)
     is_scalar = not isinstance(value, Tensor) or (value.numel() == 1 and is_storable(value))
     if kind is None or not is_scalar or "/" in name:
         shape = f" of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else ""
         raise CheckpointError(
-            f"{type(inside.inner).__name__} keeps state {name!r} of {param!r} as a {type(value).__name__}{shape}: "
+            f"{type(internals.inner).__name__} keeps state {name!r} of {param!r} as a {type(value).__name__}{shape}: "
             "a checkpoint stores tensors with one value for each element, and numbers"
         )
     return kind
 
 
 def named_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong to the model's state."""
+    """The persistent buffers of ``model``, by name."""
     transient = {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -151,10 +152,10 @@ def named_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def digests_of_buffers(runtime: Runtime) -> list[float]:
-    """By which ranks see whether they have the same.
+    """Checksums of this rank's buffers, by which ranks find out whether theirs are equal.
 
     Raises:
-        CheckpointError: A buffer that cannot be stored. This rank's own error.
+        CheckpointError: A buffer cannot be stored. On this rank alone.
     """
     digests = []
     for name, buffer in named_buffers(runtime.model).items():
@@ -176,23 +177,23 @@ def buffer_parts(runtime: Runtime, digests: list[float]) -> list[FlatPart]:
     parts = []
     for index, (name, buffer) in enumerate(buffers.items()):
         if topology.rank == 0:
-            parts.append(FlatPart.whole(f"buffer/{name}", buffer))
+            parts.append(FlatPart.of(f"buffer/{name}", buffer))
         elif first[index] != digests[index]:
-            parts.append(FlatPart.whole(f"rank/{topology.rank}/buffer/{name}", buffer))
+            parts.append(FlatPart.of(f"rank/{topology.rank}/buffer/{name}", buffer))
     return parts
 
 
 def residual_layout(runtime: Runtime) -> int | None:
-    """A checksum of where residuals lie; None if there are none. The same on every rank."""
+    """A checksum of the layout of residuals, the same on every rank; None if there are none."""
     residuals = residuals_of(runtime)
     return zlib.crc32(repr([residual.layout for residual in residuals]).encode()) if residuals else None
 
 
-def node_parts(inside: OptimizerParts) -> list[FlatPart]:
-    """What this rank saves."""
-    runtime, parts = inside.runtime, []
-    of_bucket = held_of(runtime)
-    for held, _ in held_pieces(inside):
+def node_parts(internals: OptimizerParts) -> list[FlatPart]:
+    """The replicas and residuals of this rank."""
+    runtime, parts = internals.runtime, []
+    of_bucket = replica_shards(runtime)
+    for held, _ in held_pieces(internals):
         if held.bucket in of_bucket:
             values = of_bucket[held.bucket][held.start : held.start + held.values.numel()]
             parts.append(held.part(f"replica/{held.name}", values))
@@ -202,6 +203,6 @@ def node_parts(inside: OptimizerParts) -> list[FlatPart]:
         tree = Tree(f"{prefix}/tree")
         document = tree.encode([residual.state_dict() for residual in residuals], "residuals")
         text = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
-        parts.append(FlatPart.whole(f"{prefix}/json", text))
-        parts += [FlatPart.whole(key, value) for key, value in tree.tensors.items()]
+        parts.append(FlatPart.of(f"{prefix}/json", text))
+        parts += [FlatPart.of(key, value) for key, value in tree.tensors.items()]
     return parts

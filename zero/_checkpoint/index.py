@@ -1,13 +1,14 @@
-"""metadata.json: which tensors a checkpoint holds, in which chunks, in which files; and everything that is no tensor.
+"""The index of a checkpoint, metadata.json: its tensors, their chunks and files, and all values that are not tensors.
 
-Every tensor is stored flat, as chunks ``[offset, numel)`` of at most CHUNK_NUMEL elements, cut on multiples of it, each
-with a checksum: a reader holds one chunk at a time, whatever the size of a tensor.
+Every tensor is stored flat, in chunks of at most CHUNK_NUMEL elements, cut at multiples of CHUNK_NUMEL, each with a
+checksum. So a reader needs memory for one chunk, whatever the size of a tensor.
 
     {"format": "zero-checkpoint", "version": 1, "crc32": of the content, "content": {
         "tensors": {KEY: {"dtype": "F32", "numel": 300, "chunks": [[offset, numel, file, position, crc32], ...]}},
         "files": {NAME: nbytes}, "headers": {NAME: [nbytes, crc32]}, ...}}
 
-DCP's own metadata file is a pickle; this one is read without running anything, and turned into DCP's classes.
+DCP's own metadata file is a pickle. This one is plain JSON: reading it executes nothing. :meth:`Index.as_dcp` turns it
+into DCP's classes.
 """
 
 from __future__ import annotations
@@ -39,24 +40,24 @@ CHUNK_NUMEL = 2**24
 FORMAT, VERSION = "zero-checkpoint", 1
 MAX_NUMEL = 2**62
 UNREADABLE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
-"""What reading a document of another form raises: JSON knows infinities, and lists in lists in lists."""
+"""What reading a malformed document raises. ArithmeticError: JSON may hold infinities. RecursionError: deep nesting."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """Elements ``[offset, offset + numel)`` of a tensor: the bytes from ``position`` on of ``file``."""
+    """Elements ``[offset, offset + numel)`` of a tensor, stored at byte ``position`` of ``file``."""
 
     offset: int
     numel: int
     file: str
     position: int
     crc32: int | None
-    """None: nothing to check them by."""
+    """None: no checksum is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A flat tensor in chunks that cover it, in order."""
+    """A flat tensor, and the chunks that cover it, in order."""
 
     dtype: torch.dtype
     numel: int
@@ -65,17 +66,17 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Index:
-    """What the folder of a checkpoint holds."""
+    """The content of one checkpoint's folder."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
     content: Mapping[str, Any] = field(default_factory=dict)
-    """All that is no tensor, as JSON."""
+    """All values that are not tensors, as JSON."""
     digest: str = ""
-    """Of the metadata, which has a checksum of everything else: two checkpoints have not the same."""
+    """A hash of metadata.json. That holds checksums of all other files, so two checkpoints differ in it."""
 
     def as_dcp(self) -> Metadata:
-        """The same for DCP's planner."""
+        """The same as DCP's Metadata, for its planner."""
         tensors: dict[str, Any] = {}
         chunks: dict[MetadataIndex, tuple[torch.dtype, StoredChunk]] = {}
         for key, stored in self.tensors.items():
@@ -97,20 +98,20 @@ def write_index(tensors: Mapping[str, StoredTensor], files: Mapping[str, int], c
         }
         for key, tensor in tensors.items()
     }
-    whole = {**content, "files": dict(files), "tensors": stored}
-    document = {"format": FORMAT, "version": VERSION, "crc32": _checksum(whole), "content": whole}
+    full = {**content, "files": dict(files), "tensors": stored}
+    document = {"format": FORMAT, "version": VERSION, "crc32": _checksum(full), "content": full}
     return json.dumps(document, allow_nan=False, indent=1).encode()
 
 
 def read_index(folder: Path, name: str = METADATA) -> Index:
-    """The checkpoint in ``folder``, once its files are found to be there in full length.
+    """Read the index of the checkpoint in ``folder``, and check that its files exist and have their full length.
 
     Args:
         folder: ``SAVE_DIR/TAG``.
-        name: Of its metadata; another one while they are not published yet.
+        name: The metadata file; a temporary name while it is not committed yet.
 
     Raises:
-        CheckpointError: There is none, it is incomplete or damaged, or of a newer version.
+        CheckpointError: There is no checkpoint, it is incomplete or damaged, or of a newer version.
     """
     path = folder / name
     try:
@@ -131,7 +132,7 @@ def read_index(folder: Path, name: str = METADATA) -> Index:
         )
     content: Any = document.get("content")
     if document.get("crc32") != _checksum(content):
-        raise CheckpointError(f"{path} is damaged: its checksum does not fit{_others(folder)}")
+        raise CheckpointError(f"{path} is damaged: its checksum does not match{_others(folder)}")
     try:
         tensors = {key: _tensor(value) for key, value in content["tensors"].items()}
         _check_files(folder, tensors, content["files"], content.get("headers", {}))
@@ -155,23 +156,25 @@ def _tensor(value: dict[str, Any]) -> StoredTensor:
             raise ValueError(f"chunks must cover a tensor without gaps: {value!r}")
         at += chunk.numel
     if at != value["numel"] or at > MAX_NUMEL:
-        raise ValueError(f"chunks must cover the whole tensor: {value!r}")
+        raise ValueError(f"chunks must cover the full tensor: {value!r}")
     return StoredTensor(DTYPES[value["dtype"]], int(value["numel"]), chunks)
 
 
 def _check_files(
     folder: Path, tensors: Mapping[str, StoredTensor], files: Mapping[str, int], headers: Mapping[str, tuple[int, int]]
 ) -> None:
-    """Files are whole in length, and so are their headers, by which other readers go."""
+    """Raise unless the files have the length, and the header, that were written. Other readers rely on the headers."""
     if not headers.keys() <= files.keys():
-        raise ValueError(f"headers of files that it does not have: {sorted(headers)}")
+        raise ValueError(f"headers must be of files of the checkpoint: {sorted(headers)}")
     for name, nbytes in files.items():
         if not is_shard_name(name):  # a path would lead out of the folder
             raise ValueError(f"{name!r} is not the name of a shard")
         try:
             with open_own(folder / name) as file:
                 found = os.fstat(file.fileno()).st_size
-                header_nbytes, crc32 = headers.get(name, (0, 0))  # of no bytes the checksum is 0
+                header_nbytes, crc32 = headers.get(
+                    name, (0, 0)
+                )  # older checkpoints store none: 0 bytes have checksum 0
                 is_damaged = not 0 <= header_nbytes <= found or zlib.crc32(file.read(header_nbytes)) != crc32
         except OSError as error:
             raise CheckpointError(f"{folder / name} is missing ({error.strerror}){_others(folder)}") from error
@@ -182,16 +185,16 @@ def _check_files(
             )
         if is_damaged:
             raise CheckpointError(
-                f"{folder / name} is damaged: the checksum of its header does not fit{_others(folder)}"
+                f"{folder / name} is damaged: the checksum of its header does not match{_others(folder)}"
             )
     for tensor in tensors.values():
         for chunk in tensor.chunks:
             if chunk.position + chunk.numel * tensor.dtype.itemsize > files[chunk.file]:
-                raise ValueError(f"a chunk ends behind its file: {chunk}")
+                raise ValueError(f"a chunk must end within its file: {chunk}")
 
 
 def _others(folder: Path) -> str:
-    """What else could be loaded."""
+    """A hint at the other checkpoints beside ``folder``."""
     tags = [tag for tag in tags_in(folder.parent) if tag != folder.name]
     return f"; other checkpoints in {folder.parent}: {', '.join(tags[-5:])}" if tags else ""
 
@@ -204,7 +207,7 @@ def _describe_missing(folder: Path) -> str:
         return f"there is no checkpoint {folder.name!r} in {folder.parent}: complete ones are {tags[-5:] or 'none'}"
     if any(folder.glob("*model_states.pt")):
         return (
-            f"{folder} is a DeepSpeed checkpoint, which is made of pickles: turn it into safetensors with the "
+            f"{folder} is a DeepSpeed checkpoint, which consists of pickles: convert it to safetensors with the "
             "zero_to_fp32.py beside it (--safe_serialization), and pass that file or folder with load_module_only=True"
         )
-    return f"{folder} is no complete checkpoint: the save was cut short before {METADATA}{_others(folder)}"
+    return f"{folder} is no complete checkpoint: the save was interrupted before {METADATA}{_others(folder)}"

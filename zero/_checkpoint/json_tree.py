@@ -1,6 +1,7 @@
-"""Plain Python values as JSON and tensors, and back. Decoding builds the types named here and runs nothing.
+"""Encode plain Python values as JSON and tensors, and decode them: what a checkpoint uses in place of pickles.
 
-JSON's own types stand for themselves; anything else is an object with the key ``"$"``, its kind:
+Decoding builds only the types named here and executes nothing. JSON's own types are stored as such; any other value is
+an object whose key ``"$"`` gives its kind:
 
     tuple, set, frozenset, dict with other keys than strings, OrderedDict, Counter   items
     float (inf, nan), torch.dtype                                            text
@@ -25,10 +26,10 @@ KIND = "$"
 
 
 class Tree:
-    """Encodes values; what they hold of tensors is collected in ``tensors``.
+    """Encodes values as JSON; the tensors in them are collected in ``tensors``.
 
     Args:
-        prefix: Of the tensors' keys.
+        prefix: First part of the tensors' keys.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -36,10 +37,10 @@ class Tree:
         self.tensors: dict[str, Tensor] = {}
 
     def encode(self, value: Any, path: str) -> Any:
-        """``value`` as JSON.
+        """Return ``value`` as JSON.
 
         Raises:
-            CheckpointError: It holds something else than the types of this module; names it by ``path``.
+            CheckpointError: A value of another type is in it; the message gives its ``path``.
         """
         kind = type(value)
         if value is None or kind in (bool, int, str):
@@ -70,7 +71,7 @@ class Tree:
     def _tensor(self, value: Any, path: str) -> Any:
         if isinstance(value, Tensor) and is_storable(value):
             return self._store("tensor", value.detach())
-        is_array = type(value) in (np.ndarray, np.memmap) or isinstance(value, np.generic)  # a masked one is no array
+        is_array = type(value) in (np.ndarray, np.memmap) or isinstance(value, np.generic)  # not masked arrays
         if is_array and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
             array = np.ascontiguousarray(value, value.dtype.newbyteorder("="))
             return self._store("scalar" if isinstance(value, np.generic) else "array", torch.from_numpy(array), value)
@@ -91,10 +92,10 @@ class Tree:
 
 
 def decode(document: Any, tensor_of: Callable[[str], Tensor]) -> Any:
-    """The value of ``document``; ``tensor_of(key)`` gives a stored tensor, flat.
+    """Decode ``document``; ``tensor_of(key)`` returns a stored tensor, flat.
 
     Raises:
-        CheckpointError: A kind that this version does not know.
+        CheckpointError: Unknown kind of value.
     """
     if isinstance(document, list):
         return [decode(item, tensor_of) for item in document]

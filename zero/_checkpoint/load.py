@@ -1,10 +1,10 @@
-"""Loading: find, compare, read everything to host memory, or to files, and only then change the model.
+"""Load a checkpoint: find it, compare it with the model, read it to host memory or files, then change the model.
 
     latest -> index, the same on all ranks -> compared with the model -> every rank reads its parts
-           -> schedulers and other objects -> masters, states, generators -> publish
-                                                  sub-group by sub-group to files -> counts
+           -> schedulers and other objects -> masters, states, generators -> parameters are written back
+                                              (those in files: a sub-group at a time, then commit)
 
-Until the last step an error, the same on every rank, leaves model and optimizer as they were.
+Until masters are changed, an error is raised on every rank and leaves model and optimizer unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zero._checkpoint.index import Index, read_index
 from zero._checkpoint.model_parallel_parts import part_of, saving_ranks
 from zero._checkpoint.plain_weights import find_weights, index_of_weights
 from zero._checkpoint.request import Request, Wanted
-from zero._checkpoint.restore import make_whole_request, restore
+from zero._checkpoint.restore import make_complete_request, restore
 from zero._checkpoint.save import wait_for_saves
 from zero._ranks.collective_calls import collective
 from zero._ranks.rank_errors import share_text
@@ -34,10 +34,10 @@ logger = logging.getLogger("zero")
 
 
 class LoadedCheckpoint(NamedTuple):
-    """What :func:`load_checkpoint` returns, in DeepSpeed's order."""
+    """The result of :func:`load_checkpoint`, in DeepSpeed's order."""
 
     path: Path | None
-    """The folder of the checkpoint; None: ``load_dir`` has no ``latest``, and nothing was loaded."""
+    """The folder of the checkpoint. None: ``load_dir`` has no file ``latest``, and nothing was loaded."""
     client_state: dict[str, Any]
 
 
@@ -52,41 +52,45 @@ def load_checkpoint(
     load_optimizer_states: bool = True,
     load_module_only: bool = False,
 ) -> LoadedCheckpoint:
-    """Go on from a checkpoint that was saved at any stage, on any number of ranks; collective.
+    """Load a checkpoint that was saved at any stage, on any number of ranks. Collective.
 
     Args:
-        optimizer: Of the model that is to be changed.
+        optimizer: The optimizer; its model is loaded with it.
         load_dir: The folder that checkpoints were saved to. With ``load_module_only`` also a file or folder of
-            safetensors, or a state_dict that ``torch.load(weights_only=True)`` reads.
-        tag: Which one. Default: what ``latest`` names; without such a file nothing is loaded, and ``path`` is None.
-        stateful: Objects that were saved under the same names; each gets ``load_state_dict()``.
-        load_module_strict: False: parameters and buffers that only the model has, or only the checkpoint, are skipped.
-        load_optimizer_states: False: start with a new optimizer.
-        load_module_only: Only weights and buffers, converted to the model's dtypes.
+            safetensors.
+        tag: The name of the checkpoint. Default: what ``latest`` names; without that file nothing is loaded, and
+            ``path`` is None.
+        stateful: Objects that were saved under the same names; ``load_state_dict()`` of each is called.
+        load_module_strict: False: skip parameters and buffers that only the model, or only the checkpoint, has.
+        load_optimizer_states: False: keep the states of ``optimizer``.
+        load_module_only: Load only weights and buffers, converted to the model's dtypes.
 
     Raises:
-        CheckpointError: No such checkpoint; it is incomplete, truncated or damaged; ranks ask for different ones, or
-            have different ones under the same name; parameters, shapes, dtypes or groups differ; an object of
-            ``stateful`` raises. The same on every rank; nothing is changed, or the text says what is to be made anew.
+        CheckpointError: There is no such checkpoint; it is incomplete, truncated or damaged; ranks request different
+            ones, or have different ones under the same name; parameters, shapes, dtypes or groups differ; an object of
+            ``stateful`` raises. The same on every rank. Nothing is changed, or the message says what to construct anew.
 
-    On as many ranks as it was saved on, each rank's random generators go on, too, and training has the same bits as if
-    it had not stopped. Ranks beyond the saved ones keep their generators. Gradients that are held are dropped.
-    Cost for each rank: its shard of masters and states read, into host memory first; for files a sub-group at a time.
-    With keep_previous_states=False these are overwritten at once: an error leaves an optimizer to be constructed anew.
+    With the number of ranks of the save, the random generators of all ranks are restored, too, and training continues
+    with the same bits as if it had not stopped. Ranks beyond the saved ones keep their generators. Pending gradients
+    are dropped.
+
+    Cost for each rank: its shard of masters and states is read, into host memory first; those in files a sub-group at
+    a time. With keep_previous_states=False files are overwritten in place: after an error the optimizer must be
+    constructed anew.
     """
-    ranks = saving_ranks(optimizer.topology, optimizer.inside.model_parallel)
+    ranks = saving_ranks(optimizer.topology, optimizer.parts.model_parallel)
     wanted = Wanted(optimizer_states=load_optimizer_states, module_only=load_module_only, strict=load_module_strict)
     agreed(lambda: wait_for_saves(ranks), ranks, "an earlier save")
     asked = {"tag": repr(tag), **{field.name: repr(getattr(wanted, field.name)) for field in fields(wanted)}}
     check_same_on_ranks(asked, ranks, "ask for the same", "pass the same tag and load_* arguments everywhere")
     index = _find(load_dir, tag, optimizer, ranks, only_weights=load_module_only)
     if index is None:
-        if optimizer.inside.runtime.speaks:
+        if optimizer.parts.runtime.is_log_rank:
             logger.warning("%s has no file 'latest': nothing is loaded (pass tag= to load one by its name)", load_dir)
         return LoadedCheckpoint(None, {})
 
     def compare() -> Request:
-        request = make_whole_request(optimizer.inside, index, wanted)
+        request = make_complete_request(optimizer.parts, index, wanted)
         _check_stateful(index, stateful or {}, wanted)
         return request
 
@@ -98,7 +102,7 @@ def load_checkpoint(
 def _find(
     load_dir: str | Path, tag: str | None, optimizer: ZeroOptimizer, ranks: Topology, *, only_weights: bool
 ) -> Index | None:
-    """What there is to load; None: nothing. Folders may differ between ranks, what is in them not. Collective."""
+    """Return the index of what to load, the same on all ranks, or None. Their folders may differ. Collective."""
     trouble = f"the metadata of the checkpoint in {load_dir} cannot be read"
     if tag is None:
         latest = agreed(lambda: read_latest(Path(load_dir)) if ranks.rank == 0 else None, ranks, trouble)
@@ -107,15 +111,17 @@ def _find(
     def find() -> Index | None:
         folder = Path(load_dir) if tag is None else Path(load_dir) / check_tag(tag)
         if only_weights and find_weights(folder):
-            return index_of_weights(folder, optimizer.inside)
+            return index_of_weights(folder, optimizer.parts)
         if tag is None:
             return None
-        model_parallel = optimizer.inside.model_parallel
+        model_parallel = optimizer.parts.model_parallel
         return part_of(read_index(folder), model_parallel.rank, model_parallel.world_size)
 
     index = agreed(find, ranks, trouble)
     digest = "" if index is None else index.digest
-    if ranks.world_size > 1 and not control.are_equal(digest, ranks):  # folders of nodes may have other names
+    # Digests are compared, not paths: each node may have a copy under another name. Ranks that loaded different
+    # checkpoints would train a mixture of two states, without an error.
+    if ranks.world_size > 1 and not control.are_equal(digest, ranks):
         found = "none" if index is None else f"{index.folder} with the digest {digest}"
         remedy = "copy one of them to every node, or let all ranks load from a folder that they share"
         check_same_on_ranks({"the checkpoint": found}, ranks, "load the same", remedy)
@@ -126,13 +132,13 @@ def _check_stateful(index: Index, stateful: Mapping[str, Any], wanted: Wanted) -
     missing = [] if wanted.module_only else [name for name in stateful if name not in index.content["stateful"]]
     if missing:
         raise CheckpointError(
-            f"{index.folder} holds no state of {missing[0]!r}: it was saved with {list(index.content['stateful'])}; "
+            f"{index.folder} has no state of {missing[0]!r}: it was saved with {list(index.content['stateful'])}; "
             "leave it out of stateful="
         )
 
 
 def _read(request: Request) -> None:
-    """DCP's steps without other ranks: nobody needs what another reads."""
+    """Run DCP's steps on this rank alone: every rank reads only what it needs."""
     planner, reader = LoadPartsPlanner(list(request.parts.values())), FolderReader(request.index)
     planner.set_up_planner({}, reader.read_metadata())
     reader.read_data(planner.create_local_plan(), planner)

@@ -1,9 +1,9 @@
-"""Checkpoints beside model-parallel ranks: one of all ranks, where a tensor's key says whose part of the model it is.
+"""Checkpoints with model parallelism: one checkpoint of all ranks, whose keys name the part of the model.
 
-    data-parallel ranks of part 1 hold   weight/up.bias       and a document
+    data-parallel ranks of part 1 hold   weight/up.bias           a document
     the checkpoint holds                 part/1/weight/up.bias    {"model_parallel": [document of part 0, of part 1]}
 
-So it is complete, or not there, for all parts at once.
+It is committed for all parts at once, so no part can be older than another.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ PARTS = "model_parallel"
 
 
 def saving_ranks(topology: Topology, model_parallel: ModelParallel) -> Topology:
-    """Who saves and loads together: the data-parallel ranks of all parts of the model.
+    """Return the topology of all ranks that save and load together: the data-parallel ranks of all model parts.
 
     Raises:
-        CheckpointError: There are other ranks, of which nobody has said what they hold.
+        CheckpointError: The job has more ranks than these, and it is not known what they hold.
     """
     size = dist.get_world_size() if dist.is_initialized() else 1
     if size != topology.world_size * model_parallel.world_size:
         raise CheckpointError(
-            f"a checkpoint is of all {size} ranks: this optimizer knows of {topology.world_size} data-parallel ones "
-            f"and {model_parallel.world_size} parts of the model. Pass an mpu or a DeviceMesh of all ranks as group="
+            f"a checkpoint must be saved by all {size} ranks: this optimizer knows of {topology.world_size} "
+            f"data-parallel ones and {model_parallel.world_size} parts of the model. Pass an mpu or a DeviceMesh of "
+            "all ranks as group="
         )
-    return topology if model_parallel.world_size == 1 else model_parallel.everyone
+    return topology if model_parallel.world_size == 1 else model_parallel.all_ranks
 
 
 def join_parts(snapshot: Snapshot, topology: Topology, model_parallel: ModelParallel) -> Snapshot:
-    """What this rank saves, under keys of its part, with the documents of all parts. Collective over all ranks."""
+    """Prefix the keys of ``snapshot`` with its part, and collect the documents of all parts. Collective."""
     if model_parallel.world_size == 1:
         return snapshot
-    everyone = model_parallel.everyone
+    all_ranks = model_parallel.all_ranks
     place = torch.tensor([model_parallel.rank, topology.rank], dtype=torch.float64)
-    places = [tuple(map(int, values)) for values in control.gather_float64(place, everyone).tolist()]
+    places = [tuple(map(int, values)) for values in control.gather_float64(place, all_ranks).tolist()]
     mine = json.dumps(snapshot.content)
     documents = [
-        json.loads(share_text(mine if everyone.rank == first else "", first, everyone))
+        json.loads(share_text(mine if all_ranks.rank == first else "", first, all_ranks))
         for first in (places.index((part, 0)) for part in range(model_parallel.world_size))
     ]
     parts = [replace(part, key=_prefix(model_parallel.rank) + part.key) for part in snapshot.parts]
@@ -56,28 +57,28 @@ def join_parts(snapshot: Snapshot, topology: Topology, model_parallel: ModelPara
 
 
 def parts_in(index: Index) -> list[int | None]:
-    """What :func:`part_of` may be given as the number of a part."""
+    """The parts in ``index``, for :func:`part_of`; [None] without model parallelism."""
     documents = index.content.get(PARTS)
     return [None] if documents is None else list(range(len(documents)))
 
 
 def part_of(index: Index, model_parallel_rank: int | None, num_parts: int | None = None) -> Index:
-    """What ``index`` says of one part of the model.
+    """Return the index of one part of the model.
 
     Args:
-        index: Of a checkpoint.
-        model_parallel_rank: Whose part. None: of a model that has one.
-        num_parts: How many there are here, if they must be as many as there.
+        index: The index of a checkpoint.
+        model_parallel_rank: The part. None: the model was saved without model parallelism.
+        num_parts: The number of parts that the checkpoint must have; None: any.
 
     Raises:
-        CheckpointError: The checkpoint has other parts.
+        CheckpointError: The checkpoint has no such part, or another number of parts.
     """
     documents = index.content.get(PARTS)
     count = 1 if documents is None else len(documents)
     if num_parts is not None and count != num_parts:
         raise CheckpointError(
-            f"{index.folder} was saved by {count} model-parallel ranks and is loaded by {num_parts}: how layers are "
-            f"divided is not known here. Load it on {count}"
+            f"{index.folder} must be loaded by {count} model-parallel ranks, which saved it: got {num_parts}; the "
+            "division of layers cannot be changed here"
         )
     if documents is None:
         if model_parallel_rank:

@@ -1,14 +1,10 @@
-"""Weights as Hugging Face has them: safetensors files of limited size, and their index if there are several.
+"""Write and read plain weights in Hugging Face's layout: safetensors files of limited size, and their index.
 
     model.safetensors                     one file, or
     model-00001-of-00003.safetensors ...  several, and model.safetensors.index.json, which says where each tensor is
 
-Tensors are written in pieces, in the order they were announced; the files get their names once all is on the disk.
-
-Plain weights as a checkpoint: safetensors files, their index, or a state_dict of torch.save without other objects.
-
-Safetensors are read where they are: each rank reads the bytes of its own parts. A file of torch.save is mapped into
-memory, with weights_only=True: nothing in it is executed.
+Writing: tensors come in pieces, in the order of the layout. Files have temporary names until all are fsynced.
+Reading: the files are indexed like a checkpoint, and each rank reads only the bytes of its own parts.
 """
 
 from __future__ import annotations
@@ -24,7 +20,6 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from zero._access.auto_tiling import rows_by_key
 from zero._checkpoint.durability import make_folder, remove_file, replace_file, sync_folder
 from zero._checkpoint.flat_parts import named_buffers
 from zero._checkpoint.index import CHUNK_NUMEL, Index, StoredChunk, StoredTensor
@@ -36,19 +31,19 @@ from zero.errors import CheckpointError
 MAX_SHARD_NBYTES = 5_000_000_000
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""dtype and shape of every tensor, in order."""
+"""The dtype and shape of every tensor, in the order of writing."""
 
 
 class WeightsWriter:
     """Writes the tensors of ``layout`` to ``output``, a path that ends with ``.safetensors``.
 
     Args:
-        output: Replaced if it is there. With several files, their names are derived from it.
-        layout: What will be written.
-        max_shard_nbytes: Largest file; a larger tensor has a file of its own.
+        output: The file, replaced if it exists. The names of several files are derived from it.
+        layout: The tensors that will be written.
+        max_shard_nbytes: Size limit of a file; a tensor beyond it has a file of its own.
 
     Raises:
-        CheckpointError: The name does not end with ``.safetensors``, a dtype is none of the format's, or the files
+        CheckpointError: The name does not end with ``.safetensors``, safetensors cannot store a dtype, or the files
             cannot be written.
     """
 
@@ -58,7 +53,7 @@ class WeightsWriter:
         for name, (dtype, _) in layout.items():
             if dtype is torch.complex128 or dtype not in CODES:
                 raise CheckpointError(
-                    f"{name!r} is {dtype}, which safetensors do not hold: convert it, or leave it out"
+                    f"{name!r} is {dtype}, which safetensors cannot store: convert it, or leave it out"
                 )
         self._output, self._layout = output, dict(layout)
         self._shards = _divide(layout, max_shard_nbytes)
@@ -67,7 +62,7 @@ class WeightsWriter:
             (name, number) for number, shard in enumerate(self._shards) for name in shard if self._numel(name)
         ]
         self._missing = 0
-        """Bytes that are still to come of the tensor that is being written."""
+        """Bytes still missing of the current tensor."""
         self._number = -1
         self._file: BinaryIO | None = None
         try:
@@ -76,37 +71,37 @@ class WeightsWriter:
             raise CheckpointError(f"the folder {output.parent} cannot be made: {error.strerror}") from error
 
     def write(self, name: str, values: Tensor) -> None:
-        """The next elements of tensor ``name``, of any shape and device, in the announced dtype."""
+        """Write the next elements of tensor ``name``, of any shape and device, in the dtype of the layout."""
         if not values.numel():
             return
         try:
             if not self._missing:
-                self._begin(name)
+                self._start_tensor(name)
             data = as_bytes(values)
-            assert self._file is not None, "a tensor begins in a file"
-            assert len(data) <= self._missing, f"more elements of {name!r} than were announced"
+            assert self._file is not None, "a tensor is written to an open file"
+            assert len(data) <= self._missing, f"more elements of {name!r} than in its layout"
             self._missing -= len(data)
             self._file.write(data)
         except OSError as error:
             raise CheckpointError(f"{self._output} could not be written: {error.strerror}") from error
 
     def finish(self) -> list[Path]:
-        """Make the files durable and give them their names, which are returned, the index last.
+        """Make the files durable, rename them to their final names, and return these, the index last.
 
         Raises:
-            CheckpointError: They cannot be written; what was there before is then untouched.
+            CheckpointError: The files cannot be written.
         """
         try:
             if self._number < 0:
                 self._open(0)
             assert not self._pending, f"never written: {self._pending[:3]}"
             self._end_file()
-            return self._publish()
+            return self._commit()
         except OSError as error:
             raise CheckpointError(f"{self._output} could not be written: {error.strerror}") from error
 
     def discard(self) -> None:
-        """Remove what was written without a name; nothing is left to do after :meth:`finish`."""
+        """Delete temporary files; after :meth:`finish` there are none."""
         if self._file is not None:
             self._file.close()
         for number in range(self._number + 1):
@@ -115,9 +110,9 @@ class WeightsWriter:
     def _numel(self, name: str) -> int:
         return torch.Size(self._layout[name][1]).numel()
 
-    def _begin(self, name: str) -> None:
+    def _start_tensor(self, name: str) -> None:
         expected, number = self._pending.pop(0)
-        assert expected == name, f"{name!r} was announced after {expected!r}"
+        assert expected == name, f"{name!r} is written before {expected!r}, which is first in the layout"
         if number != self._number:
             self._open(number)
         self._missing = self._numel(name) * self._layout[name][0].itemsize
@@ -131,7 +126,7 @@ class WeightsWriter:
 
     def _end_file(self) -> None:
         if self._file is not None:
-            self._file.flush()
+            self._file.flush()  # fsync does not see what Python still buffers
             os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
@@ -139,7 +134,7 @@ class WeightsWriter:
     def _temporary(self, number: int) -> Path:
         return self._output.with_name(f".{self._output.name}.{number}.{self._save_id}")
 
-    def _publish(self) -> list[Path]:
+    def _commit(self) -> list[Path]:
         count = len(self._shards)
         if count == 1:
             self._temporary(0).replace(self._output)
@@ -153,6 +148,8 @@ class WeightsWriter:
             "metadata": {"total_size": sum(self._numel(n) * d.itemsize for n, (d, _) in self._layout.items())},
             "weight_map": {name: path.name for path, shard in zip(paths, self._shards, strict=True) for name in shard},
         }
+        # Written last, because it must not name files that do not exist yet. replace_file syncs the folder, which also
+        # makes the renames above durable.
         index_path = self._output.with_name(f"{self._output.name}.index.json")
         replace_file(index_path, json.dumps(index, indent=2).encode(), self._save_id)
         return [*paths, index_path]
@@ -194,11 +191,11 @@ def _files(path: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def index_of_weights(path: Path, inside: OptimizerParts) -> Index:
-    """What ``path`` holds of the parameters and buffers of a model, which may stand there under any of their names.
+def index_of_weights(path: Path, internals: OptimizerParts) -> Index:
+    """Return an index of the weights in ``path``, under the model's names; tied ones may be stored under any name.
 
     Raises:
-        CheckpointError: Not safetensors, or truncated.
+        CheckpointError: The files are not safetensors, or truncated.
     """
     files = _files(path)
     wrong = [file for file in files if file.suffix != ".safetensors"]
@@ -211,21 +208,13 @@ def index_of_weights(path: Path, inside: OptimizerParts) -> Index:
     tensors: dict[str, StoredTensor] = {}
     shapes: dict[str, dict[str, Any]] = {"weight": {}, "buffer": {}}
     used: set[str] = set()
-    for kind, name, names in _names(inside):
+    for kind, name, names in _names(internals):
         known = next((n for n in names if n in entries), None)
         if known is not None:
             file, entry = entries[known]
             tensors[f"{kind}/{name}"] = _stored(file, entry)
             shapes[kind][name] = {"shape": list(entry.shape), "dtype": CODES[entry.dtype]}
             used.update(names)
-    for whole, rows in rows_by_key(inside.runtime.model).items():
-        if whole in entries and entries[whole][1].shape[:1] == (rows[-1].stop,):
-            file, entry = entries[whole]
-            used.add(whole)
-            for part in rows:
-                own = _rows_of_entry(entry, part.start, part.stop)
-                tensors[f"weight/{part.key}"] = _stored(file, own)
-                shapes["weight"][part.key] = {"shape": list(own.shape), "dtype": CODES[own.dtype]}
     for name in entries.keys() - used:
         _, entry = entries[name]
         shapes["weight"][name] = {"shape": list(entry.shape), "dtype": CODES[entry.dtype]}
@@ -235,7 +224,7 @@ def index_of_weights(path: Path, inside: OptimizerParts) -> Index:
 
 
 def _sampled(files: list[Path]) -> str:
-    """A digest by which ranks tell files of other weights apart: of names, sizes and 16 pages of each."""
+    """A digest of names, sizes and 16 pages of each file, by which ranks find out whether their files are the same."""
     digest = hashlib.blake2b(digest_size=8)
     for path in files:
         with path.open("rb", buffering=0) as file:
@@ -247,22 +236,16 @@ def _sampled(files: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def _names(inside: OptimizerParts) -> Iterator[tuple[str, str, list[str]]]:
-    model = inside.runtime.model
+def _names(internals: OptimizerParts) -> Iterator[tuple[str, str, list[str]]]:
+    model = internals.runtime.model
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
-    for bucket in inside.runtime.buckets:
+    for bucket in internals.runtime.buckets:
         for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
             yield "weight", slot.name, [slot.name, *names[id(param)]]
     for name in named_buffers(model):
         yield "buffer", name, [name]
-
-
-def _rows_of_entry(entry: TensorEntry, start: int, stop: int) -> TensorEntry:
-    nbytes = (entry.stop - entry.start) // entry.shape[0]
-    first, last = entry.start + start * nbytes, entry.start + stop * nbytes
-    return TensorEntry(entry.dtype, (stop - start, *entry.shape[1:]), first, last)
 
 
 def _stored(file: Path, entry: TensorEntry) -> StoredTensor:

@@ -1,4 +1,8 @@
-"""Giving what was read to the model, the optimizer and everything else."""
+"""Restore a loaded checkpoint into the model, the optimizer and all other objects.
+
+User's objects come first: if one of them raises, all get their old state back, and model and optimizer are unchanged.
+From the first change of a weight on, an error leaves an optimizer that refuses further steps.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,13 @@ from zero._checkpoint.request import Request, Wanted, keys_by_parameter, make_re
 from zero._checkpoint.snapshot import group_options, restore_random_state
 from zero._checkpoint.streamed_load import StreamedStates
 from zero._ranks.rank_errors import on_every_rank, raise_first
-from zero._runtime.delta_hpz_state import held_of, load_all_residuals, refresh_replicas, reset_residuals, residuals_of
+from zero._runtime.delta_hpz_state import (
+    load_all_residuals,
+    refresh_replicas,
+    replica_shards,
+    reset_residuals,
+    residuals_of,
+)
 from zero._runtime.initial_values import distinct
 from zero._runtime.optimizer_parts import OptimizerParts
 from zero._runtime.runtime import Runtime
@@ -29,31 +39,35 @@ from zero._sharding.bucket import Bucket
 from zero.errors import CheckpointError
 from zero.optimizer import ZeroOptimizer
 
+logger = logging.getLogger("zero")
 
-def make_whole_request(inside: OptimizerParts, index: Index, wanted: Wanted) -> Request:
-    """What this rank asks for, replicas and residuals among it: see :func:`zero._checkpoint.request.make_request`."""
-    request = make_request(inside, index, wanted)
+ANEW = "construct model and optimizer anew, and load another checkpoint"
+
+
+def make_complete_request(internals: OptimizerParts, index: Index, wanted: Wanted) -> Request:
+    """:func:`zero._checkpoint.request.make_request`, with replicas and residuals."""
+    request = make_request(internals, index, wanted)
     if wanted.optimizer_states and not wanted.module_only:
-        _ask_for_node_parts(request, inside)
+        _request_node_parts(request, internals)
     return request
 
 
-def _ask_for_node_parts(request: Request, inside: OptimizerParts) -> None:
-    """As far as they were saved and are of use here."""
-    runtime, tensors = inside.runtime, request.index.tensors
-    of_bucket = held_of(runtime)
-    for held, _ in held_pieces(inside):
+def _request_node_parts(request: Request, internals: OptimizerParts) -> None:
+    """Request replicas and residuals, if they were saved and this optimizer has them."""
+    runtime, tensors = internals.runtime, request.index.tensors
+    of_bucket = replica_shards(runtime)
+    for held, _ in held_pieces(internals):
         key = f"replica/{held.name}"
         if held.bucket in of_bucket and key in tensors:
             request.add(key, held.values.numel(), held.first, tensors[key].dtype)
     prefixes = tuple(f"rank/{rank}/residual/" for rank in _ranks(request, runtime))
     for key in tensors:
         if key.startswith(prefixes):
-            request.add_whole(key)
+            request.add_full(key)
 
 
 def _ranks(request: Request, runtime: Runtime) -> list[int]:
-    """Whose residuals are read here."""
+    """The saved ranks whose residuals this rank reads."""
     layout, content = residual_layout(runtime), request.index.content
     if layout is None or content.get("residual_layout") is None:
         return []
@@ -61,12 +75,12 @@ def _ranks(request: Request, runtime: Runtime) -> list[int]:
     return [runtime.topology.rank] if is_same else list(range(content["world_size"]))
 
 
-def restore_node_parts(inside: OptimizerParts, request: Request) -> None:
-    """Give replicas and residuals what was read; residuals that were not saved start anew. Collective."""
-    runtime = inside.runtime
+def restore_node_parts(internals: OptimizerParts, request: Request) -> None:
+    """Restore replicas and residuals; residuals that were not saved become zero. Collective."""
+    runtime = internals.runtime
     reset_residuals(runtime)
     if any(key.startswith("replica/") for key in request.index.tensors):
-        refresh_replicas(runtime, _shards(inside, request))
+        refresh_replicas(runtime, _shards(internals, request))
     ranks = _ranks(request, runtime)
     if ranks == [runtime.topology.rank]:
         for residual, state in zip(residuals_of(runtime), _states(request, ranks), strict=True):
@@ -75,9 +89,9 @@ def restore_node_parts(inside: OptimizerParts, request: Request) -> None:
         load_all_residuals(runtime, _states(request, ranks))
 
 
-def _shards(inside: OptimizerParts, request: Request) -> dict[Bucket, Tensor]:
-    shards = {bucket: bucket.shard.clone() for bucket in held_of(inside.runtime)}
-    for held, _ in held_pieces(inside):
+def _shards(internals: OptimizerParts, request: Request) -> dict[Bucket, Tensor]:
+    shards = {bucket: bucket.shard.clone() for bucket in replica_shards(internals.runtime)}
+    for held, _ in held_pieces(internals):
         key = f"replica/{held.name}"
         if request.has(key):
             shards[held.bucket][held.start : held.start + held.values.numel()] = request.values(key)
@@ -95,17 +109,17 @@ class _Receiver(NamedTuple):
     get: Callable[[], Any]
     set: Callable[[Any], Any]
     state: Any
-    """What it is to get."""
+    """The state to set."""
 
 
 class Receivers:
-    """Who takes a state of their own out of a checkpoint.
+    """The objects that load a state of their own from a checkpoint: modules with extra state, and ``stateful``.
 
     Args:
-        model: Its modules with ``set_extra_state``.
-        extra_state: By the module's name; of others nothing was saved.
-        stateful: By name, what has ``load_state_dict``.
-        states: Of each of these.
+        model: The model, for its modules with ``set_extra_state``.
+        extra_state: The saved extra states, by module name.
+        stateful: Objects with ``load_state_dict``, by name.
+        states: The state for each of these.
     """
 
     def __init__(
@@ -124,15 +138,15 @@ class Receivers:
         self._before: list[tuple[_Receiver, Any]] = []
 
     def give(self, ranks: Topology) -> None:
-        """Let each take its state; if one raises, on any rank, all get back what they had. Collective.
+        """Load every object's state; if one raises, on any rank, all objects get their old state back. Collective.
 
         Raises:
-            CheckpointError: Names the one, and those that could not be put back. The same on every rank.
+            CheckpointError: Names that object, and those whose old state could not be put back. The same on every rank.
 
-        Memory: a copy of what they had.
+        Memory: a copy of the old states.
         """
         try:
-            agreed(self._give, ranks, "a state was not taken")
+            agreed(self._give, ranks, "a state could not be loaded")
         except CheckpointError as error:
             self.put_back(ranks, error)
             raise
@@ -145,55 +159,52 @@ class Receivers:
             except Exception as error:
                 raise CheckpointError(
                     f"the {receiver.title} cannot be loaded: {receiver.set.__qualname__}() raised {error!r}; model and "
-                    "optimizer are as they were"
+                    "optimizer are unchanged"
                 ) from error
 
     def put_back(self, ranks: Topology, error: Exception) -> None:
-        """Give each what it had: what comes after has failed with ``error``. Collective."""
+        """Give each object its old state back, because loading has failed with ``error``. Collective."""
 
         def put() -> None:
             lost = []
             for receiver, before in reversed(self._before):
                 try:
-                    receiver.set(*before)  # no copy: a TypeError, as good as any
+                    receiver.set(*before)  # without a copy of the old state this is a TypeError, handled below
                 except Exception:
-                    logger.debug("%s could not be put back", receiver.title, exc_info=True)
+                    logger.debug("the old %s could not be put back", receiver.title, exc_info=True)
                     lost.append(receiver.title)
             if lost:
-                raise CheckpointError(f"{error}; but the {', the '.join(lost)} may be half loaded: make it anew")
+                raise CheckpointError(f"{error}; but the {', the '.join(lost)} may be half loaded: construct it anew")
 
         agreed(put, ranks, str(error))
 
 
 def _copied(receiver: _Receiver) -> tuple[Any, ...]:
-    """What it has now; nothing if it cannot say before its first use."""
+    """A copy of the current state; empty if the object has none before its first use."""
     try:
         return (copy.deepcopy(receiver.get()),)
     except Exception:
         return ()
 
 
-logger = logging.getLogger("zero")
-
-ANEW = "construct model and optimizer anew, and load another checkpoint"
-
-
 @torch.no_grad()
 def restore(
     optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, Any], wanted: Wanted, ranks: Topology
 ) -> dict[str, Any]:
-    """Change everything that was asked for, publish the parameters, and return the client state. Collective.
+    """Restore everything that was requested, write back the parameters, and return the client state. Collective.
 
     Raises:
-        CheckpointError: A document cannot be decoded, an object of ``stateful`` does not take its state, or states that
-            go to files cannot be read; on every rank, before anything is changed. Later: on every rank, and the
-            optimizer takes no step any more.
+        CheckpointError: A document cannot be decoded, an object of ``stateful`` raised, or states for files cannot be
+            read: on every rank, before anything is changed. After that: on every rank, and the optimizer refuses
+            further steps.
     """
-    inside = optimizer.inside
-    decoded = agreed(lambda: _decoded(inside, request, stateful, wanted), ranks, f"{request.index.folder} is damaged")
+    internals = optimizer.parts
+    decoded = agreed(
+        lambda: _decoded(internals, request, stateful, wanted), ranks, f"{request.index.folder} is damaged"
+    )
     takes_states = wanted.optimizer_states and not wanted.module_only
-    receivers = Receivers(inside.runtime.model, decoded["extra_state"], stateful, decoded["stateful"])
-    streamed = StreamedStates(inside, request.index, moments=takes_states)
+    receivers = Receivers(internals.runtime.model, decoded["extra_state"], stateful, decoded["stateful"])
+    streamed = StreamedStates(internals, request.index, moments=takes_states)
     receivers.give(ranks)
     try:
         streamed.write()
@@ -202,27 +213,29 @@ def restore(
         raise
     try:
         optimizer.zero_grad()
-        _restore_weights(inside, request, streamed)
+        _restore_weights(internals, request, streamed)
         if takes_states:
             _restore_inner(optimizer, decoded["inner"], request)
             streamed.stand_ins()
             take = partial(_restore_loss_scale, optimizer, decoded["loss_scale"])
             agreed(take, ranks, f"{request.index.folder} is damaged; {ANEW}")
-            _restore_published(inside, request)
-            restore_node_parts(inside, request)
-        _restore_random(inside, decoded["random"], request, ranks)
-    except Exception as error:  # neither what it was nor what it was to be
-        inside.fail(error)
+            _restore_stale_parameters(internals, request)
+            restore_node_parts(internals, request)
+        _restore_random(internals, decoded["random"], request, ranks)
+    except Exception as error:  # partly restored: training on would mix two states
+        internals.fail(error)
         raise
-    inside.runtime.since_ns = time.time_ns()
-    inside.runtime.reducer.facts.forget_step()
+    internals.runtime.since_ns = time.time_ns()
+    internals.runtime.reducer.facts.forget_step()
     client_state: dict[str, Any] = decoded["client_state"]
     return client_state
 
 
-def _decoded(inside: OptimizerParts, request: Request, stateful: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
-    """All that is no tensor of the model or its optimizer, as this rank is to have it."""
-    _check_expanded(inside, request)
+def _decoded(
+    internals: OptimizerParts, request: Request, stateful: Mapping[str, Any], wanted: Wanted
+) -> dict[str, Any]:
+    """Decode this rank's values that are not tensors of the model or its optimizer."""
+    _check_expanded(internals, request)
     if wanted.module_only:
         return {"client_state": {}, "extra_state": {}, "stateful": {}, "random": None}
     content = request.index.content
@@ -230,13 +243,13 @@ def _decoded(inside: OptimizerParts, request: Request, stateful: Mapping[str, An
     decoded["stateful"] = {name: request.decoded(content["stateful"][name]) for name in stateful}
     decoded["random"] = request.random_state()
     if wanted.optimizer_states:
-        decoded["inner"] = _inner_state(inside, request)
+        decoded["inner"] = _inner_state(internals, request)
     return decoded
 
 
-def _check_expanded(inside: OptimizerParts, request: Request) -> None:
-    """Elements of a buffer that are one in memory must be equal."""
-    for name, buffer, values in _buffers_to_read(inside, request):
+def _check_expanded(internals: OptimizerParts, request: Request) -> None:
+    """Raise unless elements of a buffer that share memory (``expand()``) have equal values in the checkpoint."""
+    for name, buffer, values in _buffers_to_read(internals, request):
         apart = distinct(values, buffer)
         if apart.shape != values.shape and not _are_same(apart.expand_as(values), values):
             raise CheckpointError(
@@ -246,49 +259,49 @@ def _check_expanded(inside: OptimizerParts, request: Request) -> None:
 
 
 def _are_same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit: a NaN equals itself, and dtypes without a comparison (float8) can be compared."""
+    """Compare bytes: a NaN equals itself, and float8 dtypes have no comparison of their own."""
     return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
 
 
-def _buffers_to_read(inside: OptimizerParts, request: Request) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name, buffer, and the values that it is to have, in its shape."""
-    runtime = inside.runtime
+def _buffers_to_read(internals: OptimizerParts, request: Request) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the name of each buffer that was read, the buffer, and its new values."""
+    runtime = internals.runtime
     for name, buffer in named_buffers(runtime.model).items():
         for key in (f"buffer/{name}", f"rank/{runtime.topology.rank}/buffer/{name}"):
             if request.has(key):
                 yield name, buffer, request.values(key).view(buffer.shape)
 
 
-def _restore_weights(inside: OptimizerParts, request: Request, streamed: StreamedStates) -> None:
-    runtime = inside.runtime
+def _restore_weights(internals: OptimizerParts, request: Request, streamed: StreamedStates) -> None:
+    runtime = internals.runtime
     if runtime.delayed is not None:
         runtime.delayed.drop()
     for held in held_weights(runtime, "changes"):
         key = f"weight/{held.name}"
         if request.has(key):
             held.values.copy_(request.values(key))
-    for _, buffer, values in _buffers_to_read(inside, request):
+    for _, buffer, values in _buffers_to_read(internals, request):
         distinct(buffer, buffer).copy_(distinct(values, buffer))
     streamed.commit()
-    runtime.publish(runtime.buckets)
+    runtime.write_back(runtime.buckets)
 
 
 def _restore_inner(optimizer: ZeroOptimizer, state: dict[str, Any], request: Request) -> None:
-    """Only the inner optimizer knows which states it needs: what it refuses is found when weights have changed."""
+    """Load the inner optimizer's state. Only it knows which states it needs, so it may raise after weights changed."""
     error = None
     try:
         optimizer.load_inner_state(state)
     except Exception as caught:
         error = CheckpointError(
-            f"{request.index.folder} is damaged: {type(optimizer.inside.inner).__name__} does not take its states "
+            f"{request.index.folder} is damaged: {type(optimizer.parts.inner).__name__} cannot load its states "
             f"({caught!r}); {ANEW}"
         )
     raise_first(error, CheckpointError, optimizer.topology)
 
 
-def _restore_published(inside: OptimizerParts, request: Request) -> None:
-    """Let parameters be behind their masters again."""
-    runtime, content = inside.runtime, request.index.content
+def _restore_stale_parameters(internals: OptimizerParts, request: Request) -> None:
+    """Restore parameters to which a delayed update was not written back when the checkpoint was saved."""
+    runtime, content = internals.runtime, request.index.content
     late = None if content.get("num_updates") is None else runtime.delayed
     if late is None:
         return
@@ -298,28 +311,28 @@ def _restore_published(inside: OptimizerParts, request: Request) -> None:
         return
 
     def read() -> dict[Bucket, Tensor]:
-        shards = {bucket: bucket.rest.read().clone() for bucket in late.buckets}
-        for held, _ in held_pieces(inside):
+        shards = {bucket: bucket.storage.read().clone() for bucket in late.buckets}
+        for held, _ in held_pieces(internals):
             if held.bucket in shards and request.has(f"published/{held.name}"):
                 part = slice(held.start, held.start + held.values.numel())
                 shards[held.bucket][part] = request.values(f"published/{held.name}")
         return shards
 
     shards = on_every_rank(read, runtime.topology)
-    runtime.publish(late.restore(shards), are_written=True)
+    runtime.write_back(late.restore(shards), are_written=True)
 
 
-def _inner_state(inside: OptimizerParts, request: Request) -> dict[str, Any]:
-    """The state dict of the inner optimizer on this rank."""
-    groups = inside.inner.param_groups
+def _inner_state(internals: OptimizerParts, request: Request) -> dict[str, Any]:
+    """The state dict for the inner optimizer of this rank."""
+    groups = internals.inner.param_groups
     numbers = {id(param): i for i, param in enumerate(p for group in groups for p in group["params"])}
     saved = request.index.content["optimizer"]["groups"]
     packed = [
-        {**options, **request.decoded(there["options"]), "params": [numbers[id(p)] for p in group["params"]]}
-        for group, options, there in zip(groups, group_options(inside), saved, strict=True)
+        {**options, **request.decoded(entry["options"]), "params": [numbers[id(p)] for p in group["params"]]}
+        for group, options, entry in zip(groups, group_options(internals), saved, strict=True)
     ]
     keys_of, state = keys_by_parameter(request.parts), {}
-    for held, piece in held_pieces(inside):
+    for held, piece in held_pieces(internals):
         of_piece: dict[str, Any] = {}
         for key in keys_of.get(held.name, []):
             kind, name, _ = key.split("/", 2)
@@ -339,14 +352,14 @@ def _state_value(kind: str, values: Tensor, master: Tensor) -> Any:
     return padded.to(master.device)
 
 
-def _restore_random(inside: OptimizerParts, state: dict[str, Any] | None, request: Request, ranks: Topology) -> None:
-    """None: this rank keeps its generators."""
+def _restore_random(internals: OptimizerParts, state: dict[str, Any] | None, request: Request, ranks: Topology) -> None:
+    """Restore the random generators; with None this rank keeps its own."""
 
     def take() -> None:
         if state is not None:
-            restore_random_state(state, inside.runtime.buckets[0].device)
+            restore_random_state(state, internals.runtime.buckets[0].device)
 
-    agreed(take, ranks, f"{request.index.folder} holds other random generators than there are here; {ANEW}")
+    agreed(take, ranks, f"the random generators of {request.index.folder} cannot be restored here; {ANEW}")
 
 
 def _restore_loss_scale(optimizer: ZeroOptimizer, saved: dict[str, Any] | None) -> None:
@@ -354,7 +367,7 @@ def _restore_loss_scale(optimizer: ZeroOptimizer, saved: dict[str, Any] | None) 
     if here is None or saved is None:
         return
     if saved.keys() != here.state_dict().keys():
-        if optimizer.inside.runtime.speaks:
-            logger.warning("the saved loss scale is of another kind: this one starts anew at %g", here.scale)
+        if optimizer.parts.runtime.is_log_rank:
+            logger.warning("the saved loss scale is of another kind: the loss scale starts at %g", here.scale)
         return
     here.load_state_dict(saved)

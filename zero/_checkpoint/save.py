@@ -1,13 +1,13 @@
-"""Saving: a snapshot on the main thread, the rest in the background thread of the topology.
+"""Save a checkpoint: a snapshot on the main thread, the writing in a background thread of the topology.
 
-main thread   refuse or agree -> snapshot (-> copy it, if asynchronous)
-background    plan over all ranks -> every rank writes and syncs its shard -> metadata.json -> latest
+    main thread   check that all ranks can save -> snapshot (-> copy it, if async_op)
+    background    plan over all ranks -> every rank writes and fsyncs its shard -> metadata.json -> latest
 
-What a checkpoint refers to is in it: looked up when it is saved, before it counts, in what was written.
+Before metadata.json is committed, :func:`check_loadable` reads it back and looks up everything that it refers to:
 
-parameters, buffers     weight/NAME, buffer/NAME with the elements of their shapes
-documents               {"$": "tensor", "key": KEY, "shape": [...]}, wherever that stands in them
-ranks                   rank/R/json, a document, and what that refers to
+    parameters, buffers     weight/NAME, buffer/NAME with the number of elements of their shapes
+    documents               {"$": "tensor", "key": KEY, "shape": [...]}, anywhere in them
+    ranks                   rank/R/json, a document, and what that refers to
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ from zero._ranks.rank_errors import raise_first, share_text
 from zero.errors import CheckpointError
 from zero.optimizer import ZeroOptimizer
 
+logger = logging.getLogger("zero")
+
 
 def check_loadable(index: Index) -> None:
-    """Raise CheckpointError, with the key, if anything that ``index`` refers to is not there.
+    """Raise CheckpointError, with the key, if a tensor that ``index`` refers to is missing.
 
     Cost: two small reads of every rank's file; tensors are not read.
     """
@@ -60,7 +62,7 @@ def _check(index: Index) -> None:
     for key, numel in expected.items():
         stored = index.tensors.get(key)
         if (0 if stored is None else stored.numel) != numel or (stored is None and not _may_lack(key)):
-            found = "is not there" if stored is None else f"has {stored.numel} elements"
+            found = "is missing" if stored is None else f"has {stored.numel} elements"
             raise _not_loadable(index, f"tensor {key!r}, of {numel} elements, {found}")
 
 
@@ -69,20 +71,20 @@ def _not_loadable(index: Index, why: str) -> CheckpointError:
 
 
 def _may_lack(key: str) -> bool:
-    """Parameters without elements have no parts, on any rank."""
+    """Whether ``key`` may be missing if it has no elements: no rank has a part of an empty parameter."""
     return key.startswith("weight/")
 
 
 def _named(content: Any) -> Iterator[tuple[str, int]]:
-    for name, there in content["parameters"].items():
-        if there["is_trainable"] or not content["excludes_frozen"]:
-            yield f"weight/{name}", prod(there["shape"])
-    for name, there in content["buffers"].items():
-        yield f"buffer/{name}", prod(there["shape"])
+    for name, entry in content["parameters"].items():
+        if entry["is_trainable"] or not content["excludes_frozen"]:
+            yield f"weight/{name}", prod(entry["shape"])
+    for name, entry in content["buffers"].items():
+        yield f"buffer/{name}", prod(entry["shape"])
 
 
 def _references(document: Any) -> Iterator[tuple[str, int]]:
-    """The keys of the tensors that stand for values in ``document``, and how many elements those have."""
+    """Yield the keys of the tensors that ``document`` refers to, and their numbers of elements."""
     if isinstance(document, dict):
         if KIND in document and "key" in document:
             yield document["key"], prod(document["shape"])
@@ -98,11 +100,8 @@ def _text_of(index: Index, key: str) -> bytes:
     return b"".join(bytes(read_chunk(index.folder, key, c, stored.dtype).tolist()) for c in stored.chunks)
 
 
-logger = logging.getLogger("zero")
-
-
 class Saving:
-    """A save under way; true in a condition, as what DeepSpeed returns."""
+    """A save in flight. It is true in a condition, like the result of DeepSpeed's save_checkpoint."""
 
     def __init__(self, path: Path, future: Future[None]) -> None:
         self.path = path
@@ -110,24 +109,24 @@ class Saving:
         self._future, self._is_seen = future, False
 
     def wait(self) -> Path:
-        """Return the folder once the checkpoint is complete and durable on every rank.
+        """Wait until the checkpoint is complete and durable on every rank, and return its folder.
 
         Raises:
-            CheckpointError: It could not be written; the same on every rank. The checkpoints before are untouched.
+            CheckpointError: It could not be written; the same on every rank. Earlier checkpoints are unchanged.
         """
         self._is_seen = True
         self._future.result()
         return self.path
 
     def end(self) -> None:
-        """Wait, and raise what :meth:`wait` raises unless that has been called."""
+        """Wait; raise the error of the save unless :meth:`wait` has been called, and so has raised it."""
         if not self._is_seen:
             self.wait()
         self._future.exception()
 
     @property
     def is_done(self) -> bool:
-        """Whether :meth:`wait` would return, or raise, at once."""
+        """Whether :meth:`wait` would return, or raise, without waiting."""
         return self._future.done()
 
     def __bool__(self) -> bool:
@@ -146,30 +145,32 @@ def save_checkpoint(
     exclude_frozen_parameters: bool = False,
     async_op: bool = False,
 ) -> Saving:
-    """Save model, optimizer and everything else that training goes on from; collective, also over model-parallel ranks.
+    """Save the model, the optimizer and all other training state. Collective, also over model-parallel ranks.
 
     Args:
-        optimizer: Its model is saved with it.
+        optimizer: The optimizer; its model is saved with it.
         save_dir: A folder that all ranks share. The checkpoint is ``save_dir/tag``.
-        tag: Names the checkpoint. One of that name is replaced once the new one is complete.
+        tag: The name of the checkpoint. An existing one is replaced once the new one is complete.
         stateful: Objects with ``state_dict()`` and ``load_state_dict()``: schedulers, a GradScaler, samplers.
-        client_state: Plain values and tensors to be given back by :func:`load_checkpoint`: the first rank's.
-        save_latest: Let ``save_dir/latest`` name this checkpoint, once it is complete.
-        exclude_frozen_parameters: Leave frozen parameters out; loading then keeps those of the model.
+        client_state: Plain values and tensors that :func:`load_checkpoint` returns; the first rank's are stored.
+        save_latest: Let ``save_dir/latest`` name this checkpoint once it is complete.
+        exclude_frozen_parameters: Leave out frozen parameters; loading then keeps those of the model.
         async_op: Return once everything is copied to host memory; a thread writes. The next save waits for it.
-            Without effect for states on NVMe, of which host memory may not hold a copy.
+            No effect for states on NVMe: host memory may be too small for a copy.
 
     Raises:
-        CheckpointError: Gradients of an unfinished step are held; something cannot be stored, named by its path;
-            another asynchronous save has failed; the disk is full; or there are ranks of another model. The same on
-            every rank.
-        DivergedError: On every rank: one took another step than the others, or has other settings, so that they hold
-            no one model.
+        CheckpointError: Gradients of an unfinished step are pending; a value cannot be stored (the message gives its
+            path); an earlier asynchronous save has failed; the disk is full; or the job has ranks that this optimizer
+            does not know. The same on every rank.
+        DivergedError: Ranks are at different steps or have different settings, so they do not hold one model. On every
+            rank.
 
-    Stored: masters, optimizer states, parameter groups, buffers, loss scale, and the random generators of every rank
-    (python, numpy, torch, GPU). Cost for each rank: its shard in bytes written; with ``async_op`` also in host memory.
+    Stored are masters, optimizer states, parameter groups, buffers, the loss scale, and the random generators of every
+    rank (python, numpy, torch, GPU).
+
+    Cost for each rank: its shard is written to the disk; with ``async_op`` it is also copied to host memory.
     """
-    ranks = saving_ranks(optimizer.topology, optimizer.inside.model_parallel)
+    ranks = saving_ranks(optimizer.topology, optimizer.parts.model_parallel)
     path = agreed(lambda: _checked_path(optimizer, save_dir, tag, ranks), ranks, "no checkpoint can be saved")
     _check_same_step(optimizer, ranks)
     folder, background = Path(share_text(str(path), 0, ranks)), ranks.background
@@ -180,12 +181,14 @@ def save_checkpoint(
         client_state=client_state or {},
         exclude_frozen_parameters=exclude_frozen_parameters,
     )
-    snapshot = join_parts(snapshot, optimizer.topology, optimizer.inside.model_parallel)
-    async_op = async_op and not snapshot.is_in_files  # not of every rank, perhaps
+    snapshot = join_parts(snapshot, optimizer.topology, optimizer.parts.model_parallel)
+    async_op = async_op and not snapshot.is_in_files  # may differ between ranks: the exchanges are the same
     take = snapshot.copied if async_op else lambda: snapshot
     snapshot = agreed(take, ranks, "host memory holds no copy of the states: save without async_op")
-    since_ns = optimizer.inside.runtime.since_ns
+    since_ns = optimizer.parts.runtime.since_ns
     writer = FolderWriter(folder, snapshot.content, moves_latest=save_latest, since_ns=since_ns, check=check_loadable)
+    # The background thread has a process group of its own (background.group): on the ranks' usual group its exchanges
+    # could be matched with those of training, which goes on meanwhile.
     saving = Saving(folder, background.submit(partial(_write, snapshot, writer, background)))
     if not async_op:
         saving.wait()
@@ -195,17 +198,17 @@ def save_checkpoint(
 
 
 def _checked_path(optimizer: ZeroOptimizer, save_dir: str | Path, tag: str, ranks: Topology) -> Path:
-    """Where the checkpoint goes, if one can be saved now. What is seen here may differ between ranks."""
+    """Return the folder of the checkpoint, or raise if none can be saved now. On this rank alone."""
     wait_for_saves(ranks)
     _check_between_steps(optimizer)
     return Path(save_dir).absolute() / check_tag(str(tag))
 
 
 def _check_same_step(optimizer: ZeroOptimizer, ranks: Topology) -> None:
-    """Raise DivergedError on all ``ranks`` where those of one part of the model took different steps."""
+    """Raise DivergedError on all ``ranks`` if the ranks of one part of the model are at different steps."""
     error = None
     try:
-        optimizer.inside.runtime.reducer.facts.check(optimizer.topology)
+        optimizer.parts.runtime.reducer.facts.check(optimizer.topology)
     except DivergedError as caught:
         error = caught
     if ranks is not optimizer.topology:
@@ -215,7 +218,7 @@ def _check_same_step(optimizer: ZeroOptimizer, ranks: Topology) -> None:
 
 
 def wait_for_saves(topology: Topology) -> None:
-    """Let an asynchronous save before this one finish; raise its error if nobody has seen it on this rank."""
+    """Wait for an earlier asynchronous save; raise its error unless ``wait()`` has raised it on this rank already."""
     background = topology.background
     last, background.last = background.last, None
     if last is not None:
@@ -223,10 +226,10 @@ def wait_for_saves(topology: Topology) -> None:
 
 
 def _check_between_steps(optimizer: ZeroOptimizer) -> None:
-    if optimizer.inside.runtime.is_within_step:
+    if optimizer.parts.runtime.is_within_step:
         raise CheckpointError(
-            "a checkpoint is taken between steps: gradients of an unfinished step are held. Save after step(), at the "
-            "accumulation boundary (engine.is_gradient_accumulation_boundary()), or call zero_grad() before"
+            "a checkpoint must be saved between steps: gradients of an unfinished step are pending. Save after step(), "
+            "at the accumulation boundary (engine.is_gradient_accumulation_boundary()), or call zero_grad() before"
         )
 
 

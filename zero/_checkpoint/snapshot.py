@@ -1,4 +1,8 @@
-"""Everything a checkpoint holds, taken on the main thread: parts of tensors, and a JSON document."""
+"""The snapshot of a training state that a checkpoint stores: parts of tensors, and a JSON document.
+
+It is taken on the main thread, between steps. The background thread that writes it must not look at the model, which
+training may be changing by then.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,6 @@ import torch
 from torch import nn
 
 from zcomm import Topology
-from zero._access.auto_tiling import rows_by_key
 from zero._checkpoint.agreed_steps import agreed
 from zero._checkpoint.dcp import FlatPart
 from zero._checkpoint.flat_parts import (
@@ -22,8 +25,8 @@ from zero._checkpoint.flat_parts import (
     held_weights,
     named_buffers,
     node_parts,
-    published_parts,
     residual_layout,
+    stale_parameter_parts,
     state_parts,
 )
 from zero._checkpoint.json_tree import Tree
@@ -35,7 +38,7 @@ from zero.optimizer import ZeroOptimizer
 
 
 def capture_random_state(device: torch.device) -> dict[str, Any]:
-    """The states, as plain values and tensors."""
+    """Return the state of all random generators, as plain values and tensors."""
     version, numbers, gauss = random.getstate()
     name, keys, *rest = np.random.get_state()
     state = {
@@ -49,7 +52,7 @@ def capture_random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore what :func:`capture_random_state` gave."""
+    """Restore what :func:`capture_random_state` returned."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
     np.random.set_state(tuple(state["numpy"]))
@@ -68,11 +71,11 @@ class Snapshot:
 
     @property
     def is_in_files(self) -> bool:
-        """Whether some of it is read from files when it is saved, so that the training must wait."""
+        """Whether parts are read from files while the snapshot is saved, so that training must wait for the save."""
         return any(part.read is not None for part in self.parts)
 
     def copied(self) -> Snapshot:
-        """The same in host memory of its own, which the training does not change."""
+        """Return a copy in host memory of its own, which training does not change."""
         parts = [replace(part, values=part.values.to("cpu", copy=True)) for part in self.parts]
         return Snapshot(parts, self.content)
 
@@ -85,62 +88,60 @@ def take_snapshot(
     client_state: Mapping[str, Any],
     exclude_frozen_parameters: bool,
 ) -> Snapshot:
-    """The parts of this rank, as views of live tensors. Collective over ``ranks``, who save together.
+    """Return this rank's parts, as views of live tensors, and the document. Collective over ``ranks``.
 
     Raises:
-        CheckpointError: Something that cannot be stored, or an object that does not give its state; the same on every
-            rank.
+        CheckpointError: A value cannot be stored, or an object raised in ``state_dict()``; the same on every rank.
     """
-    inside = optimizer.inside
-    inside.runtime.finish_update()
+    internals = optimizer.parts
+    internals.runtime.finish_update()
     parts = []
-    for held in held_weights(inside.runtime, "values"):
+    for held in held_weights(internals.runtime, "values"):
         if held.bucket.is_trainable or not exclude_frozen_parameters:
-            parts.append(held.part(f"weight/{held.name}", held.values, inside.runtime.state_files))
-    parts += published_parts(inside)
+            parts.append(held.part(f"weight/{held.name}", held.values, internals.runtime.state_files))
+    parts += stale_parameter_parts(internals)
 
-    def take_rest() -> tuple[dict[str, Any], list[float]]:
-        digests = digests_of_buffers(inside.runtime)
-        parts.extend(state_parts(inside) + node_parts(inside))
-        content, more = _content(optimizer, inside, dict(stateful), dict(client_state))
-        parts.extend(more + _of_this_rank(inside.runtime))
+    def take_others() -> tuple[dict[str, Any], list[float]]:
+        digests = digests_of_buffers(internals.runtime)
+        parts.extend(state_parts(internals) + node_parts(internals))
+        content, more = _content(optimizer, internals, dict(stateful), dict(client_state))
+        parts.extend(more + _of_this_rank(internals.runtime))
         content["excludes_frozen"] = exclude_frozen_parameters
         return content, digests
 
-    content, digests = agreed(take_rest, ranks, "the state of the training cannot be taken")
-    parts += buffer_parts(inside.runtime, digests)
+    content, digests = agreed(take_others, ranks, "the state of the training cannot be taken")
+    parts += buffer_parts(internals.runtime, digests)
     return Snapshot(parts, content)
 
 
 def _content(
-    optimizer: ZeroOptimizer, inside: OptimizerParts, stateful: dict[str, Any], client_state: dict[str, Any]
+    optimizer: ZeroOptimizer, internals: OptimizerParts, stateful: dict[str, Any], client_state: dict[str, Any]
 ) -> tuple[dict[str, Any], list[FlatPart]]:
-    """The document, and the tensors it refers to: the first rank's."""
-    runtime, tree = inside.runtime, Tree("tree")
+    """Return the document, and on the first rank the tensors that it refers to."""
+    runtime, tree = internals.runtime, Tree("tree")
     loss_scale = optimizer.loss_scale
     content = {
         "torch": torch.__version__,
         "world_size": runtime.topology.world_size,
         "stage": runtime.stage.number,
         "parameters": _parameters(runtime),
-        "tiles": {key: [part.key for part in rows] for key, rows in rows_by_key(runtime.model).items()},
         "buffers": {
             name: {"dtype": CODES[buffer.dtype], "shape": list(buffer.shape)}
             for name, buffer in named_buffers(runtime.model).items()
         },
         "optimizer": {
-            "class": type(inside.inner).__name__,
+            "class": type(internals.inner).__name__,
             "groups": [
                 {"parameters": names, "options": tree.encode(options, f"param_groups[{index}]")}
                 for index, (names, options) in enumerate(
-                    zip(names_of_groups(inside), group_options(inside), strict=True)
+                    zip(names_of_groups(internals), group_options(internals), strict=True)
                 )
             ],
         },
         "loss_scale": None if loss_scale is None else tree.encode(loss_scale.state_dict(), "loss_scale"),
         "residual_layout": residual_layout(runtime),
         "num_updates": None if runtime.delayed is None else runtime.delayed.num_updates,
-        "is_behind": runtime.is_behind,
+        "is_behind": runtime.has_pending_update,
         "extra_state": {
             name: tree.encode(_given(module.get_extra_state, f"extra state of {name!r}"), f"extra state of {name!r}")
             for name, module in runtime.model.named_modules()
@@ -149,12 +150,12 @@ def _content(
         "stateful": {_named(name): tree.encode(_given(s.state_dict, name), name) for name, s in stateful.items()},
         "client_state": tree.encode(client_state, "client_state"),
     }
-    parts = [FlatPart.whole(key, tensor) for key, tensor in tree.tensors.items()]
+    parts = [FlatPart.of(key, tensor) for key, tensor in tree.tensors.items()]
     return content, parts if runtime.topology.rank == 0 else []
 
 
 def _given(call: Callable[[], Any], title: str) -> Any:
-    """What a user's object gives as its state."""
+    """Return the state of a user's object, or raise an error with its ``title``."""
     try:
         return call()
     except Exception as error:
@@ -162,14 +163,14 @@ def _given(call: Callable[[], Any], title: str) -> Any:
 
 
 def _named(name: Any) -> str:
-    """JSON would make a text of it, under which nobody looks for it."""
+    """Return ``name`` if it is a str: JSON would turn other keys into text, and loading would not find them."""
     if type(name) is not str:
-        raise CheckpointError(f"stateful= must have texts as names: got {name!r}")
+        raise CheckpointError(f"the names in stateful= must be str: got {name!r}")
     return name
 
 
 def _parameters(runtime: Runtime) -> dict[str, Any]:
-    """Shape, dtype and other names of every parameter, in the model's order."""
+    """Describe every parameter, in the model's order: shape, dtype, whether it is trained, its other names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in runtime.model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
@@ -190,28 +191,28 @@ def _parameters(runtime: Runtime) -> dict[str, Any]:
     return described
 
 
-def names_of_groups(inside: OptimizerParts) -> list[list[str]]:
-    """The trainable parameters of every parameter group."""
-    names: list[list[str]] = [[] for _ in inside.inner.param_groups]
-    for bucket in inside.runtime.buckets:
+def names_of_groups(internals: OptimizerParts) -> list[list[str]]:
+    """The names of the trainable parameters of every parameter group."""
+    names: list[list[str]] = [[] for _ in internals.inner.param_groups]
+    for bucket in internals.runtime.buckets:
         if bucket.is_trainable:
             for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
-                names[inside.group_of[param]].append(slot.name)
+                names[internals.group_of[param]].append(slot.name)
     return names
 
 
-def group_options(inside: OptimizerParts) -> list[dict[str, Any]]:
-    """The settings of every parameter group: learning rates and the like."""
-    return [{key: value for key, value in g.items() if key != "params"} for g in inside.inner.param_groups]
+def group_options(internals: OptimizerParts) -> list[dict[str, Any]]:
+    """The options of every parameter group, such as learning rates."""
+    return [{key: value for key, value in g.items() if key != "params"} for g in internals.inner.param_groups]
 
 
 def _of_this_rank(runtime: Runtime) -> list[FlatPart]:
-    """What is different on every rank: the random generators. JSON, too, is stored as a tensor, of bytes."""
+    """The parts that differ on every rank: random generators. Their JSON document is stored as a tensor of bytes."""
     rank = runtime.topology.rank
     tree = Tree(f"rank/{rank}/tree")
     document = tree.encode({"random": capture_random_state(runtime.buckets[0].device)}, "random state")
     text = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
     return [
-        FlatPart.whole(f"rank/{rank}/json", text),
-        *(FlatPart.whole(key, value) for key, value in tree.tensors.items()),
+        FlatPart.of(f"rank/{rank}/json", text),
+        *(FlatPart.of(key, value) for key, value in tree.tensors.items()),
     ]

@@ -1,6 +1,8 @@
-"""Loading masters and moments that rest in files: a sub-group at a time, so that a shard may be larger than memory.
+"""Load masters and moments into files (NVMe offload), a sub-group at a time: a shard may be larger than host memory.
 
-checkpoint --chunks--> master and moments of a sub-group --> the extent that does not count yet --commit--> counts
+    checkpoint --chunks--> master and moments of a sub-group --> the unused extent of its file --commit--> current
+
+With ``keep_previous_states`` each sub-group has two extents in its file; an error before the commit leaves the old one.
 """
 
 from __future__ import annotations
@@ -14,71 +16,73 @@ from zero._checkpoint.dcp import read_chunk
 from zero._checkpoint.flat_parts import Held, held_pieces
 from zero._checkpoint.index import Index, StoredChunk
 from zero._optim.masters import MasterPiece
-from zero._optim.state_files import InMemory, StateFiles, SubGroup
+from zero._optim.state_files import LoadedSubGroup, StateFiles, SubGroup
 from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.optimizer_parts import OptimizerParts
-from zero._storage.poison import at_rest
+from zero._storage.poison import placeholder
 
 
 class StreamedStates:
-    """What of a checkpoint goes to the files of states; nothing where there are none.
+    """The masters and moments of a checkpoint that go to files; without such files every method does nothing.
 
     Args:
-        inside: Of the optimizer.
+        internals: The parts of the optimizer.
         index: The checkpoint, which fits the model.
-        moments: Take moments over, too; else those of the files stay.
+        moments: Load moments, too; False: those in the files stay.
 
     Cost: one sub-group of memory, and for the master and each moment one chunk of the checkpoint, 64 MiB at most.
     """
 
-    def __init__(self, inside: OptimizerParts, index: Index, *, moments: bool) -> None:
-        self._inside, self._index, self._has_moments = inside, index, moments
-        self._files = inside.runtime.state_files
+    def __init__(self, internals: OptimizerParts, index: Index, *, moments: bool) -> None:
+        self._internals, self._index, self._has_moments = internals, index, moments
+        self._files = internals.runtime.state_files
         self._chunks: dict[str, tuple[str, StoredChunk, Tensor]] = {}
-        """By kind, the last that was read."""
+        """The chunk that was read last, for the master and each moment: the next sub-group often begins in it."""
 
     def write(self) -> None:
-        """Write everything; with ``keep_previous_states`` nothing is changed before :meth:`commit`. Collective.
+        """Write everything; with ``keep_previous_states`` nothing changes before :meth:`commit`. Collective.
 
         Raises:
-            CheckpointError: The checkpoint cannot be read. On every rank, as the others.
-            OSError: The files cannot be written.
+            CheckpointError: The checkpoint cannot be read. On every rank.
+            OSError: The files cannot be written. On every rank.
         """
-        files, runtime = self._files, self._inside.runtime
+        files, runtime = self._files, self._internals.runtime
         if files is None:
             return
-        if runtime.delayed is not None:  # it writes to the same places
+        # A delayed update in flight writes to the same extents: its late write would replace what is loaded here. Its
+        # error does not matter, as its result is discarded.
+        if runtime.delayed is not None:
             with suppress(Exception):
                 runtime.delayed.finish()
         try:
             on_every_rank(lambda: self._write_all(files), runtime.topology)
         except Exception as error:
-            if files.num_generations == 1:
-                self._inside.fail(error)
+            if files.num_generations == 1:  # the old values are overwritten, partly
+                self._internals.fail(error)
             raise
         finally:
             self._chunks.clear()
 
     def _write_all(self, files: StateFiles) -> None:
-        pieces = list(held_pieces(self._inside))
+        pieces = list(held_pieces(self._internals))
         for group in files.groups:
             own = [(held, piece) for held, piece in pieces if piece.bucket is group.bucket]
-            is_whole = self._has_moments and all(f"weight/{held.name}" in self._index.tensors for held, _ in own)
-            unit = InMemory(files, group, reads=not is_whole)
+            is_complete = self._has_moments and all(f"weight/{held.name}" in self._index.tensors for held, _ in own)
+            unit = LoadedSubGroup(files, group, reads=not is_complete)
             try:
                 unit.wait()
-                if is_whole:
+                if is_complete:
                     for buffer in (unit.master, *(unit.moments.values() if files.moments else ())):
                         buffer.zero_()
                 for held, piece in own:
                     self._fill(files, group, unit, held, piece)
-                unit.begin_write()
+                unit.start_write()
             finally:
-                unit.wait()
+                unit.wait()  # the write uses the unit's buffers until it is complete
                 unit.free()
 
-    def _fill(self, files: StateFiles, group: SubGroup, unit: InMemory, held: Held, piece: MasterPiece) -> None:
-        """The part of ``piece`` that is in ``group``."""
+    def _fill(self, files: StateFiles, group: SubGroup, unit: LoadedSubGroup, held: Held, piece: MasterPiece) -> None:
+        """Read the elements of ``piece`` that are in ``group``."""
         start, stop = max(piece.start, group.start), min(piece.start + piece.master.numel(), group.stop)
         if start >= stop:
             return
@@ -92,7 +96,7 @@ class StreamedStates:
                 unit.moments[name][start - base : stop - base].copy_(values)
 
     def _read(self, kind: str, key: str, first: int, numel: int) -> Tensor | None:
-        """Elements ``[first, first + numel)`` of a tensor; None: it was not saved."""
+        """Return elements ``[first, first + numel)`` of a tensor, or None if it was not saved."""
         stored = self._index.tensors.get(key)
         if stored is None:
             return None
@@ -107,23 +111,23 @@ class StreamedStates:
     def _chunk(self, kind: str, key: str, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
         known = self._chunks.pop(kind, None)
         if known is None or known[:2] != (key, chunk):
-            known = None  # its memory goes before the next is read
+            known = None  # frees its memory before the next chunk is read
             known = (key, chunk, read_chunk(self._index.folder, key, chunk, dtype))
         self._chunks[kind] = known
         return known[2]
 
     def commit(self) -> None:
-        """What was written counts, on this rank."""
+        """Make what was written the current state, on this rank."""
         if self._files is not None:
             self._files.commit(self._files.groups)
 
     def stand_ins(self) -> None:
-        """Give the inner optimizer, which has its new numbers, what stands for the moments in the files."""
+        """Put placeholders for the moments in files into the inner optimizer's state."""
         files = self._files
         if files is None or not self._has_moments:
             return
-        for held, piece in held_pieces(self._inside):
-            if self._inside.runtime.is_in_files(piece.bucket):
+        for held, piece in held_pieces(self._internals):
+            if self._internals.runtime.is_in_files(piece.bucket):
                 for name, dtype in files.moments.items():
                     if f"state/{name}/{held.name}" in self._index.tensors:
-                        self._inside.inner.state[piece.master][name] = at_rest(piece.master.numel(), dtype)
+                        self._internals.inner.state[piece.master][name] = placeholder(piece.master.numel(), dtype)

@@ -1,4 +1,4 @@
-"""The batch-size identity: samples a step = samples a rank and backward x backwards a step x ranks."""
+"""Solves the batch sizes: train_batch_size = micro-batch size x gradient accumulation steps x world size."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from zero._config.sections import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
-    """The three numbers, solved for a world size."""
+    """The three batch sizes of DeepSpeed, solved for a world size."""
 
     train: int | None
-    """None: whatever the caller feeds."""
+    """None: not given, and the caller decides."""
     micro: int | None
-    """None: whatever the caller feeds."""
+    """None: not given, and the caller decides."""
     accumulation: int
     note: str = ""
-    """What was assumed; said once."""
+    """What was assumed; logged once."""
 
 
 def solve_batch_sizes(config: Config, world_size: int) -> BatchSizes:
-    """Fill in what is not given.
+    """Fill in the batch sizes that are not given.
 
     Raises:
-        ConfigError: The three numbers contradict each other, or do not divide.
+        ConfigError: The batch sizes contradict each other, or are not divisible.
     """
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps
     if train is None and micro is None:
-        note = "no batch size is given: a batch is what the caller feeds"
+        note = "no batch size is given: the caller decides"
         if accumulation is None:
-            note += ", gradient_accumulation_steps is 1"
+            note += ", gradient_accumulation_steps=1"
         return BatchSizes(train=None, micro=None, accumulation=accumulation or 1, note=note)
     if train is None:
-        assert micro is not None, "one of both is given"
+        assert micro is not None, "train_batch_size or train_micro_batch_size_per_gpu is given"
         steps = accumulation or 1
         return BatchSizes(train=micro * steps * world_size, micro=micro, accumulation=steps)
     if accumulation is None and micro is not None:

@@ -1,4 +1,4 @@
-"""The effective settings as a text: every value, where it came from, and what of it is inactive and why."""
+"""``zero config explain``: every setting with its value, its origin, and the reason if it is inactive."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from zero._config.value_types import shown
 
 
 def explain(configuration: Configuration, *, world_size: int | None = None, shows_all: bool = False) -> str:
-    """The effective settings of ``configuration``.
+    """The text that ``zero config explain`` prints.
 
     Args:
-        configuration: A configuration that was read.
-        world_size: Ranks to solve the batch sizes for; None leaves them as they are given.
-        shows_all: Also the keys that nobody gave and that have no effect.
+        configuration: As read and checked.
+        world_size: The number of ranks to solve the batch sizes for; None: leave them as given.
+        shows_all: Include keys that are not given and have no effect.
 
     Raises:
         ConfigError: The batch sizes contradict each other for ``world_size``.
     """
     settings = list(settings_of(configuration))
-    listed = [s for s in settings if shows_all or s.is_given or not (s.inactive or _says_nothing(s))]
+    listed = [s for s in settings if shows_all or s.is_given or not (s.inactive or _is_unset(s))]
     width = max(len(s.definition.path) for s in listed)
     lines = [f"{configuration.source}: {sum(s.is_given for s in settings)} keys given, {len(settings)} known", ""]
     lines += [_line(s, width) for s in listed]
     hidden = len(settings) - len(listed)
     if hidden:
-        lines += ["", f"{hidden} keys at their defaults have no effect here: --all shows them"]
+        lines += ["", f"{hidden} keys at their defaults have no effect here; --all shows them"]
     lines += ["", _batch_line(configuration, world_size)]
     lines += [f"warning: {note}" for note in configuration.notes]
     refused = [s for s in settings if s.unavailable]
@@ -34,8 +34,8 @@ def explain(configuration: Configuration, *, world_size: int | None = None, show
     return "\n".join(lines) + "\n"
 
 
-def _says_nothing(setting: Setting) -> bool:
-    """A key that is not given and whose default asks for nothing: of sections that are not used."""
+def _is_unset(setting: Setting) -> bool:
+    """Whether the key is not given and its default requests nothing."""
     return not setting.is_given and (bool(setting.definition.key.unavailable) or setting.value in (None, {}, ()))
 
 
@@ -63,6 +63,6 @@ def _batch_line(configuration: Configuration, world_size: int | None) -> str:
     if sizes.train is None:
         return f"batch: {sizes.note}"
     return (
-        f"batch on {world_size} ranks: {sizes.train} samples a step = {sizes.micro} a rank and backward x "
-        f"{sizes.accumulation} backwards x {world_size} ranks"
+        f"batch on {world_size} ranks: {sizes.train} samples per step = {sizes.micro} per rank and backward "
+        f"x {sizes.accumulation} backwards x {world_size} ranks"
     )

@@ -1,4 +1,4 @@
-"""The JSON schema that editors check a configuration with, from the same definition as the parser."""
+"""Derives the JSON schema for editors and the table of docs/configuration.md from the definition of the keys."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 
 def json_schema() -> dict[str, Any]:
-    """A schema of draft 2020-12; unknown keys are errors in it, too."""
+    """A schema of draft 2020-12; it refuses unknown keys, too."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "Configuration of zero, as of DeepSpeed",
+        "title": "Configuration of zero, with DeepSpeed's keys",
         **_object(Config),
     }
 
@@ -69,7 +69,7 @@ def _type(kind: Any, definition: Definition) -> dict[str, Any]:
 
 
 def _plain_object(names: tuple[str, ...]) -> dict[str, Any]:
-    """Of what nothing reads: only its names are known; a dot leads into an object."""
+    """The schema of an object that nothing reads, by its names alone; a dot leads into an inner object."""
     properties: dict[str, Any] = {}
     for name in names:
         outer, dot, _ = name.partition(".")
@@ -92,7 +92,7 @@ HEAD = "| key | if absent | what it does | if `false` |\n|---|---|---|---|\n"
 
 
 def markdown_table() -> str:
-    """Every key in the order of definition: default, meaning, what ``false`` means for booleans, and its standing."""
+    """Every key in the order of definition: default, meaning, when inactive or refused, what ``false`` does."""
     values = [d for d in definitions(Config) if section_type(d.kind) is None]
     return HEAD + "".join(_row(d) for d in values)
 
@@ -109,7 +109,7 @@ def _meaning(definition: Definition) -> str:
     if facts.inactive:
         parts.append(f"inactive: {facts.inactive}")
     elif facts.active_if:
-        parts.append(f"inactive where {CONDITIONS[facts.active_if].otherwise}")
+        parts.append(f"inactive if {CONDITIONS[facts.active_if].otherwise}")
     if facts.unavailable:
         parts.append(f"**refused in this version**: {facts.unavailable}")
     return "; ".join(parts)

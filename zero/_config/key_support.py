@@ -1,4 +1,4 @@
-"""Which keys have an effect, which have none and why, and which this version refuses."""
+"""Decides which keys take effect, which are inactive and why, and which this version refuses."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from zero.errors import NotAvailableError
 
 
 class Condition(NamedTuple):
-    """When a group of keys has an effect."""
+    """The condition under which keys take effect."""
 
     holds: Callable[[Config], bool]
     otherwise: str
-    """Why not."""
+    """The reason if it does not hold."""
 
 
 def is_float16(config: Config) -> bool:
-    """Whether gradients need a loss scale: parameters in float16, or the engine's forward under float16 autocast."""
+    """Whether gradients need a loss scale: float16 parameters, or the engine's forward under float16 autocast."""
     autocast = config.torch_autocast
     return config.fp16.enabled or (autocast.enabled and autocast.dtype in ("fp16", "float16", "half"))
 
 
 CONDITIONS = {
-    "stage 1+": Condition(lambda c: c.zero_optimization.stage >= 1, "stage 0 shards nothing"),
-    "stage 3": Condition(lambda c: c.zero_optimization.stage == 3, "parameters are whole below stage 3"),
+    "stage 1+": Condition(lambda c: c.zero_optimization.stage >= 1, "stage is 0"),
+    "stage 3": Condition(lambda c: c.zero_optimization.stage == 3, "stage is below 3"),
     "stage 3, overlapped": Condition(
         lambda c: c.zero_optimization.stage == 3 and c.zero_optimization.overlap_comm,
-        "parameters are whole below stage 3, or overlap_comm is false",
+        "stage is below 3, or overlap_comm is false",
     ),
     "hpZ": Condition(
         lambda c: c.zero_optimization.stage == 3 and c.zero_optimization.zero_hpz_partition_size > 1,
-        "there is no secondary partition: zero_hpz_partition_size is 1, or stage is not 3",
+        "zero_hpz_partition_size is 1, or stage is below 3",
     ),
     "fp16": Condition(lambda c: c.fp16.enabled, "fp16 is not enabled"),
     "float16": Condition(is_float16, "neither fp16 nor float16 autocast is enabled"),
@@ -47,7 +47,7 @@ CONDITIONS = {
     "torch_autocast": Condition(lambda c: c.torch_autocast.enabled, "torch_autocast is not enabled"),
     "plain gradients": Condition(
         lambda c: c.zcomm.gradient_format is None and not c.zero_optimization.zero_quantized_gradients,
-        "gradients travel in a format of their own",
+        "gradients have a wire format of their own",
     ),
     "offload_param": Condition(
         lambda c: c.zero_optimization.offload_param.device != "none", "offload_param.device is none"
@@ -87,25 +87,24 @@ CONDITIONS = {
 
 
 class Setting(NamedTuple):
-    """One key with its value and its standing."""
+    """One key, its value, and whether it takes effect."""
 
     definition: Definition
     value: Any
     origin: str
-    """Where the value was given; "default"."""
+    """Where the value was given, or "default"."""
     inactive: str
-    """Why it has no effect; empty if it has."""
+    """Why it has no effect; empty if it has one."""
     unavailable: str
-    """What it asks for and this version lacks; empty if nothing."""
+    """What it requests and this version does not have; empty if nothing."""
 
     @property
     def is_given(self) -> bool:
-        """Whether somebody wrote it."""
         return self.origin != "default"
 
 
 def settings_of(configuration: Configuration) -> Iterator[Setting]:
-    """Every key that is a value, in the order of definition."""
+    """Every key but sections, in the order of definition."""
     for definition in definitions(Config):
         if section_type(definition.kind) is not None:
             continue
@@ -115,26 +114,26 @@ def settings_of(configuration: Configuration) -> Iterator[Setting]:
         facts = definition.key
         condition = CONDITIONS.get(facts.active_if)
         inactive = "" if condition is None or condition.holds(configuration.values) else condition.otherwise
-        asks = _asks_for_something(definition, value) and not inactive
+        is_requested = _requests_something(definition, value) and not inactive
         yield Setting(
             definition,
             value,
             configuration.origins.get(definition.path, "default"),
             inactive or facts.inactive,
-            facts.unavailable if asks else "",
+            facts.unavailable if is_requested else "",
         )
 
 
-def _asks_for_something(definition: Definition, value: Any) -> bool:
+def _requests_something(definition: Definition, value: Any) -> bool:
     if not definition.key.unavailable or value == definition.default:
         return False
-    if isinstance(value, dict):  # of the sections that are not read any further
+    if isinstance(value, dict):  # a section of which only the names are known
         return bool(value.get("enabled", True))
     return True
 
 
 def check_available(configuration: Configuration) -> None:
-    """Refuse what is understood and cannot be done.
+    """Refuse keys that are known but not implemented.
 
     Raises:
         NotAvailableError: Names every such key and its value.
@@ -149,7 +148,7 @@ def check_available(configuration: Configuration) -> None:
 
 
 def unused_notes(configuration: Configuration) -> list[str]:
-    """One line for every key that was given, differs from its default or not, and has no effect."""
+    """One line for every key that was given and has no effect."""
     return [
         f"{s.definition.path}={shown(s.value)} has no effect: {s.inactive}"
         for s in settings_of(configuration)

@@ -1,10 +1,9 @@
-"""What the definition of a configuration key consists of. Everything else about a key is derived from it.
+"""The definition of one configuration key. Parsing, checks, schema and documentation are derived from it.
 
-zero_section.py, sections.py      dataclasses whose fields are the keys, one ``key(...)`` each
-  -> read.py       parsing, nearest names               -> activity.py   what has an effect, and why not
-  -> values.py     types and ranges
-  -> explain.py    the effective settings                -> schema.py     the JSON schema of editors
-  -> document.py   the table of docs                      -> plan.py       the settings of ZeroOptimizer
+zero_section.py, sections.py       dataclasses whose fields are the keys, one ``key(...)`` each
+  -> parse.py        parsing, nearest names              -> key_support.py   what takes effect, and why not
+  -> value_types.py  types and ranges                    -> resolved.py      the settings of ZeroOptimizer
+  -> explain.py      the effective settings              -> json_schema.py   schema for editors, table of the docs
 """
 
 from __future__ import annotations
@@ -23,29 +22,29 @@ class ConfigKey:
 
     doc: str
     false: str = ""
-    """Of a boolean: what ``false`` does here."""
+    """For a boolean: what ``false`` does here."""
     aliases: tuple[str, ...] = ()
     """Other names, accepted with a warning."""
     choices: tuple[Any, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
-    """Of integers 2**63 - 1, if it is not given. Infinity: of what is only compared with, ``1e30`` is as good."""
+    """If not given, 2**63 - 1 for integers. Infinity for limits that are only compared with: ``1e30`` is allowed."""
     is_positive: bool = False
     """Greater than 0."""
-    is_never_if_infinite: bool = False
-    """Takes Infinity, as front ends write "never": as if it were absent."""
+    infinity_means_absent: bool = False
+    """Infinity, which front ends write for "never", reads as if the key were absent."""
     options: Mapping[str, Definition] = field(default_factory=dict)
-    """Of an object whose names depend on something else: what is known of them. Others are left as they are."""
+    """For an object of options: those whose type is known. Other options are passed on as they are."""
     names: tuple[str, ...] = ()
-    """Of an object that nothing reads: what may stand in it; a dot leads into an object. Empty: anything."""
+    """For an object that nothing reads: the names it may have; a dot leads into an inner object. Empty: any name."""
     setting: str = ""
     """The field of :class:`zero.ZeroSettings` that it sets."""
     inactive: str = ""
-    """Accepted and without effect: why."""
+    """Why it is accepted and has no effect."""
     unavailable: str = ""
-    """Refused unless it is at its default: what is missing in this version."""
+    """What this version does not have; any value but the default is refused."""
     active_if: str = ""
-    """A name in :data:`zero._config.key_support.CONDITIONS`; without effect otherwise."""
+    """A name in :data:`zero._config.key_support.CONDITIONS`: the key takes effect if that condition holds."""
 
 
 def key(default: Any, doc: str, **facts: Any) -> Any:
@@ -62,23 +61,22 @@ def section(kind: type, doc: str, **facts: Any) -> Any:
 
 
 class Definition(NamedTuple):
-    """One key with its place."""
+    """One key and where it is in the JSON."""
 
     path: str
-    """As in the JSON, ``zero_optimization.stage``."""
+    """For example ``zero_optimization.stage``."""
     kind: Any
-    """Its type."""
+    """The type of its value."""
     default: Any
     key: ConfigKey
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
         return self.path.rpartition(".")[2]
 
 
 def section_type(kind: Any) -> type | None:
-    """The dataclass of a section; None for the type of a value."""
+    """The dataclass of a section; None if ``kind`` is the type of a value."""
     for option in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
         if option is not NoneType and is_dataclass(option):
             return option  # type: ignore[return-value]
@@ -87,7 +85,7 @@ def section_type(kind: Any) -> type | None:
 
 @cache
 def own_keys(cls: type) -> dict[str, Definition]:
-    """The keys of one section, by name, without those of the sections in it."""
+    """The keys of one section by name, without those of inner sections."""
     hints = get_type_hints(cls)
     found = {}
     for one in fields(cls):
@@ -99,7 +97,7 @@ def own_keys(cls: type) -> dict[str, Definition]:
 
 
 def definitions(cls: type, prefix: str = "") -> Iterator[Definition]:
-    """Every key under ``cls``, sections before what is in them, in the order of definition."""
+    """Every key under ``cls`` in the order of definition, a section before its keys."""
     for name, definition in own_keys(cls).items():
         path = f"{prefix}{name}"
         yield definition._replace(path=path)

@@ -1,4 +1,4 @@
-"""Old spellings that are more than another name: each is rewritten before parsing, with a note that is a warning."""
+"""Rewrites deprecated keys before parsing, and Apex's opt levels as keys. Aliases are part of a key's definition."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero._config.value_types import shown
 def _offload(section: str) -> Callable[[dict[str, Any], Any], str]:
     def move(zero: dict[str, Any], value: Any) -> str:
         _check_bool(value)
-        _put(zero, section, {"device": "cpu" if value else "none"})
+        _set_defaults(zero, section, {"device": "cpu" if value else "none"})
         return f"zero_optimization.{section}.device"
 
     return move
@@ -23,15 +23,15 @@ def _offload(section: str) -> Callable[[dict[str, Any], Any], str]:
 
 def _pin(zero: dict[str, Any], value: Any) -> str:
     _check_bool(value)
-    _put(zero, "offload_optimizer", {"pin_memory": value})
+    _set_defaults(zero, "offload_optimizer", {"pin_memory": value})
     return "zero_optimization.offload_optimizer.pin_memory"
 
 
-def _put(zero: dict[str, Any], section: str, values: dict[str, Any]) -> None:
-    """Below what the section says itself; a section that is none is left to be refused."""
-    below = zero.get(section)
-    if below is None or isinstance(below, Mapping):
-        zero[section] = {**values, **(below or {})}
+def _set_defaults(zero: dict[str, Any], section: str, values: dict[str, Any]) -> None:
+    """Add ``values`` to a section; its own keys win. What is no object is left for the parser to refuse."""
+    own = zero.get(section)
+    if own is None or isinstance(own, Mapping):
+        zero[section] = {**values, **(own or {})}
 
 
 def _check_bool(value: Any) -> None:
@@ -45,14 +45,14 @@ MOVED: dict[str, Callable[[dict[str, Any], Any], str]] = {
     "cpu_offload_params": _offload("offload_param"),
     "cpu_offload_use_pin_memory": _pin,
 }
-"""Keys of ``zero_optimization`` that live in a section of it now."""
+"""Deprecated keys of ``zero_optimization`` that have moved to one of its sections."""
 
 
 def modernize(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str], dict[str, str]]:
-    """Rewrite old spellings of ``raw``, which is not changed.
+    """Rewrite deprecated keys in a copy of ``raw``.
 
     Returns:
-        The rewritten dict; a warning for each; the old path by the new one.
+        The rewritten dict; a warning for each deprecated key; old paths by new ones.
     """
     notes: list[str] = []
     origins: dict[str, str] = {}
@@ -79,30 +79,31 @@ def modernize(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str], dict[str,
 
 LEVELS = ("O0", "O1", "O2", "O3")
 NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-"""torch's layers that normalise and may have weights; the first: batch and instance norms of every kind."""
+"""torch's normalization layers that may have weights; ``_NormBase`` is the base of all batch and instance norms."""
 
 
 def precision_preset(level: str, model: nn.Module | None = None) -> dict[str, Any]:
-    """The keys of a configuration that mean what Apex's ``opt_level`` means.
+    """Configuration keys that do what Apex's ``opt_level`` does.
 
     O0: float32. O1: float32 parameters, the engine's forward under float16 autocast, dynamic loss scale. O2: float16
-    but for the normalisation layers of ``model``, float32 masters, dynamic loss scale. O3: float16 throughout, loss
-    scale 1; the masters are float32 here, too, one shard of them a rank. At O2 and O3 the engine casts floating-point
-    inputs to float16, as Apex does; outputs stay float16 (Apex: float32).
+    except for the normalization layers of ``model``, float32 masters, dynamic loss scale. O3: float16 throughout, loss
+    scale 1; masters are float32 here, too, one shard a rank. At O2 and O3 the engine casts floating-point inputs to
+    float16, as Apex does; outputs stay float16 (Apex: float32).
 
-    Normalisation layers are torch's (batch, instance, layer, group and RMS norms), and every module whose class has
+    Normalization layers are torch's (batch, instance, layer, group and RMS norms), and every module whose class has
     "norm" in its name and whose own parameters have at most one dimension longer than 1: ``LlamaRMSNorm``, but neither
-    ``NormalizedLinear`` nor a block that only contains a norm. They compute in float32 and return what they were given.
+    ``NormalizedLinear`` nor a block that only contains a norm. They compute in float32 and return the dtype of their
+    input.
 
     Args:
-        level: One of the four.
-        model: For O2, which normalisation layers to leave in float32; None: there are none.
+        level: "O0", "O1", "O2" or "O3".
+        model: For O2, the model whose normalization layers stay in float32; None: no layer does.
 
     Raises:
-        ConfigError: Another level.
+        ConfigError: Unknown level.
     """
     if level not in LEVELS:
-        raise ConfigError(f"the level must be one of {', '.join(LEVELS)}: got {level!r}")
+        raise ConfigError(f"level must be one of {', '.join(LEVELS)}: level={level!r}")
     if level == "O0":
         return {}
     if level == "O1":

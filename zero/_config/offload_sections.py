@@ -1,4 +1,4 @@
-"""The sections ``offload_optimizer``, ``offload_param`` and ``aio``."""
+"""Reads where things are stored: the sections ``offload_optimizer``, ``offload_param``, ``aio`` and activations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from zero._storage.tier_settings import FileSettings, ParameterTier, StateTier, 
 
 
 def tiers_of(config: Config, *, stage: int) -> Tiers:
-    """Read the sections ``offload_optimizer``, ``offload_param`` and ``aio``, which act at some stages only.
+    """Read ``offload_optimizer``, ``offload_param`` and ``aio``; at stages where they have no effect: the device.
 
     Raises:
-        ConfigError: A tier without its folder, or a ratio above 1.
+        ConfigError: ``nvme`` without a folder, or a ratio above 1.
     """
     zero = config.zero_optimization
     optimizer, param = zero.offload_optimizer, zero.offload_param
@@ -52,22 +52,22 @@ def tiers_of(config: Config, *, stage: int) -> Tiers:
 
 
 def activations_of(config: Config) -> ActivationSettings:
-    """Read where checkpoints rest.
+    """Read where inputs of checkpointed functions are stored.
 
     Raises:
-        ConfigError: Files without their folder.
+        ConfigError: ``nvme`` without a folder.
     """
-    asked, place = config.activation_checkpointing, config.zcomm.activations
-    tier = Tier(place) if place is not None else Tier.CPU if asked.cpu_checkpointing else Tier.DEVICE
+    requested, tier_name = config.activation_checkpointing, config.zcomm.activations
+    tier = Tier(tier_name) if tier_name is not None else Tier.CPU if requested.cpu_checkpointing else Tier.DEVICE
     if tier is Tier.NVME and not config.zcomm.activations_nvme_path:
         raise ConfigError("zcomm.activations='nvme' needs zcomm.activations_nvme_path, a folder on a fast disk")
     return ActivationSettings(
-        partitions=asked.partition_activations,
+        partitions=requested.partition_activations,
         tier=tier,
         path=config.zcomm.activations_nvme_path,
         files=FileSettings(request_nbytes=config.aio.block_size, num_requests=config.aio.queue_depth),
-        has_arena=asked.contiguous_memory_optimization,
-        num_checkpoints=asked.number_checkpoints,
-        synchronizes=asked.synchronize_checkpoint_boundary,
-        is_profiled=asked.profile,
+        has_arena=requested.contiguous_memory_optimization,
+        num_checkpoints=requested.number_checkpoints,
+        synchronizes=requested.synchronize_checkpoint_boundary,
+        is_profiled=requested.profile,
     )

@@ -1,6 +1,7 @@
-"""The options of ``optimizer.params`` and ``scheduler.params``: their types and ranges, whatever class takes them.
+"""Types and ranges of the options in ``optimizer.params`` and ``scheduler.params``.
 
-Which of them a class takes says its signature; what is not in these tables is left to that class.
+The signature of the optimizer or scheduler decides which of them it accepts; options that are not in these tables are
+passed on to it unchecked.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ Rate = float | tuple[float, ...]
 """A number, or one for each parameter group."""
 
 
-def _of(section: str, kind: Any, names: str, **facts: Any) -> dict[str, Definition]:
+def _define(section: str, kind: Any, names: str, **facts: Any) -> dict[str, Definition]:
     return {name: Definition(f"{section}.{name}", kind, None, ConfigKey(doc="-", **facts)) for name in names.split()}
 
 
 def _optimizer(kind: Any, names: str, **facts: Any) -> dict[str, Definition]:
-    return _of("optimizer.params", kind, names, **facts)
+    return _define("optimizer.params", kind, names, **facts)
 
 
 def _scheduler(kind: Any, names: str, **facts: Any) -> dict[str, Definition]:
-    return _of("scheduler.params", kind, names, **facts)
+    return _define("scheduler.params", kind, names, **facts)
 
 
 OPTIMIZER_OPTIONS: Mapping[str, Definition] = {
@@ -50,18 +51,17 @@ SCHEDULER_OPTIONS: Mapping[str, Definition] = {
     **_scheduler(str, "warmup_type"),
 }
 
-SAME = {
+EQUIVALENT = {
     "Adam": "fusedadam cpuadam deepspeedcpuadam superoffloadcpuadam adam8bit",
     "AdamW": "fusedadamw adamwtorch adamwtorchfused adamwhf adamwapexfused adamw8bit pagedadamw cpuadamw",
     "Lion": "fusedlion cpulion deepspeedcpulion lion8bit",
     "Adagrad": "cpuadagrad deepspeedcpuadagrad",
     "SGD": "fusedsgd momentum nesterov",
 }
-"""Optimizers of other libraries and front ends, by the one of ours that computes the same: in lower case, without
-underscores."""
+"""Our optimizers, and the names of equivalent ones in other libraries and front ends, in lower case, no underscores."""
 UNSUPPORTED = {
-    "the norm of a whole tensor": "lamb fusedlamb onebitlamb lars",
-    "a whole matrix": "muon",
+    "the norm of a full tensor": "lamb fusedlamb onebitlamb lars",
+    "a full matrix": "muon",
     "gradients that are compressed by the optimizer": "onebitadam zerooneadam",
 }
 """DeepSpeed's other optimizers, by what they need."""
@@ -71,11 +71,11 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
 
 
-def same_optimizer(name: str) -> str:
-    """The optimizer here that ``name`` means; empty if none does."""
-    return next((ours for ours, names in SAME.items() if _plain(name) in names.split()), "")
+def equivalent_optimizer(name: str) -> str:
+    """Our optimizer that is equivalent to ``name``; empty if there is none."""
+    return next((ours for ours, names in EQUIVALENT.items() if _plain(name) in names.split()), "")
 
 
 def unsupported_optimizer(name: str) -> str:
-    """What the optimizer ``name`` needs and is not there; empty if it is not known."""
+    """What the optimizer ``name`` needs and shards do not have; empty if the name is unknown."""
     return next((needs for needs, names in UNSUPPORTED.items() if _plain(name) in names.split()), "")

@@ -1,4 +1,4 @@
-"""From a file or a dict to a checked :class:`Config`, with the origin of every value that was given."""
+"""Parses a JSON file or a dict into a checked :class:`Config`, with the origin of every given value."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ class Configuration:
 
     values: Config
     source: str
-    """A file's name, or ``dict``."""
+    """The name of a file, or ``dict``."""
     origins: Mapping[str, str] = field(default_factory=dict)
-    """By the path of a key that was given: where, and under which name."""
+    """For each given key, by path: the source, and the alias under which it was given."""
     notes: tuple[str, ...] = ()
-    """Warnings of the reading: other names, deprecated forms, "auto"."""
+    """Warnings: aliases, deprecated keys, "auto"."""
 
     def given(self, path: str) -> bool:
-        """Whether the key was given a value."""
         return path in self.origins
 
 
@@ -38,10 +37,10 @@ Source = Mapping[str, Any] | str | os.PathLike[str]
 
 
 def read_source(config: Source, keywords: Mapping[str, Any] | None = None) -> Configuration:
-    """Read a dict, or the JSON file of that name; ``keywords``, of the same form, win over it.
+    """Read a dict or a JSON file; ``keywords``, of the same form, override it.
 
     Raises:
-        ConfigError: The file cannot be read, is not JSON or has a key twice; or see :func:`parse`.
+        ConfigError: The file cannot be read, is not JSON or repeats a key; or see :func:`parse`.
     """
     if isinstance(config, Mapping):
         raw, source = dict(config), "dict"
@@ -57,23 +56,23 @@ def read_source(config: Source, keywords: Mapping[str, Any] | None = None) -> Co
 
 
 def _merged(raw: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``raw`` with what ``over`` says, section by section."""
+    """``raw`` overridden by ``over``, section by section."""
     merged = dict(raw)
     for name, value in over.items():
-        below = merged.get(name)
-        both_open = isinstance(value, Mapping) and isinstance(below, Mapping)
-        merged[name] = _merged(below, value) if both_open else value  # type: ignore[arg-type]
+        own = merged.get(name)
+        are_sections = isinstance(value, Mapping) and isinstance(own, Mapping)
+        merged[name] = _merged(own, value) if are_sections else value  # type: ignore[arg-type]
     return merged
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``; ConfigError for anything else, and for a key that stands there twice."""
+    """The JSON object in ``path``; ConfigError for anything else, and for a repeated key."""
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ConfigError(f"every key may stand once: {path} has {', '.join(map(repr, twice))} twice")
+            raise ConfigError(f"keys must be unique: {path} has {', '.join(map(repr, twice))} twice")
         return dict(pairs)
 
     try:
@@ -90,11 +89,11 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def parse(raw: Mapping[str, Any], source: str) -> Configuration:
-    """Check ``raw`` against the definition.
+    """Check ``raw`` against the definition of keys.
 
     Raises:
-        ConfigError: Unknown keys (all of them, each with the nearest known one), or values of a wrong type or range.
-            Nothing else, whatever ``raw`` holds.
+        ConfigError: Unknown keys (all of them, each with the nearest known one), or a value of a wrong type or range.
+            No other error is raised, whatever ``raw`` holds.
     """
     check_document(raw)
     modern, notes, moved = modernize(dict(raw))
@@ -110,10 +109,10 @@ def parse(raw: Mapping[str, Any], source: str) -> Configuration:
 
 
 def read_options(known: Mapping[str, Definition], given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` without "auto", and with what is ``known`` as its type.
+    """``given`` without "auto", with the options of ``known`` converted to their types.
 
     Raises:
-        ConfigError: A value of a wrong type or range, by its path.
+        ConfigError: A value of a wrong type or range; names its path.
     """
     check_document(given)
     read = _Reader("", []).options(known, given)
@@ -121,7 +120,7 @@ def read_options(known: Mapping[str, Definition], given: Mapping[str, Any]) -> d
 
 
 class _Reader:
-    """One reading: collects origins, notes and unknown keys on the way down."""
+    """Parses one configuration, and collects origins, notes and unknown keys."""
 
     def __init__(self, source: str, notes: list[str]) -> None:
         self.source, self.notes = source, notes
@@ -153,7 +152,7 @@ class _Reader:
         return cls(**values)
 
     def value(self, definition: Definition, value: Any, path: str) -> Any:
-        """``value`` of the key at ``path``."""
+        """``value`` converted to the type of the key at ``path``."""
         nested = section_type(definition.kind)
         if nested is not None:
             return nested() if value is None else self.section(nested, value, f"{path}.")
@@ -169,7 +168,7 @@ class _Reader:
         return self.options(facts.options, converted) if facts.options else converted
 
     def options(self, known: Mapping[str, Definition], given: Mapping[str, Any]) -> dict[str, Any]:
-        """``given`` with what is known of it read, and without null where that is no value: a default is meant."""
+        """``given`` with known options converted. null means the default, unless the option may be None."""
         read: dict[str, Any] = {}
         for name, value in given.items():
             if name not in known or _is_auto(value):
@@ -181,7 +180,7 @@ class _Reader:
         return read
 
     def _check_names(self, names: tuple[str, ...], value: Mapping[str, Any], prefix: str) -> None:
-        """Of an object that nothing reads."""
+        """Collect unknown names of an object that nothing else reads."""
         for given, inner in value.items():
             below = tuple(name.removeprefix(f"{given}.") for name in names if name.startswith(f"{given}."))
             if below and isinstance(inner, Mapping):
@@ -195,7 +194,7 @@ def _is_auto(value: Any) -> bool:
     return isinstance(value, str) and value == "auto"
 
 
-MEANT = {
+FOREIGN_NAMES = {
     "optimizer.params.lr": "lr learning_rate",
     "optimizer.params.weight_decay": "weight_decay",
     "optimizer.params.betas": "betas adam_betas",
@@ -207,18 +206,18 @@ MEANT = {
     "gradient_clipping": "max_grad_norm clip_grad_norm grad_clip gradient_clip_val",
     "fp16.enabled' or 'bf16.enabled": "mixed_precision precision half",
 }
-"""What other programs call a key of ours, by its path."""
+"""Names that other programs use for one of our keys, by its path."""
 
 
 def _hint(given: str, here: list[str]) -> str:
-    """Where the key belongs, what it means, or the nearest name: of this level, or with its path."""
+    """A hint for an unknown key: the section it belongs in, our name for it, or the nearest key."""
     everywhere = [d.path for d in definitions(Config)]
     elsewhere = [p for p in everywhere if p.rpartition(".")[2] == given]
     if elsewhere:
         return f" (it belongs in {elsewhere[0].rpartition('.')[0] or 'the top level'!r})"
-    meant = [path for path, names in MEANT.items() if given in names.split()]
-    if meant:
-        return f" (did you mean '{meant[0]}'?)"
+    ours = [path for path, names in FOREIGN_NAMES.items() if given in names.split()]
+    if ours:
+        return f" (did you mean '{ours[0]}'?)"
     close = closest(given, sorted({*here, *(p.rpartition(".")[2] for p in everywhere)}))
     if not close:
         return ""

@@ -1,7 +1,7 @@
-"""What every rank must be given alike for a training to be one: the configuration and the optimizer's settings.
+"""Compares the configuration and the optimizer's settings between ranks, at construction.
 
-Another learning rate on one rank would be no error anywhere, and a wrong result: that rank's shards would be updated
-with it. So are the members of parameter groups. Folders may differ, and what only reports.
+A learning rate that differs on one rank raises no error anywhere: that rank's shards are updated with it, and the
+result is wrong. Parameters in different groups have the same effect. Folders, and keys that only report, may differ.
 Settings that change later are compared by :mod:`zero._gradients.step_consistency`.
 """
 
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from zcomm import ConfigError, Topology, control
 from zcomm._transport.backend import timeout_of
 from zcomm._transport.fingerprint import differing
-from zcomm._transport.store_exchange import meet
+from zcomm._transport.store_exchange import exchange_texts
 from zero._config.parse import Configuration
 
 MAY_DIFFER = {
@@ -27,9 +27,9 @@ MAY_DIFFER = {
     "memory_breakdown", "nebula", "steps_per_print", "tensorboard", "timers", "wall_clock_breakdown", "wandb",
     "activations_nvme_path", "nvme_path",
 }  # fmt: skip
-MAX_TOLD = 5
-"""Differences that an error tells."""
-PLAIN = (bool, int, float, str, type(None))
+MAX_REPORTED = 5
+"""Differences that an error lists."""
+COMPARED_TYPES = (bool, int, float, str, type(None))
 
 
 def check_same(
@@ -39,46 +39,52 @@ def check_same(
     options: Mapping[str, Any],
     ranks: Topology | dist.ProcessGroup | None,
 ) -> None:
-    """Raise ConfigError on every rank, with the keys, values and ranks, unless all were given the same. Collective.
+    """Raise ConfigError on every rank, with keys, values and ranks, if the ranks were given different settings.
+
+    Collective.
 
     Args:
-        model: Names the parameters.
-        configuration: Read and checked.
-        optimizer: Its class, and the settings and the members of its parameter groups are compared.
-        options: More settings of an optimizer that is yet to be made.
-        ranks: Who is asked; None: all ranks of torch.distributed.
+        model: For the names of parameters.
+        configuration: As read and checked.
+        optimizer: Compared by its class, and by the settings and parameters of its parameter groups.
+        options: Settings of an optimizer that is built later.
+        ranks: The ranks to compare; None: all ranks of torch.distributed.
 
-    Cost for each rank: 8 bytes to every other rank; where they differ a meeting in torch.distributed's store.
+    Cost for each rank: 8 bytes to every other rank; if they differ, also an exchange through torch.distributed's store.
     """
     mine = (
         dict(_flat("", configuration.values)) | dict(_of_optimizer(optimizer, model)) | dict(_flat("option ", options))
     )
+    # Agree first: a rank that raised alone would leave the others in their next collective, a deadlock.
     if control.are_equal(json.dumps(mine, sort_keys=True), ranks):
         return
-    found = what_differs(mine, ranks, lane="configuration")
-    raise ConfigError(f"every rank must be given the same configuration and optimizer: {told(found)}")
+    found = differences_between_ranks(mine, ranks, lane="configuration")
+    raise ConfigError(f"every rank must be given the same configuration and optimizer: {summarize(found)}")
 
 
-def what_differs(mine: Mapping[str, str], ranks: Topology | dist.ProcessGroup | None, *, lane: str) -> list[str]:
-    """Of each fact, by name, that is not the same on all ranks a line with its values and their ranks. Collective.
+def differences_between_ranks(
+    mine: Mapping[str, str], ranks: Topology | dist.ProcessGroup | None, *, lane: str
+) -> list[str]:
+    """A line for each fact that differs between ranks: its name, its values and their ranks. Collective.
 
-    A meeting in torch.distributed's store, named ``lane``: for ranks that are about to raise.
+    It exchanges through torch.distributed's store, under keys named by ``lane``, so only ranks that are about to raise
+    should call it.
     """
     group = ranks.world.group if isinstance(ranks, Topology) else ranks or dist.group.WORLD
-    assert group is not None, "a rank alone is equal to itself"
+    assert group is not None, "a single rank has nothing to compare"
     members = dist.get_process_group_ranks(group)
-    texts = meet(members, json.dumps(mine, sort_keys=True), lane=lane, timeout=timeout_of(group))
+    texts = exchange_texts(members, json.dumps(mine, sort_keys=True), lane=lane, timeout=timeout_of(group))
     return differing(dict(zip(members, map(json.loads, texts), strict=True)))
 
 
-def told(lines: Sequence[str]) -> str:
-    """The first few ``lines``, and how many more there are."""
-    more = f"; and {len(lines) - MAX_TOLD} more" if len(lines) > MAX_TOLD else ""
-    return "; ".join(lines[:MAX_TOLD]) + more
+def summarize(lines: Sequence[str]) -> str:
+    """The first few ``lines``, and the number of the others."""
+    more = f"; and {len(lines) - MAX_REPORTED} more" if len(lines) > MAX_REPORTED else ""
+    return "; ".join(lines[:MAX_REPORTED]) + more
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    """By path, as text, what can be compared as text."""
+    """Path and text of every value that can be compared as text."""
     if is_dataclass(value):
         value = {one.name: getattr(value, one.name) for one in fields(value)}
     if isinstance(value, Mapping):
@@ -88,7 +94,7 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(value, (list, tuple)):
         for index, inner in enumerate(value):
             yield from _flat(f"{path}[{index}]", inner)
-    elif isinstance(value, PLAIN):
+    elif isinstance(value, COMPARED_TYPES):
         yield path, repr(value)
 
 
@@ -103,5 +109,5 @@ def _of_optimizer(optimizer: Optimizer | type[Optimizer] | None, model: nn.Modul
         for name, value in settings.items():
             of_one = isinstance(value, Tensor) and value.numel() == 1
             yield from _flat(f"parameter group {index} {name}", value.item() if of_one else value)
-        for param in group["params"]:  # in any order
+        for param in group["params"]:  # compared by group alone, so that their order in it may differ
             yield f"the parameter group of {names[param]!r}", str(index)

@@ -1,4 +1,4 @@
-"""From a configuration and keywords to what ZeroOptimizer does."""
+"""Combines a configuration and keyword arguments into the settings of ZeroOptimizer."""
 
 from __future__ import annotations
 
@@ -24,38 +24,37 @@ from zero._config.zero_section import ZeroOptimization
 from zero._sharding.stages import STAGES
 
 DTYPES = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
-WIRES = {torch.float32: "none", torch.float16: "fp16", torch.bfloat16: "bf16"}
+CAST_FORMATS = {torch.float32: "none", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """What ZeroOptimizer was asked for, by a configuration, by keywords, or by both (keywords win)."""
+    """What was requested of ZeroOptimizer, by a configuration, by keywords, or by both (keywords win)."""
 
     settings: ZeroSettings
     configuration: Configuration
     optimizer_options: dict[str, Any]
-    """Keywords that are none of ours: for the optimizer class."""
+    """Keywords that are no keys: for the optimizer class."""
     notes: tuple[str, ...]
-    """Said once, by rank 0."""
+    """Logged once, by the first rank."""
 
     @property
     def activations(self) -> ActivationSettings:
-        """Where inputs of checkpointed functions rest."""
         return activations_of(self.configuration.values)
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype that parameters are cast to; None: as they are."""
+        """The dtype that parameters are cast to; None: they keep theirs."""
         config = self.configuration.values
         return torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
 
 
-def make_plan(config: Source | Configuration | None, options: Mapping[str, Any]) -> ResolvedConfig:
-    """Divide ``options`` into our keys and the optimizer's own, and add them to ``config``.
+def resolve_config(config: Source | Configuration | None, options: Mapping[str, Any]) -> ResolvedConfig:
+    """Split ``options`` into our keys, which override ``config``, and those of the optimizer class.
 
     Raises:
         ConfigError: See :func:`zero._config.parse.parse`.
-        NotAvailableError: A key asks for what this version cannot do.
+        NotAvailableError: A key requests what this version does not have.
     """
     names = {field.name for field in fields(ZeroSettings)}
     ours = {name: _keyword(name, value) for name, value in options.items() if name in names}
@@ -63,26 +62,26 @@ def make_plan(config: Source | Configuration | None, options: Mapping[str, Any])
     for name, value in options.items():
         if name not in names:
             _place(overlay, name, value)
-    rest = {name: value for name, value in options.items() if name not in names and not _is_key(name)}
+    optimizer_options = {name: value for name, value in options.items() if name not in names and not _is_key(name)}
     has_config = config is not None
     stage = ours.get("stage", DEFAULT_STAGE)
     if (not has_config or "stage" in ours) and not isinstance(config, Configuration) and stage in STAGES:
-        _place(overlay, "stage", stage)  # so that keys which act at some stages only know it
+        _place(overlay, "stage", stage)  # or keys that depend on the stage would be checked against its default
     if not isinstance(config, Configuration):
         config = parse(overlay, "keyword") if config is None else read_source(config, overlay)
     elif overlay:
-        raise ConfigError(f"keywords cannot be added to a configuration that was read: {', '.join(overlay)}")
+        raise ConfigError(f"keywords cannot override a configuration that has been read already: {', '.join(overlay)}")
     check_available(config)
-    activations_of(config.values)  # what is wrong with it is said here
+    activations_of(config.values)  # raises here, before anything is built
     found = _settings_of(config, has_config=has_config) | ours
     tiers = tiers_of(config.values, stage=found.get("stage", DEFAULT_STAGE))
     settings = ZeroSettings(**({"tiers": tiers} | found))
     notes = (*config.notes, *unused_notes(config))
-    return ResolvedConfig(settings=settings, configuration=config, optimizer_options=rest, notes=notes)
+    return ResolvedConfig(settings=settings, configuration=config, optimizer_options=optimizer_options, notes=notes)
 
 
 def to_dtype(name: str) -> torch.dtype:
-    """``"bf16"``, ``"float32"``, ... as a dtype."""
+    """The dtype named ``"bf16"``, ``"float32"``, ..."""
     dtype: torch.dtype = getattr(torch, DTYPES.get(name, name))
     return dtype
 
@@ -92,7 +91,7 @@ def _names(cls: type) -> set[str]:
 
 
 def _is_key(name: str) -> bool:
-    """Whether a keyword is a key of the JSON: of its top level, of zero_optimization or of zcomm."""
+    """Whether a keyword is a JSON key: at the top level, in zero_optimization or in zcomm."""
     return name in MOVED or any(name in _names(cls) for cls in (Config, ZeroOptimization, Zcomm))
 
 
@@ -106,7 +105,7 @@ def _place(overlay: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _section(overlay: dict[str, Any], name: str) -> dict[str, Any]:
-    """The section ``name``, which may be new."""
+    """The section ``name`` of ``overlay``, added if it is missing."""
     section = overlay.setdefault(name, {})
     if not isinstance(section, dict):
         raise ConfigError(f"{name} must be an object: {name}={shown(section)}")
@@ -114,7 +113,7 @@ def _section(overlay: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _keyword(name: str, value: Any) -> Any:
-    """A field of ZeroSettings, read as the key of the JSON that sets it, if one does."""
+    """Convert a field of ZeroSettings as the JSON key of the same meaning would be, if there is one."""
     by_field = {d.key.setting or d.path: d for d in definitions(Config) if section_type(d.kind) is None}
     definition = by_field.get(name)
     if definition is None or (value is None and definition.default is None):
@@ -124,7 +123,7 @@ def _keyword(name: str, value: Any) -> Any:
 
 
 def _settings_of(configuration: Configuration, *, has_config: bool) -> dict[str, Any]:
-    """The fields of ZeroSettings that ``configuration`` says. Without one, stage keeps ZeroOptimizer's own default."""
+    """The fields of ZeroSettings that ``configuration`` sets. Without one, stage keeps ZeroOptimizer's own default."""
     found = {}
     for setting in settings_of(configuration):
         field = setting.definition.key.setting
@@ -137,7 +136,7 @@ def _settings_of(configuration: Configuration, *, has_config: bool) -> dict[str,
             f"nodes: got {list(found['gradient_format'])}"
         )
     if config.communication_data_type is not None and not config.zero_optimization.zero_quantized_gradients:
-        found.setdefault("gradient_format", WIRES[to_dtype(config.communication_data_type)])
+        found.setdefault("gradient_format", CAST_FORMATS[to_dtype(config.communication_data_type)])
     if config.data_types.grad_accum_dtype is not None:
         found["gradient_dtype"] = to_dtype(config.data_types.grad_accum_dtype)
     if config.gradient_accumulation_steps is not None:
@@ -151,10 +150,12 @@ def choose_topology(
     group: dist.ProcessGroup | None,
     plan: ResolvedConfig | None = None,
 ) -> Topology:
-    """The ranks and nodes that a user means; collective if they are yet to be made, over the backend of ``plan``."""
+    """The topology that is given, or a new one, with the backend and kernels of ``plan``; collective if it is new."""
     if topology is not None:
         if ranks_per_node is not None or group is not None:
-            raise ConfigError("topology= already says the group and the ranks per node: pass only one of them")
+            raise ConfigError(
+                "topology= already has a group and ranks per node: pass either topology= or group= and ranks_per_node="
+            )
         return topology
     backend: BackendWish = "auto"
     kernels: KernelsName = "auto"

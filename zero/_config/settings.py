@@ -1,4 +1,4 @@
-"""What a user may ask of ZeroOptimizer, and what of it takes effect on a given model and topology."""
+"""The settings of ZeroOptimizer, and which of them take effect on a given topology."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from zero._sharding.stages import Stage, get_stage
 from zero._storage.tier_settings import ON_DEVICE, Tiers
 
 DEFAULT_STAGE = 1
-"""Without a configuration."""
-LEAST_SHARD_NUMEL = 2048
-"""What a rank sends in an exchange of stage 3 at least, in elements: less costs latency alone."""
+"""The stage without a configuration."""
+MIN_SHARD_NUMEL = 2048
+"""The least elements that a rank sends in an exchange of stage 3; fewer would not make it faster."""
 UNQUANTIZED = ("none", "bf16", "fp16")
-"""Wire formats that are dtypes."""
+"""The cast formats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroSettings:
-    """The switches of ZeroOptimizer, named as in DeepSpeed's ``zero_optimization`` where it has them."""
+    """The settings of ZeroOptimizer, with DeepSpeed's names where its ``zero_optimization`` has them."""
 
     stage: int = DEFAULT_STAGE
-    """0: nothing sharded; 1: optimizer states; 2: and gradients; 3: and parameters."""
+    """What is sharded. 0: nothing; 1: optimizer states; 2: gradients, too; 3: parameters, too."""
     quantized_weights: bool = False
-    """qwZ: weights travel as INT8 blocks of 256. Stages 1, 2, 3."""
+    """qwZ: weights are sent as INT8 blocks of 256. Stages 1, 2, 3."""
     quantized_nontrainable_weights: bool = False
-    """Frozen weights rest as INT8 blocks of 256, and travel so. Stage 3."""
+    """Frozen weights are stored and sent as INT8 blocks of 256. Stage 3."""
     quantized_gradients: bool = False
-    """qgZ: gradients travel as INT4 blocks of 128 on both hops. Stages 1, 2, 3."""
+    """qgZ: gradients are sent as INT4 blocks of 128 on both hops. Stages 1, 2, 3."""
     hpz_partition_size: int = 1
-    """hpZ: ranks per node, so that gathers after a step's first stay inside the node; 1 is off. Stage 3."""
+    """hpZ: the number of ranks per node; after a step's first gather, gathers stay inside the node. 1: off. Stage 3."""
     hpz_secondary_device: str = "device"
-    """Where the secondary partition of hpZ rests: "device", or "cpu", host memory."""
+    """Where the secondary partition of hpZ is stored: "device", or "cpu" for host memory."""
     weight_format: str | None = None
-    """Wire format of weights; overrides ``quantized_weights``. "auto": what ``zcomm probe`` found fastest for the
-    largest exchange."""
+    """Wire format of weights; overrides ``quantized_weights``. "auto": the one that ``zcomm probe`` found fastest for
+    the largest exchange."""
     gradient_format: str | tuple[str, str] | None = None
     """Wire format of gradients, or one for the intra-node and one for the inter-node hop; overrides
     ``quantized_gradients``. Default: the parameters' dtype. "auto": as with weights."""
@@ -51,48 +51,47 @@ class ZeroSettings:
     """What carries weights and gradients: "torch", torch's process groups; "nccl", zcomm's communicator over NCCL, for
     parameters on GPUs; "auto": that of a given topology, else "torch" until "nccl" is measured to be faster."""
     kernels: KernelsName = "auto"
-    """What encodes and decodes them: "native", "triton", "cuda", "reference"; "auto": those of a given topology, else
-    what ``ZCOMM_KERNELS`` says."""
+    """What encodes and decodes weights and gradients: "native", "triton", "cuda", "reference"; "auto":
+    those of a given topology, else what ``ZCOMM_KERNELS`` says."""
     mode: str | None = None
-    """"delta_hpz" at stage 3: parameters are gathered inside the node, from replicas that get the changes of each
-    step. "delta" at stages 1 and 2: full parameters get these changes: see :mod:`zero._config.delta_hpz_settings`."""
+    """"delta_hpz" at stage 3: parameters are gathered inside the node, from replicas that receive the deltas of each
+    step. "delta" at stages 1 and 2: full parameters receive these deltas.
+    See :mod:`zero._config.delta_hpz_settings`."""
     residual_beta: float = 1.0
-    """With the mode, what gradients have lost between nodes is multiplied with it before it is added to the next
-    step's, in (0, 1]: below 1 old losses fade (LoCo's damping)."""
+    """In (0, 1]: ``mode="delta_hpz"`` multiplies the residual of gradients by it before adding it to the next step's
+    gradients. Below 1 old residuals fade (LoCo's damping)."""
     residual_reset_interval: int = 0
-    """After so many steps what gradients have lost between nodes is forgotten (LoCo's reset); 0: never."""
+    """Steps after which the residual of gradients is reset to zero (LoCo's reset); 0: never."""
     gradient_dtype: torch.dtype | None = None
-    """dtype gradients accumulate in; default float32 (float64 for float64 parameters)."""
+    """The dtype that gradients accumulate in; default float32 (float64 for float64 parameters)."""
     reduce_bucket_size: int = 500_000_000
-    """Elements that one gradient exchange carries at most: a large layer in parts, several small ones together below
-    stage 3."""
+    """The most elements of one gradient exchange: a larger layer is split, and below stage 3 small ones share one."""
     allgather_bucket_size: int = 500_000_000
-    """Elements that one weight exchange carries at most."""
+    """The most elements of one weight exchange."""
     overlap_comm: bool = True
-    """Exchange while the computation goes on. The bits are the same either way."""
+    """Overlap exchanges with the computation. The bits are the same either way."""
     gradient_accumulation_steps: int = 1
-    """Backwards per step. Stages 0 and 1 reduce at the last; without it, at each (``no_sync()`` defers too)."""
+    """Backwards per step. If it is set, stages 0 and 1 reduce once a step, at the last (``no_sync()`` does so, too)."""
     stage3_prefetch_bucket_size: int = 50_000_000
-    """Elements gathered ahead of their use at most, and not more than the largest layer has; 0: none."""
+    """The most elements to prefetch, and never more than the largest layer has; 0: none."""
     stage3_max_live_parameters: int = 1_000_000_000
-    """Elements gathered at a time, but for what modules that run need. A module with more is gathered in parts."""
+    """The most elements that are full at a time, beyond what running modules need. A larger module is gathered in
+    parts."""
     stage3_max_reuse_distance: int = 1
-    """A layer stays gathered if fewer elements are used before it is used again: 1 the last of forward, 0 none."""
+    """A layer stays full if fewer elements are used before its next use. 1: the last layer of forward; 0: none."""
     stage3_param_persistence_threshold: int = 0
-    """Parameters with fewer elements stay whole; each step gathers them once."""
+    """Parameters with fewer elements are persistent: they stay full, and are gathered once a step."""
     stage3_model_persistence_threshold: int = 2**63 - 1
-    """Elements that stay whole at most."""
-    tile_linears_above: int | None = None
-    """Linear layers whose weight has more elements are cut into tiles of at most so many, each gathered on its own."""
+    """The most elements of persistent parameters."""
     log_trace_cache_warnings: bool = False
-    """Log every change of the order in which layers are used, not the first only."""
+    """Log every change of the order in which layers are used, not only the first."""
     ignore_unused_parameters: bool = True
-    """Parameters that no rank had a gradient for are left as they are; False: ``step()`` raises and names them."""
+    """Parameters without a gradient on any rank are not updated; False: ``step()`` raises and names them."""
     tiers: Tiers = ON_DEVICE
-    """Where states and parameters rest: the sections ``offload_optimizer``, ``offload_param`` and ``aio``."""
+    """Where states and parameters are stored: the sections ``offload_optimizer``, ``offload_param`` and ``aio``."""
 
     def with_formats(self, weights: str | None, gradients: str | tuple[str, str] | None) -> ZeroSettings:
-        """The same with these in place of ``"auto"``."""
+        """The same settings with these formats in place of ``"auto"``."""
         return replace(
             self,
             weight_format=weights if self.weight_format == AUTO else self.weight_format,
@@ -100,7 +99,7 @@ class ZeroSettings:
         )
 
     def _check_auto(self) -> None:
-        """A mode has formats that were chosen for it, and no probe times its exchanges."""
+        """Refuse "auto" where a mode has default formats of its own, and the probe times none of its exchanges."""
         for name in ("weight_format", "gradient_format"):
             if getattr(self, name) == AUTO and (self.mode == "delta_hpz" or (self.mode and name == "weight_format")):
                 raise ConfigError(
@@ -108,7 +107,7 @@ class ZeroSettings:
                 )
 
     def __post_init__(self) -> None:
-        """Refuse what can never be meant."""
+        """Refuse invalid values."""
         get_stage(self.stage)
         check_names(self.backend, self.kernels)
         self._check_auto()
@@ -121,10 +120,6 @@ class ZeroSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1: {name}={value!r}")
-        if self.tile_linears_above is not None and self.tile_linears_above < 1:
-            raise ConfigError(
-                f"tile_linears_above must be at least 1 element: tile_linears_above={self.tile_linears_above!r}"
-            )
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name.startswith("stage3_") and (
@@ -134,7 +129,9 @@ class ZeroSettings:
             if isinstance(field.default, bool) and not isinstance(value, bool):
                 raise ConfigError(f"{field.name} must be True or False: {field.name}={value!r}")
         if self.hpz_secondary_device not in ("device", "cpu"):
-            raise ConfigError(f"hpz_secondary_device must be 'device' or 'cpu': {self.hpz_secondary_device!r}")
+            raise ConfigError(
+                f"hpz_secondary_device must be 'device' or 'cpu': hpz_secondary_device={self.hpz_secondary_device!r}"
+            )
         if isinstance(self.residual_beta, bool) or not isinstance(self.residual_beta, (int, float)):
             raise ConfigError(f"residual_beta must be a number: residual_beta={self.residual_beta!r}")
         check_damping(self.residual_beta, self.residual_reset_interval, prefix="residual_")
@@ -144,62 +141,55 @@ class ZeroSettings:
 
 
 def nearest_setting(name: str, others: Iterable[str] = ()) -> str:
-    """`` (did you mean 'x'?)`` for a name close to a setting's or one of ``others``, else nothing."""
+    """`` (did you mean 'x'?)`` if ``name`` is close to a setting or to one of ``others``, else nothing."""
     close = difflib.get_close_matches(name, [*others, *(field.name for field in fields(ZeroSettings))], n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effective:
-    """What is done, after the model and the topology have had their say. ``str()`` of it is printed once."""
+    """The settings that take effect on this model and topology. ``str()`` of it is logged once."""
 
     stage: Stage
     weight_format: str
     gradient_formats: tuple[str, str] | None
-    """Intra-node and inter-node; None: the dtype of each bucket's parameters."""
+    """The formats of the intra-node and the inter-node hop; None: the dtype of each bucket's parameters."""
     has_secondary: bool
-    """Gathers after a step's first stay inside the node (hpZ)."""
-    secondary_place: str
-    """Where that rests, if there is one."""
+    """Whether gathers after a step's first stay inside the node (hpZ)."""
+    secondary_location: str
+    """Where the secondary partition is stored, if there is one."""
     change_format: str | None = None
-    """What changes of parameters travel in (``mode="delta_hpz"``, ``mode="delta"``); None: parameters do."""
+    """The format of parameters' deltas (``mode="delta_hpz"``, ``mode="delta"``); None: parameters are sent."""
     align: int
     """Elements that parameters and shards are aligned to."""
     topology: str
     backend: BackendName
     """What carries weights and gradients."""
     kernels: KernelsName
-    """What encodes and decodes them; "auto": what ``ZCOMM_KERNELS`` says."""
+    """What encodes and decodes weights and gradients; "auto": what ``ZCOMM_KERNELS`` says."""
     limits: Limits
-    """What stage 3 gathers ahead, holds and keeps."""
+    """Limits of stage 3: elements to prefetch, to hold, and to keep for reuse."""
     details: tuple[str, ...] = ()
-    """Where parameters, states and inputs of checkpointed functions rest, if that is not on the device."""
+    """Where parameters, states and inputs of checkpointed functions are stored, if that is not the device."""
     adjusted: tuple[str, ...] = ()
-    """What was asked for and is done differently."""
+    """What was requested and is done differently."""
     inactive: tuple[str, ...] = ()
-    """What was asked for and has no effect, with the reason."""
+    """What was requested and has no effect, with the reason."""
 
     @property
     def sums_in_node(self) -> bool:
-        """Whether gradients are summed inside the node, and cross the network once a step (``mode="delta_hpz"``)."""
+        """Whether gradients are summed inside the node and cross the network once a step (``mode="delta_hpz"``)."""
         return self.change_format is not None and self.stage.shards_parameters
 
-    def and_more(
-        self, *, details: tuple[str, ...] = (), adjusted: tuple[str, ...] = (), inactive: tuple[str, ...] = ()
-    ) -> Effective:
-        """The same with more to say."""
-        return replace(
-            self,
-            details=self.details + details,
-            adjusted=self.adjusted + adjusted,
-            inactive=self.inactive + inactive,
-        )
+    def with_notes(self, *, details: tuple[str, ...] = (), inactive: tuple[str, ...] = ()) -> Effective:
+        """The same with more notes."""
+        return replace(self, details=self.details + details, inactive=self.inactive + inactive)
 
     def __str__(self) -> str:
         grads = "parameter dtype" if self.gradient_formats is None else " -> ".join(self.gradient_formats)
         text = (
             f"ZeRO stage {self.stage.number} on {self.topology}: weights as {self.weight_format}, gradients as "
-            f"{grads}, secondary partition (hpZ) {f'on, {self.secondary_place}' if self.has_secondary else 'off'}"
+            f"{grads}, secondary partition (hpZ) {f'on, {self.secondary_location}' if self.has_secondary else 'off'}"
         )
         if self.sums_in_node:
             text += f", replicas in every node (delta-hpZ), their changes as {self.change_format}"
@@ -211,19 +201,19 @@ class Effective:
 
 
 def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
-    """Decide what of ``settings`` takes effect. The same on every rank."""
+    """Decide which of ``settings`` take effect. The same on every rank."""
     stage, inactive = get_stage(settings.stage), []
     if AUTO in (settings.weight_format, settings.gradient_format):
-        inactive.append("formats 'auto' (a plan has no ranks, and so no probe's table of their links)")
+        inactive.append("formats 'auto' (a plan has no ranks, so no probe has measured their links)")
         settings = settings.with_formats(None, None)
     weights = settings.weight_format or ("int8" if settings.quantized_weights else "none")
     gradients = _gradient_formats(settings)
     is_quantized = gradients is not None and any(name not in UNQUANTIZED for name in gradients)
     if not stage.shards_states and (weights != "none" or is_quantized):
-        inactive.append("quantized weights and gradients (stage 0 has no sharded exchange; use stage 1, 2 or 3)")
+        inactive.append("quantized weights and gradients (stage 0 has no sharded exchange; set stage 1, 2 or 3)")
         weights, gradients = "none", None if is_quantized else gradients
     if settings.mode != "delta_hpz" and (settings.residual_beta != 1 or settings.residual_reset_interval):
-        inactive.append("residual_beta, residual_reset_interval (residuals come with mode='delta_hpz')")
+        inactive.append("residual_beta, residual_reset_interval (only mode='delta_hpz' keeps residuals)")
     has_secondary = _secondary(settings, topology, stage, inactive)
     align = ALIGN
     for name in (weights, *(gradients or ())):
@@ -237,7 +227,7 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
         weight_format=weights,
         gradient_formats=gradients,
         has_secondary=has_secondary,
-        secondary_place="in host memory" if settings.hpz_secondary_device == "cpu" else "on the device",
+        secondary_location="in host memory" if settings.hpz_secondary_device == "cpu" else "on the device",
         align=align,
         topology=f"{topology.num_nodes} x {topology.ranks_per_node} ranks",
         backend=topology.backend,
@@ -249,15 +239,15 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
 
 
 def _limits(settings: ZeroSettings, topology: Topology, stage: Stage) -> tuple[Limits, list[str]]:
-    """The limits of the stage-3 schedule, and what was raised for them."""
-    least, adjusted = topology.world_size * LEAST_SHARD_NUMEL, []
+    """The limits of the stage-3 schedule, and notes on those that were raised to the minimum."""
+    least, adjusted = topology.world_size * MIN_SHARD_NUMEL, []
 
     def at_least(name: str) -> int:
         value: int = getattr(settings, name)
         if value >= least:
             return value
         if stage.shards_parameters:
-            adjusted.append(f"{name}={value} raised to {least} ({LEAST_SHARD_NUMEL} elements a rank)")
+            adjusted.append(f"{name}={value} raised to {least} ({MIN_SHARD_NUMEL} elements a rank)")
         return least
 
     is_ahead = settings.overlap_comm and settings.stage3_prefetch_bucket_size > 0
@@ -285,9 +275,9 @@ def _secondary(settings: ZeroSettings, topology: Topology, stage: Stage, inactiv
             "(pass ranks_per_node= to let one machine stand in for several nodes)"
         )
     if not stage.shards_parameters:
-        inactive.append(f"hpz_partition_size={size} (parameters are whole on every rank below stage 3)")
+        inactive.append(f"hpz_partition_size={size} (parameters are full on every rank below stage 3)")
         return False
     if topology.num_nodes == 1:
-        inactive.append(f"hpz_partition_size={size} (one node: the primary partition is already inside it)")
+        inactive.append(f"hpz_partition_size={size} (one node: the primary partition is inside it already)")
         return False
     return True

@@ -1,4 +1,4 @@
-"""The names in sections of DeepSpeed's that are refused when they are enabled, so that a misspelt one is found."""
+"""Names of keys in DeepSpeed sections that are inactive or refused as a whole, so that a misspelled key is found."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INERT_NAMES: dict[str, tuple[str, ...]] = {
         *("enable_nebula_load", "load_path"),
     ),
 }
-"""By section, what may stand in it; a dot leads into an object."""
+"""Names that each inactive section may have; a dot leads into an inner object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +38,18 @@ class CommsLogger:
 
     enabled: bool = key(
         False,
-        "the engine's first rank prints what it has sent, by operation, format and link: at each of steps_per_print, "
-        "and in destroy()",
+        "the engine's first rank prints what it has sent, by operation, format and link class: every steps_per_print "
+        "steps, and in destroy()",
         false="off",
     )
-    verbose: bool = key(False, "at each step, and of this step", false="see enabled", active_if="comms_logger")
-    prof_all: bool = key(True, "all operations", false="those of prof_ops", active_if="comms_logger")
+    verbose: bool = key(False, "print after each step, for it alone", false="see enabled", active_if="comms_logger")
+    prof_all: bool = key(True, "print all operations", false="print those of prof_ops", active_if="comms_logger")
     prof_ops: tuple[str, ...] = key(
         (),
         "operations to print unless prof_all: all_gather, reduce_scatter, all_reduce, all_to_all, control",
         active_if="comms_logger",
     )
-    debug: bool = key(False, "-", false="the same as true", inactive="of DeepSpeed's log of callers")
+    debug: bool = key(False, "-", false="the same as true", inactive="DeepSpeed only: a log of callers")
 
 
 def _under(outer: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ def _under(outer: str, names: Iterable[str]) -> tuple[str, ...]:
 
 SCHEDULE = ("total_curriculum_step", "difficulty_step", "root_degree", "difficulty", "max_step")
 OFFSETS = ("enabled", "schedule_offset")
-GROUPS = ("different_groups",)  # whose names are the user's
+GROUPS = ("different_groups",)  # users choose the names in it
 PRUNING = (*_under("shared_parameters", (*OFFSETS, "method")), *GROUPS)
 MIXED = ("fp16_mixed_quantize.enabled", "fp16_mixed_quantize.quantize_change_ratio")
 
@@ -177,4 +177,4 @@ REFUSED_NAMES: dict[str, tuple[str, ...]] = {
         *("sync_after_allgather", "keep_int_input_tensors", "keep_all_input_tensors"),
     ),
 }
-"""By section, what may stand in it; a dot leads into an object. Of what has no dot, anything may be the value."""
+"""Names that each refused section may have; a dot leads into an inner object. Values are not checked."""

@@ -1,8 +1,8 @@
-"""One value of a configuration, read as the type of its key: every value that anybody gives comes through here.
+"""Converts and checks one value of a configuration: every given value goes through this module.
 
-What does not fit is a ConfigError that names the key, whatever it is: JSON knows six types, but a configuration may be
-a dict of a script, or what a YAML parser made of ``1e-4``, which is a string. A string is never taken for a number: who
-wrote ``"0.9,0.95"`` meant two.
+A value that does not fit raises a ConfigError that names the key. Beyond the six types of JSON, a configuration may be
+a dict of a script, or the output of a YAML parser, which reads ``1e-4`` as a string. A string is never converted to a
+number: who wrote ``"0.9,0.95"`` meant two.
 """
 
 from __future__ import annotations
@@ -20,55 +20,55 @@ from zcomm import ConfigError, Format
 from zero._config.keys import ConfigKey
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
-"""A string that was meant to be a number, as YAML parsers leave some."""
+"""Strings that were meant to be numbers; YAML parsers leave some."""
 LARGEST_INT = 2**63 - 1
-"""What the counts of a tensor, and torch's own arithmetic with integers, can hold."""
-MOST_BITS = 1023
-"""Of an integer anywhere: more is beyond float64."""
-MOST_LEVELS = 32
-"""Of sections in sections; the deepest known key is on the sixth."""
-MOST_VALUES = 1_000_000
-MOST_COMPARED = 100
-"""Characters of a name that is compared with known ones."""
+"""The limit of a tensor's sizes, and of torch's arithmetic with integers."""
+MAX_INT_BITS = 1023
+"""Of any integer: float64 cannot hold more."""
+MAX_LEVELS = 32
+"""Of nested objects and lists; the deepest known key is at level 6."""
+MAX_VALUES = 1_000_000
+MAX_COMPARED_LENGTH = 100
+"""Characters of a name that are compared with known names."""
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
 
 
 def check_document(raw: Mapping[Any, Any]) -> None:
-    """Refuse what no key can hold, before any is looked at: then all that follows may recurse, compare and print.
+    """Refuse what no key can hold, so that parsing may safely recurse, compare and print.
 
     Raises:
-        ConfigError: Names that are no strings, values that JSON does not have, more than 32 levels, a million values,
-            or an integer beyond float64.
+        ConfigError: Names that are not strings, values that JSON does not have, more than 32 levels or a million
+            values, or an integer beyond float64.
     """
-    rest: list[tuple[str, Any, int]] = [("", raw, 0)]
+    pending: list[tuple[str, Any, int]] = [("", raw, 0)]
     num_values = 0
-    while rest:
-        path, value, level = rest.pop()
+    while pending:
+        path, value, level = pending.pop()
         num_values += 1
-        if level > MOST_LEVELS or num_values > MOST_VALUES:
-            limit = f"{MOST_LEVELS} levels deep" if level > MOST_LEVELS else f"{MOST_VALUES} values"
+        if level > MAX_LEVELS or num_values > MAX_VALUES:
+            limit = f"{MAX_LEVELS} levels deep" if level > MAX_LEVELS else f"{MAX_VALUES} values"
             raise ConfigError(f"{path[:200]} must not be more than {limit}")
         if isinstance(value, Mapping):
             for name, inner in value.items():
                 if not isinstance(name, str):
                     raise ConfigError(f"keys of {path or 'the configuration'} must be strings: got {shown(name)}")
-                rest.append((f"{path}.{name}" if path else name, inner, level + 1))
+                pending.append((f"{path}.{name}" if path else name, inner, level + 1))
         elif _is_list(value):
-            rest.extend((path, item, level + 1) for item in value)
-        elif isinstance(value, int) and value.bit_length() > MOST_BITS:
+            pending.extend((path, item, level + 1) for item in value)
+        elif isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
             raise ConfigError(f"{path} must be a number that float64 can hold: got {value.bit_length()} bits")
-        elif not isinstance(value, (str, Real, NoneType, Format)):  # a Format: from Python, where one is taken
-            raise ConfigError(f"{path} must be a value that JSON has: got {shown(value)}")
+        elif not isinstance(value, (str, Real, NoneType, Format)):  # in Python a Format may be given, too
+            raise ConfigError(f"{path} must be a JSON value: got {shown(value)}")
 
 
 def read_value(kind: Any, facts: ConfigKey, value: Any, path: str) -> Any:
-    """``value`` as ``kind``; 5e8 is an integer, too.
+    """``value`` converted to ``kind``; 5e8 counts as an integer.
 
     Raises:
-        ConfigError: It does not fit, or is out of the range of ``facts``; names ``path``.
+        ConfigError: Wrong type, or out of the range of ``facts``; names ``path``.
     """
-    if facts.is_never_if_infinite and isinstance(value, float) and value == math.inf:
+    if facts.infinity_means_absent and isinstance(value, float) and value == math.inf:
         return None
     try:
         converted = _convert(kind, value)
@@ -80,14 +80,13 @@ def read_value(kind: Any, facts: ConfigKey, value: Any, path: str) -> Any:
 
 
 def _unquoted(value: Any) -> str:
-    """What to do about a number in a string."""
-    if not isinstance(value, str) or not NUMBER.fullmatch(value[:MOST_COMPARED]):
+    """The remedy for a number in a string."""
+    if not isinstance(value, str) or not NUMBER.fullmatch(value[:MAX_COMPARED_LENGTH]):
         return ""
-    return ", a string: write the number without quotes (YAML takes 1e-4 for a string, and 1.0e-4 for a number)"
+    return ", a string: write the number without quotes (YAML reads 1e-4 as a string, and 1.0e-4 as a number)"
 
 
 def type_name(kind: Any) -> str:
-    """A type in words."""
     words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     return " or ".join(dict.fromkeys(words.get(o) or _container_name(o) for o in _options(kind) if o is not NoneType))
 
@@ -100,10 +99,10 @@ def _container_name(kind: Any) -> str:
 
 
 def shown(value: object) -> str:
-    """``value`` for a message: short, and never an error of its own."""
+    """``value`` as a short text for a message; it never raises."""
     try:
         return _REPR.repr(value)
-    except Exception:  # a __repr__ of somebody's
+    except Exception:  # from a __repr__ of the user's
         return f"a {type(value).__name__}"
 
 
@@ -114,8 +113,8 @@ def nearest(name: str, names: Any) -> str:
 
 
 def closest(name: str, names: Any) -> str:
-    """The one of ``names`` that is spelled most like ``name``; empty if none is close."""
-    found = difflib.get_close_matches(name[:MOST_COMPARED], [str(n) for n in names], n=1)
+    """The most similar of ``names``; empty if none is close."""
+    found = difflib.get_close_matches(name[:MAX_COMPARED_LENGTH], [str(n) for n in names], n=1)
     return found[0] if found else ""
 
 
@@ -128,7 +127,7 @@ def _is_list(value: object) -> bool:
 
 
 def _convert(kind: Any, value: Any) -> Any:
-    """TypeError if it does not fit."""
+    """``value`` as ``kind``; TypeError if it does not fit."""
     if len(_options(kind)) > 1:
         for option in _options(kind):
             try:
@@ -160,7 +159,7 @@ def _tuple(parts: tuple[Any, ...], value: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _number(value: Any) -> Any:
-    """A number, also of NumPy; TypeError for anything else."""
+    """``value`` if it is a number, also one of NumPy; else TypeError."""
     if isinstance(value, Real) and not isinstance(value, bool):
         return value
     raise TypeError
@@ -181,7 +180,7 @@ def _finite(value: Any) -> float:
 
 
 def _is_text(value: str) -> bool:
-    """What a file name can be made of: it has no null character, and is Unicode."""
+    """Whether it can be a file name: no null character, no lone surrogate."""
     return "\0" not in value and not any("\ud800" <= character <= "\udfff" for character in value)
 
 

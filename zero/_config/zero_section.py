@@ -1,6 +1,6 @@
-"""The section ``zero_optimization``: DeepSpeed's keys, and what each does here.
+"""The section ``zero_optimization``: all of DeepSpeed's keys, and what each does here.
 
-The classes have as many fields as DeepSpeed's sections have keys. Defaults are DeepSpeed's unless the text says so.
+Defaults are DeepSpeed's unless the text of a key says otherwise.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ class OffloadParam:
 
     device: str = key(
         "none",
-        "where sharded parameters rest",
+        "where sharded parameters are stored",
         choices=("none", "cpu", "nvme"),
         active_if="stage 3",
     )
     nvme_path: str | None = key(None, "folder for parameters on NVMe", active_if="offload_param nvme")
     buffer_count: int = key(5, "buffers between NVMe and memory", minimum=1, active_if="offload_param nvme")
-    buffer_size: int = key(100_000_000, "elements of each", minimum=1, active_if="offload_param nvme")
+    buffer_size: int = key(100_000_000, "elements of each buffer", minimum=1, active_if="offload_param nvme")
     max_in_cpu: int = key(
         0,
-        "elements of this rank's shards that stay in host memory all the same (DeepSpeed: 1e9, by which up to a "
-        "billion parameters a rank are not in the files that were asked for)",
+        "elements of this rank's shards that stay in host memory and not in files (DeepSpeed: 1e9, which keeps up to a "
+        "billion parameters per rank out of the files)",
         minimum=0,
         maximum=math.inf,
         active_if="offload_param nvme",
@@ -44,7 +44,7 @@ class OffloadOptimizer:
 
     device: str = key(
         "none",
-        "where optimizer states rest and are updated",
+        "where optimizer states are stored; off the device they are updated on the host",
         choices=("none", "cpu", "nvme"),
         active_if="stage 1+",
     )
@@ -52,18 +52,18 @@ class OffloadOptimizer:
     buffer_count: int = key(4, "buffers between NVMe and memory", minimum=1, active_if="offload_optimizer nvme")
     pin_memory: bool = key(True, "page-locked memory", false="pageable memory", active_if="offload_optimizer")
     pipeline_read: bool = key(
-        False, "read the next states during an update", false="read before", active_if="offload_optimizer nvme"
+        False, "read the next states during an update", false="read them before it", active_if="offload_optimizer nvme"
     )
     pipeline_write: bool = key(
-        False, "write states during the next update", false="write after", active_if="offload_optimizer nvme"
+        False, "write states during the next update", false="write them before it", active_if="offload_optimizer nvme"
     )
     fast_init: bool = key(
         False,
-        "states on NVMe are first written without being read",
+        "write the first states to NVMe without reading them",
         false="the same as true",
-        inactive="first states are never read",
+        inactive="the first states are never read",
     )
-    ratio: float = key(1.0, "share of the states that is offloaded", minimum=0, active_if="offload_optimizer")
+    ratio: float = key(1.0, "the share of the states that is offloaded", minimum=0, active_if="offload_optimizer")
     super_offload: bool = key(False, "for GH200", false="off", unavailable="super_offload")
     cpuadam_cores_perc: float = key(0.8, "cores for super_offload", minimum=0, inactive="super_offload only")
 
@@ -72,9 +72,11 @@ class OffloadOptimizer:
 class LeafModule:
     """``leaf_module``."""
 
-    classes: tuple[str, ...] = key((), "classes gathered as a whole", active_if="stage 3")
-    names: tuple[str, ...] = key((), "modules, by name", active_if="stage 3")
-    name_suffixes: tuple[str, ...] = key((), "modules, by the end of the name", active_if="stage 3")
+    classes: tuple[str, ...] = key((), "module classes that are gathered as one unit", active_if="stage 3")
+    names: tuple[str, ...] = key((), "modules that are gathered as one unit, by name", active_if="stage 3")
+    name_suffixes: tuple[str, ...] = key(
+        (), "modules that are gathered as one unit, by the end of their name", active_if="stage 3"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,30 +85,30 @@ class ZeroOptimization:
 
     stage: int = key(
         0,
-        "0 nothing sharded, 1 optimizer states, 2 and gradients, 3 and parameters "
-        "(without any configuration ZeroOptimizer takes 1)",
+        "what is sharded. 0: nothing, 1: optimizer states, 2: gradients, too, 3: parameters, too (without any "
+        "configuration ZeroOptimizer uses stage 1)",
         choices=(0, 1, 2, 3),
         setting="stage",
     )
     zero_quantized_weights: bool = key(
         False,
-        "qwZ: weights travel as INT8 blocks of 256; at stages 1 and 2, too",
-        false="weights travel as they are",
+        "qwZ: send weights as INT8 blocks of 256; at stages 1 and 2, too",
+        false="send weights in their dtype",
         setting="quantized_weights",
         active_if="stage 1+",
         aliases=("quantized_weights",),
     )
     zero_quantized_gradients: bool = key(
         False,
-        "qgZ: gradients travel as INT4 blocks of 128 on both hops, also inside one node; at stages 1 and 2, too",
-        false="gradients travel in communication_data_type",
+        "qgZ: send gradients as INT4 blocks of 128 on both hops, also inside one node; at stages 1 and 2, too",
+        false="send gradients in communication_data_type",
         setting="quantized_gradients",
         active_if="stage 1+",
         aliases=("quantized_gradients",),
     )
     zero_hpz_partition_size: int = key(
         1,
-        "hpZ: ranks per node, so that gathers after a step's first stay inside the node; 1 is off",
+        "hpZ: the number of ranks per node; after a step's first gather, gathers stay inside the node. 1: off",
         minimum=1,
         setting="hpz_partition_size",
         active_if="stage 3",
@@ -114,29 +116,29 @@ class ZeroOptimization:
     )
     zero_quantized_nontrainable_weights: bool = key(
         False,
-        "frozen weights rest as INT8 blocks of 256, and travel so; small ones that stay whole are left as they are",
-        false="as they are",
+        "store and send frozen weights as INT8 blocks of 256, but for persistent parameters",
+        false="store and send them in their dtype",
         setting="quantized_nontrainable_weights",
         active_if="stage 3",
     )
     reduce_bucket_size: int = key(
         500_000_000,
-        "elements that one gradient exchange carries at most",
+        "the most elements of one gradient exchange",
         minimum=1,
         maximum=math.inf,
         setting="reduce_bucket_size",
     )
     allgather_bucket_size: int = key(
         500_000_000,
-        "elements that one weight exchange carries at most",
+        "the most elements of one weight exchange",
         minimum=1,
         maximum=math.inf,
         setting="allgather_bucket_size",
     )
     overlap_comm: bool = key(
         True,
-        "exchange while the computation goes on, at every stage (DeepSpeed: at stage 3)",
-        false="exchange, then compute: the same bits",
+        "overlap exchanges with the computation, at every stage (DeepSpeed: at stage 3)",
+        false="exchange, then compute; the bits are the same",
         setting="overlap_comm",
     )
     contiguous_gradients: bool = key(True, "gradients in flat buffers", false="the same as true", inactive=FLAT)
@@ -144,7 +146,7 @@ class ZeroOptimization:
         True, "reduce-scatter of gradients", false="the same as true", inactive="every reduction is a reduce-scatter"
     )
     use_multi_rank_bucket_allreduce: bool = key(
-        True, "one exchange for a bucket", false="the same as true", inactive="every bucket is one exchange"
+        True, "one exchange for a bucket", false="the same as true", inactive="a bucket is always one exchange"
     )
     allgather_partitions: bool = key(
         True, "all-gather of new parameters", false="the same as true", inactive="it is always an all-gather"
@@ -153,15 +155,15 @@ class ZeroOptimization:
     offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "optimizer states in host memory or on NVMe")
     sub_group_size: int = key(
         1_000_000_000,
-        "elements that one tile of the optimizer step updates",
+        "the most elements that are updated as one when states are offloaded",
         minimum=1,
         maximum=math.inf,
         active_if="offload_optimizer",
     )
     stage3_prefetch_bucket_size: int = key(
         50_000_000,
-        "elements gathered ahead of their use at most, and not more than the largest layer has (more would hide "
-        "nothing more); 0 is none",
+        "the most elements to prefetch, and never more than the largest layer has (prefetching more hides no more "
+        "time); 0: none",
         minimum=0,
         maximum=math.inf,
         setting="stage3_prefetch_bucket_size",
@@ -169,8 +171,8 @@ class ZeroOptimization:
     )
     stage3_param_persistence_threshold: int = key(
         0,
-        "parameters with fewer elements stay whole (DeepSpeed: 100,000; here they travel with their layer, so that "
-        "keeping them saves bytes, but no exchange)",
+        "parameters with fewer elements are persistent, that is, stay full (DeepSpeed: 100,000; here they are sent "
+        "with their layer, so persistence saves bytes but no exchange)",
         minimum=0,
         maximum=math.inf,
         aliases=("stage3_param_persitance_threshold",),
@@ -179,7 +181,7 @@ class ZeroOptimization:
     )
     stage3_model_persistence_threshold: int = key(
         2**63 - 1,
-        "elements that stay whole at most",
+        "the most elements of persistent parameters",
         minimum=0,
         maximum=math.inf,
         setting="stage3_model_persistence_threshold",
@@ -187,7 +189,8 @@ class ZeroOptimization:
     )
     stage3_max_live_parameters: int = key(
         1_000_000_000,
-        "elements gathered at a time, but for what running modules need; a module with more is gathered in parts",
+        "the most elements that are full at a time, beyond what running modules need; a larger module is gathered in "
+        "parts",
         minimum=0,
         maximum=math.inf,
         setting="stage3_max_live_parameters",
@@ -195,16 +198,16 @@ class ZeroOptimization:
     )
     stage3_max_reuse_distance: int = key(
         1,
-        "a layer stays gathered if fewer elements are used before it is used again: 1 keeps the last one from forward "
-        "to backward, 0 none (DeepSpeed: 1e9, which keeps smaller models whole: 2/3 of the bytes, and stage 2's "
-        "memory)",
+        "a layer stays full if fewer elements are used before its next use. 1: the last layer, from forward to "
+        "backward; 0: none (DeepSpeed: 1e9, which keeps smaller models full: 2/3 of the bytes sent, with the memory of "
+        "stage 2)",
         minimum=0,
         maximum=math.inf,
         setting="stage3_max_reuse_distance",
         active_if="stage 3",
     )
     stage3_module_granularity_threshold: int = key(
-        0, "finer modules are gathered as one", minimum=0, inactive="layers are always gathered as one"
+        0, "gather small modules as one", minimum=0, inactive="layers are always gathered as one"
     )
     stage3_use_all_reduce_for_fetch_params: bool = key(
         False, "gather by all-reduce", false="the same as true", inactive="gathers are all-gathers"
@@ -214,38 +217,38 @@ class ZeroOptimization:
     )
     stage3_gather_16bit_weights_on_model_save: bool = key(
         False,
-        "whole weights on save",
+        "full weights on save",
         aliases=("stage3_gather_fp16_weights_on_model_save",),
         false="the same as true",
-        inactive="model.state_dict() always holds whole weights",
+        inactive="model.state_dict() always holds full weights",
     )
     ignore_unused_parameters: bool = key(
         True,
-        "parameters without a gradient are left as they are",
+        "parameters without a gradient are not updated",
         false="step() raises an error that names them",
         setting="ignore_unused_parameters",
     )
     compute_grad_norm: bool = key(
         True,
         "the engine computes the gradient norm of every step",
-        false="only where gradients are clipped; get_global_grad_norm() is None elsewhere",
+        false="only if gradients are clipped; otherwise get_global_grad_norm() is None",
     )
     enable_sanity_checks: bool = key(
         False,
         "internal checks",
         false="the same as true",
-        inactive="ranks always compare model and settings at construction",
+        inactive="ranks always compare the model and the settings at construction",
     )
-    leaf_module: LeafModule = section(LeafModule, "modules gathered as a whole")
+    leaf_module: LeafModule = section(LeafModule, "modules that are gathered as one unit")
     zeropp_loco_param: dict[str, Any] | None = key(
         None,
         "error feedback of qgZ",
-        unavailable="LoCo's moving average of errors, which is another arithmetic than ours: zcomm.mode=delta_hpz has "
-        "error feedback, with zcomm.residual_beta (1 where err_beta is 0) and, for reset_T, "
-        "zcomm.residual_reset_interval, which counts steps",
+        unavailable="LoCo's moving average of errors differs from our residuals: zcomm.mode=delta_hpz has error "
+        "feedback, with zcomm.residual_beta (1 for an err_beta of 0) and zcomm.residual_reset_interval (in steps) for "
+        "reset_T",
         names=("err_beta", "reset_T"),
     )
-    mics_shard_size: int = key(-1, "MiCS", unavailable="MiCS (hpZ is the nearest: zero_hpz_partition_size)")
+    mics_shard_size: int = key(-1, "MiCS", unavailable="MiCS (zero_hpz_partition_size, hpZ, comes closest)")
     mics_hierarchical_params_gather: bool = key(False, "MiCS", false="off", inactive="MiCS only")
     zenflow: dict[str, Any] | None = key(
         None,
@@ -257,10 +260,13 @@ class ZeroOptimization:
         ),
     )
     load_from_fp32_weights: bool = key(
-        True, "masters are restored from float32", false="the same as true", inactive="state_dict() holds the masters"
+        True,
+        "restore masters from float32 weights",
+        false="the same as true",
+        inactive="state_dict() holds the masters",
     )
     elastic_checkpoint: bool = key(
-        False, "checkpoints fit other world sizes", false="the same as true", inactive="they always do"
+        False, "load checkpoints on other world sizes", false="the same as true", inactive="always possible"
     )
     round_robin_gradients: bool = key(False, "order of offloaded gradients", false="-", inactive="not needed here")
     parameter_alignment: bool = key(
@@ -270,12 +276,14 @@ class ZeroOptimization:
     memory_efficient_linear: bool = key(
         True, "linear layers do not keep gathered weights", false="the same as true", inactive="no layer keeps them"
     )
-    pipeline_loading_checkpoint: bool = key(False, "staged loading", false="-", inactive="of DeepSpeed's format")
-    override_module_apply: bool = key(True, "Module.apply gathers first", false="-", inactive="of zero.Init")
+    pipeline_loading_checkpoint: bool = key(False, "staged loading", false="-", inactive="DeepSpeed's format only")
+    override_module_apply: bool = key(
+        True, "Module.apply gathers first", false="-", inactive="zero.Init gathers where it is needed"
+    )
     log_trace_cache_warnings: bool = key(
         False,
         "log every change of the order in which layers are used",
-        false="log the first",
+        false="log only the first",
         setting="log_trace_cache_warnings",
         active_if="stage 3",
     )

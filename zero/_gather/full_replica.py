@@ -1,11 +1,11 @@
-"""``mode="delta"``, stages 1 and 2 on several nodes: full parameters, as all ranks hold them, get changes.
+"""``mode="delta"``, stages 1 and 2 on several nodes: sends changes of parameters instead of parameters.
 
     after a step     update: shard - own row of the full buffer --4 bits--> added to that row on every rank
     other writes     refresh: the shard itself, to every rank
 
-A step sends one message a shard and bucket, between nodes and inside them as it is. The shard rests beside the buffer,
-exactly: what receivers hold, own row included, differs from it by what the messages so far have lost, and that is part
-of the next one. So errors do not add up, and all ranks hold the same bits.
+A step sends one message per shard and bucket, the same one between nodes and inside them. The exact shard is kept
+beside the buffer. What the receivers hold, own row included, differs from it by the rounding of the messages so far,
+and the next message includes that difference. So errors do not add up, and all ranks hold the same bits.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from zero._gather.gather_sources import GatherOptions
 from zero._sharding.bucket import Bucket
 
 
-class FullCopy:
-    """The full buffer of a trainable bucket, once it is settled. Memory: the buffer is the bucket's own."""
+class FullReplica:
+    """The full buffer of a partitioned, trainable bucket, to which deltas are added. It needs no other memory."""
 
     def __init__(self, bucket: Bucket, options: GatherOptions, format: str) -> None:
         self._bucket, self._options, self._format = bucket, options, format
@@ -40,18 +40,18 @@ class FullCopy:
         return self._delta.held
 
     def send_change(self) -> None:
-        """Bring all ranks closer to the shard, which a step has changed. The full buffer is to be waited for."""
+        """Send the change of the shard to all ranks after a step. Call :meth:`wait` before the full buffer is used."""
         self.wait()
         self._work = self._delta.update(self._bucket.shard, async_op=self._options.is_async)
 
     def refresh(self, values: Tensor | None = None) -> None:
-        """Give all ranks the shard, or other values of it, as they are. The full buffer is to be waited for."""
+        """Send the shard, or other values for it, to all ranks unquantized. Call :meth:`wait` before using it."""
         self.wait()
         shard = self._bucket.shard if values is None else values
         self._work = self._delta.refresh(shard, async_op=self._options.is_async)
 
     def wait(self) -> None:
-        """Wait for what is under way, and raise its error."""
+        """Wait for the exchange in flight, and raise its error."""
         work, self._work = self._work, None
         if work is not None:
             work.wait()

@@ -1,10 +1,10 @@
-"""Where a bucket's full parameters come from, in how many exchanges.
+"""Sources of a gather: the primary partition, hpZ's secondary partition, or a node's replica; and its exchanges.
 
     Primary     the shards of all ranks               columns of the shards:  | first | ..., each of at most max_numel
     Secondary   the node's own copy (hpZ)             as many, contiguous:    |   0   |   1   |   2   | ...
     Replica     the same, kept up to date             as many, columns of the ranks' replicas
 
-The first exchange carries no more than may be prefetched: a bucket that is larger is prefetched in part.
+The first exchange carries at most as much as may be prefetched: of a larger bucket only that part is prefetched.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from zcomm._transport.call_context import in_bucket
 from zero._config.settings import Effective, ZeroSettings
 from zero._sharding.bucket import Bucket
 from zero._sharding.layout import BucketLayout
-from zero._storage.shard_storage import KIND, Encoded
+from zero._storage.shard_storage import KIND, QuantizedShard
 from zero._storage.tier_settings import Tier
 from zero._storage.transfer_counters import record
 
 
 @dataclass(frozen=True, slots=True)
 class GatherOptions:
-    """How the exchanges of gathers are made."""
+    """Settings of the exchanges of gathers."""
 
     topology: Topology
     format: str
-    """What weights travel in."""
+    """The wire format of weights."""
     is_async: bool
     first_numel: int
-    """Elements that the first exchange of a gather carries at most."""
+    """At most so many elements are in the first exchange of a gather."""
     max_numel: int
-    """Elements that any exchange carries at most."""
+    """At most so many elements are in any exchange."""
     secondary_on_host: bool
-    """Whether secondary partitions rest in host memory."""
+    """Whether secondary partitions are stored in host memory."""
 
     def columns(self, layout: BucketLayout) -> list[tuple[int, int]]:
-        """How the exchanges of a gather cut every shard."""
+        """The parts of every shard, one for each exchange of a gather."""
         return layout.chunks(self.max_numel, first_numel=self.first_numel)
 
 
 def gather_options(settings: ZeroSettings, effective: Effective, topology: Topology) -> GatherOptions:
-    """What ``settings`` say about gathers."""
+    """The options of gathers that follow from ``settings``."""
     tier, max_numel = settings.tiers.parameters, settings.allgather_bucket_size
-    if tier.tier is Tier.NVME:  # what one exchange sends is what one buffer holds
+    if tier.tier is Tier.NVME:  # an exchange sends what one staging buffer holds
         max_numel = min(max_numel, tier.buffer_numel * topology.world_size)
     return GatherOptions(
         topology,
@@ -62,7 +62,7 @@ def gather_options(settings: ZeroSettings, effective: Effective, topology: Topol
 
 
 def start_gather(bucket: Bucket, full: Tensor, shard: Tensor, options: GatherOptions) -> list[Work]:
-    """Start filling ``full`` from every rank's ``shard`` of ``bucket``."""
+    """Start a gather of ``bucket`` from every rank's ``shard`` into ``full``, outside of the schedule."""
     wire, columns = options.format, bucket.layout.chunks(options.max_numel)
     if not bucket.dtype.is_floating_point:  # frozen: integers and complex numbers travel as they are
         ratio, wire = full.element_size() / 4, "none"
@@ -76,7 +76,7 @@ def start_gather(bucket: Bucket, full: Tensor, shard: Tensor, options: GatherOpt
 def _gather_columns(
     full: Tensor, own: Tensor, columns: tuple[int, int], options: GatherOptions, wire: str
 ) -> Work | None:
-    """Fill columns ``[start, stop)`` of the shards in ``full``; ``own`` are this rank's."""
+    """Gather columns ``[start, stop)`` of the shards into ``full``; ``own`` is this rank's part."""
     start, stop = columns
     world_size = options.topology.world_size
     is_all = (stop - start) * world_size == full.numel()
@@ -104,16 +104,16 @@ class Primary:
         """Start exchange number ``index``."""
         start, stop = self._columns[index]
         rows = full.view(self._options.topology.world_size, -1)[:, start:stop]
-        rest, row = self._bucket.rest, rows[self._row]
-        if isinstance(rest, Encoded):
-            return rest.gather((start, stop), rows, async_op=self._options.is_async)
-        with rest.on_stream():
-            own = rest.fetch(start, stop, row)
+        storage, row = self._bucket.storage, rows[self._row]
+        if isinstance(storage, QuantizedShard):
+            return storage.gather((start, stop), rows, async_op=self._options.is_async)
+        with storage.on_stream():  # else the exchange would send the buffer before the copy has filled it
+            own = storage.fetch(start, stop, row)
             return _gather_columns(full, own, (start, stop), self._options, self._options.format)
 
 
 class Secondary:
-    """A copy inside the node, cut like the exchanges of the primary partition."""
+    """The secondary partition inside the node (hpZ), divided like the exchanges of the primary partition."""
 
     def __init__(self, bucket: Bucket, options: GatherOptions, exchanges: Sequence[int]) -> None:
         self._is_async = options.is_async
@@ -126,7 +126,7 @@ class Secondary:
 
     @property
     def is_valid(self) -> bool:
-        """Whether it holds the parameters' present values."""
+        """Whether it has the parameters' present values."""
         return all(part.is_valid for part in self._parts)
 
     @property
@@ -142,7 +142,7 @@ class Secondary:
                 record(KIND, "to_host", part.nbytes)
 
     def invalidate(self) -> None:
-        """The values have changed."""
+        """The parameters have changed: the next gather uses the primary partition."""
         for part in self._parts:
             part.invalidate()
 
@@ -155,9 +155,9 @@ class Secondary:
 
 
 class Replica:
-    """The node's copy in ``mode="delta_hpz"`` (:mod:`zero._config.delta_hpz_settings`), cut like the exchanges of the primary partition.
+    """The node's replica in ``mode="delta_hpz"``, divided like the exchanges of the primary partition.
 
-    It is up to date whenever parameters are published, so it is valid as long as it is there.
+    Every write back updates it, so it is always valid. See _config/delta_hpz_settings.py.
     """
 
     def __init__(self, bucket: Bucket, options: GatherOptions, format: str, exchanges: Sequence[int]) -> None:
@@ -169,7 +169,7 @@ class Replica:
 
     @property
     def is_valid(self) -> bool:
-        """Whether it holds the parameters' present values."""
+        """Whether it has the parameters' present values."""
         return True
 
     @property
@@ -188,13 +188,13 @@ class Replica:
         return self.node.gather(full, start, self._ends[index], async_op=self._is_async)
 
     def send_change(self) -> None:
-        """Bring all nodes closer to the shard, which a step has changed."""
+        """Send the change of the shard to all nodes after a step."""
         self.node.update(self._bucket.shard, async_op=self._is_async)
 
     def refresh(self, values: Tensor | None = None) -> None:
-        """Give all nodes the shard, or other values of it, as they are."""
+        """Send the shard, or other values for it, to all nodes unquantized."""
         self.node.refresh(self._bucket.shard if values is None else values, async_op=self._is_async)
 
     def wait(self) -> None:
-        """Wait for what is under way, and raise its error."""
+        """Wait for the exchange in flight, and raise its error."""
         self.node.wait()

@@ -1,16 +1,14 @@
-"""When parameters are needed: module and autograd hooks, each a thin call into the gatherer or the reducer.
+"""Module and autograd hooks: when parameters are gathered and released, and when a gradient is taken.
 
-    forward of a module:   acquire its buckets ... release those that nobody else needs
-    backward:              a gradient reaches a unit's output -> acquire;  its inputs' gradients are done -> release
+    forward of a module:    acquire its buckets ... release those that nothing else needs
+    backward:               a gradient reaches a unit's output -> acquire;  its inputs' gradients are done -> release
     a parameter's gradient: copied into its bucket by autograd's post-accumulate hook
 
-What autograd saves inside the model's forward goes through :mod:`zero._gather.saved_tensors`.
+Tensors that autograd saves in the forward go through saved_tensors.py.
 
-The modules of a model whose forward runs, and whether it still does.
-
-torch calls the hooks that end a forward after an Exception, but not after KeyboardInterrupt or SystemExit. So each
-forward is known by the frame that runs it: it has ended when that frame is on the stack of its thread no more. Whether
-anything still refers to the frame says nothing: the traceback that a notebook keeps does.
+torch calls the hook that ends a forward after an Exception, but not after KeyboardInterrupt or SystemExit. So each
+running forward is identified by its Python frame: it has ended when that frame is no longer on the stack of its thread.
+References to the frame tell nothing: a notebook keeps the traceback, and so the frame (tests/zero/test_interrupts.py).
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ from zero._sharding.stages import Stage
 from zero._sharding.units import Unit, external_parameters, is_compiled, own_parameters
 
 HOOKING = frozenset({__name__, "zero._gather.hooks", "torch._dynamo.eval_frame"})
-"""Modules whose frames call hooks, or are hooks."""
+"""Modules whose frames are hooks or call them."""
 
 
 def calling_frame() -> FrameType:
-    """The innermost frame outside of hooks: the one that runs the module whose hook calls this."""
+    """The innermost frame outside of hooks: it runs the module whose hook calls this."""
     frame = sys._getframe(1)
     while frame.f_globals.get("__name__") in HOOKING and frame.f_back is not None:
         frame = frame.f_back
@@ -54,12 +52,12 @@ def calling_frame() -> FrameType:
 
 @dataclass(slots=True, eq=False)
 class RunningForward:
-    """One module's forward."""
+    """The forward of one module."""
 
     module: nn.Module
     frame: FrameType
     saving: SavingHooks | None = None
-    """The hooks on saved tensors that began with it."""
+    """The saved-tensor hooks that were pushed when it started."""
     thread: int = field(default_factory=get_ident)
 
     @property
@@ -68,7 +66,7 @@ class RunningForward:
         return self.thread == get_ident()
 
     def is_running(self) -> bool:
-        """Whether its thread has not left it. Cost: a look at each frame between it and the present one."""
+        """Whether it is still on its thread's stack. Cost: a walk over the frames above it."""
         if not self.is_here:
             return any(place.frame == id(self.frame) for place in stacks_of((self.thread,)).get(self.thread, []))
         frame: FrameType | None = sys._getframe()
@@ -81,15 +79,15 @@ logger = logging.getLogger("zero")
 
 
 class RunningBackward:
-    """Lives as long as autograd's own record of a backward: an exception ends both."""
+    """A running backward. Autograd's callback owns it, so an exception that ends the backward frees it, too."""
 
 
 class LastGradient:
-    """A hook of ``count`` tensors, which calls ``then`` once a backward has the gradients of all of them.
+    """A hook on ``count`` tensors that calls ``then`` once a backward has the gradients of all of them.
 
-    torch's multi-grad hook also knows which of them a backward leaves out, by holding their nodes: the graph would hold
-    itself, and a forward whose backward never comes would keep its activations for good. Here ``then`` is not called if
-    one is left out.
+    torch's multi-grad hook also handles tensors that a backward leaves out, by holding their nodes. That would be a
+    reference cycle of the graph: a forward without a backward would keep its activations for good. Here ``then`` is not
+    called if one is left out.
     """
 
     def __init__(self, count: int, then: Callable[[], None]) -> None:
@@ -105,7 +103,10 @@ class LastGradient:
 
 
 def _only_looks_up(module: nn.Module) -> bool:
-    """Whether the backward of ``module`` needs no parameters. What a hook of the user's saves is gathered for it."""
+    """Whether the backward of ``module`` needs no parameters: an embedding's uses only indices.
+
+    If a user's hook has saved the weight, unpacking it gathers it.
+    """
     return type(module) is nn.Embedding
 
 
@@ -113,10 +114,10 @@ class Hooks:
     """The hooks on one model.
 
     Args:
-        gatherer: Of its parameters.
-        reducer: Of its gradients.
-        should_reduce: Asked once for each backward.
-        give_up_step: Forgets the gradients of a step, and its backwards so far.
+        gatherer: Gathers its parameters.
+        reducer: Reduces its gradients.
+        should_reduce: Whether a backward reduces; called once for each backward.
+        discard_step: Drops the gradients of a step, and its backwards so far.
         stage: Below 3 only gradients are hooked.
     """
 
@@ -125,10 +126,10 @@ class Hooks:
         gatherer: Gatherer,
         reducer: Reducer,
         should_reduce: Callable[[], bool],
-        give_up_step: Callable[[], None],
+        discard_step: Callable[[], None],
         stage: Stage,
     ) -> None:
-        self._give_up_step = give_up_step
+        self._discard_step = discard_step
         self._gatherer, self._reducer, self._should_reduce = gatherer, reducer, should_reduce
         self._shards_parameters = stage.shards_parameters
         self._buckets_of: dict[nn.Module, list[Bucket]] = {}
@@ -137,16 +138,16 @@ class Hooks:
         """Outermost first."""
         self._entering = Lock()
         self._mode = Mode.INFERENCE
-        """What the outermost of these is part of."""
+        """The mode of the outermost running forward."""
         self._backward: ReferenceType[RunningBackward] | None = None
-        self._is_idle = False
-        self._saved = SavedTensors(gatherer, self._begin_backward)
+        self._ignores_inference = False
+        self._saved = SavedTensors(gatherer, self._start_backward)
         self._handles: list[Any] = []
         self._arrivals: list[tuple[dict[int, Any], int]] = []
-        """Of each trainable parameter all hooks, and the number of the one that takes its gradient over."""
+        """For each trainable parameter, its post-accumulate hooks, and the id of the one that takes its gradient."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hooks:
-        """A copy of the model carries hooks that leave it alone."""
+        """A copy of the model shares these hooks, which ignore its modules."""
         return self
 
     def install(self, model: nn.Module, units: list[Unit], buckets_of_unit: list[list[Bucket]]) -> None:
@@ -163,7 +164,7 @@ class Hooks:
         inlined = {m for unit in units if is_compiled(unit.module) for m in unit.module.modules()}
         for module in model.modules():
             if module in inlined - self._unit_modules and not external_parameters(module):
-                continue  # its unit has gathered it; a hook would only break the graph
+                continue  # its unit gathers it; a hook would only break the compiled graph
             known = self._buckets_of.setdefault(module, [])
             direct = [owner[param] for _, param in own_parameters(module) if param in owner]
             direct += [owner[param] for param in external_parameters(module) if param in owner]
@@ -173,7 +174,7 @@ class Hooks:
             self._hook_module(module)
 
     def declare_use(self, module: nn.Module, bucket: Bucket) -> None:
-        """``module``'s forward also uses ``bucket``."""
+        """Gather ``bucket`` for ``module``'s forward, too."""
         if not self._shards_parameters:
             return
         if module not in self._buckets_of:
@@ -183,11 +184,11 @@ class Hooks:
             self._buckets_of[module].append(bucket)
 
     def use(self, bucket: Bucket, name: str) -> bool:
-        """Gather ``bucket`` for the innermost module whose forward runs, now and from now on; False if none does."""
+        """Gather ``bucket`` for the innermost running forward, now and in later ones; False if none is running."""
         if not self._forwards:
             return False
         module = self._forwards[-1].module
-        if self._gatherer.speaks:
+        if self._gatherer.is_log_rank:
             logger.info(
                 "%r is used by the forward of a %s that does not own it: gathered for it from here on",
                 name,
@@ -200,11 +201,11 @@ class Hooks:
         return True
 
     def keep(self, handles: Iterable[Any]) -> None:
-        """Remove these with the other hooks."""
+        """Have :meth:`remove` remove these handles, too."""
         self._handles += handles
 
     def remove(self) -> None:
-        """Take every hook off the model."""
+        """Remove all hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -214,9 +215,9 @@ class Hooks:
                 self._saved.stop(forward.saving)
 
     def recover(self) -> None:
-        """Forget what an exception or an interrupt broke off: forwards, and a backward with its half summed gradients.
+        """Forget forwards and a backward that an exception or interrupt ended, with its partial gradients.
 
-        torch ends a forward's hooks after an Exception only.
+        torch runs the hooks that end a forward only after an Exception, and none that end a backward.
         """
         if self._forwards and not self._forwards[-1].is_running():
             while self._forwards and not self._forwards[-1].is_running():
@@ -226,36 +227,36 @@ class Hooks:
         if self._backward is not None and self._backward() is None:
             self._backward = None
             logger.warning("a backward ended with an exception: gradients since the last zero_grad() are dropped")
-            self.drop_step()
+            self.abort_step()
 
-    def drop_step(self) -> None:
-        """Forget the gradients of a step that something broke off, and what is gathered."""
-        self._give_up_step()
+    def abort_step(self) -> None:
+        """Drop the gradients of a step that was interrupted, and release what is gathered."""
+        self._discard_step()
         self._gatherer.release_all()
         self._gatherer.abandon_iteration(Mode.TRAINING)
 
     def saving(self) -> AbstractContextManager[None]:
-        """Inside, autograd saves what it can ask for in any backward; below stage 3 it does so anyway."""
+        """Within the block, autograd saves no views of gathered parameters; below stage 3 this does nothing."""
         return self._saved.saving() if self._shards_parameters else nullcontext()
 
     @contextmanager
-    def idle_without_gradients(self) -> Iterator[None]:
-        """Inside, forwards without gradients pass by: somebody holds all that they use."""
-        before, self._is_idle = self._is_idle, True
+    def ignoring_inference(self) -> Iterator[None]:
+        """Within the block, forwards without gradients gather nothing: the caller holds what they use."""
+        before, self._ignores_inference = self._ignores_inference, True
         try:
             yield
         finally:
-            self._is_idle = before
+            self._ignores_inference = before
 
     def _hook_gradient(self, param: nn.Parameter, bucket: int, slot: int) -> None:
         grads = self._reducer.by_bucket[bucket]
 
         def before(grad: Tensor) -> None:  # noqa: ARG001
-            self._begin_backward()
+            self._start_backward()
 
         def after(param: Tensor) -> None:  # noqa: ARG001
             num_before = len(grads.arrived)
-            self._reducer.arrive(grads, slot)
+            self._reducer.take_gradient(grads, slot)
             if num_before < len(grads.arrived) == len(grads.written):
                 self._end_of_use_in_backward([grads.bucket])
 
@@ -264,7 +265,8 @@ class Hooks:
         self._handles += [param.register_hook(before), arrival]  # type: ignore[no-untyped-call]
 
     def _hook_module(self, module: nn.Module) -> None:
-        # Compiled code calls them as they are: 1.3 us each.
+        # Dynamo must not trace the hooks: it would bake this iteration's decisions into the compiled graph. A call that
+        # is not traced costs 1.3 us.
         disable: Callable[[Any], Any] = torch.compiler.disable
         before, after = disable(self._before_forward), disable(self._after_forward)
         self._handles += [
@@ -273,12 +275,12 @@ class Hooks:
         ]
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module not in self._buckets_of or (self._is_idle and not torch.is_grad_enabled()):
+        if module not in self._buckets_of or (self._ignores_inference and not torch.is_grad_enabled()):
             return
         is_in_backward = torch._C._current_graph_task_id() != -1
         is_recomputing = torch.is_grad_enabled() and is_in_backward
         forward = RunningForward(module, calling_frame())
-        with self._entering:
+        with self._entering:  # two threads must not both find the model unused, and start
             self.recover()
             self._check_thread(is_in_backward=is_in_backward)
             self._forwards.append(forward)
@@ -289,13 +291,13 @@ class Hooks:
             self._gatherer.abandon_iteration(Mode.INFERENCE)
         forward.saving = self._saved.start()
         if is_recomputing:  # under activation checkpointing
-            self._begin_backward()
+            self._start_backward()
         for bucket in self._buckets_of[module]:
             bucket.forward_depth += 1
             bucket.is_held_by_backward |= is_recomputing
             self._gatherer.acquire(bucket, self._mode)
         if module in self._unit_modules and torch.is_grad_enabled():
-            # Not leaves: those outlive the step, and would keep a hook for each.
+            # Not leaves: those outlive the step, and would collect one hook per step.
             inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.grad_fn is not None]
             if inputs:
                 buckets = self._buckets_of[module]
@@ -310,17 +312,20 @@ class Hooks:
                 self._gatherer.release_if_unneeded(bucket)
 
     def _check_thread(self, *, is_in_backward: bool) -> None:
-        """A forward may begin: the threads of autograd's engine go on with what the thread that waits for them does."""
+        """Refuse a forward while another thread uses the model.
+
+        The threads of autograd's engine may: they work for a thread that waits for them.
+        """
         is_taken = not self._forwards[-1].is_here if self._forwards else self._backward is not None
         if is_taken and not is_in_backward:
             raise StateError(
-                "two threads use one model at stage 3 at a time, and they would gather and release its parameters for "
-                "each other: let one thread finish its forward or backward first, with a lock around both, say"
+                "two threads use one model at stage 3 at a time, and would release parameters that the other needs: "
+                "put a lock around forward and backward"
             )
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
         if output is not None and self._forwards and self._forwards[-1].module is not module:
-            self.recover()  # the module has caught an interrupt of another
+            self.recover()  # the module has caught an interrupt of a forward within it
         if not self._forwards or self._forwards[-1].module is not module or not self._forwards[-1].is_here:
             return  # another hook raised before ours; or this is a copy of the model
         self._end_forward(self._forwards[-1], output)
@@ -341,7 +346,7 @@ class Hooks:
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         for tensor in outputs:
             aliased = self._saved.bucket_under(tensor)
-            if aliased is not None:  # a parameter, or a view of one, leaves the module
+            if aliased is not None:  # a parameter, or a view of one, leaves the module: a release would invalidate it
                 aliased.is_pinned = True
             if uses_in_backward and tensor.requires_grad:
                 tensor.register_hook(lambda _: self._start_of_use_in_backward(buckets))  # type: ignore[no-untyped-call]
@@ -349,19 +354,20 @@ class Hooks:
             bucket.forward_depth = max(bucket.forward_depth - 1, 0)
             self._gatherer.release_if_unneeded(bucket, may_keep=output is not None)
 
-    def _begin_backward(self) -> None:
+    def _start_backward(self) -> None:
         self.recover()
         if self._backward is None:
             running = RunningBackward()
             self._backward = ref(running)
             Variable._execution_engine.queue_callback(partial(self._end_backward, running))
             for hooks, ours in self._arrivals:
-                if len(hooks) > 1:  # those that were added after ours would find no gradient: it becomes the last
-                    hooks[ours] = hooks.pop(ours)  # autograd does not see what move_to_end does
-            self._reducer.begin_backward(reduces_now=self._should_reduce())
+                # Ours takes the gradient away, so hooks that users added after it would find none: make it the last.
+                if len(hooks) > 1:
+                    hooks[ours] = hooks.pop(ours)  # autograd does not notice move_to_end()
+            self._reducer.start_backward(reduces_now=self._should_reduce())
 
     def _start_of_use_in_backward(self, buckets: list[Bucket]) -> None:
-        self._begin_backward()
+        self._start_backward()
         for bucket in buckets:
             bucket.is_held_by_backward = True
             self._gatherer.acquire(bucket, Mode.TRAINING)
@@ -378,7 +384,7 @@ class Hooks:
             self._reducer.end_backward()
             self._gatherer.agree()
         except BaseException:
-            self.drop_step()
+            self.abort_step()
             raise
         for bucket in self._gatherer.by_storage.copy().values():
             bucket.is_held_by_backward = False

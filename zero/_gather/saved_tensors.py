@@ -1,11 +1,11 @@
-"""What autograd saves for backward while parameters are gathered.
+"""Saved-tensor hooks: keep autograd from holding gathered parameters between forward and backward.
 
-It saves views of a bucket's buffer, which is gone before backward: they are saved as (bucket, offset, size, stride)
-instead, and looked up again, gathering if needed, when backward asks for them. All else is left to the hooks that a
-user has around the forward; activation checkpointing saves nothing at all.
+Autograd would save views of a bucket's buffer, which is released before backward. The hooks save (bucket, offset, size,
+stride) instead, and make the view again, gathering if needed, when backward asks for it. All other tensors are passed
+to the hooks that a user has around the forward; activation checkpointing saves nothing at all.
 
-torch does not compare the versions of what hooks have saved, so it is done here: what was changed in place since it was
-saved, a parameter by ``step()`` too, is an error and no wrong gradient.
+torch does not compare the versions of tensors that hooks have saved, so this module does: a tensor that was changed in
+place since, or a parameter changed by ``step()``, raises an error. Without it gradients would be silently wrong.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SavedTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SavedElsewhere:
-    """What hooks around ours have made of a tensor, and how they get it back."""
+    """A tensor packed by hooks around ours, with their unpack function."""
 
     packed: Any
     unpack: Callable[[Any], Tensor]
@@ -59,25 +59,25 @@ def _changed(what: str, tensor: Tensor, expected: int, version: int) -> StateErr
     return StateError(
         f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} of "
         f"shape {tuple(tensor.shape)} is at version {version}; expected version {expected} instead. A parameter is "
-        "modified by optimizer.step(), too: run the forward again after it. For other tensors "
+        "modified by optimizer.step(), too: run the forward again after it. For other tensors, "
         "torch.autograd.set_detect_anomaly(True) finds the operation that saved it"
     )
 
 
 class SavedTensors:
-    """The hooks on what one model's autograd saves.
+    """The saved-tensor hooks of one model.
 
     Args:
-        gatherer: Of its parameters.
-        begin_backward: Called when a backward asks for a parameter.
+        gatherer: Gathers its parameters.
+        start_backward: Called when a backward asks for a parameter.
     """
 
-    def __init__(self, gatherer: Gatherer, begin_backward: Callable[[], None]) -> None:
-        self._gatherer, self._begin_backward = gatherer, begin_backward
+    def __init__(self, gatherer: Gatherer, start_backward: Callable[[], None]) -> None:
+        self._gatherer, self._start_backward = gatherer, start_backward
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Inside, autograd saves no views of buffers: what is saved can be asked for whenever a backward needs it."""
+        """Within the block, autograd saves no views of buffers."""
         hooks = self.start()
         try:
             yield
@@ -85,9 +85,9 @@ class SavedTensors:
             self.stop(hooks)
 
     def start(self) -> SavingHooks | None:
-        """Pack what autograd saves from here on, if nobody does that already.
+        """Push the hooks, unless ours are on top already; returns them for :meth:`stop`.
 
-        Also without gradients: they may be enabled further in.
+        Also with gradients disabled: a module further in may enable them.
         """
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         pack = None if outer is None else outer[0]
@@ -101,10 +101,10 @@ class SavedTensors:
         return hooks
 
     def stop(self, hooks: SavingHooks | None) -> None:
-        """Take these off, and nobody else's, wherever an interrupt and what came after it have left them.
+        """Pop ``hooks``, and no others, wherever they are on the stack after an interrupt.
 
-        A user's block around them that was interrupted has taken off what was on top, and that was ours: then its own
-        are still there.
+        torch pops whatever is on top. If an interrupt ended a user's block around ours, that block has popped our hooks
+        in the place of its own, which are still there: then those are popped here.
         """
         if hooks is None:
             return
@@ -121,13 +121,13 @@ class SavedTensors:
                 torch._C._autograd._push_saved_tensors_default_hooks(*each)
 
     def bucket_under(self, tensor: Tensor) -> Bucket | None:
-        """The bucket whose full parameters ``tensor`` is a view of, if it is one."""
+        """The bucket whose full parameters ``tensor`` is a view of; None if it is not such a view."""
         if tensor.layout is not torch.strided or getattr(type(tensor), "is_released", False):
             return None
         return self._gatherer.by_storage.get(storage_of(tensor))
 
     def _recompute(self, outer: SavingHooks, tensor: Tensor) -> Any:
-        """What torch's checkpoint keeps of its recomputation: of a frozen parameter itself, soon released."""
+        """Pack for torch's checkpoint: of a frozen parameter, which itself is released soon, a detached view."""
         is_released_later = not tensor.requires_grad and self.bucket_under(tensor) is not None
         return outer[0](tensor.detach() if is_released_later else tensor)
 
@@ -138,7 +138,8 @@ class SavedTensors:
         if bucket is None:
             if outer is not None:
                 return SavedElsewhere(outer[0](tensor), outer[1])
-            # A node that held its output would not die. What detach() returns counts the same changes.
+            # A node that saved its own output would be a reference cycle, and leak. What detach() returns has the same
+            # version counter.
             return SavedTensor(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
         offset = int(tensor.storage_offset())
         slot = bucket.layout.slot_at(offset)
@@ -158,11 +159,11 @@ class SavedTensors:
             raise _changed(f"parameter {bucket.layout.slots[saved.slot].name!r}", param, saved.version, version)
         is_in_backward = torch._C._current_graph_task_id() != -1
         if is_in_backward:
-            self._begin_backward()
+            self._start_backward()
             bucket.is_held_by_backward = True
         else:
             bucket.is_pinned = True
         self._gatherer.acquire(bucket, Mode.TRAINING if is_in_backward else None)
-        assert bucket.full is not None, f"bucket {bucket.name!r} is full without a buffer"
+        assert bucket.full is not None, f"bucket {bucket.name!r} is FULL without a buffer"
         view = bucket.full.as_strided(saved.size, saved.stride, saved.offset)
-        return view.clone() if torch.is_grad_enabled() else view  # create_graph=True: this backward saves it, too
+        return view.clone() if torch.is_grad_enabled() else view  # create_graph=True: this backward saves it again

@@ -1,4 +1,4 @@
-"""The way of a gradient from autograd to the shard that is updated.
+"""Reduces gradients: from autograd's ``.grad`` to the shard that each rank updates.
 
 In:  gradients that autograd writes into a bucket's buffer, one bucket at a time, during backward.
 Out: the average over the ranks, summed over micro-batches, on the rank that owns the shard (or on all, at stage 0).

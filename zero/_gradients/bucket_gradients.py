@@ -1,4 +1,4 @@
-"""What is held of one bucket's gradients, and a reduction of it under way."""
+"""The gradients of one bucket: local, reduced and accumulated; and a reduction in flight."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ class BucketGrads:
     result: Tensor | None = None
     """This rank's shard of the reduced sum; below stage 2 the buffer's own rows. None from stage 2 on with ``host``."""
     host: HostGradient | FileGradient | None = None
-    """The sum, if it rests in host memory or in a file."""
+    """The reduced sum, if it is stored in host memory or in a file."""
     spare: HostGradient | None = None
-    """Another such sum, which an update that is under way may still read."""
-    in_node: NodeSums | None = None
-    """``mode="delta_hpz"``: sums of the node that are not reduced between the nodes yet."""
+    """A second one: a delayed update may still read the first while the next step's gradients arrive."""
+    node_sums: NodeSums | None = None
+    """``mode="delta_hpz"``: gradients summed inside the node that did not cross the network yet."""
     full: Tensor | None = None
-    """Local gradients that are not reduced yet; permanent at stages 0 and 1."""
-    carry: Tensor | None = None
-    """Stages 0 and 1: an earlier sum of this step, moved out of the way of the next local gradients."""
+    """The buffer of local gradients that are not reduced yet; permanent at stages 0 and 1."""
+    earlier_sum: Tensor | None = None
+    """Stages 0 and 1: a copy of an earlier sum of this step, whose memory the next local gradients overwrite."""
     written: list[bool] = field(default_factory=list)
     """Slots of ``full`` that hold a local gradient."""
     stand_ins: list[ReducedGradient] = field(default_factory=list)
-    """What ``.grad`` shows from stage 1 on."""
+    """The values of ``.grad`` from stage 1 on."""
     shown: list[Tensor | None] = field(default_factory=list)
-    """What ``.grad`` shows now; anything else there is a user's."""
+    """What this library has set ``.grad`` to; anything else there is a user's."""
     used: list[bool] = field(default_factory=list)
-    """Parameters that have had a gradient since zero_grad, on any rank once agreed."""
+    """Parameters with a gradient since zero_grad: on this rank; after the agreement of a backward, on any rank."""
     reduced: list[bool] = field(default_factory=list)
-    """Those of which a gradient that was agreed on is held: the same on every rank."""
+    """Parameters with a reduced gradient: the same on every rank."""
     agreed: bool = False
-    """Whether any rank has used any of them, whatever users have cleared since."""
+    """Whether any rank had a gradient for any of them, even if users have cleared it since."""
     arrived: set[int] = field(default_factory=set)
-    """Parameters whose gradients came in the running backward."""
+    """Parameters whose gradients arrived in the running backward."""
     repeated: dict[int, Tensor] = field(default_factory=dict)
-    """By parameter, the sums in ``dtype`` of gradients that came again before they were reduced, which ``full`` is too
-    narrow for; and of those that came while an exchange still reads ``full``."""
+    """By parameter, sums in ``dtype`` of several gradients that are not reduced yet, where ``full`` has a narrower
+    dtype; and of gradients that arrived while an exchange reads ``full``."""
     has_result: bool = False
     is_gathered: bool = True
-    """Stage 0: the other ranks' shards are in ``full`` too."""
+    """Stage 0: whether the other ranks' shards are in ``full``, too."""
 
     def put(self, slot: int, grad: Tensor, full: Tensor) -> None:
-        """Add the gradient of a parameter to what ``full`` holds of it."""
+        """Add the gradient of a parameter to ``full``."""
         at = self.bucket.layout.slots[slot]
-        grad = grad.detach() if grad.requires_grad else grad  # create_graph=True: the buffer would be part of the graph
+        grad = grad.detach() if grad.requires_grad else grad  # create_graph=True: else the buffer joins the graph
         view = full[at.offset : at.offset + at.numel].view(at.shape)
         if slot in self.repeated:
             self.repeated[slot].add_(grad)
@@ -69,8 +69,8 @@ class BucketGrads:
         self.written[slot] = self.used[slot] = True
         self.arrived.add(slot)
 
-    def put_aside(self, slot: int, grad: Tensor) -> None:
-        """Take the gradient of a parameter over, but leave ``full`` alone until :meth:`complete`."""
+    def defer(self, slot: int, grad: Tensor) -> None:
+        """Keep the gradient of a parameter outside of ``full``, which an exchange reads, until :meth:`complete`."""
         if slot in self.repeated:
             self.repeated[slot].add_(grad)
         else:
@@ -80,11 +80,11 @@ class BucketGrads:
 
     @property
     def has_local(self) -> bool:
-        """Whether there are local gradients that are not reduced yet."""
+        """Whether there are local gradients to reduce."""
         return any(self.written) or bool(self.repeated)
 
     def complete(self, full: Tensor) -> None:
-        """Write to ``full``, which will be reduced, all that it lacks: sums of what came again, and zeros."""
+        """Fill ``full`` for its reduction: sums of repeated gradients, and zeros where there is no gradient."""
         layout = self.bucket.layout
         for slot, total in self.repeated.items():
             start = layout.slots[slot].offset
@@ -94,11 +94,11 @@ class BucketGrads:
         for at, is_written in zip(layout.slots, self.written, strict=True):
             if not is_written:
                 full[at.offset : at.offset + at.numel].zero_()
-        for start, stop in layout.gaps:
+        for start, stop in layout.gaps:  # L2: a NaN left in padding would become the scale of a quantization block
             full[start:stop].zero_()
 
     def drop(self, slot: int, row: int) -> None:
-        """Forget the gradient of a parameter: what is summed up in this rank's ``row``, and what is not reduced yet."""
+        """Drop the gradient of a parameter: its reduced part in this rank's ``row``, and its local part."""
         self.used[slot] = self.written[slot] = self.reduced[slot] = False
         self.shown[slot] = None
         self.repeated.pop(slot, None)
@@ -118,29 +118,29 @@ class BucketGrads:
                 self.host.change(forget)
         elif self.result is not None:
             forget(self.result)
-        if self.carry is not None:
-            forget(self.carry)
+        if self.earlier_sum is not None:
+            forget(self.earlier_sum)
         if self.full is not None:
             self.full[at.offset : at.end].zero_()
 
     @property
     def has_sums(self) -> bool:
-        """Whether gradients are summed up inside the node only."""
-        return self.in_node is not None and not self.in_node.is_empty
+        """Whether there are gradients that are summed inside the node only."""
+        return self.node_sums is not None and not self.node_sums.is_empty
 
     @property
     def is_in_file(self) -> bool:
-        """Whether the sum rests in a file."""
+        """Whether the reduced sum is stored in a file."""
         return isinstance(self.host, FileGradient)
 
 
 @dataclass(slots=True)
 class InFlight:
-    """A reduction under way."""
+    """A reduction in flight."""
 
     grads: BucketGrads
     works: list[Work]
     borrowed: list[Tensor]
-    """Buffers of the pool, which go back when it has ended."""
+    """Buffers of the pool, given back when it is complete: not before, as the exchange reads and writes them."""
     output: Tensor | None
-    """None: the sums of the node."""
+    """The mean; None: it goes to the node sums."""

@@ -1,8 +1,8 @@
-"""``.grad`` of each trainable parameter: what stands there after a backward, and what a user puts there instead.
+"""The ``.grad`` attribute of trainable parameters: what a backward sets, and what a user assigned instead.
 
 end of a backward --show--> stage 0: a view of the averaged gradient; other stages: a stand-in
-param.grad = g, param.grad = None     --changed--> taken in by the next backward, or by step()
-param.grad *= 2 (stage 0)             --edits----> the same memory: nothing is left to do but to look for overflow
+param.grad = g, param.grad = None     --changed--> adopted by the next backward, or by step()
+param.grad *= 2 (stage 0)             --edits----> the same memory: only the check for overflow is repeated
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from zero._sharding.released import ReducedGradient
 
 _LIST_OF_ONE = [object()]
 NUM_REFERENCES = sys.getrefcount(_LIST_OF_ONE[0])
-"""To a stand-in that only the list of its bucket has, while they are counted."""
+"""References that getrefcount sees for a stand-in that nothing but its bucket's list refers to."""
 
 
 class UserGradient(NamedTuple):
-    """What a user made of the ``.grad`` of one parameter."""
+    """A ``.grad`` that a user assigned."""
 
     grads: BucketGrads
     slot: int
@@ -34,7 +34,7 @@ class UserGradient(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The parameter's."""
+        """The name of the parameter."""
         return self.grads.bucket.layout.slots[self.slot].name
 
 
@@ -42,28 +42,28 @@ class ShownGradients:
     """The ``.grad`` of the parameters of ``all_grads``.
 
     Args:
-        all_grads: Of the trainable buckets.
-        is_whole: Stage 0: gradients themselves are shown, and a user may write to them.
+        all_grads: Those of the trainable buckets.
+        is_full: Stage 0: ``.grad`` is the gradient itself, and a user may write to it.
     """
 
-    def __init__(self, all_grads: list[BucketGrads], *, is_whole: bool) -> None:
-        self._all, self._is_whole = all_grads, is_whole
+    def __init__(self, all_grads: list[BucketGrads], *, is_full: bool) -> None:
+        self._all, self._is_full = all_grads, is_full
         self._versions: list[int] = []
-        """Of the buffers under what is shown, when this library last wrote to them."""
+        """Autograd's versions of the gradient buffers when this library last wrote to them."""
         self._edits = [False] * len(all_grads)
 
     def show(self) -> None:
         """Set ``.grad`` of every used parameter."""
         with torch._C.DisableTorchFunctionSubclass():
             for grads in self._all:
-                views = grads.bucket.views(grads.full) if self._is_whole and grads.full is not None else None
+                views = grads.bucket.views(grads.full) if self._is_full and grads.full is not None else None
                 for i, (param, used) in enumerate(zip(grads.bucket.params, grads.used, strict=True)):
                     if used:
                         param.grad = grads.shown[i] = grads.stand_ins[i] if views is None else views[i]
         self._note_versions()
 
     def hide(self) -> None:
-        """Clear ``.grad``: autograd must not add to what is shown."""
+        """Clear ``.grad``: autograd would add the next gradient to it in place."""
         self.end_edits()
         with torch._C.DisableTorchFunctionSubclass():
             for grads in self._all:
@@ -71,7 +71,7 @@ class ShownGradients:
                     param.grad = grads.shown[i] = None
 
     def forget(self) -> None:
-        """The same, for good: a stand-in that somebody has kept never stands for another gradient."""
+        """As :meth:`hide`, and replace stand-ins that a user kept: they must not stand for a later gradient."""
         self.hide()
         self._edits = [False] * len(self._all)
         for grads in self._all:
@@ -81,10 +81,10 @@ class ShownGradients:
                     grads.stand_ins[i] = ReducedGradient.of(old.zero_name, param.shape, grads.dtype, param.device)
 
     def changed(self) -> list[UserGradient]:
-        """Where ``.grad`` is not what was shown there.
+        """The parameters whose ``.grad`` is not what this library set.
 
         Raises:
-            StateError: It is what stood for another gradient.
+            StateError: It is the stand-in for another gradient.
             LayoutError: It is sparse.
         """
         found = []
@@ -92,13 +92,13 @@ class ShownGradients:
             for grads in self._all:
                 for slot, (param, shown) in enumerate(zip(grads.bucket.params, grads.shown, strict=True)):
                     grad = param.grad
-                    if grad is not shown or (self._is_whole and grad is not None and _is_moved(grads, slot, grad)):
+                    if grad is not shown or (self._is_full and grad is not None and _is_moved(grads, slot, grad)):
                         found.append(UserGradient(grads, slot, grad))
         for one in found:
             if isinstance(one.grad, ReducedGradient):
                 raise StateError(
-                    f"param.grad of {one.name!r} was set to what stood for a gradient of {one.grad.zero_name!r}, which "
-                    "is gone or another one now: set it to a tensor, such as zero.utils.safe_get_full_grad(param) gives"
+                    f"param.grad of {one.name!r} was set to a stand-in for a gradient of {one.grad.zero_name!r}, which "
+                    "was dropped or has changed: set it to a tensor, such as zero.utils.safe_get_full_grad(param)"
                 )
             if one.grad is not None:
                 check_dense(one.grad, one.name)
@@ -106,22 +106,22 @@ class ShownGradients:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """What is written to the gradients inside is no user's edit."""
+        """Within the block, writes to the gradients do not count as a user's edits."""
         self.end_edits()
         yield
         self._note_versions()
 
     def end_edits(self) -> None:
-        """This library is about to write to the gradients."""
+        """Record a user's edits so far: this library is about to write to the gradients."""
         self.edits()
         self._versions = []
 
     def _note_versions(self) -> None:
-        if self._is_whole:
+        if self._is_full:
             self._versions = [-1 if grads.full is None else grads.full._version for grads in self._all]
 
     def edits(self) -> list[bool]:
-        """By bucket, whether a user has written to ``.grad`` since zero_grad(); none but at stage 0."""
+        """By bucket, whether a user has written to ``.grad`` since zero_grad(); only possible at stage 0."""
         for index, version in enumerate(self._versions):
             full = self._all[index].full
             if full is not None and full._version != version:
@@ -136,6 +136,6 @@ def check_dense(grad: Tensor, name: str) -> None:
 
 
 def _is_moved(grads: BucketGrads, slot: int, grad: Tensor) -> bool:
-    """Whether somebody wrote ``param.grad.data = values``."""
+    """Whether ``.grad`` was given other memory, by ``param.grad.data = values``."""
     at, full = grads.bucket.layout.slots[slot], grads.full
     return bool(at.numel) and full is not None and grad.data_ptr() != full[at.offset :].data_ptr()

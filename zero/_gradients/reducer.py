@@ -1,4 +1,4 @@
-"""Gradients: out of autograd into a bucket's buffer, averaged over the ranks, summed over micro-batches.
+"""Collects and reduces gradients: from autograd to a bucket's buffer, averaged over ranks, summed over micro-batches.
 
     autograd's .grad --copy or add--> full buffer --reduce-scatter (mean)--> shard += mean           stages 2, 3
                                        (below stage 2 the shard is the buffer's own rows; stage 0 gathers them)
@@ -6,16 +6,14 @@
 
 Invariants:
     G1  Buckets are reduced in one fixed order on every rank, whatever the order in which their gradients arrive, so
-        exchanges match even where ranks use different parameters. At the end of a backward the ranks agree on which
-        parameters anybody used; a bucket that nobody used is not exchanged.
-    G2  ``.grad`` of a parameter is set exactly while this optimizer holds a gradient for it. Whatever else is there is
-        a user's, on every rank: None drops what is held, a tensor replaces it, and is averaged over the ranks as if a
-        backward had left it. A rank that has none adds zeros, unless it holds what others have replaced.
-
-Waiting for other ranks' part of an exchange, without waiting for ever where they wait for this rank.
-
-A rank that has no gradient for a parameter reduces its bucket only at the end of backward. Until then it needs what the
-other ranks gather (stage 3), and there it waits for all of them: they must not stop for that reduction.
+        exchanges match even if ranks use different parameters. At the end of a backward the ranks agree on which
+        parameters any rank used; a bucket that no rank used is not exchanged.
+    G2  ``.grad`` of a parameter is set exactly while this optimizer holds a gradient for it. Anything else there is a
+        user's: None drops the gradient; a tensor replaces it, and is averaged over the ranks as if a backward had
+        computed it. A rank whose user set none adds zeros, unless it holds the gradient that others replaced.
+    G3  No rank waits without limit for a reduction during backward. A rank that has no gradient for a parameter
+        reduces its bucket only at the end of backward; at stage 3 it needs the others in gathers until then. If they
+        blocked in that reduction, both would deadlock (tests/zero/test_late_gradients.py).
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ import torch
 from torch import Tensor
 
 from zcomm import DivergedError, StateError, Topology, Work, all_gather_single, control
-from zcomm._transport.call_context import in_no_call
+from zcomm._transport.call_context import outside_public_call
 from zero._config.settings import Effective, ZeroSettings
 from zero._gradients.bucket_gradients import BucketGrads, InFlight
 from zero._gradients.grad_attribute import ShownGradients, check_dense
@@ -43,42 +41,42 @@ from zero._storage.host_gradient import HostGradient
 
 logger = logging.getLogger("zero")
 
-PATIENCE_S = 10.0
-"""And ten times the longest wait so far: a slow network is no reason to go on."""
+MIN_WAIT_S = 10.0
+"""The limit is at least this, and ten times the longest wait so far: a slow network is not a deadlock."""
 
 
-class Patience:
-    """Of one rank."""
+class ReductionWait:
+    """Waits for reductions with a limit (G3)."""
 
     def __init__(self) -> None:
         self._longest_s = 0.0
-        self._is_lost = False
+        self._has_timed_out = False
 
-    def lasts(self, works: Sequence[Work]) -> bool:
-        """Whether ``works`` end before it is lost. Once it is, nothing is waited for any more."""
+    def completes(self, works: Sequence[Work]) -> bool:
+        """Whether ``works`` complete within the limit. After a first timeout it does not wait any more."""
         started = time.perf_counter()
-        limit_s = 0.0 if self._is_lost else max(PATIENCE_S, 10 * self._longest_s)
+        limit_s = 0.0 if self._has_timed_out else max(MIN_WAIT_S, 10 * self._longest_s)
         for work in works:
             if not work.completes_within(max(started + limit_s - time.perf_counter(), 0.0)):
-                self._lose(limit_s)
+                self._time_out(limit_s)
                 return False
         self._longest_s = max(self._longest_s, time.perf_counter() - started)
         return True
 
-    def _lose(self, after_s: float) -> None:
-        if not self._is_lost:
-            self._is_lost = True
+    def _time_out(self, after_s: float) -> None:
+        if not self._has_timed_out:
+            self._has_timed_out = True
             logger.warning(
-                "no reduction has ended for %.0f s, as if another rank has no gradient for some parameter in this "
-                "step: from here on this rank keeps the full gradients of as many layers as it takes",
+                "no reduction has completed for %.0f s; another rank may have no gradient for some parameter in this "
+                "step: from here on this rank keeps the full gradients of more layers instead of waiting",
                 after_s,
             )
 
 
-MAX_IN_FLIGHT = 2  # reductions under way at once; each holds a full gradient buffer
-# Buckets that are no smaller than the largest by more get buffers that any of them can have. All that are out at once,
-# in flight, complete and being filled, then waste no more than the one buffer more that another size would take.
-MUCH_THE_SAME = 1 + 1 / (MAX_IN_FLIGHT + 2)
+MAX_IN_FLIGHT = 2  # reductions at a time; each holds a full gradient buffer
+# Buckets that are nearly as large as the largest, by this factor, share buffers of one size. The buffers in use at a
+# time (in flight, complete, being filled) then waste no more than the extra buffer that a second size would need.
+SIMILAR_SIZE = 1 + 1 / (MAX_IN_FLIGHT + 2)
 
 
 class Reducer:
@@ -94,11 +92,12 @@ class Reducer:
         gathers: Callable[[], int],
         files: GradientFiles | None = None,
     ) -> None:
-        # Reductions may be ahead on some ranks when the others agree on what is left: two sets of process groups.
+        # Two sets of process groups: some ranks may still have reductions in flight when others start the agreement. On
+        # one group, torch would match the agreement of one rank with a reduction of another.
         self._topology, self._agreeing = topologies
         self._settings, self._effective, self._pool = settings, effective, pool
         self._gathers, self._files = gathers, files
-        """The checksum of the gathers so far."""
+        """``gathers`` returns the checksum of the gathers so far."""
         self._stage, self.reduction = effective.stage, Reduction(topologies[0], settings, effective)
         self.all = [self._new(bucket) for bucket in buckets if bucket.is_trainable]
         self.by_bucket = {grads.bucket.index: grads for grads in self.all}
@@ -106,24 +105,24 @@ class Reducer:
         self._order = list(reversed(self.all))  # G1: about the order of backward
         self._cursor = 0
         self._in_flight: list[InFlight] = []
-        self._patience = Patience()
-        self.shown = ShownGradients(self.all, is_whole=not self._stage.shards_states)
+        self._reduction_wait = ReductionWait()
+        self.shown = ShownGradients(self.all, is_full=not self._stage.shards_states)
         self.facts = StepFacts(self.all)
-        self.reduces_now = self._completes = self.ends_step = True
+        self.reduces_now = self._reaches_all_nodes = self.ends_step = True
         self.holds_unreduced = False
-        """Whether any rank may hold gradients that ``no_sync`` left it with; the same on every rank."""
+        """Whether any rank may hold unreduced gradients of ``no_sync``; the same on every rank."""
         self.is_last: Callable[[], bool] = lambda: True
         """Whether the running backward is the last of a step."""
         self.rounds_means = False
-        """Whether each mean is rounded to the parameters' dtype, as it is on its way to host memory."""
+        """Whether each mean is rounded to the parameters' dtype, as copies to host memory are."""
         self.on_reduced: Callable[[], None] = lambda: None
-        """Called when a backward has reduced."""
+        """Called when a backward has reduced its gradients."""
         self.on_edit: Callable[[Tensor], None] = lambda _values: None
-        """Called with what this rank has set of a reduced gradient, on every rank."""
+        """Called on every rank with this rank's part of a reduced gradient that a user has set."""
         self.check_settable: Callable[[str], None] = lambda _name: None
-        """Raises if a gradient that a user gave this parameter cannot be taken in any more."""
-        self.drops = False
-        """Whether a user has cleared a gradient since the last was reduced."""
+        """Raises if it is too late in the step to adopt a gradient that a user set for this parameter."""
+        self.has_cleared = False
+        """Whether a user has cleared a gradient since the last reduction."""
 
     def _new(self, bucket: Bucket) -> BucketGrads:
         dtype = self._settings.gradient_dtype or master_dtype(bucket.dtype)
@@ -149,7 +148,7 @@ class Reducer:
         return grads
 
     def _mean_dtype(self, grads: BucketGrads) -> torch.dtype:
-        """The dtype that means come to the host in: the one they have between the ranks, if that is a dtype."""
+        """The dtype in which means are copied to the host: that of the exchange, if it sends a plain dtype."""
         wire, dtype = self._effective.gradient_formats, grads.bucket.dtype
         is_exact = wire is not None and "none" in wire
         return grads.dtype if is_exact or dtype.itemsize >= grads.dtype.itemsize else dtype
@@ -158,27 +157,28 @@ class Reducer:
         start = self._topology.shard_index("local") * grads.bucket.layout.shard_numel
         return full[start : start + grads.bucket.layout.shard_numel]
 
-    def begin_backward(self, *, reduces_now: bool) -> None:
+    def start_backward(self, *, reduces_now: bool) -> None:
         """A backward starts; ``reduces_now`` is False within ``no_sync`` and accumulation windows."""
         self._cursor, self.reduces_now = 0, reduces_now
         self.holds_unreduced |= not reduces_now
         self.ends_step = self.is_last()
-        self._completes = not self.reduction.stays_in_node or self.ends_step
-        self._take_in()
+        self._reaches_all_nodes = not self.reduction.stays_in_node or self.ends_step
+        self._adopt_user_gradients()
         for grads in self.all:
             grads.arrived.clear()
         self.shown.hide()
 
-    def arrive(self, grads: BucketGrads, slot: int) -> None:
-        """Autograd has set ``.grad`` of parameter number ``slot``: take it over, and reduce what is complete."""
+    def take_gradient(self, grads: BucketGrads, slot: int) -> None:
+        """Take the ``.grad`` that autograd has set for parameter number ``slot``, and reduce complete buckets."""
         param = grads.bucket.params[slot]
         grad = param.grad
         if grad is None:
             return
         check_dense(grad, grads.bucket.layout.slots[slot].name)
         if not self._stage.shards_gradients and self._is_in_flight(grads):
-            # Its exchange reads the buffer, and may wait for a rank that waits for this one at the end of backward.
-            grads.put_aside(slot, grad)
+            # The exchange in flight reads the buffer, so adding to it would send a mix. Waiting for it could deadlock:
+            # another rank may join it only at the end of its backward (G3).
+            grads.defer(slot, grad)
         else:
             grads.put(slot, grad, self._writable(grads))
         param.grad = None
@@ -192,19 +192,22 @@ class Reducer:
         if self._stage.shards_gradients:
             if grads.full is None:
                 dtype, numel = grads.dtype, grads.bucket.layout.numel
-                if self.reduces_now and not self.holds_unreduced:  # else a rank may have it in full width already
+                # With unreduced gradients of no_sync, another rank may have the buffer in the wider dtype already, and
+                # all ranks must exchange the same.
+                if self.reduces_now and not self.holds_unreduced:
                     dtype = self.reduction.travel_dtype(grads)
-                room = self._largest if self._largest <= MUCH_THE_SAME * numel else numel
+                room = self._largest if self._largest <= SIMILAR_SIZE * numel else numel
                 grads.full = self._pool.take(room, dtype)[:numel]
             return grads.full
         self._finish([flight for flight in self._in_flight if flight.grads is grads])
         if grads.has_result and not any(grads.written) and grads.host is None:
-            assert grads.result is not None, "a result without a tensor"
-            grads.carry, grads.has_result = grads.result.clone(), False
+            assert grads.result is not None, "has_result without a result"
+            grads.earlier_sum, grads.has_result = grads.result.clone(), False
         assert grads.full is not None, "stages 0 and 1 keep the full gradient buffer"
         return grads.full
 
     def _issue_complete(self) -> None:
+        """Reduce buckets whose gradients have all arrived, but only in the fixed order (G1)."""
         while self._cursor < len(self._order):
             grads = self._order[self._cursor]
             if len(grads.arrived) < len(grads.bucket.params):
@@ -213,78 +216,81 @@ class Reducer:
             self._issue(grads)
 
     def end_backward(self) -> None:
-        """Reduce what is left (G1), wait for all of it, and show in ``.grad`` that there are gradients (G2)."""
+        """Reduce the remaining buckets (G1), wait for all reductions, and set ``.grad`` (G2)."""
         if self.reduces_now:
             self._agree_and_issue_rest()
         self._finish(list(self._in_flight))
         self.holds_unreduced &= not self.reduces_now
         self._gather_results()
         self.shown.show()
-        if self.reduces_now and self._completes:
+        if self.reduces_now and self._reaches_all_nodes:
             self.on_reduced()
 
     def _agree_and_issue_rest(self) -> None:
-        """Bring all ranks to the same exchanges (G1), by one agreement on what each has used, issued and not issued."""
+        """Agree on what each rank has used and issued, so that all ranks make the same exchanges (G1)."""
         issued = set(map(id, self._order[: self._cursor]))
         used = [int(bit) for grads in self.all for bit in grads.used]
-        pending = [int(grads.has_local or (self._completes and grads.has_sums)) for grads in self._order]
+        pending = [int(grads.has_local or (self._reaches_all_nodes and grads.has_sums)) for grads in self._order]
         late = [bit if id(grads) in issued else 0 for grads, bit in zip(self._order, pending, strict=True)]
         is_alone = self._topology.world_size == 1
         digest = 0 if is_alone else self.facts.digest(self.shown.edits(), self.ends_step)
-        same = [self._gathers(), digest, int(self._completes)]
-        agreed = [*same, *(-value for value in same), *used, *pending, *late, self._cursor]
+        must_match = [self._gathers(), digest, int(self._reaches_all_nodes)]
+        # One all-reduce of maxima: with the negatives it gives minima, too, which are equal where all ranks agree.
+        agreed = [*must_match, *(-value for value in must_match), *used, *pending, *late, self._cursor]
         if not is_alone:
             agreed = control.agree_max(torch.tensor(agreed, dtype=torch.int64), self._agreeing).tolist()
         bits = iter(agreed)
-        largest, smallest = [next(bits) for _ in same], [-next(bits) for _ in same]
+        largest, smallest = [next(bits) for _ in must_match], [-next(bits) for _ in must_match]
         same_gathers, same_facts, all_complete = (a == b for a, b in zip(largest, smallest, strict=True))
-        if not all_complete:  # some are in exchanges that the others do not have: the watch ends them
+        # Some ranks reduce over all nodes and some inside the node only: their exchanges have no counterpart, and only
+        # the deadlock watch ends them.
+        if not all_complete:
             with suppress(DivergedError):
                 self._finish(list(self._in_flight))
                 control.agree_max(torch.zeros(1, dtype=torch.int64), self._agreeing)
-            raise self.facts.refuse(self._topology)
+            raise self.facts.divergence(self._topology)
         for grads in self.all:
             grads.used = [bool(next(bits)) for _ in grads.used]
             grads.reduced, grads.agreed = list(grads.used), any(grads.used)
         pending, late = [next(bits) for _ in pending], [next(bits) for _ in late]
         furthest = next(bits)
         self._issue_agreed(pending, late, furthest)
-        if not (same_gathers and same_facts):  # only now: no exchange may be left without its other side
+        if not (same_gathers and same_facts):  # only now: an error before this would leave other ranks in an exchange
             self._finish(list(self._in_flight))
         if not same_facts:
-            raise self.facts.refuse(self._topology)
+            raise self.facts.divergence(self._topology)
         if not same_gathers:
             raise StateError(OTHER_GATHERS)
 
     def _issue_agreed(self, pending: list[int], late: list[int], furthest: int) -> None:
-        """Issue what any rank has to reduce; some have issued buckets up to ``furthest``."""
+        """Issue every bucket that any rank has to reduce; some ranks have issued buckets up to ``furthest``."""
         for index in range(self._cursor, len(self._order)):
-            if index < furthest or pending[index]:  # a rank whose gradients did not come catches up with the others
+            if index < furthest or pending[index]:  # a rank without these gradients catches up with the others
                 self._issue(self._order[index])
         for index in range(furthest):
-            if late[index]:  # a gradient came, on some rank, after its bucket was reduced
+            if late[index]:  # on some rank a gradient arrived after its bucket was reduced
                 self._issue(self._order[index])
         self._cursor = len(self._order)
 
     def flush(self) -> None:
-        """Reduce what ``no_sync`` or an unfinished accumulation window left, or a user set. Same on every rank."""
-        if self._take_in(checks=True) or not self.reduces_now or any(grads.has_sums for grads in self.all):
-            if self.facts.is_deferred:  # it stands for the backward that reduces, which other ranks may have
+        """Reduce gradients left by ``no_sync`` or an unfinished accumulation window, or set by a user. Collective."""
+        if self._adopt_user_gradients(checks=True) or not self.reduces_now or any(grads.has_sums for grads in self.all):
+            if self.facts.is_deferred:  # it takes the place of the reducing backward that other ranks may run
                 self.facts.count(is_deferred=False)
-            self._cursor, self.reduces_now, self._completes, self.ends_step = 0, True, True, True
-            with in_no_call():  # so that its exchanges meet those of that backward
+            self._cursor, self.reduces_now, self._reaches_all_nodes, self.ends_step = 0, True, True, True
+            with outside_public_call():  # so that its exchanges match those of such a backward
                 self.end_backward()
 
     def _issue(self, grads: BucketGrads) -> None:
-        self._make_room(MAX_IN_FLIGHT)
+        self._limit_in_flight(MAX_IN_FLIGHT)
         layout, full = grads.bucket.layout, self._writable(grads)
         grads.complete(full)
         borrowed = [full] if self._stage.shards_gradients else []
-        output = grads.result if self._completes else None
-        # A gradient that came again is exchanged while the bucket's first exchange may still write its result.
+        output = grads.result if self._reaches_all_nodes else None
+        # A second exchange of the bucket needs an output of its own: the first may still write to the result.
         is_second = grads.has_result or self._is_in_flight(grads)
-        if self._completes and (output is None or (is_second and grads.host is None)):
-            output = self._pool.take(layout.shard_numel, grads.dtype)  # added to a sum, or sent on, when it has come
+        if self._reaches_all_nodes and (output is None or (is_second and grads.host is None)):
+            output = self._pool.take(layout.shard_numel, grads.dtype)  # added to the sum, or offloaded, when complete
             borrowed.append(output)
         works = self.reduction.start(grads, full, output)
         self._pool.lend(works, *borrowed)
@@ -293,14 +299,13 @@ class Reducer:
             grads.full = None
         self._in_flight.append(InFlight(grads, works, borrowed, output))
         if not self._settings.overlap_comm:
-            self._make_room(1)
+            self._limit_in_flight(1)
 
-    def _make_room(self, limit: int) -> None:
-        """Finish reductions until fewer than ``limit`` are under way."""
-        # A rank without a gradient for some bucket reduces it at the end of backward only, and waits there for all.
+    def _limit_in_flight(self, limit: int) -> None:
+        """Finish reductions until fewer than ``limit`` are in flight, or the wait times out (G3)."""
         waits_for_others = self._topology.world_size > 1
         while len(self._in_flight) >= limit:
-            if waits_for_others and not self._patience.lasts(self._in_flight[0].works):
+            if waits_for_others and not self._reduction_wait.completes(self._in_flight[0].works):
                 return
             self._finish(self._in_flight[:1])
 
@@ -317,33 +322,36 @@ class Reducer:
                     self._pool.give(buffer)
 
     def _take_mean(self, grads: BucketGrads, mean: Tensor) -> None:
-        """Add ``mean`` to the sum."""
+        """Add ``mean`` to the reduced sum."""
         if grads.host is not None:
             grads.host.add(mean)
             return
-        assert grads.result is not None, "a reduction without a place for its result"
+        assert grads.result is not None, "a reduction without a result buffer"
         if self.rounds_means and self._mean_dtype(grads) != mean.dtype:
             mean.copy_(mean.to(self._mean_dtype(grads)))
         if mean is not grads.result:
             grads.result.add_(mean)
-        if grads.carry is not None:
-            grads.result.add_(grads.carry)
-            grads.carry = None
+        if grads.earlier_sum is not None:
+            grads.result.add_(grads.earlier_sum)
+            grads.earlier_sum = None
 
     def _gather_results(self) -> None:
-        """Stage 0: every rank gets the whole averaged gradient. After all reductions: in one order on all ranks."""
+        """Stage 0: gather the full averaged gradient on every rank.
+
+        After all reductions, so that these exchanges have the same order on every rank.
+        """
         for grads in self._order:
             if grads.has_result and not grads.is_gathered and not self._stage.shards_states:
                 assert grads.full is not None, "stage 0 keeps the full gradient buffer"
-                assert grads.result is not None, "a reduction without a place for its result"
+                assert grads.result is not None, "a reduction without a result buffer"
                 for start, stop in grads.bucket.layout.chunks(self._settings.reduce_bucket_size):
                     columns = grads.full.view(self._topology.world_size, -1)[:, start:stop]
-                    whole = grads.full if stop - start == grads.result.numel() else columns
-                    all_gather_single(whole, grads.result[start:stop], self._topology, numbering="local")
+                    output = grads.full if stop - start == grads.result.numel() else columns
+                    all_gather_single(output, grads.result[start:stop], self._topology, numbering="local")
                 grads.is_gathered = True
 
-    def _take_in(self, *, checks: bool = False) -> bool:
-        """G2: what users have made of ``.grad``; whether there are gradients of theirs, which are to be reduced."""
+    def _adopt_user_gradients(self, *, checks: bool = False) -> bool:
+        """G2: adopt what users assigned to ``.grad``; returns whether there are gradients to reduce."""
         changed = self.shown.changed()
         theirs = [(one.grads, one.slot, one.grad, one.name) for one in changed if one.grad is not None]
         if theirs and checks:
@@ -360,18 +368,18 @@ class Reducer:
     def _drop(self, grads: BucketGrads, slot: int) -> None:
         grads.drop(slot, self._topology.shard_index("local"))
         forget_slot(grads, grads.bucket.layout.slots[slot])
-        self.drops = True
+        self.has_cleared = True
         if self._stage.shards_gradients and grads.full is not None and not any(grads.written):
             self._pool.give(grads.full)
             grads.full = None
 
     def zero(self) -> None:
-        """Forget every gradient. Frees what only this step needed."""
+        """Drop every gradient, and free the buffers that only this step needed."""
         while self._in_flight:
             with suppress(DivergedError):
                 self._finish(self._in_flight[:1])
         for grads in self.all:
-            grads.has_result, grads.agreed, grads.carry = False, False, None
+            grads.has_result, grads.agreed, grads.earlier_sum = False, False, None
             grads.arrived.clear()
             grads.repeated.clear()
             roll_back(grads)
@@ -383,42 +391,49 @@ class Reducer:
                 grads.full = None
         self.shown.forget()
         self.facts.num_backwards, self.facts.is_deferred = 0, False
-        self.reduces_now, self.drops, self.reduction.is_unscaled = True, False, False
+        self.reduces_now, self.has_cleared, self.reduction.is_unscaled = True, False, False
 
     def commit(self) -> None:
-        """The step is applied: what exchanges have lost counts in the next ones."""
+        """The step is applied: residuals of its exchanges count from the next step on."""
         commit(self.all)
 
-    def hand_off(self) -> list[HostGradient]:
-        """Forget every gradient, but leave what rests in host memory to whoever has it: the next have other memory.
+    def detach_host_sums(self) -> list[HostGradient]:
+        """Drop every gradient, but leave those in host memory to the caller: the next step uses other memory.
+
+        Without that, a delayed update would read gradients of the next step.
 
         Returns:
-            What must be cleared before gradients are handed off again.
+            The gradients in host memory; the caller clears them before the next call.
         """
         handed: list[HostGradient] = []
         for grads in self.all:
             if isinstance(grads.host, HostGradient):
                 handed.append(grads.host)
-                grads.host, grads.spare = grads.spare or grads.host.another(), grads.host
+                grads.host, grads.spare = grads.spare or grads.host.new_like(), grads.host
         self.zero()
         return handed
 
     def results(self, grads: BucketGrads, *, wide: bool = False) -> Tensor | None:
-        """The reduced gradient at rest: the shard, at stage 0 the whole. None if no rank used any of the bucket.
+        """The reduced gradient: the shard, or at stage 0 all of it. None if no rank used the bucket.
 
-        In host memory it may rest in the parameters' dtype; ``wide`` brings it to the dtype of sums. Of what rests in a
-        file this is a copy: OSError if it cannot be read.
+        Args:
+            grads: Those of the bucket.
+            wide: Convert a gradient in host memory from the parameters' dtype to the dtype of sums.
+
+        Raises:
+            StateError: The gradient is not reduced yet.
+            OSError: The gradient is in a file, of which this returns a copy, and cannot be read.
         """
         if not any(grads.used):
             return None
         if not grads.has_result:
-            raise StateError(f"gradients of bucket {grads.bucket.name!r} were used before they were reduced")
+            raise StateError(f"gradients must be reduced before they are used: bucket={grads.bucket.name!r}")
         if grads.host is not None:
             return grads.host.values(wide=wide)
         return grads.result if self._stage.shards_states else grads.full
 
     def change(self, grads: BucketGrads, edit: Callable[[Tensor], object]) -> None:
-        """Let ``edit`` write to the reduced gradient, if there is one, in the dtype of sums."""
+        """Call ``edit`` on the reduced gradient, if there is one, in the dtype of sums."""
         if isinstance(grads.host, FileGradient) and grads.has_result and any(grads.used):
             grads.host.change(edit)
         elif (result := self.results(grads, wide=True)) is not None:
@@ -427,7 +442,7 @@ class Reducer:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no gradient is held, or none that a user has not cleared."""
+        """Whether there are no gradients, or users have cleared all of them."""
         with torch._C.DisableTorchFunctionSubclass():
             held = (zip(grads.used, grads.bucket.params, strict=True) for grads in self.all)
             return not any(used and param.grad is not None for pairs in held for used, param in pairs)

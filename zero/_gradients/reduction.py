@@ -1,13 +1,14 @@
-"""How a bucket's gradients get from all ranks to the shard that each of them updates.
+"""The reduce-scatter of a bucket's gradients: formats, chunks, and ``mode="delta_hpz"``'s sums inside the node.
 
     full buffer --reduce-scatter--> mean in the shard                                        every backward that reduces
 
-With ``mode="delta_hpz"`` (:mod:`zero._config.delta_hpz_settings`) the two hops are apart:
+With ``mode="delta_hpz"`` (_config/delta_hpz_settings.py) the two hops run at different times:
 
     full buffer --hop 1--> node sums, float32 --hop 2 with residual--> mean in the shard     the last backward of a step
-    full buffer --hop 1--> node sums                                                         those before it
+    full buffer --hop 1--> node sums                                                         earlier backwards
 
-Residuals are in units without the loss scale, whatever it is, and become current once a step is applied.
+Residuals are kept without the loss scale, which may change between steps. They become current when a step is applied:
+a skipped step must leave them as they were.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ class Reduction:
 
     def __init__(self, topology: Topology, settings: ZeroSettings, effective: Effective) -> None:
         self._topology, self._settings, self._effective = topology, settings, effective
-        # Without overlap each exchange is waited for, but not for ever: another rank may have no gradient for it.
+        # Without overlap each exchange is waited for right away, but with a limit: a rank that has no gradient for this
+        # bucket joins only at the end of its backward, so an unlimited wait would deadlock (see ReductionWait).
         self._is_async = settings.overlap_comm or topology.world_size > 1
         self.stays_in_node = effective.sums_in_node
-        """Whether backwards before the last of a step reduce inside the node alone."""
+        """Whether backwards before the last of a step reduce inside the node only."""
         self.loss_scale: LossScale | None = None
-        """What gradients are multiplied with, if it is ours."""
+        """The loss scale of gradients, if this library has one."""
         self.is_unscaled = False
-        """Whether they are not any more in this step."""
+        """Whether the gradients of this step are unscaled already."""
         self._scaling = LossScaling("auto", self._forget)
         self._residuals: list[Residual] = []
 
@@ -49,7 +51,7 @@ class Reduction:
             residual.reset()
 
     def prepare(self, grads: BucketGrads) -> None:
-        """Make what is kept between exchanges of this bucket.
+        """Create the node sums and the residual of this bucket, if the mode needs them.
 
         Raises:
             LayoutError: The mode sums in float32, and the parameters are float64.
@@ -57,7 +59,7 @@ class Reduction:
         if not self.stays_in_node:
             return
         bucket, formats = grads.bucket, self._effective.gradient_formats
-        assert formats is not None, "the mode has formats of its own"
+        assert formats is not None, 'mode="delta_hpz" without gradient formats'
         if grads.dtype == torch.float64:
             name = bucket.layout.slots[0].name
             raise LayoutError(
@@ -73,30 +75,31 @@ class Reduction:
             )  # fmt: skip
             self._residuals.append(residual)
         numel = bucket.layout.shard_numel
-        grads.in_node = NodeSums(self._topology, numel, formats, device=bucket.device, residual=residual)
+        grads.node_sums = NodeSums(self._topology, numel, formats, device=bucket.device, residual=residual)
 
     def start(self, grads: BucketGrads, full: Tensor, output: Tensor | None) -> list[Work]:
-        """Start reducing ``full`` to ``output``, or to the node's sums if that is None."""
-        sums = grads.in_node
+        """Start reducing ``full`` to ``output``; None: to the node sums."""
+        sums = grads.node_sums
         if sums is None:
-            assert output is not None, "a reduction without a place for its result"
+            assert output is not None, "a reduction without an output buffer"
             return self._reduce_scatter(grads, full, output)
         if output is None:
             work = sums.add(full, async_op=self._is_async)
         else:
             scale = 1.0 if self.loss_scale is None or self.is_unscaled else self.loss_scale.scale
             if self.loss_scale is None and sums.residual is not None:
-                sums.residual.set_loss_scale(self._scaling.now())  # of a script's own GradScaler
+                sums.residual.set_loss_scale(self._scaling.current_scale())  # that of the user's own GradScaler
             work = sums.reduce(output, full, scale=scale, async_op=self._is_async)
         return [] if work is None else [work]
 
     def travel_dtype(self, grads: BucketGrads) -> torch.dtype:
-        """What a buffer of local gradients may hold that is reduced in this backward: they are rounded to it anyway.
+        """The dtype of a buffer of local gradients that this backward reduces: the exchange rounds to it anyway.
 
-        A parameter's uses are summed up before. Of several checkpointed segments (reentrant ones) the first gradient is
-        rounded to it, the sum with the others again; and those that come after the bucket was reduced by themselves.
+        Autograd sums a parameter's several uses before. With several reentrant checkpoints, the first gradient is
+        rounded to this dtype, and the sum with the others again; gradients that arrive after the bucket was reduced are
+        rounded on their own.
         """
-        is_plain = self._effective.gradient_formats is None and grads.in_node is None
+        is_plain = self._effective.gradient_formats is None and grads.node_sums is None
         is_narrower = grads.bucket.dtype.itemsize < grads.dtype.itemsize
         return grads.bucket.dtype if is_plain and is_narrower else grads.dtype
 
@@ -124,23 +127,23 @@ class Reduction:
 
 
 def commit(all_grads: Iterable[BucketGrads]) -> None:
-    """The step is applied: what its exchanges have lost counts in the next ones."""
+    """The step is applied: what its exchanges lost to rounding is added in the next ones."""
     for grads in all_grads:
-        if grads.in_node is not None and grads.in_node.residual is not None:
-            grads.in_node.residual.commit()
+        if grads.node_sums is not None and grads.node_sums.residual is not None:
+            grads.node_sums.residual.commit()
 
 
 def forget_slot(grads: BucketGrads, slot: Slot) -> None:
-    """Forget what the node has summed up of one parameter; of all, if nobody used another."""
+    """Drop one parameter from the node sums; all of them, if no other has a gradient."""
     if not any(grads.used):
         roll_back(grads)
-    elif grads.in_node is not None:
-        grads.in_node.forget(slot.offset, slot.end)
+    elif grads.node_sums is not None:
+        grads.node_sums.forget(slot.offset, slot.end)
 
 
 def roll_back(grads: BucketGrads) -> None:
-    """Forget the sums of the node, and what exchanges since the last applied step have lost."""
-    if grads.in_node is not None:
-        grads.in_node.clear()
-        if grads.in_node.residual is not None:
-            grads.in_node.residual.rollback()
+    """Drop the node sums, and what exchanges since the last applied step lost to rounding."""
+    if grads.node_sums is not None:
+        grads.node_sums.clear()
+        if grads.node_sums.residual is not None:
+            grads.node_sums.residual.rollback()

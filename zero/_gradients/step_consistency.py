@@ -1,8 +1,8 @@
-"""What must be the same on every rank whenever gradients are reduced: settings, boundaries, and what is accumulated on.
+"""Detects ranks that diverged: settings, boundaries and accumulated gradients must be equal when gradients are reduced.
 
-Compared by a digest in the agreement that ends each backward, so it costs no message. What is done between a backward
-and ``step()`` on one rank alone, ``model.zero_grad()`` or another learning rate, is found at the next backward, or
-when weights are saved before it: no checkpoint has half a step.
+A digest of them is part of the agreement that ends each backward, so it costs no message. A call on one rank only,
+such as ``model.zero_grad()`` or another learning rate between a backward and ``step()``, is found at the next backward,
+or when weights are saved before it: no checkpoint holds half a step.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 from torch import Tensor
 
 from zcomm import DivergedError, Topology, control
-from zero._config.rank_consistency import told, what_differs
+from zero._config.rank_consistency import differences_between_ranks, summarize
 from zero._gradients.bucket_gradients import BucketGrads
 
-DIGEST_NBYTES = 7  # it and its negative are int64
+DIGEST_NBYTES = 7  # the agreement sends it and its negative as int64
 PLAIN = (bool, int, float, str, type(None))
 OTHER_GATHERS = (
     "the ranks have gathered different parameters, so results since the last step are wrong: at stage 3 every rank "
-    "must run the same modules in the same order (for layers that only some ranks use, take stage 1 or 2)"
+    "must run the same modules in the same order (for layers that only some ranks use, choose stage 1 or 2)"
 )
 
 
 class StepFacts:
-    """What this rank has done since the last step, and how it is about to update.
+    """What this rank has done since the last step, and the settings of its next update.
 
     Args:
-        all_grads: Of the trainable buckets.
+        all_grads: Those of the trainable buckets.
     """
 
     def __init__(self, all_grads: Sequence[BucketGrads]) -> None:
@@ -37,30 +37,30 @@ class StepFacts:
         self._groups: Callable[[], list[dict[str, Any]]] = list
         self._names: list[tuple[str, ...]] = []
         self.num_backwards = 0
-        """Outside of ``no_sync``, since the last step."""
+        """Backwards outside of ``no_sync`` since the last step."""
         self.is_deferred = False
         """Whether the last backward was within ``no_sync``."""
         self._applied: bytes = b""
-        """By parameter, whether the last step had a gradient; then by bucket, whether a user had written to them."""
+        """By parameter, whether the last step had a gradient; then by bucket, whether a user had edited gradients."""
         self._key: tuple[Any, ...] = ()
         self._digest = 0
 
     def watch(self, groups: Callable[[], list[dict[str, Any]]]) -> None:
-        """Compare the settings that these parameter groups have now, too, as long as they are plain values."""
+        """Compare the settings of these parameter groups, too, if they are plain values."""
         self._groups = groups
         self._names = [tuple(name for name in group if name not in ("params", "param_names")) for group in groups()]
 
     def count(self, *, is_deferred: bool) -> None:
-        """A backward begins; ``is_deferred``: within ``no_sync``, where ranks may have as many as they like."""
+        """A backward starts; ``is_deferred``: within ``no_sync``, where ranks may run different numbers of them."""
         self.num_backwards, self.is_deferred = self.num_backwards + (not is_deferred), is_deferred
 
     def end_step(self, edits: list[bool]) -> None:
-        """A step has the gradients that there are; ``edits``: by bucket, whether a user has written to them."""
+        """A step uses the present gradients; ``edits``: by bucket, whether a user has edited them."""
         self.num_backwards, self.is_deferred = 0, False
         self._applied = b"".join([*(bytes(grads.used) for grads in self._all), bytes(edits)])
 
     def digest(self, edits: list[bool], ends_step: bool) -> int:  # noqa: FBT001  (of one caller)
-        """Of everything that is compared; ``ends_step``: the backward completes a step's gradient."""
+        """The digest of everything compared; ``ends_step``: this backward is the last of a step."""
         held = b"".join([*(bytes(grads.reduced) for grads in self._all), bytes(edits)])
         key = (self._settings(), self.num_backwards, ends_step, held, self._applied)
         if key != self._key:
@@ -73,28 +73,29 @@ class StepFacts:
         return tuple(_plain(group.get(name)) for group, names in pairs for name in names)
 
     def check(self, topology: Topology) -> None:
-        """Raise DivergedError, on every rank, where the last step or the settings were not the same. Collective."""
+        """Raise DivergedError on every rank if the last step or the settings differ between ranks. Collective."""
         if topology.world_size == 1:
             return
         applied = self._applied
-        self._key = (self._settings(), 0, True, b"", applied)  # without what is held: it may be cleared in several ways
+        self._key = (self._settings(), 0, True, b"", applied)  # without gradients: ranks may clear them differently
         try:
             if not control.are_equal(repr(self._key), topology):
-                raise self.refuse(topology)
+                raise self.divergence(topology)
         finally:
-            self._key, self._applied = (), applied  # no less different when it is saved again
+            self._key, self._applied = (), applied  # a second save must fail again
 
     def forget_step(self) -> None:
-        """What the last step did is undone by a load."""
+        """A load has undone the last step."""
         self._applied = b""
 
-    def refuse(self, topology: Topology) -> DivergedError:
-        """The error to raise where digests differ, on every rank; collective. It is told once."""
-        found = what_differs(self._texts(), topology, lane="step")
+    def divergence(self, topology: Topology) -> DivergedError:
+        """The error for different digests, which every rank must raise. Collective. A difference is reported once."""
+        found = differences_between_ranks(self._texts(), topology, lane="step")
         self._applied = b""
         return DivergedError(
-            f"every rank must train alike: {told(found)}. Give a scheduler that follows a loss "
-            "the mean over the ranks; call zero_grad() and step(), set param.grad and accumulation boundaries on all"
+            f"every rank must make the same calls with the same settings: {summarize(found)}. Pass the loss's mean "
+            "over the ranks to a scheduler that follows it; call zero_grad() and step(), and set param.grad and "
+            "accumulation boundaries, on every rank"
         )
 
     def _texts(self) -> dict[str, str]:
@@ -115,11 +116,11 @@ class StepFacts:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` if it can be compared at no cost, else None. Of tensors those on the host."""
+    """``value`` if it can be compared cheaply, else None; reading a tensor on a GPU would block the host."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
     if isinstance(value, float):
-        return float(value)  # numpy's floats have another text
+        return float(value)  # repr() of numpy's floats differs
     return value if isinstance(value, PLAIN) else None

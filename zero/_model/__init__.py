@@ -1,4 +1,4 @@
-"""A model before training: built in shards, materialized from meta, cast, cut into units and checked.
+"""A model before training: zero.Init, materialization from meta, casts, checks, division into units and buckets.
 
 In:  an nn.Module, or the code that builds one under zero.Init.
 Out: the layout (units and buckets), the same on every rank; parameters with their identity kept.

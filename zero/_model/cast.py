@@ -1,6 +1,6 @@
-"""Moving and casting a model in place: parameters keep their identity, and with it their optimizer's groups.
+"""Move or cast a model in place: parameters keep their identity, and so stay in their optimizer's groups.
 
-Of parameters that zero.Init has divided, the shards are moved and cast.
+For parameters that zero.Init has partitioned, the shards are moved or cast.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def cast(model: nn.Module, dtype: torch.dtype | None, kept: Sequence[str] = ()) 
 
     Args:
         model: Changed in place.
-        dtype: Of all of them, but for those of modules that are named in ``kept``.
-        kept: Parts of dotted names, or "." and a whole name; such modules become float32 and compute in it: inputs of
-            16 bits are widened for them, and what they return is as narrow as what they were given.
+        dtype: The new dtype, except for modules named in ``kept``.
+        kept: Parts of dotted names, or "." and a full name. Such modules become float32 and compute in float32: 16-bit
+            inputs are widened for them, and their outputs are cast back to the dtype of the inputs.
 
     Raises:
-        ConfigError: ``kept`` names no module.
+        ConfigError: A name in ``kept`` matches no module.
     """
     if dtype is None:
         return
@@ -38,14 +38,14 @@ def cast(model: nn.Module, dtype: torch.dtype | None, kept: Sequence[str] = ()) 
         if name not in names:
             raise ConfigError(f"keep_in_fp32_modules must name modules: there is no {name!r} in {type(model).__name__}")
     before = list(model.parameters())
-    with _without_divided(model):
+    with _without_partitioned(model):
         model.to(dtype)
-    _convert_divided(model, dtype=dtype)
+    _convert_partitioned(model, dtype=dtype)
     for name, module in model.named_modules():
         if any(part in kept for part in (name, f".{name}", *name.split("."))):
-            with _without_divided(module):
+            with _without_partitioned(module):
                 module.float()
-            _convert_divided(module, dtype=torch.float32)
+            _convert_partitioned(module, dtype=torch.float32)
             _widen_inputs(module)
     _check_same(before, model)
 
@@ -53,24 +53,24 @@ def cast(model: nn.Module, dtype: torch.dtype | None, kept: Sequence[str] = ()) 
 def move(model: nn.Module, device: torch.device) -> None:
     """Move ``model`` to ``device`` in place."""
     before = list(model.parameters())
-    with _without_divided(model):
+    with _without_partitioned(model):
         model.to(device)
-    _convert_divided(model, device=device)
+    _convert_partitioned(model, device=device)
     _check_same(before, model)
 
 
 class InFloat32:
-    """Hooks of one module: inputs of 16 bits become float32, and outputs get their dtype, unless it is cast again.
+    """Hooks of one module that cast 16-bit inputs to float32, and outputs back, while its parameters are float32.
 
     torch's own kernels take a float16 input with float32 weights for some norms and devices, and raise for others.
     """
 
     def __init__(self) -> None:
         self._given: list[torch.dtype | None] = []
-        """Of the calls that run, the dtype of their 16-bit inputs."""
+        """For each running call the dtype of its 16-bit inputs."""
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Widen."""
+        """Cast 16-bit inputs to float32."""
         is_wide = not any(param.dtype in NARROW for param in module.parameters())
         leaves = tree_leaves((args, kwargs)) if is_wide else []
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype in NARROW]
@@ -80,7 +80,7 @@ class InFloat32:
         return tree_map_only(Tensor, lambda t: t.float() if t.dtype in NARROW else t, (args, kwargs))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002
-        """Narrow again; after an exception, too, when there is no output."""
+        """Cast outputs back. Called after an exception, too, or the list of calls would keep its entry."""
         dtype = self._given.pop() if self._given else None
         if dtype is None:
             return output
@@ -88,14 +88,16 @@ class InFloat32:
 
 
 def _widen_inputs(module: nn.Module) -> None:
-    """They stay on the module: its parameters, too, stay float32 among narrow ones when its optimizer is closed."""
+    """Install InFloat32 on ``module``, for good: its parameters stay float32 when the optimizer is closed, too."""
     if not any(isinstance(getattr(hook, "__self__", None), InFloat32) for hook in module._forward_hooks.values()):
         hooks = InFloat32()
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         module.register_forward_hook(hooks.after, always_call=True)
 
 
-def _convert_divided(model: nn.Module, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+def _convert_partitioned(
+    model: nn.Module, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> None:
     for param in model.parameters():
         construction = construction_of(param)
         if construction is not None and (device not in (None, param.device) or dtype not in (None, param.dtype)):
@@ -103,8 +105,8 @@ def _convert_divided(model: nn.Module, *, device: torch.device | None = None, dt
 
 
 @contextmanager
-def _without_divided(model: nn.Module) -> Iterator[None]:
-    """torch's own methods see no parameter that has no values here."""
+def _without_partitioned(model: nn.Module) -> Iterator[None]:
+    """Hide partitioned parameters, which have no values on this rank, from torch's own methods."""
     put_back: list[Callable[[], None]] = []
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -121,6 +123,6 @@ def _without_divided(model: nn.Module) -> Iterator[None]:
 def _check_same(before: list[nn.Parameter], model: nn.Module) -> None:
     if any(a is not b for a, b in zip(before, model.parameters(), strict=True)):
         raise LayoutError(
-            "the model's parameters were replaced when it was moved or cast, so the optimizer has others: move and "
-            "cast the model before constructing the optimizer"
+            "the model's parameters were replaced when it was moved or cast, so the optimizer holds the old ones: move "
+            "and cast the model before constructing the optimizer"
         )

@@ -1,4 +1,8 @@
-"""``zero.Init``: a model is divided over the ranks while it is built, module by module."""
+"""``zero.Init``: partition a model over the ranks while it is built, module by module.
+
+Inside the block the constructors of all nn.Module classes are replaced by wrappers, as in DeepSpeed: when the outermost
+constructor of a module returns, the module's parameters are partitioned.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from torch import nn
 from zcomm import ConfigError
 from zero._config.offload_sections import tiers_of
 from zero._config.parse import Configuration, Source, read_source
-from zero._config.resolved import choose_topology, make_plan
+from zero._config.resolved import choose_topology, resolve_config
 from zero._model.init_shards import Construction
 from zero._model.materialize import give_values, own_tensors
 from zero._ranks.distributed import data_parallel, init_distributed, is_first_of_job, local_device
@@ -25,11 +29,11 @@ from zero._storage.init_shard_files import InitFiles
 logger = logging.getLogger("zero")
 
 _ACTIVE: list[Init] = []
-"""Entered and enabled, innermost last."""
+"""The enabled zero.Init blocks that are entered, the innermost last."""
 _BUILDING: set[int] = set()
-"""Objects whose constructor runs."""
+"""The ids of modules whose constructor is running."""
 _WRAPPED: list[tuple[type[nn.Module], Callable[..., None]]] = []
-"""Classes whose constructors were replaced, each with its own."""
+"""The classes whose constructors are replaced, with their original constructors."""
 IGNORED = {
     "mem_efficient_linear",
     "pin_memory",
@@ -41,32 +45,33 @@ IGNORED_SWITCHES = {"zero_quantized_weights", "zero_param_parallel_group", "zero
 
 
 class Init:
-    """Within ``with zero.Init():``, each module's parameters are divided over the ranks as soon as it is built.
+    """In a ``with zero.Init():`` block, partition each module's parameters over the ranks as soon as it is built.
 
     Args:
-        module: A module that exists already: it is divided here and now, each part on ``meta`` after it was given
-            memory and values by ``materialize``. Such an ``Init`` need not be entered.
-        data_parallel_group: The ranks; default: all.
-        mem_efficient_linear: No effect: no layer keeps gathered weights.
-        remote_device: Where shards rest until ZeroOptimizer takes them over: "cpu", a device of torch, or "nvme", the
-            configuration's ``offload_param.nvme_path``. Default: this rank's GPU, or the CPU where there is none.
-        config_dict_or_path: A DeepSpeed configuration: parameters get its dtype, ``zcomm.ranks_per_node`` is used.
-        enabled: False: nothing is done.
-        dtype: Of floating-point parameters; default: the configuration's, or as they are built.
-        mpu: An object with ``get_data_parallel_group()``, or a DeviceMesh, instead of ``data_parallel_group``.
+        module: An existing module, which is partitioned at once. ``materialize`` first gives memory and values to what
+            is on ``meta``. Such an ``Init`` need not be entered.
+        data_parallel_group: The ranks. Default: all.
+        remote_device: Where shards are stored until a ZeroOptimizer adopts them: "cpu", a torch device, or "nvme", the
+            configuration's ``offload_param.nvme_path``. Default: this rank's GPU, or the CPU if there is none.
+        config_dict_or_path: A DeepSpeed configuration: its dtype and ``zcomm.ranks_per_node`` are used.
+        enabled: False: do nothing.
+        dtype: The dtype of floating-point parameters. Default: the configuration's, or the one they are built with.
+        mpu: An object with ``get_data_parallel_group()``, or a DeviceMesh, in place of ``data_parallel_group``.
         options: ``config``, the old name of ``config_dict_or_path``; ``ranks_per_node``; ``materialize``, a function of
             a module, such as transformers' ``model._init_weights`` (default: the module's ``reset_parameters``); and
-            DeepSpeed's other arguments, which have no effect here.
+            DeepSpeed's other arguments, such as ``mem_efficient_linear``, which have no effect.
 
     Raises:
-        LayoutError: The ranks build different modules; a module on meta has nothing that gives it values.
-        StateError: Another rank's constructor failed; names the rank and its error.
-        ConfigError: An argument that is not known.
+        LayoutError: The ranks build different modules, or nothing gives values to a module on meta.
+        StateError: Another rank's constructor failed; the message has the rank and its error.
+        ConfigError: Unknown argument.
 
-    Parameters have rank 0's values, and keep their identity and shape. Until a ZeroOptimizer takes them over, on the
-    same ranks, they are read and changed inside :class:`zero.GatheredParameters`; constructors just use them.
-    Modules built on ``meta`` stay there; give the finished model to ``Init(module=model)``.
-    Cost for each rank: one broadcast of every parameter; memory for its shards and the largest module's own parameters.
+    All ranks get rank 0's values. Parameters keep their identity and shape. Until a ZeroOptimizer on the same ranks
+    adopts them, read and change them inside :class:`zero.GatheredParameters`; constructors may simply use them.
+    Modules built on ``meta`` stay there; pass the finished model to ``Init(module=model)``.
+
+    Cost for each rank: one broadcast of every parameter, and memory for its shards and the parameters of the largest
+    module, without its children.
     """
 
     def __init__(
@@ -93,7 +98,7 @@ class Init:
         def prepare() -> tuple[torch.device, torch.dtype | None, Configuration | None]:
             _check_options(options)
             configuration = None if source is None else read_source(source)
-            chosen = dtype if configuration is None or dtype is not None else make_plan(configuration, {}).dtype
+            chosen = dtype if configuration is None or dtype is not None else resolve_config(configuration, {}).dtype
             return _shard_device(remote_device, configuration), chosen, configuration
 
         device, chosen, configuration = on_every_rank(prepare, group)
@@ -106,19 +111,19 @@ class Init:
             files = InitFiles(str(tiers.parameters.path), tiers.files, topology)
         self._construction = Construction(topology, device=device, dtype=chosen, files=files)
         if module is not None:
-            self._divide_existing(module, materialize)
+            self._partition_existing(module, materialize)
 
-    def _divide_existing(self, module: nn.Module, materialize: Callable[[nn.Module], None] | None) -> None:
+    def _partition_existing(self, module: nn.Module, materialize: Callable[[nn.Module], None] | None) -> None:
         construction = self._construction
         assert construction is not None, "of an enabled Init"
-        construction.is_building = True  # a function may look at what is divided already
+        construction.is_building = True  # materialize may use parameters that are partitioned already
         try:
             for name, part in module.named_modules():
                 if any(tensor.is_meta for tensor in own_tensors(part)):
                     give = functools.partial(give_values, name, part, materialize, local_device())
                     on_every_rank(give, construction.topology)
-                    construction.divide(part)
-            construction.divide(module)
+                    construction.partition(part)
+            construction.partition(module)
             construction.close_unused(even_used=True)
         finally:
             construction.is_building = False
@@ -141,8 +146,10 @@ class Init:
         construction.is_building = False
         if not _ACTIVE:
             _unwrap_constructors()
-            _BUILDING.clear()
-        if isinstance(error, Exception) and not is_agreed(error):
+            _BUILDING.clear()  # ids are reused: one left behind would keep another module from being partitioned
+        if isinstance(error, Exception) and not is_agreed(
+            error
+        ):  # else the other ranks deadlock in their next exchange
             raise_on_every_rank(error, construction.topology)
         if error is None:
             construction.close_unused(even_used=True)
@@ -150,7 +157,7 @@ class Init:
 
     def _built(self, module: nn.Module) -> None:
         assert self._construction is not None, "of an entered Init"
-        self._construction.divide(module)
+        self._construction.partition(module)
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -192,13 +199,15 @@ def _wrap_new_class(cls: type[nn.Module], /, **options: Any) -> None:
 
 
 def _wrap(cls: type[nn.Module]) -> None:
-    """Let the constructor of ``cls`` end with dividing what it built, unless it is part of a subclass's."""
+    """Replace the constructor of ``cls`` by one that also partitions the module, unless a subclass's does."""
     original = cls.__dict__.get("__init__")
     if original is None or cls.__module__.startswith("torch.jit"):
         return
 
     @functools.wraps(original)
     def build(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        # A subclass's constructor calls its base class's, which is wrapped, too. Only the outermost may partition: the
+        # others' parameters are not complete before it returns.
         if id(self) in _BUILDING or not _ACTIVE:
             original(self, *args, **kwargs)
             return

@@ -1,17 +1,17 @@
-"""Parameters that :class:`zero.Init` has divided over the ranks, before there is a ZeroOptimizer.
+"""The shards of parameters that :class:`zero.Init` has partitioned, before a ZeroOptimizer adopts them.
 
 Every module's own parameters are a bucket, laid out without padding:
 
     built on every rank --rank 0's values--> shards --(used in a constructor)--> OPEN --(nobody holds it)--> shards
-                                             shards --zero.settle--> the buckets of ZeroOptimizer
+                                             shards --ZeroOptimizer--> its buckets
 
-Every exchange begins with an agreement on what is to be done, so that an error on one rank is raised on all, and ranks
-that build different models find out at the first module that differs.
+Before every exchange the ranks agree on what they will do. So an error on one rank is raised on all, and ranks that
+build different models raise at the first module that differs, instead of a deadlock.
 
 Invariants:
-    C1  A parameter that somebody uses while a model is built is whole until the next exchange at which nobody holds its
-        memory, and rank 0's values are taken over then. So ``nn.init`` functions, ``module.apply`` and
-        ``module.weight.data.normal_()`` in a parent's constructor do what they do without zero.Init.
+    C1  A parameter that is used while a model is built becomes full, and stays full until an exchange at which nothing
+        else refers to its memory. Rank 0's values are broadcast then. So ``nn.init`` functions, ``module.apply`` and
+        ``module.weight.data.normal_()`` in a parent's constructor work as without zero.Init.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from zero._ranks.rank_errors import on_every_rank
 from zero._sharding.bucket import Bucket, BucketState, ShardInfo, is_managed
 from zero._sharding.buffer_pool import storage_of
 from zero._sharding.layout import BucketLayout
-from zero._sharding.released import hide, placeholder
+from zero._sharding.released import make_released, nan_filled
 from zero._storage.file_shard_storage import FileShard
 from zero._storage.init_shard_files import InitFiles
 
 
 def construction_of(param: nn.Parameter) -> Construction | None:
-    """Who holds the shards of ``param``, if zero.Init has divided it and no ZeroOptimizer has taken it over."""
+    """The Construction that holds the shards of ``param``, or None: not built under zero.Init, or adopted already."""
     owner = getattr(getattr(param, "zero_shard", None), "owner", None)
     return owner if isinstance(owner, Construction) else None
 
 
 def is_built(param: nn.Parameter) -> bool:
-    """Whether ``param`` is divided by zero.Init."""
+    """Whether zero.Init has partitioned ``param``, and no ZeroOptimizer has adopted it."""
     return construction_of(param) is not None
 
 
@@ -53,10 +53,10 @@ class Construction:
     """The parameters that were built within one ``zero.Init``.
 
     Args:
-        topology: The ranks they are divided over.
-        device: Where the shards rest.
-        dtype: What floating-point parameters become; None: they stay.
-        files: Where they rest instead; ``device`` is the CPU then.
+        topology: The ranks of the partition.
+        device: The device of the shards.
+        dtype: The dtype of floating-point parameters; None: they keep theirs.
+        files: The files that store the shards, if any; ``device`` is the CPU then.
     """
 
     def __init__(
@@ -70,30 +70,30 @@ class Construction:
         self.topology, self.device, self.dtype, self._files = topology, device, dtype, files
         self.is_closed = False
         self.is_building = False
-        """Whether constructors run, within which parameters open when they are used."""
+        """Whether constructors may be running, in which a parameter is gathered when it is used."""
         self._live = WeakIdKeyDictionary()
-        """Parameters that are divided, and neither taken over nor thrown away."""
+        """Partitioned parameters that are neither adopted nor garbage-collected."""
         self._open: dict[Bucket, int] = {}
-        """Buckets that were used, each with the references to its memory that are ours."""
+        """Gathered buckets, and the number of references to their memory that this module holds."""
         is_alone = topology.world_size == 1
-        self._work_device = device if is_alone else backend.device_of(topology.world.backend, device)
+        self._exchange_device = device if is_alone else backend.device_of(topology.world.backend, device)
 
     def compare(self, call: str, detail: str = "") -> None:
-        """Nothing: while parameters are built, the ranks are in one exchange."""
+        """Do nothing: while a model is built, every exchange compares what the ranks do."""
 
-    def divide(self, module: nn.Module) -> None:
-        """Keep shards of the whole parameters of ``module`` and of what is in it. Collective if there are any."""
+    def partition(self, module: nn.Module) -> None:
+        """Partition the full parameters in ``module`` and its children. Collective if there are any."""
         kind = type(module).__name__
         check_memory((f"parameter '{kind}.{name}'", p) for name, p in module.named_parameters())
         for name, part in module.named_modules():
-            named = _whole_parameters(part)
+            named = _full_parameters(part)
             if named:
                 title = ".".join(filter(None, (kind, name)))
                 self.close_unused()
-                with _undirected():
-                    self._divide_own(title, type(part).__name__, named)
+                with _without_torch_modes():
+                    self._partition_own(title, type(part).__name__, named)
 
-    def _divide_own(self, title: str, kind: str, named: dict[str, nn.Parameter]) -> None:
+    def _partition_own(self, title: str, kind: str, named: dict[str, nn.Parameter]) -> None:
         shapes = str([(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named.items()])
         fact = f"build {title} ({kind}): {zlib.crc32(shapes.encode()):08x} {shapes[:300]}"
         kinds: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
@@ -103,64 +103,64 @@ class Construction:
         for bucket in on_every_rank(new, self.topology, fact=fact):
             own = torch.zeros(bucket.layout.shard_numel, dtype=bucket.dtype, device=self.device)
             for slot, param in enumerate(bucket.params):
-                value = self._to_work(param.detach(), bucket.dtype)
+                value = self._to_exchange(param.detach(), bucket.dtype)
                 control.broadcast_(value, 0, self.topology)
-                self._keep_own_part(bucket, slot, value, own)
-                param.data = bucket.empties[slot]  # its memory is free from here on
-                hide(param, bucket.empties[slot])
+                self._copy_own_part(bucket, slot, value, own)
+                param.data = bucket.released_data[slot]  # frees the memory of the full value
+                make_released(param, bucket.released_data[slot])
                 self._live[param] = None
                 name = bucket.layout.slots[slot].name
                 param.zero_shard = ShardInfo(  # type: ignore[attr-defined]
                     name, param.shape, bucket.dtype, bucket, slot, self
                 )
-            self._place(bucket, own)
+            self._store(bucket, own)
 
-    def _place(self, bucket: Bucket, own: Tensor) -> None:
-        """Let the values of this rank rest where they belong. Collective with files."""
+    def _store(self, bucket: Bucket, own: Tensor) -> None:
+        """Store this rank's shard, in memory or in a file. Collective with files."""
         if self._files is None:
             bucket.shard = own
             return
-        old, files = bucket.rest, self._files
+        old, files = bucket.storage, self._files
 
-        def place() -> None:
+        def store() -> None:
             if isinstance(old, FileShard) and old.shard.dtype == own.dtype:
                 files.replace(old, own)
                 return
-            bucket.rest = files.place(own)
+            bucket.storage = files.place(own)
             if isinstance(old, FileShard):
                 files.remove(old)
 
-        on_every_rank(place, self.topology)
-        bucket.shard = bucket.rest.shard
+        on_every_rank(store, self.topology)
+        bucket.shard = bucket.storage.shard
 
     def _own(self, bucket: Bucket) -> Tensor:
-        """The values of this rank. Collective with files."""
-        return bucket.shard if self._files is None else on_every_rank(bucket.rest.read, self.topology)
+        """This rank's shard. Collective with files."""
+        return bucket.shard if self._files is None else on_every_rank(bucket.storage.read, self.topology)
 
     def forget(self, param: nn.Parameter) -> None:
-        """``param`` is taken over."""
+        """Called when a ZeroOptimizer has adopted ``param``."""
         bucket: Bucket = param.zero_shard.bucket  # type: ignore[attr-defined]
         del param.zero_shard, self._live[param]  # type: ignore[attr-defined]
         if (
-            isinstance(bucket.rest, FileShard)
+            isinstance(bucket.storage, FileShard)
             and self._files is not None
             and not any(p in self._live for p in bucket.params)
         ):
-            self._files.remove(bucket.rest)
+            self._files.remove(bucket.storage)
 
     def close_if_unused(self) -> None:
-        """Free the process groups if every parameter is taken over or thrown away."""
+        """Free the process groups if every parameter is adopted or garbage-collected."""
         if self._live and not self.is_building:
-            gc.collect()  # a parameter and its bucket know one another
+            gc.collect()  # a parameter and its bucket are a reference cycle
         if not (self._live or self.is_building or self.is_closed):
             self.is_closed = True
             if self._files is not None:
                 self._files.close()
             self.topology.close()
 
-    def _to_work(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """``value`` where it can be sent from."""
-        return value.to(self._work_device, dtype).contiguous()
+    def _to_exchange(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """``value`` on a device from which it can be sent."""
+        return value.to(self._exchange_device, dtype).contiguous()
 
     def _new_bucket(self, title: str, named: dict[str, nn.Parameter]) -> Bucket:
         params = list(named.values())
@@ -171,9 +171,9 @@ class Construction:
 
     def _convert(self, bucket: Bucket, device: torch.device, dtype: torch.dtype) -> None:
         bucket.device, bucket.dtype = device, dtype
-        bucket.empties = [placeholder(slot.shape, dtype, device) for slot in bucket.layout.slots]
+        bucket.released_data = [nan_filled(slot.shape, dtype, device) for slot in bucket.layout.slots]
 
-    def _keep_own_part(self, bucket: Bucket, slot: int, value: Tensor, own: Tensor) -> None:
+    def _copy_own_part(self, bucket: Bucket, slot: int, value: Tensor, own: Tensor) -> None:
         at, base = bucket.layout.slots[slot], self.topology.rank * bucket.layout.shard_numel
         start, stop = max(at.offset, base), min(at.offset + at.numel, base + bucket.layout.shard_numel)
         if start < stop:
@@ -181,27 +181,27 @@ class Construction:
             own[start - base : stop - base].copy_(part)
 
     def read(self, bucket: Bucket) -> Tensor:
-        """A new flat tensor with all values of ``bucket``. Collective."""
+        """Gather all values of ``bucket`` into a flat tensor. Collective."""
         if bucket.state is BucketState.FULL:
             assert bucket.full is not None, "full without a buffer"
             return bucket.full
-        shard = self._to_work(self._own(bucket), bucket.dtype)
-        full = torch.empty(bucket.layout.numel, dtype=bucket.dtype, device=self._work_device)
+        shard = self._to_exchange(self._own(bucket), bucket.dtype)
+        full = torch.empty(bucket.layout.numel, dtype=bucket.dtype, device=self._exchange_device)
         all_gather_single(full, shard, self.topology)
         return full
 
     def _acquire(self, bucket: Bucket) -> None:
         if bucket.state is BucketState.SHARDED:
             full = self.read(bucket)
-            bucket.begin_gather(full)
+            bucket.start_gathering(full)
             bucket.expose()
 
     def _release_if_unneeded(self, bucket: Bucket) -> None:
         if bucket.state is BucketState.FULL and not bucket.is_needed:
             bucket.release()
 
-    def open(self, params: Iterable[nn.Parameter]) -> bool:
-        """Make ``params`` whole because somebody uses them (C1). False: not while a model is being built."""
+    def gather_for_use(self, params: Iterable[nn.Parameter]) -> bool:
+        """Gather ``params`` because they are used (C1). Returns False if no model is being built."""
         if not self.is_building:
             return False
         infos: list[ShardInfo] = [p.zero_shard for p in params if construction_of(p) is self]  # type: ignore[attr-defined]
@@ -210,13 +210,13 @@ class Construction:
         on_every_rank(lambda: None, self.topology, fact=f"use {[info.name for info in infos]}")
         for bucket in buckets:
             bucket.is_pinned = True
-            with _undirected():
+            with _without_torch_modes():
                 self._acquire(bucket)
             self._open[bucket] = _num_uses(bucket)
         return True
 
     def close_unused(self, *, but: Collection[Bucket] = (), even_used: bool = False) -> None:
-        """Take over rank 0's values of open buckets whose memory nobody has. Collective if there are open ones."""
+        """Broadcast rank 0's values of open buckets that nothing else refers to, and release them. Collective."""
         candidates = [bucket for bucket in self._open if bucket not in but]
         if not candidates:
             return
@@ -225,13 +225,13 @@ class Construction:
             self.topology,
             fact=f"close {[bucket.name for bucket in candidates]}",
         )
-        with _undirected():
+        with _without_torch_modes():
             is_used = [int(_num_uses(bucket) > self._open[bucket]) for bucket in candidates]
             agreed = control.agree_max(torch.tensor(is_used), self.topology).tolist()
             for bucket, held in zip(candidates, agreed, strict=True):
                 if even_used or not held:
                     del self._open[bucket]
-                    self._take_values(bucket, 0)
+                    self._broadcast_values(bucket, 0)
                     bucket.is_pinned = False
                     self._release_if_unneeded(bucket)
 
@@ -239,7 +239,7 @@ class Construction:
         """Raise ConfigError if a parameter was given another's memory: the shards would be trained apart."""
         held = {storage_of(b.full): b for b in self._open if b.full is not None}
         for bucket in buckets:
-            for slot in bucket.moved():
+            for slot in bucket.moved_slots():
                 other = held.get(storage_of(bucket.params[slot]))
                 if other is not None:
                     raise ConfigError(
@@ -247,26 +247,28 @@ class Construction:
                         "and would be trained apart: tie parameters by making them one (b.weight = a.weight)"
                     )
 
-    def _take_values(self, bucket: Bucket, rank: int) -> None:
+    def _broadcast_values(self, bucket: Bucket, rank: int) -> None:
         dtypes = {param.dtype for param in bucket.params}
-        if len(dtypes) == 1 and dtypes != {bucket.dtype} and bucket.full is not None:  # somebody cast the module
+        if (
+            len(dtypes) == 1 and dtypes != {bucket.dtype} and bucket.full is not None
+        ):  # the module was cast in its constructor
             self._convert(bucket, bucket.device, dtypes.pop())
             bucket.full = bucket.full.to(bucket.dtype)
             for param in bucket.params:
                 param.zero_shard.dtype = bucket.dtype  # type: ignore[attr-defined]
-        bucket.take_back()
+        bucket.copy_back_moved()
         assert bucket.full is not None, "values can only be taken from full parameters"
         control.broadcast_(bucket.full, rank, self.topology)
         base = self.topology.rank * bucket.layout.shard_numel
-        self._place(bucket, bucket.full[base : base + bucket.layout.shard_numel].to(self.device, copy=True))
+        self._store(bucket, bucket.full[base : base + bucket.layout.shard_numel].to(self.device, copy=True))
 
     @contextmanager
     def gathered(self, buckets: list[Bucket]) -> Iterator[None]:
-        """Hold ``buckets`` full. Collective."""
+        """Gather ``buckets`` for the block. Collective."""
         on_every_rank(lambda: None, self.topology, fact=f"gather {[bucket.name for bucket in buckets]}")
         for bucket in buckets:
             bucket.forward_depth += 1
-            with _undirected():
+            with _without_torch_modes():
                 self._acquire(bucket)
         try:
             yield
@@ -277,43 +279,43 @@ class Construction:
 
     @contextmanager
     def modified(self, slots: Mapping[Bucket, Collection[int]], rank: int) -> Iterator[None]:
-        """What ``rank`` changes inside, in full buckets, is taken over by every rank."""
+        """Broadcast what ``rank`` has changed in the block, in full buckets, to every rank."""
         try:
             yield
         finally:
-            with _undirected():
+            with _without_torch_modes():
                 for bucket in slots:
-                    self._take_values(bucket, rank)
+                    self._broadcast_values(bucket, rank)
 
     def convert(self, param: nn.Parameter, *, device: torch.device | None = None, dtype: torch.dtype | None) -> None:
         """Move or cast the shard of ``param``, with those that share its bucket. Collective with files."""
         info: ShardInfo = param.zero_shard  # type: ignore[attr-defined]
         bucket = info.bucket
         if bucket.state is not BucketState.SHARDED:
-            raise StateError(f"{info.name!r} is whole: move and cast models outside of zero.GatheredParameters")
+            raise StateError(f"{info.name!r} is gathered: move and cast models outside of zero.GatheredParameters")
         own = self._own(bucket)
         self._convert(bucket, device or bucket.device, dtype or bucket.dtype)
-        self._place(bucket, own.to(bucket.device if self._files is None else self.device, bucket.dtype))
-        for one, empty in zip(bucket.params, bucket.empties, strict=True):
+        self._store(bucket, own.to(bucket.device if self._files is None else self.device, bucket.dtype))
+        for one, empty in zip(bucket.params, bucket.released_data, strict=True):
             if construction_of(one) is self and one.zero_shard.bucket is bucket:  # type: ignore[attr-defined]
                 one.zero_shard.dtype = bucket.dtype  # type: ignore[attr-defined]
                 with torch._C.DisableTorchFunctionSubclass():
                     one.data = empty
 
 
-def _undirected() -> AbstractContextManager[None]:
-    """Without ``torch.device("meta")`` and the like, which a constructor may run under."""
+def _without_torch_modes() -> AbstractContextManager[None]:
+    """Disable ``torch.device("meta")`` and other modes under which a constructor may run."""
     return torch._C.DisableTorchFunction()
 
 
 def _num_uses(bucket: Bucket) -> int:
-    """References to the memory of a full bucket, by tensors of anybody."""
+    """The number of tensors that refer to the memory of a full bucket."""
     assert bucket.full is not None, "full without a buffer"
     return int(torch._C._storage_Use_Count(bucket.full.untyped_storage()._cdata))
 
 
-def _whole_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """``module``'s own parameters that have values here and are not managed by anybody."""
+def _full_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """``module``'s own parameters that have values on this rank and are not managed yet."""
     return {
         name: param
         for name, param in module.named_parameters(recurse=False)

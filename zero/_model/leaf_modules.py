@@ -1,7 +1,8 @@
-"""Leaf modules: gathered as a whole at stage 3, so that ranks may run different parts of them (mixtures of experts).
+"""Leaf modules: stage 3 gathers all their parameters together, so ranks may run different parts (mixture of experts).
 
-All parameters of a leaf module are gathered when its forward begins and once more when its backward does, whatever runs
-inside: the ranks' exchanges are the same although their experts differ. Names and signatures are DeepSpeed's.
+All parameters of a leaf module are gathered at the start of its forward, and again at the start of its backward,
+whatever runs inside. If each expert were gathered when it runs, ranks with different experts would deadlock, each in
+another gather. Names and signatures are DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from zero._sharding.units import LEAF, is_leaf
 
 
 def set_configured(model: nn.Module, leaves: LeafModule) -> None:
-    """Make the modules of a configuration's ``leaf_module`` section leaf modules; ConfigError if one names none."""
+    """Set the leaf modules of a configuration's ``leaf_module`` section; ConfigError if an entry matches no module."""
     if leaves.classes:
         set_z3_leaf_modules(model, leaves.classes)
     if leaves.names:
@@ -33,7 +34,7 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The leaf modules in ``model``."""
+    """Return the leaf modules in ``model``."""
     return [module for module in model.modules() if is_leaf(module)]
 
 
@@ -41,7 +42,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:  # noqa: FBT001  (
     """Make ``model`` itself a leaf module, or an ordinary one.
 
     Raises:
-        StateError: A ZeroOptimizer manages it: how it is gathered is fixed then.
+        StateError: A ZeroOptimizer manages ``model`` already, and has fixed how it is gathered.
     """
     if is_leaf(model) != flag:
         for param in model.parameters():
@@ -57,15 +58,15 @@ def set_z3_leaf_modules(
     leaf_module_classes: Sequence[type[nn.Module] | str],
     raise_if_not_found: bool = True,  # noqa: FBT001  (DeepSpeed's signature)
 ) -> list[nn.Module]:
-    """Make the modules in ``model`` of these classes leaf modules; returns them.
+    """Make the modules in ``model`` of these classes leaf modules, and return them.
 
     Args:
-        model: It and all below it.
+        model: The model, itself included.
         leaf_module_classes: Classes, or their names: "Experts" or "package.module.Experts".
-        raise_if_not_found: Raise if there is none.
+        raise_if_not_found: Raise if no module is found.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: No module was found.
         StateError: See :func:`set_z3_leaf_module`.
     """
     return _flag(model, _of_classes(leaf_module_classes), leaf_module_classes, raise_if_not_found, flag=True)
@@ -76,7 +77,7 @@ def unset_z3_leaf_modules(
     leaf_module_classes: Sequence[type[nn.Module] | str],
     raise_if_not_found: bool = True,  # noqa: FBT001  (DeepSpeed's signature)
 ) -> list[nn.Module]:
-    """Take :func:`set_z3_leaf_modules` back."""
+    """Undo :func:`set_z3_leaf_modules`."""
     return _flag(model, _of_classes(leaf_module_classes), leaf_module_classes, raise_if_not_found, flag=False)
 
 
@@ -85,7 +86,7 @@ def set_z3_leaf_modules_by_name(
     module_names: Sequence[str],
     raise_if_not_found: bool = True,  # noqa: FBT001  (DeepSpeed's signature)
 ) -> list[nn.Module]:
-    """As :func:`set_z3_leaf_modules`, for modules of these dotted names."""
+    """Like :func:`set_z3_leaf_modules`, for modules with these dotted names."""
     return _flag(model, lambda name, _: name in module_names, module_names, raise_if_not_found, flag=True)
 
 
@@ -94,7 +95,7 @@ def unset_z3_leaf_modules_by_name(
     module_names: Sequence[str],
     raise_if_not_found: bool = True,  # noqa: FBT001  (DeepSpeed's signature)
 ) -> list[nn.Module]:
-    """Take :func:`set_z3_leaf_modules_by_name` back."""
+    """Undo :func:`set_z3_leaf_modules_by_name`."""
     return _flag(model, lambda name, _: name in module_names, module_names, raise_if_not_found, flag=False)
 
 
@@ -103,7 +104,7 @@ def set_z3_leaf_modules_by_suffix(
     suffixes: Sequence[str],
     raise_if_not_found: bool = True,  # noqa: FBT001  (DeepSpeed's signature)
 ) -> list[nn.Module]:
-    """As :func:`set_z3_leaf_modules`, for modules whose dotted names end with one of ``suffixes``."""
+    """Like :func:`set_z3_leaf_modules`, for modules whose dotted names end with one of ``suffixes``."""
     return _flag(model, lambda name, _: name.endswith(tuple(suffixes)), suffixes, raise_if_not_found, flag=True)
 
 
@@ -112,7 +113,7 @@ def unset_z3_leaf_modules_by_suffix(
     suffixes: Sequence[str],
     raise_if_not_found: bool = True,  # noqa: FBT001  (DeepSpeed's signature)
 ) -> list[nn.Module]:
-    """Take :func:`set_z3_leaf_modules_by_suffix` back."""
+    """Undo :func:`set_z3_leaf_modules_by_suffix`."""
     return _flag(model, lambda name, _: name.endswith(tuple(suffixes)), suffixes, raise_if_not_found, flag=False)
 
 

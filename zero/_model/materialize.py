@@ -1,4 +1,4 @@
-"""Modules on ``meta``: memory and values for their own parameters and buffers, which keep their identity."""
+"""Materialize a module on ``meta``: memory and values for its own parameters and buffers, which keep their identity."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def own_tensors(module: nn.Module) -> Iterator[Tensor]:
 def give_values(
     name: str, module: nn.Module, materialize: Callable[[nn.Module], None] | None, device: torch.device
 ) -> None:
-    """Give what ``module``, called ``name``, has on meta memory on ``device``, and values.
+    """Allocate the parameters and buffers of ``module`` that are on meta, and initialize them.
 
     Args:
-        name: For errors.
-        module: Changed in place; its parameters are the same objects, tied ones too.
-        materialize: A function of a module; default: the module's ``reset_parameters``.
-        device: Where the values will be.
+        name: The module's name, for errors.
+        module: Changed in place; its parameters stay the same objects, so tied ones stay tied.
+        materialize: A function of a module. Default: the module's ``reset_parameters``.
+        device: The device of the values.
 
     Raises:
-        LayoutError: There is no such function, or it leaves something without a value.
+        LayoutError: There is no such function, or it leaves a tensor without values.
     """
     named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     given = {key: tensor for key, tensor in named if tensor.is_meta}
@@ -42,10 +42,11 @@ def give_values(
     for key, tensor in given.items():
         empty = torch.empty_like(tensor, device=device)
         if empty.is_floating_point():
-            empty.fill_(float("nan"))  # what gets no value is found below
+            empty.fill_(float("nan"))  # a tensor that stays NaN was not initialized: see below
         if isinstance(tensor, nn.Parameter):
             new = nn.Parameter(empty, tensor.requires_grad)
             new.__dict__.update(tensor.__dict__)
+            # Changes the tensor in place: modules and optimizers that refer to it keep their parameter.
             torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
         else:
             module._buffers[key] = empty

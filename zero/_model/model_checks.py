@@ -1,4 +1,7 @@
-"""Models that would be trained wrongly once their parameters are laid flat, refused before anything is changed."""
+"""Checks that refuse models which flat buffers would train wrongly, such as parameters that share memory.
+
+They run before anything is changed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from zero._sharding.released import is_released
 
 
 class Extent(NamedTuple):
-    """The memory from a tensor's first element to its last."""
+    """The address range of a tensor, from its first element to its last."""
 
     start: int
     stop: int
@@ -24,7 +27,7 @@ class Extent(NamedTuple):
 
 
 def check_is_plain(model: nn.Module) -> None:
-    """Raise ConfigError for TorchScript, lazy modules, and parameters that share memory; names what it is."""
+    """Raise ConfigError, with the name, for TorchScript, lazy modules, and parameters that share memory."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             where = f"its module {name!r}" if name else "model"
@@ -46,7 +49,7 @@ def check_memory(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ConfigError if a trained parameter shares memory with another of ``tensors``, or with itself.
 
     Args:
-        tensors: Each once, with what to call it. Without values, or released, they share nothing.
+        tensors: Each tensor once, with a label for errors. Tensors without values are ignored.
     """
     extents = sorted((_extent(label, t) for label, t in tensors if has_memory(t)), key=lambda e: e.start)
     before: list[Extent] = []
@@ -75,7 +78,7 @@ def _labelled(kind: str, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[st
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has elements at an address of its own."""
+    """Whether ``tensor`` has elements at an address."""
     if is_lazy(tensor) or is_released(tensor) or is_traceable_wrapper_subclass(tensor):
         return False
     return tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
@@ -87,7 +90,7 @@ def _extent(label: str, tensor: Tensor) -> Extent:
 
 
 def _overlap(a: Extent, b: Extent) -> bool:
-    """Whether two tensors, whose extents overlap, have an element in common: columns of one matrix have none."""
+    """Whether two tensors with overlapping extents share an element; two columns of a matrix do not."""
     size = a.tensor.element_size()
     if size != b.tensor.element_size() or (a.start - b.start) % size:
         return True
@@ -97,7 +100,7 @@ def _overlap(a: Extent, b: Extent) -> bool:
 
 
 def _elements(extent: Extent, origin: int) -> Tensor:
-    """Where its elements are, counted from ``origin``, [numel]."""
+    """The positions of all elements, relative to ``origin``, [numel]."""
     size = extent.tensor.element_size()
     first, last = (extent.start - origin) // size, (extent.stop - origin) // size
     return torch.arange(first, last).as_strided(extent.tensor.shape, extent.tensor.stride()).flatten()

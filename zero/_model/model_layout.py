@@ -1,9 +1,8 @@
-"""How a model will be laid out: its units, the buckets they share, and whether all ranks have the same.
+"""The layout of a model: its units, their buckets, the persistent parameters, and the check that all ranks agree.
 
-Which small parameters stay whole at stage 3, in buckets of their own, wherever in the model they are.
-
-After every step, and whenever somebody has changed them, they are gathered anew, in the format of every gather: what a
-forward reads is the same bit for bit as if each layer gathered them.
+Persistent parameters are small ones that stay full at stage 3 (``stage3_param_persistence_threshold``). They are in
+buckets of their own, wherever in the model they are. After every step, and after any other change, they are gathered in
+the same format as all others, so a forward reads the same bits as if each layer gathered them.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from torch import nn
 
 from zcomm import ConfigError, LayoutError, StateError, Topology, control
 from zero._config.delta_hpz_settings import resolve_mode
-from zero._config.rank_consistency import what_differs
+from zero._config.rank_consistency import differences_between_ranks
 from zero._config.settings import Effective, ZeroSettings
 from zero._model.init_shards import is_built
 from zero._sharding.bucket import Bucket, is_managed
-from zero._sharding.layout import BucketLayout, runs
+from zero._sharding.layout import BucketLayout, group_consecutive
 from zero._sharding.units import Unit, find_units
 from zero._storage.tier_settings import Tier
 
 
-def choose_residents(units: Sequence[Unit], *, less_than: int, total: int) -> set[nn.Parameter]:
-    """Parameters of fewer than ``less_than`` elements, in order, as long as they have ``total`` elements together."""
+def choose_persistent(units: Sequence[Unit], *, less_than: int, total: int) -> set[nn.Parameter]:
+    """Choose parameters of fewer than ``less_than`` elements, in order, up to ``total`` elements together."""
     chosen: set[nn.Parameter] = set()
     for param in (param for unit in units for _, param in unit.parameters):
         if param.numel() < less_than and param.numel() <= total:
@@ -37,24 +36,26 @@ def choose_residents(units: Sequence[Unit], *, less_than: int, total: int) -> se
     return chosen
 
 
-def set_apart(units: Sequence[Unit], residents: set[nn.Parameter], model: nn.Module) -> tuple[list[Unit], Unit]:
-    """``units`` without ``residents``, and these as a unit of ``model``."""
+def split_off_persistent(
+    units: Sequence[Unit], persistent: set[nn.Parameter], model: nn.Module
+) -> tuple[list[Unit], Unit]:
+    """``units`` without ``persistent``, and these as a unit of ``model``."""
     kept = [
-        replace(unit, parameters=tuple(named for named in unit.parameters if named[1] not in residents))
+        replace(unit, parameters=tuple(named for named in unit.parameters if named[1] not in persistent))
         for unit in units
     ]
-    named = tuple(named for unit in units for named in unit.parameters if named[1] in residents)
+    named = tuple(named for unit in units for named in unit.parameters if named[1] in persistent)
     return kept, Unit("persistent", model, named)
 
 
 MERGED_NUMEL = 2**20
-"""Larger exchanges gain nothing more from being fewer, and begin later in backward."""
-NUM_TOLD = 4
-"""Differences between ranks' models that an error names."""
+"""Elements of merged units at most: merging larger exchanges saves no time, and delays their start in backward."""
+MAX_REPORTED = 4
+"""Differences between the ranks' models that an error lists."""
 
 
 class ModelPlan(NamedTuple):
-    """How a model will be laid out."""
+    """The layout of a model."""
 
     effective: Effective
     units: list[Unit]
@@ -64,21 +65,21 @@ class ModelPlan(NamedTuple):
 
 
 def plan_model(model: nn.Module, settings: ZeroSettings, topology: Topology) -> ModelPlan:
-    """Cut ``model`` into units and buckets. No communication.
+    """Divide ``model`` into units and buckets, without communication.
 
     Raises:
-        ZcommError: A model or settings that cannot be sharded.
+        ZcommError: The model cannot be sharded with these settings.
     """
     effective = resolve_mode(settings, topology)
     check_model(model)
     _check_renormalized(model, settings, effective, topology)
     if effective.stage.shards_parameters:
         _check_is_gatherable(model)
-    units, residents = _cut_into_units(model, settings, effective)
-    buckets = _cut_into_buckets([residents], topology.world_size, effective.align, is_resident=True)
+    units, persistent = _cut_into_units(model, settings, effective)
+    buckets = _cut_into_buckets([persistent], topology.world_size, effective.align, is_persistent=True)
     buckets_of_unit: list[list[Bucket]] = []
     numels = [sum(param.numel() for _, param in unit.parameters) for unit in units]
-    for indices in runs(numels, _numel_to_merge(settings, effective)):
+    for indices in group_consecutive(numels, _numel_to_merge(settings, effective)):
         run = [units[index] for index in indices]
         of_run = _cut_into_buckets(run, topology.world_size, effective.align, first=len(buckets))
         buckets_of_unit += [of_run] * len(run)
@@ -87,27 +88,27 @@ def plan_model(model: nn.Module, settings: ZeroSettings, topology: Topology) -> 
 
 
 def _cut_into_units(model: nn.Module, settings: ZeroSettings, effective: Effective) -> tuple[list[Unit], Unit]:
-    """The units, and what is no part of them: parameters that stay whole at stage 3."""
+    """The units, without the persistent parameters, and these as a unit of their own."""
     if not effective.stage.shards_parameters:
-        return set_apart(find_units(model), set(), model)
+        return split_off_persistent(find_units(model), set(), model)
     units = find_units(model, effective.limits.live_numel)
-    residents = choose_residents(
+    persistent = choose_persistent(
         units,
         less_than=settings.stage3_param_persistence_threshold,
         total=settings.stage3_model_persistence_threshold,
     )
-    return set_apart(units, residents, model)
+    return split_off_persistent(units, persistent, model)
 
 
 def _numel_to_merge(settings: ZeroSettings, effective: Effective) -> int:
-    """Elements up to which small units share an exchange. At stage 3 a unit is gathered and released by itself."""
+    """Elements up to which small units share an exchange. At stage 3 each unit is gathered and released separately."""
     if effective.stage.shards_parameters:
         return 0
     return min(MERGED_NUMEL, settings.reduce_bucket_size, settings.allgather_bucket_size)
 
 
 def check_model(model: nn.Module) -> torch.device:
-    """The device of ``model``'s parameters; an error for models that cannot be sharded."""
+    """Return the device of ``model``'s parameters, or raise if the model cannot be sharded."""
     named = list(model.named_parameters())
     devices = {param.device: name for name, param in named}
     if len(devices) > 1:
@@ -122,7 +123,7 @@ def check_model(model: nn.Module) -> torch.device:
         if is_managed(param) and not is_built(param):
             raise StateError(
                 f"parameter {name!r} is managed by another ZeroOptimizer already: close() that one first, at stage 3 "
-                "inside zero.GatheredParameters(model.parameters()), which keeps the parameters whole"
+                "inside zero.GatheredParameters(model.parameters()), which keeps the full parameters"
             )
         if param.requires_grad and not param.is_floating_point():
             raise LayoutError(f"trainable parameters must be real floating point: {name!r} is {param.dtype}")
@@ -133,7 +134,7 @@ def check_model(model: nn.Module) -> torch.device:
 
 
 def _check_renormalized(model: nn.Module, settings: ZeroSettings, effective: Effective, topology: Topology) -> None:
-    """Raise if forward writes to embeddings whose masters are elsewhere, or on other ranks, too."""
+    """Raise for embeddings with ``max_norm``, which write to their weight in forward, unless it is its own master."""
     is_alone = topology.world_size == 1 and not effective.stage.shards_parameters
     is_own_master = settings.tiers.states.tier is Tier.DEVICE and effective.weight_format == "none"
     for name, module in model.named_modules():
@@ -149,7 +150,7 @@ def _check_renormalized(model: nn.Module, settings: ZeroSettings, effective: Eff
 
 
 def _check_is_gatherable(model: nn.Module) -> None:
-    """Raise if a parameter, frozen then, has a dtype that no all-gather takes."""
+    """Raise if a (frozen) parameter has a dtype that cannot be gathered."""
     for name, param in model.named_parameters():
         if not param.is_floating_point():
             raise LayoutError(
@@ -159,9 +160,9 @@ def _check_is_gatherable(model: nn.Module) -> None:
 
 
 def _cut_into_buckets(
-    run: list[Unit], world_size: int, align: int, *, first: int = 0, is_resident: bool = False
+    run: list[Unit], world_size: int, align: int, *, first: int = 0, is_persistent: bool = False
 ) -> list[Bucket]:
-    """The buckets of a run, numbered from ``first``: one for each dtype and requires_grad in it."""
+    """The buckets of a run of units, numbered from ``first``: one for each dtype and requires_grad."""
     kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, param in (named for unit in run for named in unit.parameters):
         kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param))
@@ -170,14 +171,14 @@ def _cut_into_buckets(
         names, params = [name for name, _ in named], [param for _, param in named]
         layout = BucketLayout.of(names, [tuple(p.shape) for p in params], world_size, align)
         title = " .. ".join(dict.fromkeys((run[0].name or names[0], run[-1].name or names[-1])))
-        buckets.append(Bucket(index, title, layout, params, is_resident=is_resident))
+        buckets.append(Bucket(index, title, layout, params, is_persistent=is_persistent))
     return buckets
 
 
 def check_ranks_agree(buckets: list[Bucket], settings: ZeroSettings, topology: Topology) -> None:
-    """Same model and settings everywhere, or the same error everywhere, before anything else is exchanged.
+    """Raise on every rank unless model and settings are the same on all, before anything else is exchanged.
 
-    Folders of files may differ: each rank has its own files there.
+    Different layouts would deadlock, or exchange garbage. Folders may differ: each rank has its own files in them.
     """
     if topology.world_size == 1:
         return
@@ -190,12 +191,12 @@ def check_ranks_agree(buckets: list[Bucket], settings: ZeroSettings, topology: T
     for bucket in buckets:
         use = f"{bucket.dtype}, {'trained' if bucket.is_trainable else 'frozen'}"
         known |= {f"parameter {slot.name!r}": f"{list(slot.shape)}, {use}," for slot in bucket.layout.slots}
-    found = what_differs(known, topology, lane="model")
+    found = differences_between_ranks(known, topology, lane="model")
     found = [line for line in found if not line.startswith("the order")] or found
-    more = f"; and {len(found) - NUM_TOLD} more" if len(found) > NUM_TOLD else ""
+    more = f"; and {len(found) - MAX_REPORTED} more" if len(found) > MAX_REPORTED else ""
     raise LayoutError(
         "the model given to ZeroOptimizer must be the same on every rank, and its settings: "
-        + "; ".join(found[:NUM_TOLD])
+        + "; ".join(found[:MAX_REPORTED])
         + more
     )
 

@@ -1,4 +1,4 @@
-"""What the optimizers of :mod:`zero._optim.cpu_optimizers` have in common: states, their formats, and a step of a tensor."""
+"""The base class of the CPU optimizers: states and their dtypes, and the native step of one tensor."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from zcomm import ConfigError, StateError
 from zcomm._formats.philox import Draw
 from zcomm._kernels import kernels
 from zero._sharding.released import is_released
-from zero._storage.poison import is_at_rest
+from zero._storage.poison import is_placeholder
 
 DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class Rule(IntEnum):
-    """How a step moves a parameter."""
+    """The update rule of a step."""
 
     ADAM = 0
     ADAMW = 1
     ADAGRAD = 2
     LION = 3
     TRAFFIC = 4
-    """Adam's memory traffic with next to no arithmetic: a bound for benchmarks."""
+    """Adam's memory traffic with almost no arithmetic: an upper bound for benchmarks."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """The numbers of one step, rounded to float32 when used; which rule uses which is in the header."""
+    """The numbers of one step, rounded to float32 when used; the C++ header says which rule uses which."""
 
     rate: float
     grad_factor: float = 1.0
@@ -67,11 +67,11 @@ class Arrays:
     largest: Tensor | None = None
     """float32, amsgrad's; written."""
     out: Tensor | None = None
-    """float32, bfloat16 or float16: where the new parameter goes, too, rounded to nearest even."""
+    """float32, bfloat16 or float16: also gets the new parameter, rounded to nearest even."""
 
 
 def step_(rule: Rule, factors: Factors, arrays: Arrays, draw: Draw | None = None) -> None:
-    """Move ``arrays`` by one step, on torch's number of threads, without the GIL.
+    """Update ``arrays`` by one step, on as many threads as torch has, without the GIL.
 
     The same bits for every number of threads and instruction set. Moments in bfloat16 are rounded
     stochastically by ``draw``, and ``moment2`` under the next tensor number.
@@ -90,6 +90,7 @@ def step_(rule: Rule, factors: Factors, arrays: Arrays, draw: Draw | None = None
         None if draw is None else (draw.seed, draw.tensor, draw.step, draw.hop, draw.rank, draw.first),
         torch.get_num_threads(),
     )  # fmt: skip
+    # The kernel writes through raw pointers: without this autograd would accept stale saved tensors in backward.
     for written in (arrays.param, arrays.moment1, arrays.moment2, arrays.largest, arrays.out):
         if written is not None:
             torch.autograd.graph.increment_version(written)
@@ -102,11 +103,11 @@ def _address(array: Tensor | None) -> int:
 class CPUOptimizer(Optimizer, ABC):
     """A torch optimizer over contiguous CPU parameters in float32, bfloat16 or float16.
 
-    It may be built over parameters on a GPU, for :class:`zero.ZeroOptimizer`, which steps masters in host memory.
+    It may be constructed over parameters on a GPU for :class:`zero.ZeroOptimizer`, which steps masters in host memory.
 
-    16-bit parameters have a float32 master in their state (``"master"``), which is what is trained; the parameter is
-    its rounding. Moments are float32, or bfloat16, rounded stochastically: by numbers that depend on the parameter's
-    position in ``param_groups``, the step and the element, so that a restarted run has the same bits.
+    A 16-bit parameter has a float32 master in its state (``"master"``), which is trained; the parameter is its
+    rounding. Moments are float32 or bfloat16. bfloat16 moments are rounded stochastically, by random numbers that
+    depend on the parameter's position in ``param_groups``, the step and the element: a restarted run has the same bits.
 
     Cost: one pass over parameter, gradient and state; AdamW moves 28 bytes a float32 parameter.
     """
@@ -114,7 +115,7 @@ class CPUOptimizer(Optimizer, ABC):
     moments: ClassVar[tuple[str, ...]] = ()
     """State names of the rule's moments, in its order."""
     stands_for: str = ""
-    """The optimizer that was given in its place."""
+    """The optimizer that the user gave, if this one replaces it."""
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], *, fp32_optimizer_states: bool, maximize: bool
@@ -132,12 +133,12 @@ class CPUOptimizer(Optimizer, ABC):
         """Add a group.
 
         Raises:
-            ConfigError: A parameter that is not dense, contiguous, in float32, bfloat16 or float16.
+            ConfigError: A parameter is not dense and contiguous, or not float32, bfloat16 or float16.
         """
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
             is_flat = param.layout == torch.strided and (
-                is_released(param) or param.is_contiguous() or is_at_rest(param)
+                is_released(param) or param.is_contiguous() or is_placeholder(param)
             )
             if param.is_meta or not is_flat:
                 self._refuse(f"a contiguous tensor with values: device={param.device}, shape={tuple(param.shape)}")
@@ -186,16 +187,16 @@ class CPUOptimizer(Optimizer, ABC):
         out: Tensor | None = None,
         place: tuple[int, int] | None = None,
     ) -> None:
-        """Move one parameter of ``group`` by its next step.
+        """Update one parameter of ``group`` by its next step.
 
         Args:
             param: The parameter, a key of ``state``.
             grad: Of the same shape, in float32, bfloat16 or float16.
             group: Its entry of ``param_groups``.
             grad_factor: Multiplies the gradient in the same pass: inverse loss scale times clipping coefficient.
-            out: Written with the new parameter, in its own type, in the same pass.
-            place: The parameter is a part of another, number such and such in ``param_groups``, from this element on.
-                Only the rounding of moments in bfloat16 depends on it. Default: its own number, and 0.
+            out: Also gets the new parameter, in its own dtype, in the same pass.
+            place: ``(number, first)`` if the parameter is a part of parameter ``number`` in ``param_groups``, from
+                element ``first`` on. Only the rounding of bfloat16 moments depends on it. Default: its own number, 0.
         """
         state = self.state[param]
         if not state:
@@ -218,7 +219,7 @@ class CPUOptimizer(Optimizer, ABC):
         state["step"] += 1
 
     def _start(self, state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
-        """All of it, or nothing where memory does not suffice."""
+        # Allocated completely before ``state`` changes: if memory runs out, a retried step must not find half a state.
         started = {"step": torch.tensor(0.0), **self._new_moments(param)}
         if group.get("amsgrad"):
             started["max_exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
@@ -234,7 +235,7 @@ class CPUOptimizer(Optimizer, ABC):
         return next(i for i, p in enumerate(order) if p is param)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but states keep their own types: torch would round the masters of 16-bit parameters."""
+        """As torch's, but states keep their dtypes: torch would round the masters of 16-bit parameters."""
         super().load_state_dict(state_dict)
         saved = state_dict["state"]
         order = (p for group in self.param_groups for p in group["params"])
@@ -243,8 +244,8 @@ class CPUOptimizer(Optimizer, ABC):
                 if isinstance(value, Tensor) and name in self.moments:
                     if value.numel() != param.numel():
                         raise StateError(
-                            f"{name!r} of parameter {index} has {value.numel()} elements, and the parameter "
-                            f"{param.numel()}: it is another's, or in int8, which moments are no longer kept in"
+                            f"{name!r} of parameter {index} must have as many elements as the parameter: "
+                            f"got {value.numel()}, expected {param.numel()} (int8 moments are no longer supported)"
                         )
                     self.state[param][name] = value.detach().to("cpu", self.moment_dtype, copy=True).contiguous()
                 elif isinstance(value, Tensor) and value.shape == param.shape:
@@ -252,13 +253,12 @@ class CPUOptimizer(Optimizer, ABC):
 
 
 def check_range(name: str, value: Any, least: float, most: float) -> None:
-    """Refuse ``value`` unless it is in ``[least, most)``."""
+    """Raise ConfigError unless ``value`` is in ``[least, most)``."""
     if not least <= float(value) < most:
         raise ConfigError(f"{name} must be in [{least}, {most}): {name}={value}")
 
 
 def check_betas(betas: tuple[float, float]) -> None:
-    """Refuse what is no pair of decay rates."""
     if len(betas) != 2:
         raise ConfigError(f"betas must be two numbers: betas={betas}")
     for beta in betas:

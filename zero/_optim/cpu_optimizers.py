@@ -1,7 +1,7 @@
-"""Optimizers for parameters in host memory: Adam, AdamW, Adagrad and Lion by native kernels, at memory speed.
+"""CPU optimizers: Adam, AdamW, Adagrad and Lion for parameters in host memory, by native kernels at memory bandwidth.
 
-Each is a torch optimizer on its own; ZeRO steps its shards with :meth:`zero._optim.cpu_optimizer.CPUOptimizer.step_tensor_`,
-which reads 16-bit gradients as they are and writes the 16-bit parameter in the same pass.
+Each is a torch optimizer on its own. ZeRO steps its shards with ``CPUOptimizer.step_tensor_``, which reads 16-bit
+gradients as they are and writes the 16-bit parameter in the same pass.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class CPUAdam(CPUOptimizer):
     Args:
         params: Parameters, or groups of them.
         lr: Learning rate.
-        bias_correction: False: without Adam's correction of its first steps.
+        bias_correction: Correct the bias of the moments in the first steps.
         betas: Decay rates of the moments.
-        eps: Added to the root.
+        eps: Added to the denominator.
         weight_decay: Decoupled, or with ``adamw_mode=False`` L2.
         amsgrad: Divide by the root of the largest second moment so far.
-        adamw_mode: See above.
-        fp32_optimizer_states: False: moments in bfloat16, 8 bytes a parameter less to move and 4 less to keep. What
-            amsgrad compares with stays float32.
-        maximize: Step up.
+        adamw_mode: Decouple weight decay (AdamW).
+        fp32_optimizer_states: False: moments are bfloat16, which saves 8 bytes of traffic and 4 of memory for each
+            parameter. The maximum of amsgrad stays float32.
+        maximize: Maximize the objective.
 
     Raises:
-        ConfigError: A number out of its range, or a parameter that is not as :class:`CPUOptimizer` needs it.
+        ConfigError: A number is out of range, or a parameter is unsupported; see :class:`CPUOptimizer`.
     """
 
     moments = ("exp_avg", "exp_avg_sq")
@@ -64,7 +64,7 @@ class CPUAdam(CPUOptimizer):
         super().__init__(params, defaults, fp32_optimizer_states=fp32_optimizer_states, maximize=maximize)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Groups that torch's Adam or AdamW has saved lack what it cannot do."""
+        """Add options that groups saved by torch's Adam or AdamW do not have."""
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("bias_correction", True)
@@ -72,7 +72,6 @@ class CPUAdam(CPUOptimizer):
             group.setdefault("adamw_mode", group.get("decoupled_weight_decay", self.defaults["adamw_mode"]))
 
     def rule_of(self, group: dict[str, Any], step: int) -> tuple[Rule, Factors]:
-        """See :class:`CPUOptimizer`."""
         lr, decay = float(group["lr"]), group["weight_decay"]
         beta1, beta2 = group["betas"]
         corrects = group["bias_correction"]
@@ -93,7 +92,7 @@ class CPUAdagrad(CPUOptimizer):
     """Adagrad, as ``torch.optim.Adagrad``.
 
     Raises:
-        ConfigError: A number out of its range, or a parameter that is not as :class:`CPUOptimizer` needs it.
+        ConfigError: A number is out of range, or a parameter is unsupported; see :class:`CPUOptimizer`.
     """
 
     moments = ("sum",)
@@ -120,7 +119,6 @@ class CPUAdagrad(CPUOptimizer):
         super().__init__(params, defaults, fp32_optimizer_states=fp32_optimizer_states, maximize=maximize)
 
     def rule_of(self, group: dict[str, Any], step: int) -> tuple[Rule, Factors]:
-        """See :class:`CPUOptimizer`."""
         rate = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
         return Rule.ADAGRAD, Factors(rate=rate, weight_decay=group["weight_decay"], eps=group["eps"])
 
@@ -134,7 +132,7 @@ class CPULion(CPUOptimizer):
     """Lion of "Symbolic Discovery of Optimization Algorithms" (2023): the sign of an interpolated momentum.
 
     Raises:
-        ConfigError: A number out of its range, or a parameter that is not as :class:`CPUOptimizer` needs it.
+        ConfigError: A number is out of range, or a parameter is unsupported; see :class:`CPUOptimizer`.
     """
 
     moments = ("exp_avg",)
@@ -154,7 +152,6 @@ class CPULion(CPUOptimizer):
         super().__init__(params, defaults, fp32_optimizer_states=fp32_optimizer_states, maximize=maximize)
 
     def rule_of(self, group: dict[str, Any], step: int) -> tuple[Rule, Factors]:  # noqa: ARG002
-        """See :class:`CPUOptimizer`."""
         lr = float(group["lr"])
         beta1, beta2 = group["betas"]
         keep = 1 - lr * group["weight_decay"]

@@ -1,21 +1,21 @@
-"""Updates in a thread, while the next step goes on: ZeRO-Offload's delayed parameter update, one step late.
+"""Delayed parameter update (ZeRO-Offload): a thread updates masters while the main thread computes the next step.
 
-    main    backward k | finish k-1 | begin k | publish k-1 | forward and backward k+1 | finish k | begin k+1 | ...
+    main    backward k | finish k-1 | start k | write back k-1 | forward and backward k+1 | finish k | start k+1 | ...
     thread                                    | update k: masters, moments, staged parameters
 
 Invariants:
     D1  Forward and backward k+1 read the parameters after update k-1: an update writes to staged parameters, which
-        nobody reads before they are published.
-    D2  What an update reads and writes nobody else touches: gradients are handed off, settings are copies, and whoever
+        nobody reads before they are written back.
+    D2  Nobody else touches what an update reads and writes: gradients are handed off, settings are copies, and whoever
         reads masters or states finishes the update first.
-    D3  To finish is not to publish: looking at a run does not change it. Whoever changes something publishes first.
+    D3  Finishing is not writing back, so looking at a run does not change it. Whoever changes something writes back
+        first.
+
+Each update runs with its own step's gradients, factor and settings. The inner optimizer is therefore copied, except for
+its memory: the copy steps views of the same masters with the same moments, while schedulers change the learning rates
+of the original, and a backward its gradients.
 
 Source: "ZeRO-Offload: Democratizing Billion-Scale Model Training" (arXiv:2101.06840), delayed parameter update.
-
-The update of one step, to be run later than it was decided: with that step's gradients, factor and settings.
-
-The inner optimizer is copied, but for its memory: the copy steps views of the same masters with the same moments, while
-schedulers change the learning rates, and a backward the gradients, of the original.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from zero._sharding.bucket import Bucket
 from zero._storage.host_gradient import HostGradient
 
 
-class LateStep:
-    """What :class:`zero._optim.delayed_update.DelayedUpdate` runs.
+class DelayedStep:
+    """The update of one step, which :class:`DelayedUpdate` runs in its thread.
 
     Args:
         inner: The optimizer.
-        pieces: What is stepped: all in memory, or all in ``files``. Their masters have their gradients.
-        factor: What the gradients are multiplied by, if the optimizer is one of zero's own.
-        gradients: What is cleared once the gradients are not needed any more.
-        files: Where masters and moments rest; None: in memory.
+        pieces: The pieces to step: all in memory, or all in ``files``. Their masters have their gradients.
+        factor: Multiplies the gradients, if the optimizer is one of zero's own.
+        gradients: Cleared once the update has run.
+        files: Where masters and moments are stored; None: in memory.
         fail: Called with an error that leaves some masters updated and others not.
     """
 
@@ -66,7 +66,7 @@ class LateStep:
         self._inner, self._factor, self._gradients, self._fail = inner, factor, gradients, fail
         self._leaves = [
             [(param, param.detach()) for param in group["params"]] for group in inner.param_groups
-        ]  # the same memory, and gradients of their own; parameters without a gradient keep their places
+        ]  # the same memory with a .grad of its own (D2); parameters without a gradient keep their positions
         leaf_of = {id(param): leaf for pairs in self._leaves for param, leaf in pairs}
         self._pieces = [replace(piece, master=leaf_of[id(piece.master)]) for piece in pieces]
         for piece, copied in zip(pieces, self._pieces, strict=True):
@@ -89,7 +89,7 @@ class LateStep:
     def run(self) -> None:
         """Update masters and moments, and write the new parameters to ``bucket.staged``; in the thread."""
         for group, settings in zip(self._copy.param_groups, self._settings, strict=True):
-            group.update(settings)  # it may run again
+            group.update(settings)  # an earlier attempt that failed may have changed them
         if self._files is not None:
             self._files.run(self._factor, all_buckets=True)
             return
@@ -99,7 +99,7 @@ class LateStep:
                 bucket.update_shard()
 
     def commit(self) -> None:
-        """It has run on every rank: the original gets the states, and the settings that the optimizer has changed."""
+        """After it has run on every rank: give the original the states, and settings that the step changed."""
         if self._files is not None:
             self._files.commit()
         for pairs in self._leaves:
@@ -112,22 +112,22 @@ class LateStep:
         self.drop()
 
     def undo(self, error: Exception) -> bool:
-        """It has failed on some rank. True if the files hold what was before, so that it can run again."""
+        """After a failure on some rank. True if the files have the previous values, so that it can run again."""
         if self._files is not None:
-            self._files.forget()
+            self._files.discard()
             if self._files.keeps_previous:
                 return True
         self._fail(error)
         return False
 
     def drop(self) -> None:
-        """It will not run again: let go of the gradients."""
+        """Clear the gradients: it will not run again."""
         for gradient in self._gradients:
             gradient.clear()
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Everything but the parameters; learning rates in tensors are copied."""
+    """A copy of everything but the parameters: schedulers change learning rates in tensors in place."""
     return {
         name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
     }
@@ -140,10 +140,10 @@ def _differ(a: Any, b: Any) -> bool:
 
 
 class DelayedUpdate:
-    """At most one update under way.
+    """Runs at most one update at a time, in a thread.
 
     Args:
-        buckets: Those that are updated late, all in host memory or files.
+        buckets: The buckets with delayed updates, all in host memory or files.
         topology: The ranks.
 
     Cost: two shards of host memory in the parameters' dtype, and another gradient.
@@ -152,23 +152,25 @@ class DelayedUpdate:
     def __init__(self, buckets: Sequence[Bucket], topology: Topology) -> None:
         self.buckets, self._topology = list(buckets), topology
         self.num_updates = 0
-        """Updates so far, late or not."""
+        """Updates so far, delayed or not."""
         self._memory: dict[Bucket, list[Tensor]] = {}
         for bucket in self.buckets:
-            assert bucket.host is not None, "a late update of a bucket on the device"
+            assert bucket.host is not None, "a delayed update of a bucket on the device"
             numel = bucket.layout.shard_numel
-            # Zeros: a rank whose part of a bucket is all padding updates nothing there, and publishes it.
+            # Two buffers: update k writes to one while the parameters of update k - 1, in the other, are written back
+            # (D1; tests/zero/test_delayed_update.py). Zeros: a shard that is all padding is never written, but sent.
             self._memory[bucket] = [bucket.host.empty(numel, bucket.dtype).zero_() for _ in range(2)]
         self._finished: dict[Bucket, Tensor] = {}
-        """Parameters that are not published yet."""
-        self._job: LateStep | None = None
+        """Parameters that are not written back yet."""
+        self._job: DelayedStep | None = None
         self._future: Future[None] | None = None
-        """None while there is a job: it has failed, and will run again."""
+        """None while there is a job: it has failed, and :meth:`finish` runs it again."""
+        # One thread: updates must run in order.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-update")
 
     @property
-    def is_behind(self) -> bool:
-        """Whether parameters are one update behind their masters, or will be when that has run."""
+    def has_pending_update(self) -> bool:
+        """Whether parameters are one update behind their masters, or will be when it has run."""
         return self._job is not None or bool(self._finished)
 
     @property
@@ -176,8 +178,8 @@ class DelayedUpdate:
         """Bytes of staged parameters."""
         return sum(t.numel() * t.element_size() for tensors in self._memory.values() for t in tensors)
 
-    def begin(self, job: LateStep) -> None:
-        """Run ``job`` in the thread; what was finished before may still be published."""
+    def start(self, job: DelayedStep) -> None:
+        """Run ``job`` in the thread; the parameters of the one before may still be written back."""
         assert self._job is None, "two updates at a time"
         for bucket in self.buckets:
             memory = self._memory[bucket]
@@ -189,25 +191,26 @@ class DelayedUpdate:
         """Wait for the update, if there is one. Collective then.
 
         Raises:
-            Exception: What went wrong in it on a rank, on every rank. If nothing of it has happened it is kept, and
-                tried again the next time.
+            Exception: What went wrong on a rank; on every rank. If it left nothing changed it is kept, and the next
+                call tries it again.
         """
         job = self._job
         if job is None:
             return
         future, self._future = self._future or self._thread.submit(job.run), None
         try:
+            # The ranks agree before any of them commits: otherwise an error on one would leave masters of two steps.
             on_every_rank(future.result, self._topology)
         except Exception as error:
             if not job.undo(error):
-                self.forget()
+                self.discard()
             raise
         job.commit()
         self._finished = {bucket: bucket.staged for bucket in self.buckets if bucket.staged is not None}
         self._end()
 
     def write_shards(self) -> list[Bucket]:
-        """Bring the shards of finished parameters to where they rest: these buckets are to be published."""
+        """Store the shards of finished parameters; returns their buckets, which the caller writes back."""
         for bucket, values in self._finished.items():
             bucket.write_shard(values)
         buckets = list(self._finished)
@@ -215,15 +218,15 @@ class DelayedUpdate:
         return buckets
 
     def drop(self) -> None:
-        """Masters will be replaced: nothing will be left of an update, even if it has failed. Collective."""
+        """Finish and discard an update, also a failed one: masters will be replaced. Collective."""
         with suppress(Exception):
             self.finish()
-        self.forget()
+        self.discard()
 
-    def forget(self) -> None:
-        """Masters are, or will be, others than those of the last update: there is nothing to publish."""
+    def discard(self) -> None:
+        """Drop the update and its parameters: masters are, or will be, replaced."""
         if self._future is not None:
-            self._future.exception()
+            self._future.exception()  # waits: the thread must not write to masters that are replaced
         if self._job is not None:
             self._job.drop()
         self._finished = {}
@@ -234,29 +237,29 @@ class DelayedUpdate:
             bucket.staged = None
         self._job = self._future = None
 
-    def published(self) -> dict[Bucket, Tensor]:
-        """What is behind the masters: copies of the shards as forward reads them. Collective if any is in a file."""
+    def stale_shards(self) -> dict[Bucket, Tensor]:
+        """Copies of the shards that lack the last update, as the forward reads them. Collective if any is in a file."""
         return on_every_rank(self._read, self._topology) if self._finished else {}
 
     def _read(self) -> dict[Bucket, Tensor]:
-        return {bucket: bucket.rest.read().to("cpu", copy=True) for bucket in self._finished}
+        return {bucket: bucket.storage.read().to("cpu", copy=True) for bucket in self._finished}
 
-    def restore(self, published: Mapping[Bucket, Tensor]) -> list[Bucket]:
-        """Let shards, which are their masters rounded, be as :meth:`published` gave them. Collective.
+    def restore(self, stale: Mapping[Bucket, Tensor]) -> list[Bucket]:
+        """Set the shards to what :meth:`stale_shards` gave; the masters' rounding waits to be written. Collective.
 
         Returns:
-            The buckets that are to be published for that.
+            The buckets that the caller must write back.
         """
 
         def swap() -> None:
-            for bucket, values in published.items():
-                newer = self._memory[bucket][0].copy_(bucket.rest.read())
+            for bucket, values in stale.items():
+                newer = self._memory[bucket][0].copy_(bucket.storage.read())
                 bucket.write_shard(values)
                 self._finished[bucket] = newer
 
         on_every_rank(swap, self._topology)
-        return list(published)
+        return list(stale)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, after its update: it writes to masters that others will free."""
         self._thread.shutdown(wait=True)

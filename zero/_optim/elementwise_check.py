@@ -1,17 +1,17 @@
-"""Whether an optimizer can update shards: tried on made-up tensors when ZeroOptimizer is built.
+"""Check by a trial that an optimizer is elementwise, so that it can update shards, and that its states can be sharded.
 
-A rank updates flat runs of parameters that are cut anywhere. So the new value of an element may depend on that element,
-on its gradients and on the settings of its group, and on nothing else: no other element, tensor or group, and no shape.
+A rank updates flat runs of parameters that are cut anywhere. So the new value of an element may depend only on that
+element, its gradients and its group's settings: on no other element, tensor or group, and on no shape.
 
-    whole     one optimizer, as without ZeRO         tensors of several shapes in every parameter group
+    full      one optimizer, as without ZeRO         tensors of several shapes in every parameter group
     sharded   one optimizer on each of three ranks   flat runs of the same elements, views of one buffer
 
-Both make the same steps, and after each every element must be where it is in the other. Gradients are small and large,
-so that thresholds bite; the last steps are those after a million, so that warm-ups end and periods come round.
+Both make the same steps on made-up tensors, and after each step every element must be equal in both. Gradients are
+small and large, so that thresholds take effect; the last steps are those after a million, so that warm-ups have ended
+and periods have passed.
 
-Whether what an optimizer keeps for each parameter can be divided over ranks, and saved: tried out on made-up ones.
-
-Optimizers with states in 8 bit keep those of small tensors in full: the trial is larger than their thresholds.
+:func:`check_states` tries whether the states of a parameter can be sharded and saved. Optimizers with 8-bit states keep
+those of small tensors in full precision, so its trial is larger than their thresholds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from zero._storage.safetensors_file import is_storable
 
 
 def attributes(optimizer: Optimizer) -> dict[str, str]:
-    """As texts, what an optimizer may keep beside its state and its groups."""
+    """The texts of what an optimizer keeps outside its state and its groups."""
     kinds = (Tensor, dict, list, tuple, deque)
     return {
         name: repr(value)
@@ -44,8 +44,8 @@ def attributes(optimizer: Optimizer) -> dict[str, str]:
     }
 
 
-def lost(optimizer: Optimizer, leaves: list[Tensor], before: dict[str, str]) -> Iterator[str]:
-    """What of ``optimizer`` over ``leaves`` a checkpoint would not hold; ``before``: its attributes before any step."""
+def unsaved_state(optimizer: Optimizer, leaves: list[Tensor], before: dict[str, str]) -> Iterator[str]:
+    """What a checkpoint of ``optimizer`` would lose; ``before``: its attributes before any step."""
     for name, text in attributes(optimizer).items():
         if text != before.get(name):
             yield f"keeps {name!r}, which steps change, outside of its state: a checkpoint would lose it"
@@ -68,22 +68,22 @@ def lost(optimizer: Optimizer, leaves: list[Tensor], before: dict[str, str]) -> 
 Shapes = tuple[tuple[int, ...], ...]
 SHAPES: Shapes = ((), (37,), (24, 20), (8, 5, 3, 3))
 SIDE, MAX_SIDE = 130, 512
-"""Of a large matrix. Optimizers factor the states of matrices with sides from 128 on, or encode those of 4,096 elements
-and more; settings that name another size move that up to the second."""
+"""The side of the large matrix, and its maximum. Optimizers factor the states of matrices with sides from 128 on, or
+encode states of 4,096 elements and more; settings that name another size raise the side up to the maximum."""
 STEPS, LATE_STEPS = 13, 3
 LATE = 1_260_000 - STEPS - 2
-"""Added to counters before the late steps: the next ones are near a multiple of most periods that people choose."""
+"""Added to counters before the late steps, which then pass a multiple of most periods that people choose."""
 SCALES = {STEPS - 3: 1e-3, STEPS - 2: 1e3}
-"""Of the gradients in some steps; 1 in others."""
+"""Factors of the gradients in some steps; 1 in the others."""
 NOISE = 0.3
-"""Of gradients, around a direction that all steps share: estimates of the distance to go grow only along one."""
+"""Gradient noise around a direction that all steps share: D-Adaptation's and Prodigy's estimates grow along one."""
 ZEROS, SHIFT = 0.1, 331
-"""The part of the gradients that is exactly zero. Each step's are those of the step before, so many elements on: a
-hundredth of the time that new ones take."""
+"""The fraction of gradients that is exactly zero; and the shift: each step uses the previous step's noise, shifted by
+so many elements, which takes a hundredth of the time of new random numbers."""
 GROUPS = 16
-"""Parameter groups that are tried together; more would take more memory, 7 MB each."""
+"""Parameter groups that are tried together, 7 MB each."""
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Of the way that an element has gone."""
+"""Relative to the distance that an element has moved."""
 REMEDY = (
     "ZeRO updates flat shards of tensors, so use an elementwise optimizer (Adam, AdamW, SGD, Adagrad, RMSprop, Lion, "
     "...); docs/optimizer.md has a list"
@@ -103,11 +103,11 @@ KNOWN = frozenset(
     }
     | {optim.RMSprop, optim.Rprop, Lion}
 )
-"""Elementwise by their formulas, and not tried: that would take hundreds of milliseconds. The tests try them."""
+"""Elementwise by their formulas. They are not tried here, which would take hundreds of ms; the tests try them."""
 
 
 class TrialSlice(NamedTuple):
-    """Elements ``[start, stop)`` of all that are made up, as one parameter of a group."""
+    """Elements ``[start, stop)`` of the trial's values, as one parameter of a group."""
 
     group: int
     start: int
@@ -129,27 +129,27 @@ Ranks = list[list[TrialSlice]]
 
 
 def check_elementwise(optimizer: Optimizer | type[Optimizer], options: Mapping[str, Any], device: torch.device) -> None:
-    """Refuse an optimizer that would train otherwise on shards than on whole tensors, or lose state in a checkpoint.
+    """Refuse an optimizer that updates shards differently from full tensors, or loses state in a checkpoint.
 
     Args:
-        optimizer: An instance, which is left as it is, with its hooks called; or a class.
-        options: Of the class.
-        device: Of the masters.
+        optimizer: An instance, which is not changed, though its hooks are called; or a class.
+        options: Options of the class.
+        device: The device of the masters.
 
     Raises:
-        ConfigError: With what an update depends on, and by how much.
+        ConfigError: Names what an update depends on, and the difference.
 
-    The verdict depends on nothing but the arguments. Random generators are left as they were. Cost: nothing for those
-    that are :data:`KNOWN`; else, for each parameter group with settings of its own, 16 steps of about 900 elements and
-    16 of 18,000, each twice; and memory for 16 groups.
+    The result depends on the arguments alone, so it is the same on every rank. Random generators are restored.
+    Cost: nothing for those that are :data:`KNOWN`; else, for each parameter group with settings of its own, 16 steps of
+    about 900 elements and 16 of 18,000, each twice; and memory for 16 groups.
     """
     if _is_known(optimizer):
         return
     name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
     groups = [] if isinstance(optimizer, type) else _distinct(optimizer.param_groups)
-    with _undisturbed(device):
+    with _isolated(device):
         problem = _problem(name, optimizer, options, device, groups[:GROUPS])
-        for start in range(GROUPS, len(groups), GROUPS - 1):  # the first may depend on every other one
+        for start in range(GROUPS, len(groups), GROUPS - 1):  # any group may be coupled with the first
             together = [groups[0], *groups[start : start + GROUPS - 1]]
             problem = problem or _problem(name, optimizer, options, device, together)
     if problem:
@@ -171,7 +171,7 @@ def _problem(
     device: torch.device,
     groups: list[dict[str, Any]],
 ) -> str:
-    """Why shards of these groups cannot be updated, or an empty text."""
+    """Why shards of these groups cannot be updated; empty: they can."""
     for dtype in TOLERANCES:  # some have no kernels for float64
         try:
             # Shampoo keeps a matrix over all elements of a vector: it would need hours for the large tensors.
@@ -212,41 +212,41 @@ class _Trial:
         noise[torch.rand(noise.shape, generator=generator) < ZEROS] = 0
         self._gradients = noise.to(device, dtype).unfold(0, numel, SHIFT)
         self._num_steps = STEPS + LATE_STEPS
-        self._lost: list[str] = []
+        self._unsaved: list[str] = []
 
     def run(self) -> None:
-        """Make all steps, whole and sharded; an optimizer that has no late steps makes the others."""
-        whole: Ranks = [self._tensors]
+        """Make all steps, full and sharded; without late steps if the optimizer fails in them."""
+        full: Ranks = [self._tensors]
         try:
-            self._whole = self._path(whole)
+            self._full = self._path(full)
         except Exception:
             self._num_steps = STEPS
-            self._whole = self._path(whole)
+            self._full = self._path(full)
         self._sharded = self._path(self._three_ranks())
 
     def problem(self) -> str:
-        """Why shards cannot be updated, or an empty text."""
-        moved = (self._whole[-1] - self._values).nan_to_num(0, 0, 0).abs()
+        """Why shards cannot be updated; empty: they can."""
+        moved = (self._full[-1] - self._values).nan_to_num(0, 0, 0).abs()
         for index in range(self._tensors[-1].group + 1):
             if not any(moved[run.start : run.stop].any() for run in self._tensors if run.group == index):
                 return (
                     f"moved no parameter of group {self._number(index)} in {self._num_steps} trial steps, so it cannot "
                     "be tried"
                 )
-        return self.coupling() or (self._lost[0] if self._lost else "")
+        return self.coupling() or (self._unsaved[0] if self._unsaved else "")
 
     def coupling(self) -> str:
-        """What an update depends on beside its element, or an empty text."""
+        """What an update depends on beside its element; empty: nothing."""
         found = self._difference(self._sharded)
         return f"is not elementwise: {self._reason()}. On shards {found}" if found else ""
 
     def _reason(self) -> str:
-        """The first of the ways to cut that makes a difference."""
-        whole, last = [self._tensors], max(run.group for run in self._tensors)
+        """The first way of cutting that changes the result."""
+        full, last = [self._tensors], max(run.group for run in self._tensors)
         ways: dict[str, tuple[Ranks, int]] = {
-            "it draws random numbers, of which every rank has its own": (whole, 1),
-            "it updates the same elements as a vector and as a matrix differently": ([[r.flat for r in whole[0]]], 0),
-            "an update depends on other elements of the tensor": ([[p for r in whole[0] for p in _halves(r)]], 0),
+            "it draws random numbers, of which every rank has its own": (full, 1),
+            "it updates the same elements as a vector and as a matrix differently": ([[r.flat for r in full[0]]], 0),
+            "an update depends on other elements of the tensor": ([[p for r in full[0] for p in _halves(r)]], 0),
             "an update depends on other tensors of the group": (
                 [self._tensors[i :: len(self._shapes)] for i in range(len(self._shapes))], 0,
             ),
@@ -263,7 +263,7 @@ class _Trial:
         return "an update depends on which tensors a rank has"
 
     def _three_ranks(self) -> Ranks:
-        """Part of every tensor, the rest, and little: most groups of the last rank are empty."""
+        """A part of every tensor, the remainder, and a little: most groups of the last rank are empty."""
         *others, vector, kernel = sorted(self._tensors, key=lambda run: (run.group, run.shape in ((37,), (8, 5, 3, 3))))
         numel = vector.stop - vector.start
         parts = [_halves(run) for run in others]
@@ -275,12 +275,12 @@ class _Trial:
         path = self._values.expand(self._num_steps, -1).clone()
         for rank, runs in enumerate(ranks):
             _seed(self._values.device, seed + rank)
-            flat = self._values.clone()  # what replaces a parameter's memory moves nothing
+            flat = self._values.clone()  # an optimizer that replaces a parameter's memory has no effect on it
             leaves = [flat[run.start : run.stop].view(run.shape) for run in runs]
-            is_whole = runs is self._tensors
-            if is_whole:
+            is_full = runs is self._tensors
+            if is_full:
                 leaves = [nn.Parameter(leaf) for leaf in leaves]
-            optimizer = self._build(leaves, runs, has_flag=not is_whole)
+            optimizer = self._build(leaves, runs, has_flag=not is_full)
             before = attributes(optimizer)
             for step in range(self._num_steps):
                 if step == STEPS:
@@ -292,12 +292,12 @@ class _Trial:
                 optimizer.step()
                 for run in runs:
                     path[step, run.start : run.stop] = flat[run.start : run.stop]
-            if not is_whole and not self._lost:
-                self._lost = list(lost(optimizer, leaves, before))
+            if not is_full and not self._unsaved:
+                self._unsaved = list(unsaved_state(optimizer, leaves, before))
         return path
 
     def _build(self, leaves: list[Tensor], runs: list[TrialSlice], *, has_flag: bool) -> Optimizer:
-        """An optimizer over ``leaves``; ``has_flag``: and one more without a gradient, as ZeroOptimizer's has."""
+        """An optimizer over ``leaves``; ``has_flag``: plus one without a gradient, like the overflow flag."""
         params: list[list[Tensor]] = [[] for _ in range(self._tensors[-1].group + 1)]
         for leaf, run in zip(leaves, runs, strict=True):
             params[run.group].append(leaf)
@@ -314,20 +314,20 @@ class _Trial:
         return built
 
     def _difference(self, path: Tensor) -> str:
-        """Where ``path`` leaves that of the whole tensors first, or an empty text."""
+        """Where ``path`` first differs from that of the full tensors; empty: nowhere."""
         before, gone, largest = self._values, torch.zeros_like(self._values), self._values.abs()
-        if torch.equal(path, self._whole):
+        if torch.equal(path, self._full):
             return ""
         rounding = 64 * torch.finfo(self._dtype).eps
-        for step, (whole, other) in enumerate(zip(self._whole, path, strict=True)):
-            gone += (whole - before).nan_to_num(0, 0, 0).abs()
-            largest = torch.fmax(largest, whole.nan_to_num(0, 0, 0).abs())
-            off = (other - whole).abs()
-            is_same = (off <= TOLERANCES[self._dtype] * gone + rounding * largest) | (other == whole)
-            is_off = ~(is_same | (other.isnan() & whole.isnan()))
+        for step, (full, other) in enumerate(zip(self._full, path, strict=True)):
+            gone += (full - before).nan_to_num(0, 0, 0).abs()
+            largest = torch.fmax(largest, full.nan_to_num(0, 0, 0).abs())
+            off = (other - full).abs()
+            is_same = (off <= TOLERANCES[self._dtype] * gone + rounding * largest) | (other == full)
+            is_off = ~(is_same | (other.isnan() & full.isnan()))
             if is_off.any():
                 return self._described(step, off.nan_to_num(torch.inf) * is_off, gone)
-            before = whole
+            before = full
         return ""
 
     def _described(self, step: int, off: Tensor, gone: Tensor) -> str:
@@ -336,18 +336,18 @@ class _Trial:
         by = off[where] / gone[where].clamp_min(torch.finfo(self._dtype).tiny)
         return (
             f"an element of a tensor of shape {run.shape} in parameter group {self._number(run.group)} is "
-            f"{off[where]:.3g} off in step {step + 1}, {by:.3g} of its way"
+            f"{off[where]:.3g} off in step {step + 1}, {by:.3g} of the distance it moved"
         )
 
     def _number(self, index: int) -> int:
-        """Of the optimizer's groups, the one that is tried as number ``index``."""
+        """The optimizer's own index of the group that is tried as ``index``."""
         if isinstance(self._optimizer, type):
             return index
         return next(i for i, group in enumerate(self._optimizer.param_groups) if group is self._groups[index])
 
 
 def _tensors(num_groups: int, shapes: Shapes) -> Iterator[TrialSlice]:
-    """One after the other, the same shapes in every group."""
+    """Consecutive slices, with the same shapes in every group."""
     start = 0
     for group in range(num_groups):
         for shape in shapes:
@@ -357,13 +357,13 @@ def _tensors(num_groups: int, shapes: Shapes) -> Iterator[TrialSlice]:
 
 
 def _halves(run: TrialSlice) -> list[TrialSlice]:
-    """Cut it where no block or row ends."""
+    """Cut where no block or row ends."""
     numel = run.stop - run.start
     return [run.part(0, numel * 3 // 7), run.part(numel * 3 // 7, numel)] if numel > 1 else [run.flat]
 
 
 def _distinct(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups that differ in more than learning rates, each twice if there are two of it: groups may be coupled."""
+    """Groups that differ in more than learning rates; two of each, if there are: groups may be coupled."""
     count: Counter[str] = Counter()
     chosen = []
     for group in groups:
@@ -375,7 +375,7 @@ def _distinct(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _side(optimizer: Optimizer | type[Optimizer], options: Mapping[str, Any]) -> int:
-    """Of the large matrix: above the sizes that the settings name."""
+    """The side of the large matrix: above the sizes that the settings name."""
     if isinstance(optimizer, type):
         defaults = {name: one.default for name, one in inspect.signature(optimizer).parameters.items()}
         settings: list[Mapping[str, Any]] = [{**defaults, **options}]
@@ -400,15 +400,15 @@ def _numbers(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], str, float]
 
 
 def _make_late(optimizer: Optimizer) -> None:
-    """Let what has counted the steps have counted more than a million."""
+    """Add more than a million to everything that has counted the steps."""
     for where, name, value in list(_numbers(optimizer)):
         if value in (STEPS, STEPS + 1):
             where[name] = where[name] + LATE
 
 
 @contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Leave random generators as they are, show no warnings, compile nothing."""
+def _isolated(device: torch.device) -> Iterator[None]:
+    """Inside: random generators are restored afterwards, no warnings, no compilation."""
     python = random.getstate()
     devices = [device] if device.type == "cuda" else []
     try:
@@ -431,7 +431,7 @@ NUMEL = 2**16
 
 
 def check_states(optimizer: Optimizer, device: torch.device) -> None:
-    """Raise ConfigError if ``optimizer`` keeps anything else than numbers, and tensors with one value for each element.
+    """Raise ConfigError if ``optimizer`` keeps anything but numbers, and tensors with one value for each element.
 
     Cost: a step on 65,536 elements for each kind of parameter group.
     """
@@ -440,12 +440,12 @@ def check_states(optimizer: Optimizer, device: torch.device) -> None:
     }
     for group in kinds.values():
         for name, value in _states_of(optimizer, group, device).items():
-            if not _is_dividable(value):
+            if not _is_shardable(value):
                 of = f" of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else ""
                 raise ConfigError(
                     f"{type(optimizer).__name__} keeps {name!r} of a parameter of {NUMEL} elements as a "
-                    f"{type(value).__name__}{of}, which can neither be divided over ranks nor saved: states are "
-                    "numbers, and plain tensors with one value for each element. For narrower moments use zero.CPUAdam "
+                    f"{type(value).__name__}{of}, which can neither be sharded nor saved: states must be "
+                    "numbers, or plain tensors with one value for each element. For narrower moments use zero.CPUAdam "
                     "with offload_optimizer and fp32_optimizer_states=False"
                 )
 
@@ -459,7 +459,7 @@ def _states_of(optimizer: Optimizer, group: dict[str, Any], device: torch.device
     return dict(trial.state[param])
 
 
-def _is_dividable(value: Any) -> bool:
+def _is_shardable(value: Any) -> bool:
     if isinstance(value, Tensor):
         return is_storable(value) and (value.numel() == 1 or value.shape == (NUMEL,))
     return value is None or isinstance(value, (int, float))

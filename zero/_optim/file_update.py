@@ -1,7 +1,8 @@
-"""The update of masters and moments that rest in files: a pipeline over sub-groups, and a commit at its end.
+"""Updates of masters and moments that are offloaded to files: a pipeline over sub-groups, then a commit.
 
 The inner optimizer sees the part of each parameter that lies in the sub-group as a tensor of its own, with that part of
-the state. Numbers of a state, such as ``step``, and what counts in the files change in :meth:`FileUpdate.commit` alone.
+the state. Numbers of a state, such as ``step``, and the valid extent of the files change only in
+:meth:`FileUpdate.commit`. The ranks agree before it: a failed write on one rank leaves all of them before the step.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from zero._optim.cpu_optimizer import CPUOptimizer
 from zero._optim.gradient_files import GradientFiles, GradientInMemory
 from zero._optim.masters import MasterPiece
 from zero._optim.optimizer_clone import copy_of
-from zero._optim.state_files import InMemory, StateFiles, SubGroup
-from zero._optim.step_pieces import numbers_of_groups, only
+from zero._optim.state_files import LoadedSubGroup, StateFiles, SubGroup
+from zero._optim.step_pieces import numbers_of_groups, restrict_groups
 from zero._sharding.bucket import Bucket
 from zero._storage.pipeline import Pipeline
-from zero._storage.poison import at_rest
+from zero._storage.poison import placeholder
 
 
 class MasterPart(NamedTuple):
-    """Elements ``[first, first + len(master))`` of a piece, in memory."""
+    """Elements ``[first, first + len(master))`` of a piece, loaded into memory."""
 
     piece: MasterPiece
     first: int
@@ -42,7 +43,7 @@ class MasterPart(NamedTuple):
 class _LoadedStates:
     """The states of a sub-group in memory, and its gradient if it has one."""
 
-    def __init__(self, states: InMemory, gradient: GradientInMemory | None) -> None:
+    def __init__(self, states: LoadedSubGroup, gradient: GradientInMemory | None) -> None:
         self.states, self.gradient = states, gradient
 
     def wait(self) -> None:
@@ -52,8 +53,8 @@ class _LoadedStates:
             if self.gradient is not None:
                 self.gradient.wait()
 
-    def begin_write(self) -> None:
-        self.states.begin_write()
+    def start_write(self) -> None:
+        self.states.start_write()
 
     def free(self) -> None:
         self.states.free()
@@ -62,7 +63,7 @@ class _LoadedStates:
 
 
 class FileUpdate:
-    """Updates of the pieces whose buckets are in ``files``; None for ``gradients``: they are in memory."""
+    """Updates the pieces whose buckets are in ``files``. ``gradients=None``: gradients are in memory."""
 
     def __init__(
         self, files: StateFiles, gradients: GradientFiles | None, inner: Optimizer, pieces: Sequence[MasterPiece]
@@ -78,11 +79,11 @@ class FileUpdate:
         self._states: dict[int, dict[str, Any]] = {}
 
     def run(self, factor: float, *, all_buckets: bool) -> None:
-        """Update every sub-group with a gradient, times ``factor``, and write its parameters. Nothing counts yet.
+        """Update every sub-group with a gradient and write its parameters; :meth:`commit` makes them valid.
 
         Args:
-            factor: Of gradients; 1 unless the optimizer is one of zero's own.
-            all_buckets: Write the parameters of the other sub-groups, too.
+            factor: Multiplies gradients; 1 unless the optimizer is one of zero's own.
+            all_buckets: Also write the parameters of sub-groups without a gradient.
         """
         self._done, self._states = [], {}
         leaves = [param for group in self._inner.param_groups for param in group["params"]]
@@ -101,7 +102,7 @@ class FileUpdate:
 
         def update(group: SubGroup, unit: _LoadedStates) -> None:
             for options, numbers in zip(self._inner.param_groups, before, strict=True):
-                options.update(numbers)  # every sub-group makes the same step of an optimizer that counts them
+                options.update(numbers)  # numbers in groups change once a step, not once a sub-group
             self._update(group, unit, factor)
             self._done.append(group)
 
@@ -113,7 +114,7 @@ class FileUpdate:
             raise
 
     def commit(self) -> None:
-        """The last run counts, on this rank."""
+        """Make the last run valid on this rank, after every rank has written everything."""
         self._files.commit(self._done)
         for pieces in self._pieces.values():
             for piece in pieces:
@@ -123,15 +124,15 @@ class FileUpdate:
 
     @property
     def keeps_previous(self) -> bool:
-        """Whether the files hold what was before a run, until it is committed."""
+        """Whether the files keep the previous values until a run is committed."""
         return self._files.num_generations == 2
 
-    def forget(self) -> None:
-        """The last run never was; parameters that it wrote are to be published again."""
+    def discard(self) -> None:
+        """Undo the last run; the caller must write back the parameters that it wrote."""
         self._done, self._states = [], {}
 
     def store_states(self) -> None:
-        """Move to the files what the inner optimizer holds in memory: after it was given states to go on from."""
+        """Move the inner optimizer's states from memory to the files, after they were loaded."""
         for bucket, pieces in self._pieces.items():
             held = [(piece, self._moments_in(piece)) for piece in pieces]
             if not any(moments for _, moments in held):
@@ -145,7 +146,7 @@ class FileUpdate:
 
     @contextmanager
     def in_memory(self, bucket: Bucket, *, writes: bool = False) -> Iterator[None]:
-        """Hold the master and the moments of ``bucket`` in memory; ``writes``: what is changed inside is kept."""
+        """Hold the master and moments of ``bucket`` in memory; ``writes``: store changes made inside."""
         views: dict[str, list[tuple[int, int, Tensor]]] = defaultdict(list)
         views[""] = [(0, bucket.master.numel(), bucket.master)]
         for piece in self._pieces[bucket]:
@@ -180,7 +181,7 @@ class FileUpdate:
 
     def _update(self, group: SubGroup, unit: _LoadedStates, factor: float) -> None:
         bucket, base = group.bucket, group.start
-        shard = bucket.begin_update(group.start, group.stop)
+        shard = bucket.start_update(group.start, group.stop)
         for start, stop in bucket.gaps:
             shard[max(start - base, 0) : max(stop - base, 0)].zero_()
         master, moments, parts = unit.states.master, unit.states.moments if self._files.moments else {}, []
@@ -201,10 +202,10 @@ class FileUpdate:
         finally:
             for part in parts:
                 self._inner.state.pop(part.master, None)
-        bucket.end_update(group.start, group.stop)
+        bucket.finish_update(group.start, group.stop)
 
     def _state_of(self, part: MasterPart) -> dict[str, Any]:
-        """The state of a part: its runs of the moments, and numbers of its own."""
+        """The state of a part: its runs of the moments, and copies of the numbers."""
         state = self._inner.state.get(part.piece.master, {})
         return {
             name: part.moments[name] if name in part.moments else value.clone() if isinstance(value, Tensor) else value
@@ -229,26 +230,26 @@ class FileUpdate:
         for part in parts:
             part.master.grad = part.grad.to(part.master.dtype)
             leaves[self._group_of[id(part.piece.master)]].append(part.master)
-        with only(inner, leaves):
+        with restrict_groups(inner, leaves):
             inner.step()
         for part in parts:
             part.master.grad = None
             part.out.copy_(part.master)
 
     def _keep_state(self, part: MasterPart, state: Mapping[str, Any]) -> None:
-        """Moments go to the buffer that is written; the rest is kept for the commit."""
+        """Copy moments to the buffer that is written; keep the rest for the commit."""
         kept: dict[str, Any] = {}
         for name, value in state.items():
             if name in part.moments:
                 if value.data_ptr() != part.moments[name].data_ptr():
                     part.moments[name].copy_(value)
-                kept[name] = at_rest(part.piece.master.numel(), value.dtype)
+                kept[name] = placeholder(part.piece.master.numel(), value.dtype)
             elif isinstance(value, Tensor) and (
                 value.numel() == part.master.numel() > 1 or name in _moments(self._inner)
             ):
                 raise StateError(
                     f"{type(self._inner).__name__} keeps {name!r} for each element, which it did not in a trial step: "
-                    "no room was made for it on NVMe; use offload_optimizer.device 'cpu'"
+                    "the files have no room for it; use offload_optimizer.device 'cpu'"
                 )
             else:
                 kept[name] = value
@@ -264,10 +265,10 @@ def _moments(inner: Optimizer) -> tuple[str, ...]:
 
 
 def moments_of(inner: Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtypes of the states with one value for each element that ``inner`` keeps of parameters in ``dtype``: tried.
+    """The dtypes of the elementwise states that ``inner`` keeps of parameters in ``dtype``, found by a trial step.
 
     Raises:
-        ConfigError: It holds states before its first step.
+        ConfigError: ``inner`` holds states before its first step.
     """
     found: dict[str, torch.dtype] = {}
     if inner.state:

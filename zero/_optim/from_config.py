@@ -1,4 +1,4 @@
-"""The optimizer that the JSON describes, as a torch optimizer."""
+"""Build the optimizer of a DeepSpeed JSON (``optimizer.type`` and ``params``) as a torch optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from zcomm import ConfigError
 from zero._config import NotAvailableError
-from zero._config.optimizer_options import OPTIMIZER_OPTIONS, same_optimizer, unsupported_optimizer
+from zero._config.optimizer_options import OPTIMIZER_OPTIONS, equivalent_optimizer, unsupported_optimizer
 from zero._config.parse import read_options
 from zero._config.value_types import closest, nearest, shown
 from zero._optim.cpu_optimizers import CPUAdagrad, CPUAdam, CPULion
@@ -22,14 +22,14 @@ KNOWN: dict[str, type[Optimizer]] = {
     for name, cls in vars(torch.optim).items()
     if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
 } | {"lion": Lion}
-"""torch's optimizers, and one that it lacks, by their names in lower case."""
+"""torch's optimizers and Lion, by their names in lower case."""
 ON_HOST: dict[str, type[Optimizer]] = {
     "adam": CPUAdam,
     "adamw": CPUAdam,
     "adagrad": CPUAdagrad,
     "lion": CPULion,
 }
-"""zero's own for host memory."""
+"""zero's own optimizers for host memory."""
 
 
 def build_optimizer(kind: str, params: dict[str, Any], parameters: Any, *, on_host: bool = False) -> Optimizer:
@@ -38,15 +38,15 @@ def build_optimizer(kind: str, params: dict[str, Any], parameters: Any, *, on_ho
     ``"Adam"`` is AdamW unless ``adam_w_mode`` is false, and its ``weight_decay`` is 0 if absent, as in DeepSpeed.
 
     Args:
-        kind: The name of an optimizer of torch.optim, or Lion, in any case.
+        kind: The name of an optimizer of torch.optim, or Lion; upper or lower case.
         params: Its options.
-        parameters: See above.
-        on_host: Masters rest in host memory: zero's own optimizer for that is taken, if it has these options and
-            ``torch_adam`` is not true.
+        parameters: Parameters, or groups of them.
+        on_host: Masters are in host memory: use zero's own CPU optimizer, if it has these options and ``torch_adam``
+            is not true.
 
     Raises:
-        ConfigError: No such optimizer or option, with the nearest one; or a value that the option cannot have.
-        NotAvailableError: An optimizer of DeepSpeed's that is not elementwise.
+        ConfigError: Unknown optimizer or option (the error names the nearest one), or an invalid value.
+        NotAvailableError: A DeepSpeed optimizer that is not elementwise.
     """
     chosen = read_options(OPTIMIZER_OPTIONS, params)
     name = kind.lower()
@@ -78,7 +78,7 @@ def build_optimizer(kind: str, params: dict[str, Any], parameters: Any, *, on_ho
 
 
 def _check_kind(kind: str, *, on_host: bool) -> bool:
-    """Whether an optimizer for host memory is to be taken: also one that torch has none of."""
+    """Whether to use a CPU optimizer: masters are on the host, or torch does not have this optimizer."""
     if needs := unsupported_optimizer(kind):
         raise NotAvailableError(
             f"not available in this version: optimizer.type={kind!r} (it needs {needs}). Use AdamW, Lion or SGD"
@@ -99,8 +99,8 @@ def _check_options(kind: str, chosen: Iterable[str], known: list[str]) -> None:
 
 
 def _meant(kind: str) -> str:
-    """`` (did you mean 'X'?)``: the optimizer that computes the same, or one of a name like it."""
-    near = same_optimizer(kind) or closest(kind.lower(), KNOWN)
+    """`` (did you mean 'X'?)``: the optimizer that computes the same, or one with a similar name."""
+    near = equivalent_optimizer(kind) or closest(kind.lower(), KNOWN)
     return f" (did you mean {(KNOWN[near].__name__ if near in KNOWN else near)!r}?)" if near else ""
 
 
@@ -110,6 +110,4 @@ def _built(cls: type[Optimizer], parameters: Any, options: dict[str, Any]) -> Op
     except ConfigError:
         raise
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise ConfigError(
-            f"optimizer.params of {cls.__name__} cannot be meant: {error}; got {shown(options)}"
-        ) from error
+        raise ConfigError(f"optimizer.params of {cls.__name__} are invalid: {error}; got {shown(options)}") from error

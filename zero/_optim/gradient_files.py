@@ -1,14 +1,14 @@
-"""Reduced gradients in files of this rank, beside the masters and moments that they are for.
+"""Reduced gradients offloaded to files of this rank, beside the masters and moments that they update.
 
     mean of a bucket   --sub-group by sub-group, during the backward-->   file "gradients"        the first of a step
     mean of a bucket + what the file has   --read, added, written-->      file "gradients"        the others
     file "gradients"   --with master and moments of a sub-group-->        update
 
-A sub-group's extent has whole pages and room for the dtype of sums; the first mean of a step rests in the dtype that it
-came in. Memory holds ``num_buffers`` sub-groups of what is being written.
+A sub-group's extent has whole pages and room for the dtype of sums; the first mean of a step is stored in the dtype it
+has. Memory holds ``num_buffers`` sub-groups that are being written.
 
-An error of a file is kept until the ranks agree on it, and until the gradient is cleared: reductions go on meanwhile,
-as they do on the other ranks.
+A file error does not stop the backward: the other ranks are in its reductions, and would wait for this rank (a
+deadlock). It is kept until the gradient is cleared, and the ranks agree on it before the step.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from zero._optim.loss_scale import is_nonfinite
 from zero._optim.state_files import PAGE, SubGroup
 from zero._sharding.bucket import Bucket
 from zero._storage.file_store import FileStore, Transfer
-from zero._storage.host_memory import Arrival, HostMemory
+from zero._storage.host_memory import HostMemory, PendingCopy
 from zero._storage.pipeline import Pipeline
 from zero._storage.tier_settings import StateTier, Tiers
 
 KIND = "gradients"
 MAX_ARRIVING = 2
-"""Copies from a GPU that are under way before the host waits for one."""
+"""Copies from a GPU in flight before the host waits for one."""
 
 
 class GradientInMemory:
     """The gradient of a sub-group in memory; a :class:`zero._storage.pipeline.StagedUnit`.
 
     Args:
-        files: Where it rests.
+        files: Where it is stored.
         group: The sub-group.
-        dtype: What it rests in.
+        dtype: Its dtype in the file.
         room: The widest dtype that it will have.
     """
 
@@ -51,11 +51,10 @@ class GradientInMemory:
 
     @property
     def values(self) -> Tensor:
-        """The gradient, flat."""
         return self._buffer.view(self._dtype)[: self._group.numel]
 
     def widen(self, dtype: torch.dtype) -> Tensor:
-        """The same in ``dtype``, in which it rests from now on."""
+        """The same in ``dtype``, in which it will be written."""
         if dtype != self._dtype:
             narrow, self._dtype = self.values.clone(), dtype
             self.values.copy_(narrow)
@@ -66,32 +65,30 @@ class GradientInMemory:
         nbytes = self._group.numel * self._dtype.itemsize
         return self._buffer[: -(-nbytes // PAGE) * PAGE]
 
-    def begin_read(self) -> None:
-        """Begin to read."""
+    def start_read(self) -> None:
         files = self._files
         self._transfer = files.store.read(files.file, files.offset_of[self._group], self._pages)
 
-    def begin_write(self) -> None:
-        """Begin to write."""
+    def start_write(self) -> None:
         files = self._files
         self._transfer = files.store.write(files.file, files.offset_of[self._group], self._pages)
 
     def wait(self) -> None:
-        """Wait for what was begun."""
+        """Wait for the transfer."""
         if self._transfer is not None:
             self._transfer.wait()
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Return the buffer; no transfer may be in flight."""
         self._files.store.give(self._buffer)
 
 
 class _GradientInFlight(NamedTuple):
-    """On its way to the file, after it has arrived in host memory."""
+    """In flight: from the device to host memory, then to the file."""
 
     gradient: FileGradient
     unit: GradientInMemory
-    arrival: Arrival
+    arrival: PendingCopy
 
 
 class GradientFiles:
@@ -104,7 +101,7 @@ class GradientFiles:
         topology: The ranks.
 
     Raises:
-        OSError: On every rank: the folder cannot be used, or has too little space.
+        OSError: The folder cannot be used, or has too little space; on every rank.
     """
 
     def __init__(
@@ -136,105 +133,104 @@ class GradientFiles:
         self._writing: deque[_GradientInFlight] = deque()
 
     def new(self, bucket: Bucket, sent: torch.dtype, wide: torch.dtype) -> FileGradient:
-        """The gradient of ``bucket``, whose means come in ``sent`` and are summed in ``wide``."""
+        """The gradient of ``bucket``: its means have dtype ``sent`` and are summed in ``wide``."""
         gradient = self.gradient_of[bucket] = FileGradient(self, bucket, sent, wide)
         return gradient
 
-    def room(self, group: SubGroup, dtype: torch.dtype) -> GradientInMemory:
-        """Memory for a gradient that will be sent; waits until there is some."""
+    def allocate(self, group: SubGroup, dtype: torch.dtype) -> GradientInMemory:
+        """A buffer for a gradient to be written; waits until one is free."""
         while len(self._arriving) + len(self._writing) >= max(self.settings.num_buffers, 1):
-            self._end_first()
+            self._finish_first_write()
         return GradientInMemory(self, group, dtype, dtype)
 
-    def send(self, gradient: FileGradient, unit: GradientInMemory, arrival: Arrival) -> None:
-        """Write a sub-group's part of ``gradient``, whose values are on their way to the host, and free it."""
+    def write_behind(self, gradient: FileGradient, unit: GradientInMemory, arrival: PendingCopy) -> None:
+        """Write a sub-group's part of ``gradient`` once it has arrived in host memory, then free its buffer."""
         self._arriving.append(_GradientInFlight(gradient, unit, arrival))
         while len(self._arriving) > (MAX_ARRIVING if torch.cuda.is_available() else 0):
-            self._begin_first()
+            self._start_first_write()
 
-    def _begin_first(self) -> None:
+    def _start_first_write(self) -> None:
         sent = self._arriving.popleft()
         sent.arrival.wait()
-        sent.gradient.see(sent.unit.values)
-        sent.gradient.keep_error(sent.unit.begin_write)
+        sent.gradient.note_overflow(sent.unit.values)
+        sent.gradient.keep_error(sent.unit.start_write)
         self._writing.append(sent)
 
-    def _end_first(self) -> None:
+    def _finish_first_write(self) -> None:
         if not self._writing:
-            self._begin_first()
+            self._start_first_write()
         sent = self._writing.popleft()
         sent.gradient.keep_error(sent.unit.wait)
         sent.unit.free()
 
-    def settle(self) -> None:
-        """Wait until all that was sent is in the file."""
+    def drain(self) -> None:
+        """Wait until everything is in the file."""
         while self._arriving or self._writing:
-            self._end_first()
+            self._finish_first_write()
 
     def has_error(self) -> bool:
-        """Settle; whether :meth:`raise_error` would raise."""
-        self.settle()
+        """Drain; whether :meth:`raise_error` would raise."""
+        self.drain()
         return any(gradient.has_error for gradient in self.gradient_of.values())
 
     def raise_error(self) -> None:
-        """Settle, and raise the first error of a gradient that was not cleared since."""
-        self.settle()
+        """Drain, and raise the first error of a gradient that was not cleared since."""
+        self.drain()
         for gradient in self.gradient_of.values():
             gradient.raise_error()
 
     def is_nonfinite(self) -> bool:
-        """Whether any gradient that is there has a NaN or an infinity."""
-        self.settle()
+        """Whether any stored gradient has a NaN or an infinity."""
+        self.drain()
         return any(gradient.is_nonfinite for gradient in self.gradient_of.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file."""
         return self.file.nbytes
 
     def close(self) -> None:
         """Remove the file."""
-        self.settle()
+        self.drain()
         self.store.close()
 
 
 class FileGradient:
-    """The reduced gradient of one bucket, summed over micro-batches: as a HostGradient, in a file."""
+    """The reduced gradient of one bucket, summed over micro-batches: a HostGradient in a file."""
 
     tensors: tuple[Tensor, ...] = ()
-    """The memory it holds."""
+    """None: the gradient holds no memory."""
 
     def __init__(self, files: GradientFiles, bucket: Bucket, sent: torch.dtype, wide: torch.dtype) -> None:
-        assert bucket.host is not None, "a gradient in files without host memory on the way"
+        assert bucket.host is not None, "a gradient in files without host memory to stage it"
         self._files, self._host, self._groups = files, bucket.host, files.groups_of[bucket]
         self._numel, self._sent, self._wide = bucket.layout.shard_numel, sent, wide
         self._num_means = 0
         self._error: Exception | None = None
         self._dtype = sent
-        """What it rests in."""
+        """Its dtype in the file."""
         self.is_nonfinite = False
-        """Whether it has a NaN or an infinity, as far as it was sent."""
+        """Whether it has a NaN or an infinity, as far as it was written."""
 
     def add(self, mean: Tensor) -> None:
-        """Add a mean, on the device, [numel]. It may be overwritten at once."""
+        """Add a mean, on the device, [numel]; the caller may overwrite it afterwards."""
         self._num_means += 1
         if self._error is None:
             self.keep_error(lambda: self._store(mean, self._host) if self._num_means == 1 else self._accumulate(mean))
 
     def _store(self, values: Tensor, host: HostMemory | None) -> None:
-        """Begin to write all of it; ``host``: from the device."""
+        """Start to write all of it; ``host``: from the device."""
         self._dtype, self.is_nonfinite = values.dtype if host is None else self._sent, False
         for group in self._groups:
-            part, unit = values[group.start : group.stop], self._files.room(group, self._dtype)
-            arrival = Arrival()
+            part, unit = values[group.start : group.stop], self._files.allocate(group, self._dtype)
+            arrival = PendingCopy()
             if host is not None:
                 arrival = host.fetch_gradient(part, unit.values)
             else:
                 unit.values.copy_(part)
-            self._files.send(self, unit, arrival)
+            self._files.write_behind(self, unit, arrival)
 
     def _accumulate(self, mean: Tensor) -> None:
-        self._files.settle()
+        self._files.drain()
         self.raise_error()
         settings = self._files.settings
         pipeline: Pipeline[SubGroup, GradientInMemory] = Pipeline(
@@ -247,55 +243,55 @@ class FileGradient:
         def add(group: SubGroup, unit: GradientInMemory) -> None:
             part = self._host.empty(group.numel, self._sent)
             self._host.fetch_gradient(mean[group.start : group.stop], part).wait()
-            self.see(unit.widen(self._wide).add_(part))
+            self.note_overflow(unit.widen(self._wide).add_(part))
 
         pipeline.run(self._groups, add)
         self._dtype = self._wide
 
     def load(self, group: SubGroup, *, room: torch.dtype | None = None) -> GradientInMemory:
-        """Begin to read a sub-group; everything has been settled."""
+        """Start to read a sub-group; nothing is being written."""
         unit = GradientInMemory(self._files, group, self._dtype, room or self._dtype)
         try:
-            unit.begin_read()
+            unit.start_read()
         except BaseException:
             unit.free()
             raise
         return unit
 
     def values(self, *, wide: bool = False) -> Tensor:
-        """A copy of all of it as it rests; ``wide``: in the dtype of sums.
+        """A copy of all of it as it is stored; ``wide``: in the dtype of sums.
 
         Raises:
             OSError: It cannot be read, or could not be written.
         """
-        self._files.settle()
+        self._files.drain()
         self.raise_error()
-        whole = torch.empty(self._numel, dtype=self._wide if wide else self._dtype)
+        full = torch.empty(self._numel, dtype=self._wide if wide else self._dtype)
         for group in self._groups:
             unit = self.load(group)
             try:
                 unit.wait()
-                whole[group.start : group.stop] = unit.values
+                full[group.start : group.stop] = unit.values
             finally:
                 unit.free()
-        return whole
+        return full
 
     def change(self, edit: Callable[[Tensor], object]) -> None:
-        """Let ``edit`` write to all of it, in the dtype of sums. An error is kept."""
+        """Apply ``edit`` to all of it, in the dtype of sums. An error is kept."""
 
         def read_and_write() -> None:
-            whole = self.values(wide=True)
-            edit(whole)
-            self._store(whole, None)
+            full = self.values(wide=True)
+            edit(full)
+            self._store(full, None)
 
         self.keep_error(read_and_write)
 
-    def see(self, values: Tensor) -> None:
-        """Note whether what passes by has overflowed."""
+    def note_overflow(self, values: Tensor) -> None:
+        """Update :attr:`is_nonfinite` with values that are written: the file need not be read for it again."""
         self.is_nonfinite = self.is_nonfinite or is_nonfinite([values])
 
     def keep_error(self, call: Callable[[], None]) -> None:
-        """Call; an error is kept, if it is the first."""
+        """Call ``call``; keep the first error."""
         try:
             call()
         except (OSError, MemoryError) as error:
@@ -303,16 +299,15 @@ class FileGradient:
 
     @property
     def has_error(self) -> bool:
-        """Whether something has failed since it was cleared."""
+        """Whether an error was kept since the gradient was cleared."""
         return self._error is not None
 
     def raise_error(self) -> None:
-        """Raise what has failed since it was cleared."""
+        """Raise the error kept since the gradient was cleared."""
         if self._error is not None:
             raise self._error
 
     def clear(self) -> None:
-        """Forget the gradient."""
-        self._files.settle()
+        self._files.drain()
         self._num_means, self._dtype = 0, self._sent
         self._error, self.is_nonfinite = None, False

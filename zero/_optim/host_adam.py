@@ -1,13 +1,13 @@
-"""torch's Adam and AdamW over masters in host memory or files: updated by :class:`zero.CPUAdam`, with their settings.
+"""Replace torch's Adam and AdamW by :class:`zero.CPUAdam`, with their settings, when masters are off the device.
 
-torch steps such masters in a pass over memory for each of its operations; CPUAdam moves each value once. The rule and
-the names of the states are the same, so checkpoints of either are those of the other.
+torch makes one pass over memory for each operation of a step; CPUAdam moves each value once. The rule and the names of
+the states are the same, so each loads checkpoints of the other.
 
     torch's option                               here
     lr, betas, eps, weight_decay, amsgrad,       the same, by parameter group
       maximize, decoupled_weight_decay
-    foreach, fused                               how torch loops: without meaning here
-    capturable, differentiable, betas as         torch's own optimizer stays, and ``optimizer.effective`` says why
+    foreach, fused                               ignored: they say how torch loops
+    capturable, differentiable, betas as         torch's own optimizer is kept; ``optimizer.effective`` says why
       tensors, hooks of step or state dict,
       a class derived from torch's, float64
 """
@@ -35,33 +35,33 @@ def build_updater(
     plan: ResolvedConfig,
     buckets: Sequence[Bucket],
 ) -> Optimizer:
-    """What updates ``pieces``, the masters of this rank: ``optimizer``, or a CPUAdam in its place.
+    """The inner optimizer over ``pieces``, this rank's masters: ``optimizer``, or a CPUAdam in its place.
 
-    Which of them follows from ``plan`` and ``buckets``, so it is the same on every rank.
+    The choice depends on ``plan`` and ``buckets`` only, so it is the same on every rank.
     """
     inner = build_inner(optimizer, groups, pieces, plan.optimizer_options)
     trainable = [bucket for bucket in buckets if bucket.is_trainable]
-    rests_on_host = all(b.host is not None and b.dtype != torch.float64 for b in trainable)
+    is_on_host = all(b.host is not None and b.dtype != torch.float64 for b in trainable)
     is_wanted = plan.configuration.values.zero_force_ds_cpu_optimizer
     is_replaceable = isinstance(inner, Adam) and not any(_reasons(inner))
-    return _replaced(inner) if is_wanted and rests_on_host and is_replaceable else inner
+    return _replaced(inner) if is_wanted and is_on_host and is_replaceable else inner
 
 
 def _replaced(inner: Optimizer) -> CPUAdam:
-    """The groups and the state stay those of ``inner``, so a scheduler that was built on it goes on working."""
+    """A CPUAdam that shares groups and state with ``inner``, so a scheduler built on ``inner`` still works."""
     for group in inner.param_groups:
         group["adamw_mode"] = group["decoupled_weight_decay"]
     names = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
     new = CPUAdam(inner.param_groups, **{name: inner.defaults[name] for name in names})
     new.stands_for = f"torch.optim.{type(inner).__name__}"
     inner.param_groups, inner.state = new.param_groups, new.state
-    if "step" in vars(inner):  # a scheduler counts its calls, and would warn that there was none
+    if "step" in vars(inner):  # else a scheduler would warn that step() was never called
         inner._opt_called = True  # type: ignore[attr-defined]
     return new
 
 
 def describe_update(inner: Optimizer) -> str:
-    """What updates masters off the device, for ``optimizer.effective``."""
+    """The optimizer that updates masters off the device, for ``optimizer.effective``."""
     text = f"{type(inner).__module__.partition('.')[0]}'s {type(inner).__name__}"
     if isinstance(inner, CPUOptimizer):
         return f"{text} in place of the {inner.stands_for} that was given" if inner.stands_for else text
@@ -70,9 +70,9 @@ def describe_update(inner: Optimizer) -> str:
 
 
 def is_same_rule(inner: Optimizer, saved: str, options: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether ``inner`` goes on from the states of an optimizer of the class ``saved`` with these groups.
+    """Whether ``inner`` can load the states of an optimizer of the class ``saved`` with these groups.
 
-    Of the same class; or both are Adams, and each group decouples its weight decay there as here.
+    True for the same class, or if both are Adam and every group has the same kind of weight decay in both.
     """
     if type(inner).__name__ == saved:
         return True
@@ -90,9 +90,9 @@ def _decouples(group: Mapping[str, Any], name: str) -> bool:
 
 
 def _reasons(optimizer: Optimizer) -> Iterator[str]:
-    """Why torch's own is needed."""
+    """Why CPUAdam cannot replace it."""
     if type(optimizer) not in (Adam, AdamW):
-        yield "a class of your own"
+        yield "a custom class"
     if getattr(optimizer, "torch_adam", False):
         yield "optimizer.params.torch_adam is true"
     groups = [optimizer.defaults, *optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""Lion on any device, which torch.optim does not have; :class:`zero.CPULion` is the one for host memory."""
+"""The Lion optimizer on any device; torch.optim does not have it. :class:`zero.CPULion` is for host memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Lion(Optimizer):
     Args:
         params: Parameters, or groups of them.
         lr: Learning rate.
-        betas: Of the interpolation, and of the momentum.
-        weight_decay: Decoupled.
-        maximize: Step up.
+        betas: Decay rates of the interpolation and of the momentum.
+        weight_decay: Decoupled weight decay.
+        maximize: Maximize the objective.
 
     Raises:
-        ConfigError: A number out of its range.
+        ConfigError: A number is out of range.
     """
 
     def __init__(

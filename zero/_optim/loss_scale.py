@@ -1,6 +1,6 @@
-"""Loss scales: by what the loss is multiplied so that small float16 gradients do not vanish. Numbers only, no tensors.
+"""Static and dynamic loss scaling: the loss is multiplied so that small float16 gradients do not vanish.
 
-The dynamic rule, as DeepSpeed has it; a step is good if no gradient overflowed on any rank:
+The dynamic rule is DeepSpeed's. A step is good if no gradient overflowed on any rank:
 
     overflow, hysteresis left > 1    the scale stays, the hysteresis left falls by 1
     overflow, hysteresis left = 1    the scale halves, not below the minimum; at the minimum already: an error
@@ -25,7 +25,7 @@ from zero._config.sections import Config
 
 
 def not_scaled(scale: float) -> StateError:
-    """The error that gradients are those of a loss that ``scale`` was forgotten for."""
+    """The error for gradients of a loss that was not multiplied by ``scale``."""
     return StateError(
         f"gradients must be of the scaled loss, loss_scale={scale:g}: call engine.backward(loss), or "
         "optimizer.scale(loss).backward()"
@@ -33,7 +33,7 @@ def not_scaled(scale: float) -> StateError:
 
 
 class StaticLossScale:
-    """A scale that never changes; a step that overflows is skipped all the same.
+    """A constant scale; a step that overflows is still skipped.
 
     Args:
         scale: Greater than 0; a power of two loses nothing.
@@ -45,14 +45,12 @@ class StaticLossScale:
         self.scale = scale
 
     def update(self, *, overflowed: bool) -> None:
-        """Nothing follows from a step."""
+        """Do nothing: the scale is constant."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale."""
         return {"scale": self.scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
         self.scale = float(state["scale"])
 
 
@@ -61,7 +59,7 @@ class DynamicLossScale:
 
     Args:
         initial_scale_power: The first scale is 2 to this power.
-        window: Good steps in a row that are waited for before the scale doubles.
+        window: Consecutive good steps before the scale doubles.
         hysteresis: Overflows before the scale halves.
         consecutive_hysteresis: A good step restores the hysteresis.
         min_scale: The scale does not fall below it.
@@ -88,10 +86,10 @@ class DynamicLossScale:
         self._num_good = 0
 
     def update(self, *, overflowed: bool) -> None:
-        """Follow the rule after one step.
+        """Apply the rule after one step.
 
         Raises:
-            StateError: An overflow at the smallest scale.
+            StateError: Gradients overflowed at the smallest scale.
         """
         if overflowed:
             self._num_good = 0
@@ -114,11 +112,9 @@ class DynamicLossScale:
         self._num_good += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and what the rule remembers."""
         return {"scale": self.scale, "hysteresis_left": self._hysteresis_left, "num_good": self._num_good}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
         self.scale = float(state["scale"])
         self._hysteresis_left, self._num_good = int(state["hysteresis_left"]), int(state["num_good"])
 
@@ -136,12 +132,12 @@ def nonfinite_flag(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def is_nonfinite(tensors: Sequence[Tensor]) -> bool:
-    """Whether any element is a NaN or an infinity, all on one device, which the host waits for."""
+    """Whether any element is a NaN or an infinity; ``tensors`` are on one device, and the host waits for it."""
     return bool(tensors) and bool(nonfinite_flag(tensors, tensors[0].device))
 
 
 def loss_scale_of(config: Config) -> LossScale | None:
-    """The loss scale as configured; None: gradients are neither scaled nor are steps skipped."""
+    """The configured loss scale; None: gradients are not scaled and steps are never skipped."""
     if is_float16(config):
         if config.fp16.loss_scale:
             return StaticLossScale(config.fp16.loss_scale)

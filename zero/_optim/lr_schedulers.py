@@ -67,7 +67,7 @@ class _Ramp:
 
 
 class _BatchScheduler(LRScheduler):
-    """Counts as DeepSpeed does: the batch before the first step is -1."""
+    """Counts steps as DeepSpeed does: ``batch`` is -1 before the first one."""
 
     @property
     def batch(self) -> int:
@@ -75,7 +75,7 @@ class _BatchScheduler(LRScheduler):
         return int(self.last_epoch) - 1
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: plain values only."""
+        """As torch's, with plain values only."""
         return {key: value for key, value in super().state_dict().items() if not isinstance(value, _Ramp)}
 
 
@@ -108,7 +108,6 @@ class WarmupLR(_BatchScheduler):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
-        """The learning rate of every group at this batch."""
         factor = self._ramp(self.batch) if self.batch < self._ramp.num_steps else self._after_warmup()
         return [low + (high - low) * factor for low, high in zip(self._low, self._high, strict=True)]
 
@@ -165,7 +164,6 @@ class WarmupCosineLR(_BatchScheduler):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
-        """The learning rate of every group at this batch."""
         ratio = self._ratio()
         return [float(lr) * ratio for lr in self.base_lrs]
 
@@ -180,14 +178,14 @@ class WarmupCosineLR(_BatchScheduler):
 
 
 class LRRangeTest(_BatchScheduler):
-    """Ever larger learning rates, to find the largest that trains.
+    """Increase the learning rate step by step, to find the largest that trains.
 
     Args:
         optimizer: Any torch optimizer.
         lr_range_test_min_lr: Where it starts.
         lr_range_test_step_size: Steps in which it grows by ``lr_range_test_step_rate`` of the start.
-        lr_range_test_step_rate: See there.
-        lr_range_test_staircase: Grow once in so many steps instead of at each.
+        lr_range_test_step_rate: Growth in ``lr_range_test_step_size`` steps, as a fraction of the start.
+        lr_range_test_staircase: Grow once in ``lr_range_test_step_size`` steps instead of at each.
         last_batch_iteration: As torch's ``last_epoch``, -1 to start.
     """
 
@@ -206,7 +204,6 @@ class LRRangeTest(_BatchScheduler):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
-        """The learning rate of every group at this batch."""
         steps = (self.batch + 1) / self._step_size
         factor = 1 + self._rate * (math.floor(steps) if self._has_stairs else steps)
         return [low * factor for low in self._low]
@@ -218,7 +215,7 @@ class OneCycle(_BatchScheduler):
     Args:
         optimizer: Any torch optimizer; momentum is cycled if its groups have ``betas`` (the first) or ``momentum``.
         cycle_min_lr: Where it starts and returns to.
-        cycle_max_lr: The top.
+        cycle_max_lr: The maximum.
         options: ``decay_lr_rate`` 0, ``cycle_first_step_size`` 2000, ``cycle_second_step_size`` (the first's),
             ``cycle_first_stair_count`` 0, ``cycle_second_stair_count`` (the first's), ``decay_step_size`` 0 (no decay),
             ``cycle_momentum`` True, ``cycle_min_mom`` 0.8, ``cycle_max_mom`` 0.9, ``decay_mom_rate`` 0,
@@ -257,7 +254,7 @@ class OneCycle(_BatchScheduler):
         super().__init__(optimizer, chosen["last_batch_iteration"])
 
     def _height(self) -> float:
-        """Where between the bounds the cycle is, 0 to 1."""
+        """The position between the bounds, 0 to 1."""
         at = (self.batch + 1) % (self._first + self._second)
         if at <= self._first:
             steps, size, stairs = at, self._first, self._first_stairs
@@ -266,7 +263,7 @@ class OneCycle(_BatchScheduler):
         return math.floor(steps * stairs / size) / stairs if stairs > 0 else steps / size
 
     def _decay(self, rate: float) -> float:
-        """By what the decay phase divides the learning rate and multiplies the momentum; 1 if there is none."""
+        """The factor by which decay divides the learning rate and multiplies the momentum; 1 without decay."""
         if not self._decay_step:
             return 1.0
         return 1 + float(rate) * (self.batch - self._first - self._second + 1) / float(self._decay_step)
@@ -294,10 +291,10 @@ SCHEDULERS: dict[str, Callable[..., LRScheduler]] = {
 
 
 def build_scheduler(kind: str, params: dict[str, Any], optimizer: Optimizer) -> LRScheduler:
-    """The schedule that the JSON describes; values of ``"auto"`` are left to the class.
+    """Build the schedule of the JSON; for ``"auto"`` the class's default is used.
 
     Raises:
-        ConfigError: No such schedule or option (with the nearest), one that is missing, or a value out of range.
+        ConfigError: Unknown schedule or option (the error names the nearest), a missing option, or an invalid value.
     """
     if kind not in SCHEDULERS:
         raise ConfigError(f"scheduler.type must be one of {', '.join(SCHEDULERS)}: got {kind!r}")

@@ -1,7 +1,7 @@
-"""The inner optimizer on this rank's part: which of the user's parameters it sees as what.
+"""Master pieces: the inner optimizer's parameters, one flat tensor for each parameter in this rank's shards.
 
 Every parameter that this rank's shards intersect becomes one flat leaf tensor, a view of the bucket's master weights.
-Elementwise optimizers cannot tell the difference; :mod:`zero._optim.elementwise_check` refuses the others by trying.
+Elementwise optimizers cannot tell the difference; :mod:`zero._optim.elementwise_check` refuses others.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from zero._sharding.stages import Stage
 
 @dataclass(frozen=True, slots=True)
 class MasterPiece:
-    """What this rank updates of one parameter."""
+    """The elements of one parameter that this rank updates."""
 
     param: nn.Parameter
     bucket: Bucket
     slot: int
     start: int
-    """First element, counted from the start of the bucket's master."""
+    """Offset of the first element in the bucket's master."""
     master: Tensor
 
 
 class OptimizerStates:
-    """What the inner optimizer keeps for each parameter's part."""
+    """The inner optimizer's states, looked up by the user's parameter."""
 
     def __init__(self, inner: Optimizer, pieces: list[MasterPiece]) -> None:
         self._inner = inner
@@ -55,12 +55,12 @@ class OptimizerStates:
         return piece is not None and isinstance(value, Tensor) and is_elementwise(piece, value)
 
     def values(self, param: nn.Parameter, key: str, numel: int) -> Tensor:
-        """The first values of such a state, which is in memory."""
+        """The first ``numel`` values of an elementwise state in memory."""
         values: Tensor = self.get(param, key)
         return values[:numel]
 
     def set(self, param: nn.Parameter, key: str, values: Tensor) -> None:
-        """Replace them."""
+        """Replace the first values of an elementwise state in memory."""
         self.get(param, key)[: values.numel()].copy_(values)
 
 
@@ -70,7 +70,7 @@ def is_elementwise(piece: MasterPiece, value: Tensor) -> bool:
 
 
 def build_pieces(buckets: list[Bucket], stage: Stage, shard_index: int) -> list[MasterPiece]:
-    """The pieces of all trainable buckets, in order."""
+    """This rank's pieces of all trainable buckets, in order."""
     pieces = []
     for bucket in buckets:
         if bucket.is_trainable:
@@ -117,7 +117,7 @@ def build_inner(
 ) -> Optimizer:
     """The user's optimizer over master pieces instead of parameters; group settings are kept.
 
-    State that the constructor of an instance has made is made anew, of the masters.
+    State that an instance's constructor has made is made again over the masters.
     """
     masters: dict[nn.Parameter, list[Tensor]] = {}
     for piece in pieces:
@@ -141,12 +141,12 @@ def build_inner(
             text = f"neither {optimizer.__name__} nor ZeroOptimizer has the options {', '.join(wrong)}"
         else:
             given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-            text = f"{optimizer.__name__} was not built with {given}"
+            text = f"{optimizer.__name__} could not be constructed with {given}"
         raise ConfigError(f"{text}: {error}") from error
 
 
 def check_options(optimizer: type[Optimizer] | Optimizer, options: Mapping[str, Any]) -> None:
-    """An instance has its options already."""
+    """Refuse options beside an optimizer instance, which has its own."""
     if options and not isinstance(optimizer, type):
         raise ConfigError(
             f"options of the optimizer go to the instance that was passed: {type(optimizer).__name__} and "
@@ -154,7 +154,7 @@ def check_options(optimizer: type[Optimizer] | Optimizer, options: Mapping[str, 
         )
 
 
-def whole_storage(tensor: Tensor) -> Tensor:
-    """``tensor``, or a copy if it is a part of something larger: all of that would be written to a file."""
+def compact(tensor: Tensor) -> Tensor:
+    """``tensor``, or a copy if it is a view of a larger storage: torch.save would write all of that."""
     is_part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
     return tensor.clone() if is_part else tensor

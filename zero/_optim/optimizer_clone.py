@@ -1,7 +1,7 @@
-"""Another optimizer like a given one, over other tensors, as it is before its first step.
+"""Clone an optimizer over other tensors, in its state before the first step.
 
-torch's Adagrad, for one, makes its state in the constructor. So state is no sign of a step; but state that the
-constructor does not make is.
+Some constructors create state (torch's Adagrad does). So state alone does not prove that an optimizer was stepped;
+state that its constructor would not create does.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from zcomm import StateError
 
 
 def check_is_new(optimizer: Optimizer) -> None:
-    """Refuse an instance with state, unless that is what its constructor makes of these parameters.
+    """Refuse an instance that has been stepped: its state is not what its constructor makes.
 
     Raises:
-        StateError: It has been stepped, or that cannot be said: it cannot be built from its parameter groups alone.
+        StateError: It has been stepped, or this cannot be checked: it cannot be built from its groups alone.
 
     Cost: the state of one parameter at a time, if there is any.
     """
     if not optimizer.state:
         return
-    name, reason = type(optimizer).__name__, "its constructor makes another"
+    name, reason = type(optimizer).__name__, "its constructor makes another one"
     try:
         is_new = all(
             _is_same(
@@ -40,7 +40,7 @@ def check_is_new(optimizer: Optimizer) -> None:
             for param in group["params"]
         )
     except Exception as error:
-        is_new, reason = False, f"whether by steps cannot be said: building another {name} raised {error!r}"
+        is_new, reason = False, f"it cannot be checked that no step made it: building another {name} raised {error!r}"
     if not is_new:
         raise StateError(
             f"{name} has state for {len(optimizer.state)} parameters already, and {reason}. Construct ZeroOptimizer "
@@ -93,9 +93,7 @@ def copy_of(optimizer: Optimizer, groups: list[dict[str, Any]], params: list[lis
     known[id(optimizer.state)] = new_state(optimizer, of_new) if optimizer.state else defaultdict(dict)
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
-            raise TypeError(
-                f"it steps another optimizer, {name!r}, whose state is not its own, so checkpoints would lose it"
-            )
+            raise TypeError(f"it steps another optimizer, {name!r}, whose state would be missing in checkpoints")
         if name != "step":  # a scheduler's wrapper of it steps the original
             is_hooks = name.startswith("_optimizer_")
             new.__dict__[name] = value if is_hooks else _copied(value, known)
@@ -103,7 +101,7 @@ def copy_of(optimizer: Optimizer, groups: list[dict[str, Any]], params: list[lis
 
 
 def _copied(value: Any, known: dict[int, Any]) -> Any:
-    """What steps may change in place, anew; ``known`` are copies by the id of the original."""
+    """A copy of a value that steps may change in place; ``known``: copies by the id of the original."""
     if id(value) in known:
         return known[id(value)]
     is_changed = isinstance(value, (dict, list, set, deque, Tensor, random.Random, torch.Generator))

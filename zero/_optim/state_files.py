@@ -1,14 +1,16 @@
-"""Masters and moments in files of this rank, sub-group by sub-group.
+"""Masters and moments offloaded to files of this rank, sub-group by sub-group.
 
     bucket's master   | sub-group 0      | sub-group 1      | ...         runs of at most ``sub_group_numel`` elements,
                                                                           on multiples of 256
-    file "masters"    | 0 now | 0 before | 1 now | 1 before | ...         an extent: float32 [numel], whole pages
-    file "moments"    | 0 now | 0 before | 1 now | 1 before | ...         an extent: one run for each moment
+    file "masters"    | 0 now | 0 prev | 1 now | 1 prev | ...             an extent: float32 [numel], whole pages
+    file "moments"    | 0 now | 0 prev | 1 now | 1 prev | ...             an extent: one run for each moment
 
-A step writes the extents that hold what was before the step before; a sub-group's ``is_second`` says which one counts,
-and changes once every rank has written everything. Without ``keeps_previous`` there is one extent, written in place.
+A step writes to the extent that is not valid. A sub-group's ``is_second`` says which one is; it changes once every rank
+has written everything, so a failed write leaves the previous values on all ranks. Without ``keeps_previous`` there is
+one extent, written in place, and a failed step is final.
 
-At rest a master or moment keeps its object, shape and dtype but no memory: reading it gives NaN.
+While it is in a file, a master or moment is a placeholder: it keeps its object, shape and dtype but no memory, and
+reading it gives NaN.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from torch import Tensor
 from zcomm import Topology
 from zero._sharding.bucket import Bucket, master_dtype
 from zero._storage.file_store import FileStore, StoredFile, Transfer
-from zero._storage.poison import at_rest, is_at_rest
+from zero._storage.poison import is_placeholder, placeholder
 from zero._storage.tier_settings import StateTier, Tiers
 
 PAGE = 4096
 LARGEST_NUMEL = 2**22
-"""Larger sub-groups need more memory and hide no more."""
+"""Larger sub-groups need more memory and overlap no better."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,21 +41,20 @@ class SubGroup:
     start: int
     stop: int
     masters_at: int
-    """Where its extents begin, in the file of masters."""
+    """The offset of its extents in the file of masters."""
     moments_at: int
     is_second: bool = False
-    """Which of the two extents counts."""
+    """Whether the second of its two extents is valid."""
     has_moments: bool = False
     """Whether its moments were ever written."""
 
     @property
     def numel(self) -> int:
-        """Its elements."""
         return self.stop - self.start
 
 
-class InMemory:
-    """A sub-group in memory: its master, and its moments if it has any; a :class:`zero._storage.pipeline.StagedUnit`."""
+class LoadedSubGroup:
+    """A sub-group in memory: its master and moments; a :class:`zero._storage.pipeline.StagedUnit`."""
 
     def __init__(self, files: StateFiles, group: SubGroup, *, reads: bool, moments: bool = True) -> None:
         self._files, self._group = files, group
@@ -61,7 +62,7 @@ class InMemory:
         self._transfers: list[Transfer] = []
         try:
             self._open(reads=reads, moments=moments)
-        except BaseException:  # what there is may be all that a recovery will get
+        except BaseException:  # the buffers may be the last memory there is: a retry needs them
             with suppress(Exception):
                 self.wait()
             self.free()
@@ -79,7 +80,6 @@ class InMemory:
 
     @property
     def master(self) -> Tensor:
-        """The master, flat."""
         dtype = master_dtype(self._group.bucket.dtype)
         return self._buffers[0].view(dtype)[: self._group.numel]
 
@@ -105,8 +105,8 @@ class InMemory:
         if error is not None:
             raise error
 
-    def begin_write(self) -> None:
-        """Begin to write all that is in memory to the extent that :meth:`StateFiles.commit` makes the valid one."""
+    def start_write(self) -> None:
+        """Start to write everything to the extent that :meth:`StateFiles.commit` will make valid."""
         files, group, store = self._files, self._group, self._files.store
         at = files.master_offset(group, new=True)
         self._transfers.append(store.write(files.masters_file, at, self._buffers[0]))
@@ -115,17 +115,17 @@ class InMemory:
             self._transfers.append(store.write(files.moments_file, at, self._buffers[1]))
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Return the buffers; no transfer may be in flight."""
         for buffer in self._buffers:
             self._files.store.give(buffer)
         self._buffers.clear()
 
 
 class StateFiles:
-    """The masters and moments of ``buckets``; constructed by all ranks together.
+    """The masters and moments of ``buckets`` in files; constructed by all ranks together.
 
     Args:
-        buckets: Those whose states rest in files.
+        buckets: The buckets whose states are offloaded to files.
         tiers: Folder, sizes and how files are read and written.
         topology: The ranks.
 
@@ -160,10 +160,10 @@ class StateFiles:
         self.moments_file = self.masters_file
 
     def reserve_moments(self, moments: Mapping[str, torch.dtype]) -> None:
-        """Make room for the optimizer's moments. Collective.
+        """Create the file of the optimizer's moments. Collective.
 
         Raises:
-            OSError: On every rank: too little space.
+            OSError: Too little space; on every rank.
         """
         self.moments = dict(sorted(moments.items(), key=lambda item: -item[1].itemsize))
         if not self.moments:
@@ -193,42 +193,42 @@ class StateFiles:
         return _pages(sum(group.numel * dtype.itemsize for dtype in self.moments.values()))
 
     def master_offset(self, group: SubGroup, *, new: bool = False) -> int:
-        """Where the valid masters are; ``new``: where the next ones go."""
+        """The offset of the valid masters; ``new``: of those written next."""
         is_second = (group.is_second != new) if self.num_generations == 2 else False
         return group.masters_at + is_second * self.master_nbytes(group)
 
     def moment_offset(self, group: SubGroup, *, new: bool = False) -> int:
-        """Where the valid moments are; ``new``: where the next ones go."""
+        """The offset of the valid moments; ``new``: of those written next."""
         is_second = (group.is_second != new) if self.num_generations == 2 else False
         return group.moments_at + is_second * self.moment_nbytes(group)
 
     def commit(self, groups: Sequence[SubGroup]) -> None:
-        """What was written of ``groups``, masters and moments, is what counts from now on."""
+        """Make what was last written of ``groups`` valid, masters and moments."""
         for group in groups:
             group.is_second = not group.is_second
             group.has_moments = group.has_moments or bool(self.moments)
 
-    def load(self, group: SubGroup) -> InMemory:
-        """Begin to read a sub-group."""
-        return InMemory(self, group, reads=True)
+    def load(self, group: SubGroup) -> LoadedSubGroup:
+        """Start to read a sub-group."""
+        return LoadedSubGroup(self, group, reads=True)
 
-    def settle(self, bucket: Bucket) -> None:
-        """Write the first masters of ``bucket``, which are in memory, and let go of that memory."""
+    def write_first_masters(self, bucket: Bucket) -> None:
+        """Write the initial masters of ``bucket``, which are in memory, and free that memory."""
         for group in self.groups_of[bucket]:
-            unit = InMemory(self, group, reads=False)
+            unit = LoadedSubGroup(self, group, reads=False)
             try:
                 unit.master.copy_(bucket.master[group.start : group.stop])
-                unit.begin_write()
+                unit.start_write()
             finally:
                 unit.wait()
                 unit.free()
         self.commit(self.groups_of[bucket])
-        bucket.master = at_rest(bucket.layout.shard_numel, bucket.master.dtype)
+        bucket.master = placeholder(bucket.layout.shard_numel, bucket.master.dtype)
 
     def masters_of(self, bucket: Bucket) -> Iterator[tuple[SubGroup, Tensor]]:
-        """The masters of ``bucket``, sub-group by sub-group; each is gone when the next comes."""
+        """The masters of ``bucket``, sub-group by sub-group; each is freed when the next is asked for."""
         for group in self.groups_of[bucket]:
-            unit = InMemory(self, group, reads=True, moments=False)
+            unit = LoadedSubGroup(self, group, reads=True, moments=False)
             try:
                 unit.wait()
                 yield group, unit.master
@@ -247,7 +247,7 @@ class StateFiles:
         return torch.cat(parts)
 
     def _read_run(self, group: SubGroup, moment: str, nbytes_before: int, target: Tensor) -> None:
-        """Fill ``target`` from byte ``nbytes_before`` of a run: whole pages are read."""
+        """Fill ``target`` from byte ``nbytes_before`` of a run; reads whole pages, as direct I/O must."""
         file, at = self.masters_file, self.master_offset(group)
         if moment:
             file, at = self.moments_file, self.moment_offset(group)
@@ -273,25 +273,25 @@ class StateFiles:
 
         Args:
             bucket: One of :attr:`groups_of`.
-            tensors: What is given memory: by moment, and masters by ``""``, the first element of each view of the
-                bucket's master or moment, its end, and the view. Those with memory of their own keep their values.
-            writes: What is changed inside, or had memory of its own, is written afterwards.
+            tensors: The views that get memory, by moment, and masters by ``""``: each with its first element in the
+                bucket's master or moment, its end, and the view. One that has memory already keeps its values.
+            writes: Write everything afterwards, with what was changed inside or had memory already.
         """
         dtypes = {"": master_dtype(bucket.dtype), **self.moments}
-        whole = {name: torch.zeros(bucket.layout.shard_numel, dtype=dtype) for name, dtype in dtypes.items()}
+        full = {name: torch.zeros(bucket.layout.shard_numel, dtype=dtype) for name, dtype in dtypes.items()}
         for group in self.groups_of[bucket]:
-            unit = InMemory(self, group, reads=True)
+            unit = LoadedSubGroup(self, group, reads=True)
             try:
                 unit.wait()
-                whole[""][group.start : group.stop] = unit.master
+                full[""][group.start : group.stop] = unit.master
                 for name, values in (unit.moments if group.has_moments else {}).items():
-                    whole[name][group.start : group.stop] = values
+                    full[name][group.start : group.stop] = values
             finally:
                 unit.free()
         for name, views in tensors.items():
             for start, stop, view in views:
-                here = whole[name][start:stop]
-                if not is_at_rest(view):
+                here = full[name][start:stop]
+                if not is_placeholder(view):
                     here.copy_(view)
                 view.data = here
         try:
@@ -299,19 +299,19 @@ class StateFiles:
         finally:
             for views in tensors.values():
                 for _, _, view in views:
-                    view.data = at_rest(view.numel(), view.dtype)
+                    view.data = placeholder(view.numel(), view.dtype)
         if writes:
-            self.write(bucket, whole)
+            self.write(bucket, full)
 
-    def write(self, bucket: Bucket, whole: Mapping[str, Tensor]) -> None:
+    def write(self, bucket: Bucket, full: Mapping[str, Tensor]) -> None:
         """Replace the master, ``""``, and the moments of ``bucket``."""
         for group in self.groups_of[bucket]:
-            unit = InMemory(self, group, reads=False)
+            unit = LoadedSubGroup(self, group, reads=False)
             try:
-                unit.master.copy_(whole[""][group.start : group.stop])
+                unit.master.copy_(full[""][group.start : group.stop])
                 for name, values in unit.moments.items() if self.moments else ():
-                    values.copy_(whole[name][group.start : group.stop])
-                unit.begin_write()
+                    values.copy_(full[name][group.start : group.stop])
+                unit.start_write()
             finally:
                 unit.wait()
                 unit.free()

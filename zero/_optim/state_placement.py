@@ -1,4 +1,4 @@
-"""Which buckets' states rest where."""
+"""Optimizer state offload: which buckets' masters and moments are on the device, in host memory, or in files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from zero._storage.tier_settings import StateTier, Tier
 
 
 def assign_states(buckets: list[Bucket], settings: ZeroSettings, topology: Topology) -> StateFiles | None:
-    """Give the buckets whose masters and moments are offloaded their host memory, and make the files. Collective.
+    """Assign host memory to the buckets whose states are offloaded, and create their files. Collective.
 
-    ``ratio`` is met as nearly as whole buckets allow: those that are used last in the forward, whose gradients come
-    first in the backward, go first.
+    ``ratio`` is met as closely as undivided buckets allow. The buckets used last in the forward are offloaded first:
+    their gradients come first in the backward, so their copies overlap most of it.
     """
     tiers = settings.tiers
     if tiers.states.tier is Tier.DEVICE or not get_stage(settings.stage).shards_states:
@@ -37,19 +37,16 @@ def assign_states(buckets: list[Bucket], settings: ZeroSettings, topology: Topol
 
 
 def describe_states(buckets: list[Bucket], tier: StateTier, inner: Optimizer) -> tuple[str, ...]:
-    """Where masters and moments rest, in what, and what updates them there, for ``optimizer.effective``.
-
-    The same on every rank.
-    """
+    """Where masters and moments are stored, and what updates them, for ``optimizer.effective``; alike on all ranks."""
     trainable = [bucket for bucket in buckets if bucket.is_trainable]
     offloaded = sum(bucket.layout.numel for bucket in trainable if bucket.host is not None)
     is_narrow = isinstance(inner, CPUOptimizer) and inner.moment_dtype == torch.bfloat16
-    formats = ("moments rest in bfloat16, rounded stochastically",) if is_narrow else ()
+    formats = ("moments are stored in bfloat16, rounded stochastically",) if is_narrow else ()
     if not offloaded:
         return formats
     share = offloaded / sum(bucket.layout.numel for bucket in trainable)
     place = f"files below {tier.path}" if tier.tier is Tier.NVME else "host memory"
     update = describe_update(inner)
     part = "" if share == 1 else f"{share:.0%} of the "
-    late = f", during the next step after the first {tier.delay_start}" if tier.delays_update else ""
-    return (f"{part}masters and moments rest in {place}, updated on the host by {update}{late}", *formats)
+    delay = f", during the next step after the first {tier.delay_start}" if tier.delays_update else ""
+    return (f"{part}masters and moments are stored in {place}, updated on the host by {update}{delay}", *formats)

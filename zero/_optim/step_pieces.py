@@ -1,4 +1,4 @@
-"""One step of an optimizer on pieces that are in memory."""
+"""One optimizer step on master pieces in memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from zero._sharding.bucket import Bucket
 
 
 def numbers_of_groups(inner: Optimizer) -> dict[int, int]:
-    """The number of the group of each parameter of ``inner``, by its id."""
+    """The group index of each parameter of ``inner``, by the parameter's id."""
     return {id(p): i for i, group in enumerate(inner.param_groups) for p in group["params"]}
 
 
 @contextmanager
-def only(inner: Optimizer, leaves: Mapping[int, list[Tensor]]) -> Iterator[None]:
-    """Let the groups of ``inner`` have only these parameters, by the number of the group."""
+def restrict_groups(inner: Optimizer, leaves: Mapping[int, list[Tensor]]) -> Iterator[None]:
+    """Inside, the groups of ``inner`` have only these parameters, by group index."""
     before = [group["params"] for group in inner.param_groups]
     for index, group in enumerate(inner.param_groups):
         group["params"] = leaves.get(index, [])
@@ -35,10 +35,12 @@ def only(inner: Optimizer, leaves: Mapping[int, list[Tensor]]) -> Iterator[None]
 def step_pieces(
     inner: Optimizer, pieces: Sequence[MasterPiece], factor: float, groups: Mapping[int, int] | None = None
 ) -> None:
-    """Step every piece that has a gradient, and no other parameter of ``inner``; ``groups`` as above, if known.
+    """Step every piece that has a gradient, and no other parameter of ``inner``.
 
-    zero's own optimizers take the gradient times ``factor`` and write the new parameters of every bucket of ``pieces``
-    in the same pass; others take it as it is, and their buckets' shards are to be updated afterwards.
+    zero's own optimizers multiply the gradient by ``factor`` and write the new parameters in the same pass. Others take
+    the gradient as it is, and the caller updates the shards of their buckets afterwards.
+
+    ``groups``: what :func:`numbers_of_groups` returns, if it is known.
     """
     index_of = numbers_of_groups(inner) if groups is None else groups
     if isinstance(inner, CPUOptimizer):
@@ -49,7 +51,7 @@ def step_pieces(
         leaves[index_of[id(piece.master)]].append(piece.master)
         if piece.master.grad is not None:
             piece.master.grad = piece.master.grad.to(piece.master.dtype)
-    with only(inner, leaves):
+    with restrict_groups(inner, leaves):
         inner.step()
 
 
@@ -62,7 +64,7 @@ def _step_in_one_pass(
     for bucket, of_bucket in by_bucket.items():
         shard: Tensor | None = None
         if bucket.master is not bucket.shard:
-            shard = bucket.begin_update(0, bucket.master.numel())
+            shard = bucket.start_update(0, bucket.master.numel())
             for start, stop in bucket.gaps:
                 shard[start:stop].zero_()
         for piece in of_bucket:
@@ -74,4 +76,4 @@ def _step_in_one_pass(
             elif out is not None:
                 out.copy_(master)
         if shard is not None:
-            bucket.end_update(0, bucket.master.numel())
+            bucket.finish_update(0, bucket.master.numel())

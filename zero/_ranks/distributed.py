@@ -1,10 +1,9 @@
-"""Where this process stands: starting torch.distributed, its device, its data-parallel group, its share of the data.
+"""Starts torch.distributed, and says what this process has of the job: device, data-parallel group, share of the data.
 
-Who logs what is the same on every rank: one rank of a job.
-
-The data-parallel groups of a model that is split over tensor- or pipeline-parallel ranks each have a first rank, so
-``topology.rank == 0`` is not enough there: ``Runtime.speaks`` is true on one rank of them all. What happens on one rank
-alone (a backward that an exception ended there, a wait that was given up) is logged by that rank.
+One rank of a job logs what is the same on every rank. The data-parallel groups of a model that is split over tensor-
+or pipeline-parallel ranks each have a first rank, so ``topology.rank == 0`` is not enough: ``Runtime.is_log_rank`` is
+true on one rank of them all. What happens on one rank alone (a backward that an exception ended, a wait that timed out)
+is logged by that rank.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from zero._ranks.model_parallel import ModelParallel
 
 
 def is_first_of_job() -> bool:
-    """Whether this process has rank 0, or is the only one. For what belongs to no group of ranks."""
+    """Whether this process has rank 0, or is the only one. For log lines that belong to no group of ranks."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
@@ -39,19 +38,19 @@ DATA_AXES = ("dp", "data", "data_parallel", "fsdp")
 def init_distributed(
     dist_backend: str | None = None, *, distributed_port: int = 29500, timeout: timedelta | None = None
 ) -> None:
-    """Start torch.distributed unless it runs: from torchrun's environment, or as the only process if there is none.
+    """Initialize torch.distributed unless it is initialized: from torchrun's environment, else as a single process.
 
-    The process group is destroyed when the interpreter exits, if nobody has destroyed it before. After a restart by
-    torchrun, whose store outlives the ranks, the new ranks do not read what the dead ones have left in it (torch's own
+    The process group is destroyed when the interpreter exits. torchrun's store outlives the ranks: after a restart the
+    new ranks use keys of their own in it, and do not read what the dead ones left (torch's own
     ``init_process_group()`` does, and fails over gloo).
 
     Args:
         dist_backend: Default: nccl where there is a GPU, else gloo.
-        distributed_port: Where the environment has an address but no port.
-        timeout: Of starting, and of each exchange. Default: torch's for the backend.
+        distributed_port: Used where the environment has an address but no port.
+        timeout: For the start, and for each exchange. Default: torch's for the backend.
 
     Raises:
-        CommunicationError: After a restart, not all ranks came within ``timeout``.
+        CommunicationError: After a restart, not all ranks joined within ``timeout``.
     """
     if dist.is_initialized():
         return
@@ -65,11 +64,13 @@ def init_distributed(
             mark_fresh()
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    # torch warns of leaked resources if an NCCL group is alive when the interpreter exits.
     atexit.register(_end)
 
 
 def _start_over(timeout: timedelta | None) -> dict[str, Any]:
-    """For init_process_group: a store in which ranks of earlier starts have left nothing."""
+    """Arguments for init_process_group: a store without keys of earlier starts."""
+    # Without a fresh prefix gloo reads the addresses that the dead ranks published, and connects to nobody.
     store, rank, world_size = next(rendezvous("env://", timeout=timeout or dist.default_pg_timeout))
     store.set_timeout(timeout or dist.default_pg_timeout)
     prefix = prefix_of_start(store, "zero", range(world_size), rank, timeout)
@@ -82,7 +83,7 @@ def _end() -> None:
 
 
 def local_device(args: Any = None) -> torch.device:
-    """This process's GPU, by ``LOCAL_RANK`` or else ``args.local_rank``; the CPU where there is none."""
+    """This process's GPU, by ``LOCAL_RANK`` or else ``args.local_rank``; the CPU if there is no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank = os.environ.get("LOCAL_RANK", getattr(args, "local_rank", None) or 0)
@@ -95,7 +96,7 @@ class DataParallel:
     """The ranks that train on different data with the same parameters.
 
     Args:
-        group: Their group; None is all ranks.
+        group: Their process group; None: all ranks.
         model_parallel: The ranks that hold other parts of the same model.
     """
 
@@ -105,14 +106,14 @@ class DataParallel:
 
 
 def data_parallel(mpu: Any) -> DataParallel:
-    """The data-parallel ranks of ``mpu``, and beside them the model-parallel ones.
+    """The data-parallel and the model-parallel ranks that ``mpu`` describes.
 
     Args:
-        mpu: None: all ranks are data-parallel. A process group, an object with Megatron's methods
-            (``get_data_parallel_group()``, ...), or a DeviceMesh of which one axis has a name of :data:`DATA_AXES`.
+        mpu: None: all ranks are data-parallel. Else a process group, an object with Megatron's methods
+            (``get_data_parallel_group()``, ...), or a DeviceMesh with one axis named as in :data:`DATA_AXES`.
 
     Raises:
-        ConfigError: It is none of these, or a mesh without an axis for data.
+        ConfigError: ``mpu`` is none of these, or a mesh without a data axis.
     """
     if mpu is None or isinstance(mpu, dist.ProcessGroup):
         return DataParallel(mpu)
@@ -120,24 +121,24 @@ def data_parallel(mpu: Any) -> DataParallel:
         names = mpu.mesh_dim_names or ()
         axis = next((name for name in DATA_AXES if name in names), None)
         if axis is None and mpu.ndim > 1:
-            raise ConfigError(f"a mesh of several axes must name one of them {' or '.join(DATA_AXES)}: got {names}")
+            raise ConfigError(f"a mesh of several axes must name one of them {' or '.join(DATA_AXES)}: names={names}")
         return DataParallel(mpu.get_group(axis), ModelParallel.of_mesh(mpu, axis) if axis and mpu.ndim > 1 else None)
     if not hasattr(mpu, "get_data_parallel_group"):
-        raise ConfigError(f"mpu must be a DeviceMesh or have get_data_parallel_group(): got {mpu!r}")
+        raise ConfigError(f"mpu must be a DeviceMesh or have get_data_parallel_group(): mpu={mpu!r}")
     return DataParallel(mpu.get_data_parallel_group(), ModelParallel.of_mpu(mpu))
 
 
 class RankDataLoader:
-    """Batches of this rank's share of a dataset; every pass is shuffled anew, the same on every rank.
+    """Loads this rank's share of a dataset in batches. Every pass has a new shuffle, the same on every rank.
 
-    ``state_dict()`` holds how many passes were begun: after a load the next is shuffled as it would have been. What was
-    left of a pass is not given again.
+    ``state_dict()`` holds the number of passes started: after a load, the next pass is shuffled as it would have been.
+    The rest of an unfinished pass is skipped.
 
     Args:
         dataset: A map-style dataset, the same on every rank.
-        ranks: Who shares it.
-        batch_size: Samples a batch and rank.
-        collate_fn: As of torch's DataLoader.
+        ranks: The ranks that share it.
+        batch_size: Samples per batch on each rank.
+        collate_fn: See torch's DataLoader.
         drop_last: Drop an incomplete last batch.
     """
 
@@ -151,7 +152,7 @@ class RankDataLoader:
         drop_last: bool = False,
     ) -> None:
         if not hasattr(dataset, "__len__"):
-            raise StateError(f"training_data must be a dataset with a length: got {type(dataset).__name__}")
+            raise StateError(f"training_data must be a dataset with a length: training_data={type(dataset).__name__}")
         self.sampler: DistributedSampler[Any] = DistributedSampler(
             dataset, num_replicas=ranks.world_size, rank=ranks.rank, drop_last=drop_last
         )
@@ -164,11 +165,11 @@ class RankDataLoader:
         return len(self.loader)
 
     def state_dict(self) -> dict[str, int]:
-        """How many passes were begun."""
+        """The number of passes started."""
         return {"num_passes": self._num_passes}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """The next pass follows those of ``state``."""
+        """Continue with the pass after those of ``state``."""
         self._num_passes = int(state["num_passes"])
 
     def __iter__(self) -> Iterator[Any]:

@@ -1,12 +1,12 @@
-"""The ranks that hold the other parts of the same model: what a norm or an overflow must be agreed on with them.
+"""Model-parallel ranks: those that hold other parts of the same model, and agree on its gradient norm and overflow.
 
-A parameter is one of three things, as in Megatron-LM, by an attribute that its layer sets:
+An attribute that its layer sets says what a parameter is, as in Megatron-LM:
 
-    param.tensor_model_parallel = True    this rank has a part of it; every rank's part counts in the norm
+    param.tensor_model_parallel = True    this rank has a part of it; every rank counts its part in the norm
     no attribute                          replicated over the tensor-parallel ranks; the first of them counts it
     param.shared = True                   a copy of a parameter of another pipeline stage (tied embeddings); not counted
 
-Without tensor-parallel ranks (pipeline stages alone) every parameter but the shared ones counts.
+With pipeline stages alone, every parameter but the shared ones counts.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class ModelParallel:
     """The model-parallel ranks of this one.
 
     Args:
-        group: They, tensor- and pipeline-parallel ones together; None: this rank has the whole model.
+        group: The tensor- and pipeline-parallel ranks together; None: this rank has the full model.
         counts_replicated: Whether this rank is the first of those that hold the same replicated parameters.
-        tensor_group: Those of them that have the same activations; None: this rank is the only one.
+        tensor_group: The ranks with the same activations; None: this rank is the only one.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class ModelParallel:
         self.world_size = 1 if group is None else dist.get_world_size(group)
 
     @cached_property
-    def everyone(self) -> Topology:
-        """The ranks of all parts of the model, which are all there are; made at the first use, which is collective."""
+    def all_ranks(self) -> Topology:
+        """All ranks of the job. Created at the first use, which is collective."""
         return Topology(ranks_per_node=dist.get_world_size())
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh, data_axis: str) -> ModelParallel:
-        """All axes but ``data_axis``. Parameters are replicated over those that are not named as pipeline axes."""
+        """All axes but ``data_axis``. Parameters are replicated over every axis that is not a pipeline axis by name."""
         names = tuple(name for name in mesh.mesh_dim_names or () if name != data_axis)
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
         if math.prod(sizes[name] for name in names) == 1:
@@ -67,17 +67,17 @@ class ModelParallel:
 
     @classmethod
     def of_mpu(cls, mpu: Any) -> ModelParallel:
-        """By Megatron's methods, as far as ``mpu`` has them.
+        """Read the groups from those of Megatron's methods that ``mpu`` has.
 
         Raises:
-            ConfigError: It has several model-parallel ranks and does not say their group.
+            ConfigError: There are several model-parallel ranks, and ``mpu`` does not give their group.
         """
         if getattr(mpu, "get_model_parallel_world_size", lambda: 1)() == 1:
             return cls()
         if not hasattr(mpu, "get_model_parallel_group"):
             raise ConfigError(
-                "mpu must have get_model_parallel_group() beside get_model_parallel_world_size() = "
-                f"{mpu.get_model_parallel_world_size()}, for norms and overflows of the whole model: got {mpu!r}"
+                "mpu must have get_model_parallel_group(), for norms and overflows of the full model: "
+                f"get_model_parallel_world_size()={mpu.get_model_parallel_world_size()}, mpu={mpu!r}"
             )
         rank_of = next((getattr(mpu, name) for name in RANK_METHODS if hasattr(mpu, name)), None)
         group = mpu.get_model_parallel_group()
@@ -85,7 +85,7 @@ class ModelParallel:
         return cls(group, counts_replicated=rank == 0, tensor_group=tensor_parallel_group(mpu))
 
     def counts(self, param: nn.Parameter) -> bool:
-        """Whether this rank's part of ``param`` belongs in the norm of the whole model."""
+        """Whether this rank adds its part of ``param`` to the norm of the full model."""
         if self._topology is None:
             return True
         if getattr(param, "tensor_model_parallel", False):
@@ -93,7 +93,7 @@ class ModelParallel:
         return self._counts_replicated and not getattr(param, "shared", False)
 
     def gather(self, value: float) -> list[float]:
-        """``value`` of every rank, in their order. Collective over them."""
+        """``value`` of every rank, in rank order. Collective over the model-parallel ranks."""
         if self._topology is None:
             return [value]
         mine = torch.tensor([value], dtype=torch.float64)
@@ -101,24 +101,24 @@ class ModelParallel:
         return of_ranks
 
     def gather_beside(self, value: Tensor) -> Tensor:
-        """The scalar ``value`` of every rank, [world_size], in their order, on its device. Collective over them."""
+        """As :meth:`gather`, of a scalar tensor: [world_size], on its device."""
         mine = value.view(1)
         return mine if self._topology is None else control.gather_beside(mine, self._topology).view(-1)
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001  (one flag)
-        """Whether it is true on any of them. Collective over them."""
+        """Whether ``flag`` is true on any model-parallel rank. Collective over them."""
         return any(self.gather(float(flag)))
 
     def close(self) -> None:
-        """Free what belongs to it."""
-        if "everyone" in self.__dict__:
-            self.__dict__.pop("everyone").close()
+        """Free the topologies."""
+        if "all_ranks" in self.__dict__:
+            self.__dict__.pop("all_ranks").close()
         if self._topology is not None:
             self._topology.close()
 
 
 def tensor_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
-    """The ranks that compute the same activations with parts of each layer, by ``mpu``; None: this one alone.
+    """The ranks that hold parts of the same layers, and so have the same activations; None: this rank alone.
 
     Args:
         mpu: None, an object with Megatron's methods, or a DeviceMesh with an axis of :data:`TENSOR_AXES`.

@@ -1,4 +1,4 @@
-"""Errors that only one rank would see, raised on all: a rank that goes on alone waits for the others for ever."""
+"""Raises an error of one rank on every rank: ranks that went on without the failed one would deadlock."""
 
 from __future__ import annotations
 
@@ -16,47 +16,49 @@ Result = TypeVar("Result")
 
 
 def on_every_rank(call: Callable[[], Result], ranks: Topology | dist.ProcessGroup | None, *, fact: str = "") -> Result:
-    """What ``call``, which must not communicate, returns; if it raises on any of ``ranks``, all raise. Collective.
+    """Run ``call`` on every rank and return its result; if it raises on any rank, raise on all. Collective.
 
     Args:
-        call: What is to be done.
-        ranks: Who does it; None: all ranks of torch.distributed.
-        fact: What must be the same on every rank, in a line, names first.
+        call: Must not communicate: on a rank where it raised early, the others would wait in its exchange.
+        ranks: The ranks; None: all ranks of torch.distributed.
+        fact: One line that must be the same on every rank, names first.
 
     Raises:
-        Exception: On a rank where ``call`` raised, that. On the others, zcomm's error of the same class, or an OSError
-            of the same errno and file, else StateError, with the number of the first such rank and its text.
+        Exception: On a rank where ``call`` raised, that error. On the others, zcomm's error of the same class, an
+            OSError of the same errno and file, or else StateError, with the number of the first such rank and its text.
         LayoutError: The ranks' facts differ.
-        ConfigError: Ranks run different libraries, or have different switches: seen at the first call for a group.
+        ConfigError: Ranks run different versions, or have different switches: checked at the first call for a group.
 
     Cost for each rank: 8 bytes to every other rank; 512 more if there is an error.
     """
     if not isinstance(ranks, Topology):
         compare_once(ranks)
-    failure, handled = None, sys.exc_info()[1]  # this may be the recovery from an agreed error
+    failure, handled = None, sys.exc_info()[1]  # the caller may be handling an agreed error: that one does not count
     try:
         result = call()
     except Exception as error:
-        if is_agreed(error, handled=handled):  # by an agreement inside ``call``, where each rank came to this point
+        # An agreement within ``call`` has raised this on every rank already: to agree again here would deadlock with
+        # the ranks that have left.
+        if is_agreed(error, handled=handled):
             raise
         failure = error
-    mine = f"\n{fact}" if failure is None else _told(failure)
+    mine = f"\n{fact}" if failure is None else _error_text(failure)
     with torch._C.DisableTorchFunction():  # a constructor may run under torch.device("meta")
         if control.are_equal(mine, ranks) and failure is None:  # all have failed, or none
             return result
         texts = control.gather_texts(mine, ranks)
     if failure is not None:
-        raise _agreed(failure)
+        raise _mark_agreed(failure)
     for rank, text in enumerate(texts):
         kind, _, reason = text.partition("\n")
         if kind:
-            raise _agreed(_as_told(rank, kind, reason))
+            raise _mark_agreed(_error_from(rank, kind, reason))
     lines = [f"  rank {rank}: {text.strip()}" for rank, text in enumerate(texts)]
-    raise _agreed(LayoutError("every rank must do the same, in the same order:\n" + "\n".join(lines)))
+    raise _mark_agreed(LayoutError("every rank must do the same, in the same order:\n" + "\n".join(lines)))
 
 
 def raise_on_every_rank(error: Exception, ranks: Topology | dist.ProcessGroup | None) -> NoReturn:
-    """Raise ``error`` here, and with this rank's number on the others, where they agree on something. Collective."""
+    """Raise ``error`` on this rank, and on the others, which are in :func:`on_every_rank`, with this rank's number."""
 
     def fail() -> NoReturn:
         raise error
@@ -66,9 +68,9 @@ def raise_on_every_rank(error: Exception, ranks: Topology | dist.ProcessGroup | 
 
 
 def raise_first(error: Exception | None, kind: type[Exception], topology: Topology) -> None:
-    """If any rank has an error, raise a ``kind`` with the text of the first such rank's on every rank. Collective.
+    """If any rank has an error, raise a ``kind`` with the first such rank's text on every rank. Collective.
 
-    Cost: one small exchange if none has.
+    Cost: one small exchange if no rank has an error.
     """
     if topology.world_size > 1:
         has_error = control.gather_float64(torch.tensor([float(error is not None)]), topology)
@@ -93,7 +95,7 @@ def share_text(text: str, src: int, topology: Topology) -> str:
 
 
 def is_agreed(error: BaseException | None, *, handled: BaseException | None = None) -> bool:
-    """Whether ``error``, or what it came from, was raised on every rank; ``handled``, which came before it, aside."""
+    """Whether ``error`` or one of its causes was raised on every rank, up to ``handled``, which came before it."""
     while error is not None and error is not handled:
         if getattr(error, "is_agreed_by_ranks", False):
             return True
@@ -101,16 +103,16 @@ def is_agreed(error: BaseException | None, *, handled: BaseException | None = No
     return False
 
 
-def _told(error: Exception) -> str:
-    """``error`` for the other ranks: its class, and errno if it has one; then its text."""
+def _error_text(error: Exception) -> str:
+    """``error`` as it is sent to the other ranks: class, and errno if there is one; then its text."""
     name = type(error).__name__
     if isinstance(error, OSError) and error.errno is not None:
         return f"{name} {error.errno}\n{error.filename or ''}\n{error.strerror}"
     return f"{name}\n{error}"
 
 
-def _as_told(rank: int, kind: str, reason: str) -> Exception:
-    """The error that ``rank`` told."""
+def _error_from(rank: int, kind: str, reason: str) -> Exception:
+    """The exception for an error that ``rank`` sent."""
     name, _, number = kind.partition(" ")
     known: type[Exception] | None = {cls.__name__: cls for cls in _descendants(ZcommError)}.get(name)
     if number:
@@ -119,7 +121,7 @@ def _as_told(rank: int, kind: str, reason: str) -> Exception:
     return (known or StateError)(f"rank {rank}: {reason if known else f'{name}: {reason}'}")
 
 
-def _agreed(error: Exception) -> Exception:
+def _mark_agreed(error: Exception) -> Exception:
     error.is_agreed_by_ranks = True  # type: ignore[attr-defined]
     return error
 

@@ -1,7 +1,7 @@
-"""What ``mode="delta_hpz"`` keeps from step to step beside the masters: replicas, and residuals of gradients.
+"""The state of ``mode="delta_hpz"`` in a checkpoint beside the masters: replicas, and residuals of gradients.
 
-With ``mode="delta"`` full parameters are such replicas, and there are no residuals. Without these training would go on,
-but not with the same bits: replicas would be the masters rounded once.
+With ``mode="delta"`` the full parameters are such replicas, and there are no residuals. Without this state a restarted
+run would train on, but with other bits: its replicas would be the masters rounded once, not the sum of sent changes.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from zero._sharding.bucket import Bucket
 logger = logging.getLogger("zero")
 
 
-def held_of(runtime: Runtime) -> dict[Bucket, Tensor]:
-    """What all nodes hold of this rank's shard of every trainable bucket; empty in other modes."""
+def replica_shards(runtime: Runtime) -> dict[Bucket, Tensor]:
+    """The replicas' values of this rank's shard of every trainable bucket; empty in other modes."""
     replicas = runtime.gatherer.replicas
     return {b: replicas[b.index].held for b in runtime.buckets if b.is_trainable and b.index in replicas}
 
 
 def residuals_of(runtime: Runtime) -> list[Residual]:
     """This rank's residuals, one for each trainable bucket; none in other modes."""
-    sums = [grads.in_node for grads in runtime.reducer.all]
+    sums = [grads.node_sums for grads in runtime.reducer.all]
     return [one.residual for one in sums if one is not None and one.residual is not None]
 
 
 def node_state(runtime: Runtime) -> dict[str, Any] | None:
-    """Both, on this rank: copies.
+    """Copies of this rank's replica shards and residuals; None in other modes.
 
     Raises:
         StateError: There are gradients of a step that is not applied.
     """
-    held = held_of(runtime)
+    held = replica_shards(runtime)
     if not held:
         return None
     return {
@@ -47,30 +47,30 @@ def node_state(runtime: Runtime) -> dict[str, Any] | None:
 
 
 def restore_node_state(runtime: Runtime, saved: Mapping[str, Any] | None) -> None:
-    """Go on with what :func:`node_state` gave on this rank of the same layout. Collective."""
+    """Restore what :func:`node_state` gave on this rank of the same layout. Collective."""
     reset_residuals(runtime)
     if saved is None or not runtime.gatherer.replicas:
         return
-    refresh_replicas(runtime, {b: saved["replicas"][b.index] for b in held_of(runtime)})
+    refresh_replicas(runtime, {b: saved["replicas"][b.index] for b in replica_shards(runtime)})
     for residual, state in zip(residuals_of(runtime), saved["residuals"], strict=True):
         residual.load_state_dict(state)
 
 
 def refresh_replicas(runtime: Runtime, shards: Mapping[Bucket, Tensor]) -> None:
-    """Let all nodes hold these values of every rank's shards. Collective; the same buckets on every rank."""
-    runtime.hold(shards)
+    """Set all nodes' replicas to these values of every rank's shards. Collective; the same buckets on every rank."""
+    runtime.set_replicas(shards)
 
 
 def reset_residuals(runtime: Runtime) -> None:
-    """Forget what exchanges have lost: masters are others now."""
+    """Drop the residuals: they belong to masters that have been replaced."""
     for residual in residuals_of(runtime):
         residual.reset()
 
 
 def load_all_residuals(runtime: Runtime, states: Iterable[Mapping[str, Any]]) -> None:
-    """Take over the states of all ranks of another topology or layout: sums, split equally. No communication.
+    """Load the residuals of all ranks of another topology or layout: their sums, split equally. No communication.
 
-    Of other parameters than these the residuals start anew, which is said once.
+    If they belong to other parameters, residuals start at zero, with one warning.
     """
     reset_residuals(runtime)
     residuals = residuals_of(runtime)
@@ -80,5 +80,5 @@ def load_all_residuals(runtime: Runtime, states: Iterable[Mapping[str, Any]]) ->
         load_residuals(states, residuals)
     except LayoutError as error:
         reset_residuals(runtime)
-        if runtime.speaks:
-            logger.warning("residuals of gradients start anew: %s", error)
+        if runtime.is_log_rank:
+            logger.warning("residuals of gradients start at zero: %s", error)

@@ -1,4 +1,4 @@
-"""Values that a rank gives parameters while they are whole: every rank takes them over, and so do the masters."""
+"""Edits of full parameters inside ``zero.GatheredParameters``: one rank's values go to all ranks and the masters."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from zero._sharding.stages import Stage
 Slots = Mapping[Bucket, Collection[int]]
 
 
-class Publish(Protocol):
-    """:meth:`zero._runtime.write_back.Publisher.publish`, as far as it is of use here."""
+class WriteBackCall(Protocol):
+    """The part of :meth:`Runtime.write_back` that is used here."""
 
     def __call__(self, buckets: list[Bucket], *, params: Collection[nn.Parameter] | None) -> None:
-        """Bring what the forward reads in line with the masters; ``params`` have new values."""
+        """Give parameters the masters' values; ``params`` have new ones."""
 
 
-class Edits:
-    """Of the parameters of one model.
+class GatheredEdits:
+    """Applies edits of the parameters of one model.
 
     Args:
-        stage: Whose layout shards have.
+        stage: It decides which rows of a bucket this rank's masters are.
         topology: The ranks.
-        open_masters: Holds the masters of buckets in memory, to be changed.
-        publish: Called when they have been.
+        open_masters: A context in which the masters of buckets are in memory and may be changed.
+        write_back: Called after masters have changed.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class Edits:
         stage: Stage,
         topology: Topology,
         open_masters: Callable[[list[Bucket]], AbstractContextManager[None]],
-        publish: Publish,
+        write_back: WriteBackCall,
     ) -> None:
-        self._stage, self._topology, self._open_masters, self._publish = stage, topology, open_masters, publish
+        self._stage, self._topology, self._open_masters, self._write_back = stage, topology, open_masters, write_back
 
     @contextmanager
     def modified(self, slots: Slots, rank: int) -> Iterator[None]:
-        """What ``rank`` changes inside, in these parameters of full buckets, is taken over by every rank.
+        """Every rank adopts what ``rank`` changes inside, in these parameters of full buckets.
 
-        Elements that it leaves as they are keep their masters, of which the forward sees only a rounding.
+        Elements that it leaves as they are keep their masters, which are more precise than what the forward sees.
         """
         row = self._topology.shard_index("local")
         before = {bucket: bucket.own_rows(self._stage, row).clone() for bucket in slots}
@@ -56,34 +56,38 @@ class Edits:
             yield
         finally:
             for bucket in slots:
-                bucket.take_back()
+                bucket.copy_back_moved()
             is_written = [num_writes(param) != old for param, old in zip(params, writes, strict=True)]
-            self._take_over(slots, rank, before, is_written)
+            self._adopt(slots, rank, before, is_written)
 
-    def take_values(self, slots: Slots, rank: int) -> None:
-        """Take over ``rank``'s values of these parameters of full buckets."""
-        self._take_over(slots, rank, {}, [True] * len(_params(slots)))
+    def adopt_values(self, slots: Slots, rank: int) -> None:
+        """Adopt ``rank``'s values of these parameters of full buckets, on every rank and in the masters."""
+        self._adopt(slots, rank, {}, [True] * len(_params(slots)))
 
-    def _take_over(self, slots: Slots, rank: int, before: Mapping[Bucket, Tensor], is_written: Sequence[bool]) -> None:
-        """``before``: the values of this rank's rows; where they are as they were, masters stay.
+    def _adopt(self, slots: Slots, rank: int, before: Mapping[Bucket, Tensor], is_written: Sequence[bool]) -> None:
+        """Adopt ``rank``'s values, and agree on which parameters have changed.
 
-        ``is_written``: which parameters have been written to, whatever the values are. What autograd has saved of a
-        parameter that is written to or changed on any rank is out of date on all.
+        Args:
+            slots: The parameters.
+            rank: Its values count.
+            before: The earlier values of this rank's rows; where they are equal, masters stay.
+            is_written: Which parameters were written to, whatever the values. What autograd has saved of a parameter
+                that any rank wrote to or changed is out of date on all.
         """
         flags = []
         for bucket, chosen in slots.items():
-            flags += self._take_bucket(bucket, chosen, rank, before.get(bucket))
+            flags += self._adopt_bucket(bucket, chosen, rank, before.get(bucket))
         changed = torch.tensor([a or b for a, b in zip(flags, is_written, strict=True)], dtype=torch.int64)
         if self._topology.world_size > 1:
             changed = control.agree_max(changed, self._topology)
         is_new = changed.bool().tolist()
-        self._publish(list(slots), params=[p for p, new in zip(_params(slots), is_new, strict=True) if new])
+        self._write_back(list(slots), params=[p for p, new in zip(_params(slots), is_new, strict=True) if new])
 
-    def _take_bucket(self, bucket: Bucket, chosen: Collection[int], rank: int, before: Tensor | None) -> list[bool]:
-        """Which of ``chosen`` differ from ``before`` in this rank's rows."""
+    def _adopt_bucket(self, bucket: Bucket, chosen: Collection[int], rank: int, before: Tensor | None) -> list[bool]:
+        """Broadcast one bucket and update its masters; which of ``chosen`` changed in this rank's rows."""
         changed = dict.fromkeys(chosen, False)
         with self._open_masters([bucket]):
-            assert bucket.full is not None, "values can only be taken from full parameters"
+            assert bucket.full is not None, "values can only be adopted from full parameters"
             control.broadcast_(bucket.full, rank, self._topology)
             row = self._topology.shard_index("local")
             rows = bucket.own_rows(self._stage, row)

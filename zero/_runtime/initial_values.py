@@ -1,8 +1,8 @@
-"""The first values: every rank takes rank 0's, and keeps what its stage says.
+"""Partition the initial values: every rank takes rank 0's parameters and keeps its shard, as the stage says.
 
-What zero.Init has divided is divided anew, bucket by bucket: a rank holds one of them whole, beside the shards.
-Memory may run out on one rank alone, so whatever allocates is agreed on, bucket by bucket. After a failure the
-parameters are whole on every rank.
+What zero.Init has sharded is sharded again, bucket by bucket: a rank holds one full bucket at a time beside the shards.
+Memory may run out on one rank alone, so the ranks agree after every allocation, bucket by bucket; without that the
+others would wait for it in the next broadcast: a deadlock. After a failure the parameters are full on every rank.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ from zero._model.init_shards import construction_of, is_built
 from zero._optim.state_files import StateFiles
 from zero._ranks.rank_errors import on_every_rank
 from zero._sharding.bucket import Bucket, BucketState
-from zero._sharding.released import show
+from zero._sharding.released import make_full
 from zero._sharding.stages import Stage
-from zero._storage.parameter_storage import ParameterRests
+from zero._storage.parameter_storage import ParameterStorage
 
 
-def settle(
+def partition_model(
     model: nn.Module,
     buckets: list[Bucket],
     stage: Stage,
     topology: Topology,
-    rests: tuple[ParameterRests, StateFiles | None],
+    storage: tuple[ParameterStorage, StateFiles | None],
     *,
     keeps_exact_masters: bool,
     keeps_exact_shards: bool,
 ) -> None:
-    """Divide the values of ``model`` over the ranks, as they are on rank 0. Collective.
+    """Shard rank 0's values of ``model`` over the ranks. Collective.
 
     Args:
         model: On its device.
         buckets: Its parameters.
-        stage: What is kept of them.
+        stage: What a rank keeps of them.
         topology: The ranks.
-        rests: Where parameters and states rest.
-        keeps_exact_masters: Beside full parameters, which are quantized.
-        keeps_exact_shards: Beside full parameters, which changes are added to.
+        storage: Where parameters and states are stored.
+        keeps_exact_masters: Full parameters are quantized, so masters are kept beside them.
+        keeps_exact_shards: Full parameters are sums of changes, so shards are kept beside them.
 
     Raises:
-        Exception: What went wrong on a rank, on every rank; :func:`make_whole` undoes what was done until then.
+        Exception: What went wrong on a rank, on every rank; :func:`gather_partitioned` undoes what was done until then.
     """
     on_every_rank(lambda: _check_same_ranks(buckets, topology), topology)
     constructions = {construction_of(param) for bucket in buckets for param in bucket.params} - {None}
     for buffer in model.buffers():
-        _take_first_ranks(buffer.detach(), topology)
+        _broadcast_buffer(buffer.detach(), topology)
     for bucket in buckets:
         full = on_every_rank(bucket.flatten, topology)
         if any(not is_built(param) for param in bucket.params):
             control.broadcast_(full, 0, topology)
-        _take_over(bucket, full)
+        _copy_init_values(bucket, full)
 
-        def take(bucket: Bucket = bucket, full: Tensor = full) -> None:
-            parameters, states = rests
-            bucket.settle(
+        def partition(bucket: Bucket = bucket, full: Tensor = full) -> None:
+            parameters, states = storage
+            bucket.partition(
                 full,
                 stage,
                 topology,
@@ -65,27 +65,27 @@ def settle(
                 keeps_exact_shard=keeps_exact_shards,
             )
             if states is not None and bucket in states.groups_of:
-                states.settle(bucket)
+                states.write_first_masters(bucket)
 
         try:
-            on_every_rank(take, topology)
+            on_every_rank(partition, topology)
         except Exception:
-            _expose(bucket, full)
+            _restore_full(bucket, full)
             raise
     for construction in constructions:
         if construction is not None:
             construction.close_if_unused()
 
 
-def _take_first_ranks(buffer: Tensor, topology: Topology) -> None:
-    whole = buffer.resolve_conj().resolve_neg().contiguous()
-    control.broadcast_(whole, 0, topology)
-    if whole.data_ptr() != buffer.data_ptr():
-        distinct(buffer, buffer).copy_(distinct(whole, buffer))
+def _broadcast_buffer(buffer: Tensor, topology: Topology) -> None:
+    dense = buffer.resolve_conj().resolve_neg().contiguous()
+    control.broadcast_(dense, 0, topology)
+    if dense.data_ptr() != buffer.data_ptr():
+        distinct(buffer, buffer).copy_(distinct(dense, buffer))
 
 
 def distinct(values: Tensor, buffer: Tensor) -> Tensor:
-    """``values``, in the shape of ``buffer``, once for each of its places in memory, which ``expand()`` lets share."""
+    """``values``, shaped as ``buffer``, once for each memory location: elements of an ``expand()`` share theirs."""
     return values[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in buffer.stride())]
 
 
@@ -98,7 +98,7 @@ def _check_same_ranks(buckets: list[Bucket], topology: Topology) -> None:
             if construction.topology.global_ranks != topology.global_ranks:
                 raise TopologyError(
                     "zero.Init and ZeroOptimizer must be given the same ranks: parameter "
-                    f"{slot.name!r} is divided over {construction.topology.global_ranks}, not {topology.global_ranks}"
+                    f"{slot.name!r} is sharded over {construction.topology.global_ranks}, not {topology.global_ranks}"
                 )
             if param.zero_shard.bucket.state is not BucketState.SHARDED:  # type: ignore[attr-defined]
                 raise StateError(
@@ -107,8 +107,8 @@ def _check_same_ranks(buckets: list[Bucket], topology: Topology) -> None:
                 )
 
 
-def _take_over(bucket: Bucket, full: Tensor) -> None:
-    """Read into ``full`` what zero.Init has divided: one module at a time, and each only once."""
+def _copy_init_values(bucket: Bucket, full: Tensor) -> None:
+    """Read into ``full`` what zero.Init has sharded: one module at a time, and each only once."""
     built: dict[Bucket, list[int]] = {}
     for slot, param in enumerate(bucket.params):
         if is_built(param):
@@ -124,15 +124,15 @@ def _take_over(bucket: Bucket, full: Tensor) -> None:
             construction.forget(param)
 
 
-def _expose(bucket: Bucket, full: Tensor) -> None:
-    """Parameters are views of ``full``, however far this rank came."""
+def _restore_full(bucket: Bucket, full: Tensor) -> None:
+    """Make parameters views of ``full`` again, however far this rank came."""
     for param, view in zip(bucket.params, bucket.views(full), strict=True):
-        show(param, view)
+        make_full(param, view)
     bucket.full, bucket.state = full, BucketState.FULL
 
 
-def make_whole(buckets: list[Bucket], gatherer: Gatherer) -> None:
-    """Gather the buckets that are settled and released, and leave them so. Collective."""
+def gather_partitioned(buckets: list[Bucket], gatherer: Gatherer) -> None:
+    """Gather the buckets that are partitioned and released, and leave them full. Collective."""
     for bucket in buckets:
         if bucket.state is BucketState.SHARDED and bucket.shard.numel():
             gatherer.acquire(bucket)

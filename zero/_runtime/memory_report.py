@@ -1,4 +1,4 @@
-"""Bytes of model states on this rank: measured from the storages that are allocated, and by the formula beside it."""
+"""The memory report: bytes of model states on this rank, measured from allocated storages, beside the formula's."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class MemoryReport:
     """Allocated bytes on this rank by kind."""
 
     parameters: int
-    """What forward reads: full parameters, or the shard at stage 3; with ``mode="delta"`` full parameters and shard."""
+    """What the forward reads: full parameters, or the shard at stage 3; both with ``mode="delta"``."""
     gradients: int
-    """At rest: full below stage 2, the shard from there."""
+    """Between steps: full below stage 2, the shard from there."""
     states: int
     """Optimizer states and float32 masters in memory."""
     buffers: dict[str, int]
     """Named buffers beyond the formula: the pool of full buffers, the secondary partition or replica, residuals and
-    sums of ``mode="delta_hpz"``, host buffers between files and parameters, what a delayed update reads and writes,
-    parameters that stay whole at stage 3."""
+    node sums of ``mode="delta_hpz"``, host buffers between files and parameters, what a delayed update reads and
+    writes, persistent parameters of stage 3."""
     unreduced_gradients: int
     """Of the pool's bytes, those that hold full local gradients of ``no_sync`` at stages 2 and 3."""
     shards: dict[str, int]
-    """What rests of the parameters, by tier: on the "device", in host memory ("cpu"), in files ("nvme")."""
+    """Where parameters are stored, by tier: on the "device", in host memory ("cpu"), in files ("nvme")."""
     gradients_in_files: int
     """Reduced gradients that are not in memory: the bytes of the file, with room for sums."""
     states_in_files: int
-    """Masters and moments that are not in memory: the bytes of the files, each with room for what was before."""
+    """Masters and moments that are not in memory: the bytes of the files, with room for the previous values."""
     formula: float
     """Parameters, gradients and states as :func:`zero.model_state_nbytes` has them, with two moments."""
 
@@ -45,7 +45,7 @@ class MemoryReport:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Model states and buffers."""
         return self.model_states + sum(self.buffers.values())
 
     @property
@@ -70,11 +70,11 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
     """Measure what ``runtime`` and the inner ``optimizer`` hold."""
     seen: set[int] = set()
     buckets, stage, gradient_files = runtime.buckets, runtime.stage, runtime.gradient_files
-    parameters = _nbytes([b.shard for b in buckets if b.rest.is_in_memory], seen)
+    parameters = _nbytes([b.shard for b in buckets if b.storage.is_in_memory], seen)
     if not stage.shards_parameters:
         parameters += _nbytes([b.full for b in buckets if b.full is not None], seen)
-    parameters += sum(b.rest.nbytes.get("device", 0) for b in buckets if not b.rest.is_in_memory)
-    resting = [*(b.rest.nbytes for b in buckets)]
+    parameters += sum(b.storage.nbytes.get("device", 0) for b in buckets if not b.storage.is_in_memory)
+    stored = [b.storage.nbytes for b in buckets]
     masters = _nbytes([b.master for b in buckets if b.master is not b.shard], seen)
     states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     grads = [
@@ -104,17 +104,17 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
             "pool": runtime.pool.nbytes,
             "secondary partition": runtime.gatherer.secondary_nbytes,
             "residuals": sum(residual.nbytes for residual in residuals_of(runtime)),
-            "sums of the node": sum(g.in_node.nbytes for g in runtime.reducer.all if g.in_node is not None),
-            "parameters on their way": runtime.rests.staging_nbytes,
+            "sums of the node": sum(g.node_sums.nbytes for g in runtime.reducer.all if g.node_sums is not None),
+            "parameters on their way": runtime.parameter_storage.staging_nbytes,
             "states on their way": 0 if runtime.state_files is None else runtime.state_files.store.buffers.nbytes,
             "gradients on their way": 0 if gradient_files is None else gradient_files.store.buffers.nbytes,
             "gradients of a delayed update": _nbytes(spares, seen),
             "parameters of a delayed update": 0 if runtime.delayed is None else runtime.delayed.nbytes,
-            "persistent parameters": _nbytes([b.full for b in buckets if b.is_resident and b.full is not None], seen),
+            "persistent parameters": _nbytes([b.full for b in buckets if b.is_persistent and b.full is not None], seen),
         },
         gradients_in_files=0 if gradient_files is None else gradient_files.nbytes,
         states_in_files=0 if runtime.state_files is None else runtime.state_files.nbytes,
         unreduced_gradients=sum(full.numel() * full.element_size() for full in unreduced if full is not None),
         formula=formula,
-        shards={tier: sum(of_tier.get(tier, 0) for of_tier in resting) for tier in ("device", "cpu", "nvme")},
+        shards={tier: sum(of_tier.get(tier, 0) for of_tier in stored) for tier in ("device", "cpu", "nvme")},
     )

@@ -14,15 +14,16 @@ from zero._runtime.runtime import Runtime
 
 
 class OptimizerParts(NamedTuple):
-    """What a ZeroOptimizer is made of."""
+    """The internals of a ZeroOptimizer: ``optimizer.parts``."""
 
     runtime: Runtime
     inner: Optimizer
     pieces: list[MasterPiece]
     group_of: dict[nn.Parameter, int]
-    """The parameter group of every trainable parameter, by its number."""
+    """The index of the parameter group of every trainable parameter."""
     model_parallel: ModelParallel
     fail: Callable[[Exception], None]
+    """Called with an error that leaves the optimizer between two states: no step runs any more."""
 
 
 def values_of(pieces: list[MasterPiece], runtime: Runtime) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
@@ -32,5 +33,5 @@ def values_of(pieces: list[MasterPiece], runtime: Runtime) -> Iterator[tuple[nn.
         slot = piece.bucket.layout.slots[piece.slot]
         first = piece.start + (base if runtime.stage.shards_states else 0) - slot.offset
         with runtime.states_in_memory(piece.bucket):
-            is_resting = runtime.is_in_files(piece.bucket)
-            yield piece.param, first, piece.master.clone() if is_resting else piece.master
+            is_in_files = runtime.is_in_files(piece.bucket)
+            yield piece.param, first, piece.master.clone() if is_in_files else piece.master

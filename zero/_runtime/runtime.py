@@ -1,6 +1,6 @@
-"""One model under ZeRO: its buckets, and the parts that move them.
+"""One model under ZeRO: it owns the buckets and the parts that gather, reduce and write them back.
 
-    model --find_units--> units --by dtype, trainable--> buckets --settle--> shards and masters
+    model --find_units--> units --by dtype, trainable--> buckets --partition--> shards and masters
     Hooks -> Gatherer (full parameters: when, from where)      Hooks -> Reducer (gradients: when, to where)
 
 Called by :class:`zero.ZeroOptimizer`, which adds the optimizer, and by :mod:`zero._access.gathered_parameters`.
@@ -32,22 +32,23 @@ from zero._optim.gradient_files import GradientFiles
 from zero._optim.masters import MasterPiece, OptimizerStates
 from zero._optim.state_placement import assign_states, describe_states
 from zero._ranks.rank_errors import on_every_rank
-from zero._runtime.gathered_edits import Edits
-from zero._runtime.initial_values import make_whole, settle
-from zero._runtime.suspended_memory import Away
+from zero._runtime.gathered_edits import GatheredEdits
+from zero._runtime.initial_values import gather_partitioned, partition_model
+from zero._runtime.suspended_memory import SuspendedMemory
 from zero._runtime.untracked_edits import check_model_unchanged
-from zero._runtime.write_back import Publisher
+from zero._runtime.write_back import WriteBack
 from zero._sharding.bucket import Bucket, BucketState, ShardInfo, is_managed, master_dtype
 from zero._sharding.buffer_pool import BufferPool
-from zero._storage.parameter_storage import ParameterRests, ShardPlan
+from zero._storage.parameter_storage import ParameterStorage, ShardPlan
 from zero._storage.tier_settings import Tier
 
 
 class Runtime:
     """Owns the buckets of ``model`` and everything that communicates for them."""
 
-    def __init__(self, model: nn.Module, settings: ZeroSettings, topology: Topology, *, speaks: bool) -> None:
-        self.model, self.settings, self.topology, self.speaks = model, settings, topology, speaks
+    def __init__(self, model: nn.Module, settings: ZeroSettings, topology: Topology, *, is_log_rank: bool) -> None:
+        self.model, self.settings, self.topology = model, settings, topology
+        self.is_log_rank = is_log_rank
         plan = on_every_rank(lambda: plan_model(model, settings, topology), topology)
         self.effective, self.buckets = plan.effective, plan.buckets
         self.stage = self.effective.stage
@@ -55,47 +56,52 @@ class Runtime:
         self.state_files = assign_states(self.buckets, settings, topology)
         self.gradient_files: GradientFiles | None = None
         self.file_update: FileUpdate | None = None
-        """How states in files are reached, once there is an optimizer."""
-        # Gathers and reductions each have process groups of their own: their orders need not match one another.
+        """Updates masters and moments in files; set by :meth:`open_states`, once there is an optimizer."""
         self.pool = BufferPool(self.buckets[0].device)
-        self.since_ns = time.time_ns()  # since when it is what it is: new, or last loaded
+        self.since_ns = time.time_ns()  # when this state was constructed or last loaded
         self.state_dicts: object | None = None
-        """What makes the model's own methods work on sharded parameters: a :class:`zero._access.state_dict.StateDicts`."""
-        self.away: Away | None = None
-        """What ``offload_states`` has moved to the host."""
+        """A ``StateDicts``: it makes ``model.state_dict()`` and ``load_state_dict()`` work on sharded parameters."""
+        self.suspended: SuspendedMemory | None = None
+        """What ``offload_states`` has moved to host memory; None: nothing."""
         self.saves_masters = False
         """Whether ``model.state_dict()``, called on every rank, gives the masters' values at every stage."""
         self.left_out: frozenset[nn.Parameter] = frozenset()
         """Parameters that ``model.state_dict()`` leaves out."""
         self.delayed: DelayedUpdate | None = None
-        """Updates that run during the next step."""
+        """Runs updates during the next step; None: updates are not delayed."""
         self.states: OptimizerStates | None = None
-        """What the optimizer keeps, once there is one."""
+        """The inner optimizer's states by parameter, once there is an optimizer."""
         options = gather_options(settings, self.effective, topology)
         tiers = settings.tiers
-        self.rests = ParameterRests(tiers, self.buckets[0].device, topology, self._plans_of_shards(options))
+        self.parameter_storage = ParameterStorage(
+            tiers, self.buckets[0].device, topology, self._plans_of_shards(options)
+        )
         own_numel = sum(bucket.layout.shard_numel for bucket in self.buckets)
-        self.effective = self.effective.and_more(details=self.rests.described(own_numel))
-        self.gatherer = Gatherer(self.buckets, options, settings, self.effective, self.pool, self.rests, speaks=speaks)
+        self.effective = self.effective.with_notes(details=self.parameter_storage.described(own_numel))
+        self.gatherer = Gatherer(
+            self.buckets, options, settings, self.effective, self.pool, self.parameter_storage, is_log_rank=is_log_rank
+        )
         self.compare, self.is_closed = self.gatherer.compare, False
-        self._publisher = Publisher(topology, self.stage, self.gatherer, self.rests, self.state_files)
-        edits = Edits(self.stage, topology, lambda buckets: self.in_memory(buckets, is_changed=True), self.publish)
-        self.modified, self.take_values = edits.modified, edits.take_values
+        self._write_back = WriteBack(topology, self.stage, self.gatherer, self.parameter_storage, self.state_files)
+        edits = GatheredEdits(
+            self.stage, topology, lambda buckets: self.in_memory(buckets, is_changed=True), self.write_back
+        )
+        self.modified, self.adopt_values = edits.modified, edits.adopt_values
         try:
             self._build(plan)
         except Exception:
-            make_whole(self.buckets, self.gatherer)
-            self.rests.close()
+            gather_partitioned(self.buckets, self.gatherer)
+            self.parameter_storage.close()
             self._close_files()
             raise
 
     def _plans_of_shards(self, options: GatherOptions) -> dict[int, ShardPlan]:
-        """The shards that are to rest off the device, or encoded."""
+        """The shards that are stored off the device, or encoded."""
         plans: dict[int, ShardPlan] = {}
         row, is_off_device = self.topology.shard_index("local"), self.settings.tiers.parameters.tier is not Tier.DEVICE
         for b in self.buckets if self.stage.shards_parameters else []:
             is_encoded = self.settings.quantized_nontrainable_weights and not b.is_trainable
-            if not b.is_resident and (is_off_device or is_encoded):
+            if not b.is_persistent and (is_off_device or is_encoded):
                 name, cuts, gaps = f"bucket{b.index}", options.columns(b.layout), b.layout.gaps_of(row)
                 plans[b.index] = ShardPlan(name, b.layout.shard_numel, b.dtype, cuts, gaps, is_encoded)
         return plans
@@ -106,12 +112,16 @@ class Runtime:
             "keeps_exact_masters": exact,
             "keeps_exact_shards": self.effective.change_format is not None and not self.stage.shards_parameters,
         }
-        settle(self.model, self.buckets, self.stage, self.topology, (self.rests, self.state_files), **keeps)
+        partition_model(
+            self.model, self.buckets, self.stage, self.topology, (self.parameter_storage, self.state_files), **keeps
+        )
         if self.is_inexact:
-            read = (b for b in self.buckets if exact or b.is_resident or b.index in self.gatherer.replicas)
-            self.publish([b for b in read if b.dtype.is_floating_point])
-        self._publisher.published.remember(self.buckets)
+            read = (b for b in self.buckets if exact or b.is_persistent or b.index in self.gatherer.replicas)
+            self.write_back([b for b in read if b.dtype.is_floating_point])
+        self._write_back.debug_copies.remember(self.buckets)
         topology, settings = self.topology, self.settings
+        # Reductions have a topology, and so process groups, of their own: gathers and reductions are started in orders
+        # that need not match between them, and on one group that would be a deadlock.
         topologies = (topology.companion, topology)
         files = self.gradient_files = self._open_gradients()
         self.reducer = on_every_rank(
@@ -121,18 +131,18 @@ class Runtime:
             topology,
         )
         self.reducer.is_last = lambda: self.is_boundary
-        self.hooks = Hooks(self.gatherer, self.reducer, self._should_reduce, self.give_up_step, self.stage)
+        self.hooks = Hooks(self.gatherer, self.reducer, self._should_reduce, self.discard_step, self.stage)
         self._attach()
         self.hooks.install(self.model, plan.units, plan.buckets_of_unit)
         self._syncs = True
         self._num_backwards = 0
         self.boundary: bool | None = None
-        """Whether the next step ends with this backward, if somebody else counts them."""
+        """Whether the next step ends with this backward, if the engine or the user sets it; None: counted here."""
 
     def _open_gradients(self) -> GradientFiles | None:
-        """Make room for the gradients whose masters are in files, if there are any. Collective.
+        """Create the file for the gradients whose masters are in files, if there are any. Collective.
 
-        Those of a delayed update stay in memory, where the next step's have a place beside them.
+        With delayed updates gradients stay in host memory: an update reads them while the next step writes new ones.
         """
         if self.state_files is None or self.settings.tiers.states.delays_update:
             return None
@@ -149,16 +159,16 @@ class Runtime:
                     slot.name, shape, bucket.dtype, bucket, index, self
                 )
 
-    def open(self, params: Sequence[nn.Parameter]) -> bool:
-        """Gather released ``params`` for the module whose forward uses them, if one runs."""
-        self.check_present()
+    def gather_for_use(self, params: Sequence[nn.Parameter]) -> bool:
+        """Gather released ``params`` for the module whose forward uses them; False if no forward runs."""
+        self.check_not_suspended()
         infos: list[ShardInfo] = [p.zero_shard for p in params if is_managed(p)]  # type: ignore[attr-defined]
         return bool(infos) and all(info.owner is self and self.hooks.use(info.bucket, info.name) for info in infos)
 
-    def check_present(self) -> None:
-        """Raise StateError if anything is away."""
-        if self.away is not None:
-            raise StateError(f"{', '.join(self.away.kinds)} are offloaded to the host: call reload_states() first")
+    def check_not_suspended(self) -> None:
+        """Raise StateError if ``offload_states`` has moved anything."""
+        if self.suspended is not None:
+            raise StateError(f"{', '.join(self.suspended.kinds)} are offloaded to the host: call reload_states() first")
 
     def _should_reduce(self) -> bool:
         self._num_backwards += 1
@@ -179,29 +189,29 @@ class Runtime:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside keep their gradients on this rank."""
         before, self._syncs = self._syncs, False
-        self.reducer.holds_unreduced = True  # if only on ranks that have a backward here
+        # Set on every rank, also where no backward runs inside: the next reduction must be the same call on all ranks.
+        self.reducer.holds_unreduced = True
         try:
             yield
         finally:
             self._syncs = before
             self.reducer.holds_unreduced = True
 
-    def give_up_step(self) -> None:
-        """Forget all gradients: the next backward is the first of another step."""
+    def discard_step(self) -> None:
+        """Drop all gradients: the next backward is the first of a new step."""
         self.reducer.zero()
         self._num_backwards = 0
 
     def step_ended(self) -> None:
-        """Start the next step's bookkeeping: what is gathered, or on its way, has the old values."""
+        """Start the next step's bookkeeping, and release what is gathered or in flight: it has the old values."""
         self._num_backwards = 0
         self.reducer.facts.end_step(self.reducer.shown.edits())
         self.gatherer.release_all()
         self.gatherer.end_iteration(Mode.TRAINING)
         self.pool.drop_unused()
 
-    def publish(
+    def write_back(
         self,
         buckets: list[Bucket],
         *,
@@ -209,62 +219,67 @@ class Runtime:
         changed: set[int] | None = None,
         params: Collection[nn.Parameter] | None = None,
     ) -> None:
-        """Bring what the forward reads in line with the masters: see :meth:`zero._runtime.write_back.Publisher.publish`."""
-        self._publisher.publish(buckets, are_written=are_written, changed=changed, params=params)
+        """Give parameters the masters' values; see :meth:`WriteBack.run`."""
+        self._write_back.run(buckets, are_written=are_written, changed=changed, params=params)
 
-    def hold(self, shards: Mapping[Bucket, Tensor]) -> None:
-        """Let replicas have these values instead: see :meth:`zero._runtime.write_back.Publisher.hold`."""
-        self._publisher.hold(shards)
+    def set_replicas(self, shards: Mapping[Bucket, Tensor]) -> None:
+        """Give replicas values other than the masters'; see :meth:`WriteBack.set_replicas`."""
+        self._write_back.set_replicas(shards)
 
     def open_states(self, inner: Optimizer, pieces: list[MasterPiece]) -> None:
         """Make room for the moments of ``inner`` in the files, if there are any. Collective.
 
         Raises:
-            OSError: On every rank: too little space.
-            ConfigError: An optimizer whose states cannot rest in files.
+            OSError: Too little space; on every rank.
+            ConfigError: The optimizer's states cannot be stored in files.
         """
-        self.effective = self.effective.and_more(
+        self.effective = self.effective.with_notes(
             details=describe_states(self.buckets, self.settings.tiers.states, inner)
         )
         self.reducer.facts.watch(lambda: inner.param_groups)
         files, tier = self.state_files, self.settings.tiers.states
-        late = [bucket for bucket in self.buckets if bucket.host is not None]
-        if tier.delays_update and late:
-            self.delayed = on_every_rank(lambda: DelayedUpdate(late, self.topology), self.topology)
+        on_host = [bucket for bucket in self.buckets if bucket.host is not None]
+        if tier.delays_update and on_host:
+            self.delayed = on_every_rank(lambda: DelayedUpdate(on_host, self.topology), self.topology)
         if files is not None:
             dtype = next(iter(files.groups_of)).master.dtype
             files.reserve_moments(on_every_rank(lambda: moments_of(inner, dtype), self.topology))
             self.file_update = FileUpdate(files, self.gradient_files, inner, pieces)
 
     @property
-    def is_behind(self) -> bool:
-        """Whether parameters lack an update that is under way, or not published yet."""
-        return self.delayed is not None and self.delayed.is_behind
+    def has_pending_update(self) -> bool:
+        """Whether parameters lack an update that is running, or is not written back yet."""
+        return self.delayed is not None and self.delayed.has_pending_update
 
-    def finish_update(self, *, publishes: bool = False) -> None:
-        """Wait for an update that is under way; collective then. ``publishes``: let parameters have it, too."""
-        if self.delayed is None or not self.delayed.is_behind:
+    def finish_update(self, *, writes_back: bool = False) -> None:
+        """Wait for a delayed update, if one runs; collective then.
+
+        ``writes_back`` also gives parameters the new values. Callers that only read masters leave it False: looking at
+        a run must not change it (D3 of :mod:`zero._optim.delayed_update`).
+        """
+        if self.delayed is None or not self.delayed.has_pending_update:
             return
         self.delayed.finish()
-        buckets = self.delayed.write_shards() if publishes else []
+        buckets = self.delayed.write_shards() if writes_back else []
         if not buckets:
             return
-        self.publish(buckets, are_written=True)
+        self.write_back(buckets, are_written=True)
         for bucket in buckets:
-            if self.stage.shards_parameters and not bucket.is_resident and bucket.state is BucketState.FULL:
-                own = on_every_rank(bucket.rest.read, self.topology).to(bucket.device)
+            # A bucket that is gathered right now keeps its buffer, so its values are replaced in place.
+            if self.stage.shards_parameters and not bucket.is_persistent and bucket.state is BucketState.FULL:
+                own = on_every_rank(bucket.storage.read, self.topology).to(bucket.device)
                 assert bucket.full is not None, f"bucket {bucket.name!r} is full without a buffer"
                 for work in start_gather(bucket, bucket.full, own, self.gatherer.options):
                     work.wait()
 
     def is_in_files(self, bucket: Bucket) -> bool:
-        """Whether the master and the moments of ``bucket`` rest in files."""
+        """Whether the master and the moments of ``bucket`` are stored in files."""
         return self.state_files is not None and bucket in self.state_files.groups_of
 
     @contextmanager
     def gathered(self, buckets: list[Bucket]) -> Iterator[None]:
-        """Hold ``buckets`` full."""
-        self.check_present()
+        """Hold ``buckets`` full inside."""
+        self.check_not_suspended()
         for bucket in buckets:
             bucket.forward_depth += 1
         try:
@@ -277,31 +292,33 @@ class Runtime:
 
     @contextmanager
     def in_memory(self, buckets: Iterable[Bucket], *, is_changed: bool = False) -> Iterator[None]:
-        """Inside, masters of ``buckets`` have their values, and so have moments, wherever they rest.
+        """Inside, masters and moments of ``buckets`` are in memory, wherever they are stored.
 
-        Collective if any rest in files. ``is_changed``: what is written to them inside is kept.
+        Collective if any are in files. ``is_changed``: what is written to them inside is stored.
         """
-        self.check_present()
+        self.check_not_suspended()
         chosen = list(buckets)
         if chosen:
-            self.finish_update(publishes=is_changed)
-        rests = [bucket.rest for bucket in chosen if bucket.master is bucket.shard and not bucket.rest.is_in_memory]
-        contexts = [rest.in_memory() for rest in rests]
+            self.finish_update(writes_back=is_changed)
+        storages = [
+            bucket.storage for bucket in chosen if bucket.master is bucket.shard and not bucket.storage.is_in_memory
+        ]
+        contexts = [storage.in_memory() for storage in storages]
         contexts += [self.states_in_memory(b, is_changed=is_changed) for b in chosen if self.is_in_files(b)]
         with ExitStack() as stack:
             if contexts:
                 on_every_rank(lambda: [stack.enter_context(context) for context in contexts], self.topology)
             yield
             if is_changed:
-                for rest in rests:
-                    rest.keep()
+                for storage in storages:
+                    storage.keep()
             if contexts:
                 on_every_rank(stack.close, self.topology)
 
     @contextmanager
     def states_in_memory(self, bucket: Bucket, *, is_changed: bool = False) -> Iterator[None]:
-        """The same for the master and the moments of one bucket on this rank alone."""
-        self.check_present()
+        """The same for one bucket on this rank alone; not collective."""
+        self.check_not_suspended()
         self.finish_update()
         if self.file_update is None or not self.is_in_files(bucket):
             yield
@@ -311,11 +328,11 @@ class Runtime:
 
     @contextmanager
     def saving_weights(self, left_out: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Inside, ``model.state_dict()`` has what was last updated, without the parameters ``left_out``.
+        """Inside, ``model.state_dict()`` has the last update, also a delayed one, and leaves out ``left_out``.
 
         Every rank calls it.
         """
-        self.saves_masters, self.left_out = self.is_behind, frozenset(left_out)
+        self.saves_masters, self.left_out = self.has_pending_update, frozenset(left_out)
         try:
             yield
         finally:
@@ -323,7 +340,7 @@ class Runtime:
 
     @property
     def is_inexact(self) -> bool:
-        """Whether forward reads what is not to be saved: quantized weights, or replicas."""
+        """Whether forward reads values that must not be saved: quantized weights, or replicas."""
         return self.effective.weight_format != "none" or self.effective.change_format is not None
 
     @contextmanager
@@ -332,8 +349,8 @@ class Runtime:
 
         The list is empty afterwards. Keep no view of its tensors: their buffer would not go back to the pool.
         """
-        is_behind = bucket.is_trainable and self.is_behind
-        if not (self.is_inexact or is_behind) or not bucket.dtype.is_floating_point:
+        has_pending_update = bucket.is_trainable and self.has_pending_update
+        if not (self.is_inexact or has_pending_update) or not bucket.dtype.is_floating_point:
             with self.gathered([bucket]):
                 values = [param.detach() for param in bucket.params]
                 yield values
@@ -343,6 +360,7 @@ class Runtime:
             shard = bucket.master.detach().to(bucket.device, bucket.dtype)
         full = self.pool.take(bucket.layout.numel, bucket.dtype)
         works = start_gather(bucket, full, shard, replace(self.gatherer.options, format="none"))
+        # Only after the works have ended may the pool hand out the buffer again: a gather may still write to it.
         self.pool.lend(works, full)
         self.pool.reclaim(works, full)
         try:
@@ -353,10 +371,10 @@ class Runtime:
             self.pool.give(full)
 
     def check_model_unchanged(self) -> None:
-        """Raise if a parameter was added, replaced, moved or unfrozen after construction, or changed in vain."""
-        self.check_present()
+        """Raise StateError if a parameter was added, replaced, moved or unfrozen, or its values edited."""
+        self.check_not_suspended()
         check_model_unchanged(self.model, self.buckets)
-        self._publisher.published.check()
+        self._write_back.debug_copies.check()
 
     def _close_files(self) -> None:
         for files in (self.state_files, self.gradient_files):
@@ -364,11 +382,11 @@ class Runtime:
                 files.close()
 
     def close(self) -> None:
-        """Take the hooks off and drop the gradients. Full parameters stay, and are nobody's any more."""
+        """Remove the hooks and drop the gradients. Full parameters stay and are ordinary ones again."""
         if self.is_closed:
             return
         self.hooks.remove()
-        self._publisher.close()
+        self._write_back.close()
         self.is_closed = True
         if self.delayed is not None:
             self.delayed.close()
@@ -382,20 +400,20 @@ class Runtime:
                         param.grad_dtype = param.dtype
                     if bucket.state is BucketState.FULL:
                         del param.zero_shard  # type: ignore[attr-defined]
-        self.rests.close()
+        self.parameter_storage.close()
 
 
 def time_exchanges(runtime: Runtime, timed: Callable[[str], AbstractContextManager[None]]) -> None:
-    """From now on everything that gathers parameters or reduces gradients runs within ``timed``.
+    """Run everything that gathers parameters or reduces gradients inside ``timed`` from now on.
 
-    ``timed("gather")`` is entered for each gather that is issued and waited for, and for the one after a step;
-    ``timed("reduce")`` for each gradient that is taken over, and for the end of each backward.
+    ``timed("gather")`` is entered for each gather that is started and waited for, and for the write-back of a step;
+    ``timed("reduce")`` for each gradient that arrives, and for the end of each backward.
     """
     gatherer, reducer = runtime.gatherer, runtime.reducer
     for owner, names, phase in (
         (gatherer, ("acquire",), "gather"),
-        (runtime, ("publish",), "gather"),
-        (reducer, ("arrive", "end_backward"), "reduce"),
+        (runtime, ("write_back",), "gather"),
+        (reducer, ("take_gradient", "end_backward"), "reduce"),
     ):
         for name in names:
             setattr(owner, name, _within(timed, phase, getattr(owner, name)))

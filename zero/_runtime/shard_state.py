@@ -1,4 +1,4 @@
-"""``ZeroOptimizer.state_dict()``: one rank's shard, which fits the layout it was taken from."""
+"""``ZeroOptimizer.state_dict()``: one rank's shard of the state, to be loaded on the same rank of the same layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from zcomm import LayoutError, StateError
 from zero._optim.loss_scale import LossScale
-from zero._optim.masters import MasterPiece, whole_storage
+from zero._optim.masters import MasterPiece, compact
 from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.delta_hpz_state import node_state
 from zero._runtime.runtime import Runtime
@@ -22,43 +22,41 @@ TORCHS_HELPERS = "torch.distributed.checkpoint.state_dict"
 
 
 class RanksState:
-    """``ZeroOptimizer.state``: the inner optimizer's, of this rank's flat pieces of parameters.
+    """``ZeroOptimizer.state``: the inner optimizer's state, by this rank's flat pieces of parameters.
 
-    torch's helpers for distributed checkpoints, which ask for it first, look for whole parameters in it, and end in a
-    KeyError: they get an error that says so.
+    torch's helpers for distributed checkpoints expect full parameters in it and would end in a KeyError. They get an
+    error that names the remedy.
     """
 
     def __get__(self, optimizer: Any, cls: type) -> Any:
-        """Refuse torch's helpers, give it to everybody else."""
         if optimizer is not None and sys._getframe(1).f_globals.get("__name__") == TORCHS_HELPERS:
             raise StateError(
-                f"the optimizer functions of {TORCHS_HELPERS} take states of whole parameters, and a ZeroOptimizer has "
+                f"the optimizer functions of {TORCHS_HELPERS} take states of full parameters, and a ZeroOptimizer has "
                 "this rank's shard of them: use zero.save_checkpoint and zero.load_checkpoint, which any number of "
                 "ranks can load; the model functions work"
             )
         return self if optimizer is None else vars(optimizer)["state"]
 
     def __set__(self, optimizer: Any, value: Any) -> None:
-        """Of the constructor."""
         vars(optimizer)["state"] = value
 
 
 def shard_state(
     runtime: Runtime, inner: Optimizer, pieces: list[MasterPiece], loss_scale: LossScale | None
 ) -> dict[str, Any]:
-    """Masters, states, and the layout they belong to; copies of what is in files.
+    """This rank's masters, optimizer states and layout; copies of what is in files.
 
-    Collective if an update is under way, or parameters in files lack one.
+    Collective if a delayed update is running, or parameters in files lack one.
     """
     runtime.finish_update()
     masters: list[Tensor] = []
     states: dict[int, dict[str, Any]] = {}
     for bucket in runtime.buckets:
         if bucket.is_trainable:
-            is_resting = runtime.is_in_files(bucket)
+            is_in_files = runtime.is_in_files(bucket)
             with runtime.states_in_memory(bucket):
-                masters.append(bucket.master.clone() if is_resting else whole_storage(bucket.master))
-                for piece in pieces if is_resting else ():
+                masters.append(bucket.master.clone() if is_in_files else compact(bucket.master))
+                for piece in pieces if is_in_files else ():
                     if piece.bucket is bucket and piece.master in inner.state:
                         state = inner.state[piece.master]
                         states[id(piece.master)] = {name: _copied(value) for name, value in state.items()}
@@ -78,29 +76,29 @@ def shard_state(
 
 
 def load_masters(runtime: Runtime, buckets: Sequence[Bucket], masters: Sequence[Tensor]) -> None:
-    """Give every bucket of ``buckets`` its master of ``masters``, wherever it rests."""
+    """Set the masters of ``buckets``, wherever they are stored."""
     for bucket, master in zip(buckets, masters, strict=True):
         with runtime.in_memory([bucket], is_changed=True):
             bucket.master.copy_(master)
 
 
 def _delayed(runtime: Runtime) -> dict[str, Any] | None:
-    """How far delayed updates are, with the parameters that they have not reached."""
+    """The number of updates, and the shards of parameters that lack the last one."""
     if runtime.delayed is None:
         return None
-    published = {bucket.index: shard for bucket, shard in runtime.delayed.published().items()}
-    return {"num_updates": runtime.delayed.num_updates, "published": published}
+    stale = {bucket.index: shard for bucket, shard in runtime.delayed.stale_shards().items()}
+    return {"num_updates": runtime.delayed.num_updates, "published": stale}
 
 
 def restore_parameters(runtime: Runtime, saved: Mapping[str, Any]) -> None:
-    """Let parameters, which are their masters rounded, be what :func:`shard_state` found. Collective."""
-    late, content = runtime.delayed, saved.get("delayed")
-    if late is None or content is None:
+    """Give parameters that lacked the last update their saved values, not the masters'. Collective."""
+    delayed, content = runtime.delayed, saved.get("delayed")
+    if delayed is None or content is None:
         return
-    late.num_updates = content["num_updates"]
-    published = {bucket: content["published"][bucket.index] for bucket in late.buckets if content["published"]}
-    if published:
-        runtime.publish(late.restore(published), are_written=True)
+    delayed.num_updates = content["num_updates"]
+    stale = {bucket: content["published"][bucket.index] for bucket in delayed.buckets if content["published"]}
+    if stale:
+        runtime.write_back(delayed.restore(stale), are_written=True)
 
 
 def _copied(value: Any) -> Any:
@@ -118,7 +116,7 @@ def _layout(runtime: Runtime) -> dict[str, Any]:
 
 
 def check_fits(runtime: Runtime, saved: dict[str, Any]) -> None:
-    """Raise LayoutError, on every rank, if a shard was saved from another layout on any of them. Collective."""
+    """Raise LayoutError on every rank if any rank's shard was saved from another layout. Collective."""
 
     def check() -> None:
         wrong = [

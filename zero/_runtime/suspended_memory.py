@@ -1,7 +1,7 @@
-"""Memory of tensors that goes to the host for a while: every tensor over it stays the object it is.
+"""``offload_states``: the device memory of tensors moved to host memory and back; the tensor objects stay.
 
-storage on the device --copy--> host memory;   the storage has no bytes
-host memory --copy--> the same storage, at a new address
+suspend:  storage on the device --copy--> host memory; the storage is resized to 0 bytes
+restore:  host memory --copy--> the same storage, at a new address
 """
 
 from __future__ import annotations
@@ -13,33 +13,29 @@ import torch
 from torch import Tensor
 
 from zero._sharding.bucket import Bucket, BucketState
-from zero._sharding.released import hide, show
+from zero._sharding.released import make_full, make_released
 
 
-class Away:
-    """What of one optimizer is in host memory.
-
-    Args:
-        kinds: What it is.
-    """
+class SuspendedMemory:
+    """Device memory of one optimizer that is in host memory; ``kinds``: DeepSpeed's names of what was moved."""
 
     def __init__(self, kinds: tuple[str, ...]) -> None:
         self.kinds = kinds
         self.handles: list[Any] = []
-        """Hooks to be removed when it is back."""
+        """Hooks that make a forward raise meanwhile; removed by :meth:`restore`."""
         self._copies: list[tuple[torch.UntypedStorage, Tensor]] = []
         self._hidden: list[Bucket] = []
 
     def hide(self, buckets: Iterable[Bucket]) -> None:
-        """Any use of parameters of ``buckets`` that are whole is an error from now on."""
+        """Make any use of full parameters of ``buckets`` an error from now on."""
         for bucket in buckets:
             if bucket.state is BucketState.FULL:
                 self._hidden.append(bucket)
-                for param, empty in zip(bucket.params, bucket.empties, strict=True):
-                    hide(param, empty)
+                for param, empty in zip(bucket.params, bucket.released_data, strict=True):
+                    make_released(param, empty)
 
     def put(self, tensors: Iterable[Tensor], *, pins_memory: bool, non_blocking: bool) -> None:
-        """Copy the memory of ``tensors``, which is that of others as well, and free it."""
+        """Move the storages of ``tensors`` to host memory; one that several tensors share is moved once."""
         seen: set[int] = set()
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -48,18 +44,19 @@ class Away:
                 copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pins_memory and tensor.is_cuda)
                 copy.copy_(_bytes_of(storage), non_blocking=non_blocking)
                 self._copies.append((storage, copy))
+        # A non-blocking copy may still read the memory that is freed here. That is safe: the caching allocator hands it
+        # out again on this stream only, so whatever overwrites it runs after the copy.
         for storage, _ in self._copies:
             storage.resize_(0)
 
     def restore(self, *, non_blocking: bool) -> None:
-        """Bring everything back."""
         for storage, copy in self._copies:
             storage.resize_(copy.numel())
             _bytes_of(storage).copy_(copy, non_blocking=non_blocking)
         for bucket in self._hidden:
-            assert bucket.full is not None, "a bucket that was whole has lost its buffer"
+            assert bucket.full is not None, "a bucket that was full has lost its buffer"
             for param, view in zip(bucket.params, bucket.views(bucket.full), strict=True):
-                show(param, view)
+                make_full(param, view)
         for handle in self.handles:
             handle.remove()
 

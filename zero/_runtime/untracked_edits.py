@@ -1,9 +1,9 @@
-"""Changes of a model that its optimizer does not see are found before a step: of its parameters, and of their values.
+"""Checks before a step that the model was not edited behind the optimizer's back.
 
-The latter with ``ZERO_DEBUG=1``.
+Always: no parameter was added, replaced, moved or unfrozen. With ``ZERO_DEBUG=1``: no values were changed.
 
-Below stage 3 parameters are ordinary tensors, and ``param.copy_(values)`` looks as if it worked. It does if the
-parameters are their own masters; 16-bit or quantized ones are only read by forward, and come from the masters again.
+Below stage 3 parameters are ordinary tensors, and ``param.copy_(values)`` seems to work. It does if the parameters are
+their own masters. 16-bit or quantized parameters are overwritten from the masters at the next step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_model_unchanged(model: nn.Module, buckets: Sequence[Bucket]) -> None:
                 "construct ZeroOptimizer after unfreezing"
             )
     for bucket in buckets:
-        for slot in bucket.moved():
+        for slot in bucket.moved_slots():
             name, param = bucket.layout.slots[slot].name, bucket.params[slot]
             raise StateError(
                 f"parameter {name!r} got other memory, of {param.dtype} on {param.device}, after ZeroOptimizer was "
@@ -44,8 +44,8 @@ def check_model_unchanged(model: nn.Module, buckets: Sequence[Bucket]) -> None:
             )
 
 
-class Published:
-    """What was last published, by bucket. Without ``ZERO_DEBUG=1`` nothing is kept or checked."""
+class DebugCopies:
+    """Copies of the values last written back, by bucket. Without ``ZERO_DEBUG=1`` nothing is kept or checked."""
 
     def __init__(self, topology: Topology, *, is_always_full: bool) -> None:
         self._topology = topology
@@ -53,14 +53,14 @@ class Published:
         self._copies: dict[Bucket, Tensor] = {}
 
     def remember(self, buckets: Iterable[Bucket]) -> None:
-        """The full parameters of ``buckets`` are as they should be."""
+        """Note the full parameters of ``buckets`` as the expected values."""
         if self._is_on:
             for bucket in buckets:
                 if bucket.full is not None and not bucket.is_its_master:
                     self._copies[bucket] = bucket.full.clone()
 
     def check(self) -> None:
-        """Raise StateError, on every rank, if a parameter has other values on any of them. Collective."""
+        """Raise StateError on every rank if values were changed on any of them. Collective."""
         if self._is_on:
             on_every_rank(self._check_here, self._topology)
 

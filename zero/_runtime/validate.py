@@ -1,9 +1,8 @@
-"""What a user gives ZeroOptimizer, understood and checked before anything is changed.
+"""Validate the arguments of ZeroOptimizer before anything is changed, and choose formats that are ``"auto"``.
 
-``weight_format="auto"`` and ``gradient_format="auto"``: what ``zcomm probe`` found fastest on these links.
-
-One format for all weights, and one for all gradients, by the model's largest exchange of each: decided once, at
-construction, from the table that the first rank has (:mod:`zcomm._collectives.auto_format`), so all ranks have the same.
+``weight_format="auto"`` and ``gradient_format="auto"`` mean what ``zcomm probe`` found fastest on these links: one
+format for all weights and one for all gradients, by the model's largest exchange of each. It is chosen once, at
+construction, from the first rank's table (:mod:`zcomm._collectives.auto_format`), so all ranks have the same.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from torch.optim import Optimizer
 
 from zcomm import ConfigError, Topology
 from zcomm._collectives.auto_format import AUTO, table_of
-from zcomm._transport.route import check_carrier
+from zcomm._transport.route import check_backend
 from zero._config.parse import Configuration, Source
 from zero._config.rank_consistency import check_same
-from zero._config.resolved import ResolvedConfig, make_plan
+from zero._config.resolved import ResolvedConfig, resolve_config
 from zero._config.settings import ZeroSettings
 from zero._model.model_checks import check_is_plain
 from zero._model.model_layout import check_model, plan_model
@@ -46,7 +45,7 @@ def check_inputs(
     options: dict[str, Any],
     ranks: Topology | dist.ProcessGroup | None,
 ) -> ResolvedConfig:
-    """The plan for what a user gave; raises, on every rank, if it cannot be meant or ranks differ. Nothing is changed.
+    """The plan for what a user gave; raises on every rank if it is invalid or ranks differ. Nothing is changed.
 
     Collective over ``ranks``; None: all of torch.distributed.
     """
@@ -57,7 +56,7 @@ def check_inputs(
 
 
 def _check_is_unwrapped(model: nn.Module) -> None:
-    """Whoever else averages gradients or shards parameters does it beside this library, and both go wrong."""
+    """Refuse DistributedDataParallel and DTensors: gradients would be averaged, or parameters sharded, twice."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, not its parameters: got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -84,12 +83,12 @@ def _understand(
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer class or instance: got {optimizer!r}")
     _check_is_unwrapped(model)
     check_is_plain(model)
-    plan = make_plan(config, options)
+    plan = resolve_config(config, options)
     as_groups(model, optimizer)
     if isinstance(optimizer, Optimizer):
         check_is_new(optimizer)
     device = check_model(model)
-    check_carrier("training", topology, plan.settings.backend, plan.settings.kernels, device)
+    check_backend("training", topology, plan.settings.backend, plan.settings.kernels, device)
     check_options(optimizer, plan.optimizer_options)
     tier = plan.settings.tiers.states
     if tier.tier is not Tier.DEVICE and tier.ratio == 1:
@@ -108,11 +107,11 @@ def _understand(
 
 
 def _check_fits_host(optimizer: CPUOptimizer, device: torch.device, dtypes: list[torch.dtype]) -> None:
-    """``device`` is where masters rest, all or some of them."""
+    """``device``: where masters are stored, all or some of them."""
     name = type(optimizer).__name__
     if device.type != "cpu":
         raise ConfigError(
-            f"zero.{name} updates host memory only, and masters rest on {device}: offload them all "
+            f"zero.{name} updates host memory only, and masters are on {device}: offload them all "
             '(offload_optimizer={"device": "cpu"}, ratio 1), or use an optimizer of torch.optim'
         )
     if torch.float64 in dtypes:
@@ -120,8 +119,8 @@ def _check_fits_host(optimizer: CPUOptimizer, device: torch.device, dtypes: list
 
 
 def announce(plan: ResolvedConfig, runtime: Runtime) -> None:
-    """Log on one rank what was asked for without effect, and what is done."""
-    if runtime.speaks:
+    """Log on one rank the inactive and the effective settings."""
+    if runtime.is_log_rank:
         if not logger.hasHandlers():
             logger.addHandler(logging.StreamHandler())
         if logger.level == logging.NOTSET:
@@ -135,7 +134,7 @@ def choose_formats(model: nn.Module, settings: ZeroSettings, topology: Topology)
     """``settings`` with formats in place of ``"auto"``, and what was chosen, in words. Collective if any is.
 
     Raises:
-        ConfigError: The first rank's probe file is not one. The same on every rank.
+        ConfigError: The first rank's probe file is invalid; on every rank.
     """
     plain = settings.with_formats(None, None)
     if plain == settings:
@@ -143,7 +142,7 @@ def choose_formats(model: nn.Module, settings: ZeroSettings, topology: Topology)
     if not get_stage(settings.stage).shards_states:
         return plain, ["formats auto: none (stage 0 has no sharded exchange)"]
     planned = on_every_rank(lambda: plan_model(model, plain, topology), topology)
-    device, table, said = check_model(model), table_of(topology), list[str]()
+    device, table, lines = check_model(model), table_of(topology), list[str]()
     buckets = [bucket for bucket in planned.buckets if bucket.dtype.is_floating_point]
     weights = max((min(b.layout.numel, settings.allgather_bucket_size) * b.dtype.itemsize for b in buckets), default=0)
     summed = (settings.gradient_dtype or torch.float32).itemsize
@@ -154,8 +153,8 @@ def choose_formats(model: nn.Module, settings: ZeroSettings, topology: Topology)
     found = table.choose("reduce_scatter", gradients, device)
     hops = str(found.inside), str(found.between)
     if settings.weight_format == AUTO:
-        said.append(f"weight_format auto: {weight} for {weights:,} bytes")
+        lines.append(f"weight_format auto: {weight} for {weights:,} bytes")
     if settings.gradient_format == AUTO:
-        said.append(f"gradient_format auto: {','.join(dict.fromkeys(hops))} for {gradients:,} bytes")
-        settings = replace(settings, quantized_gradients=False)  # which "none", the parameters' dtype, would leave on
-    return settings.with_formats(weight, None if set(hops) == {"none"} else hops), said
+        lines.append(f"gradient_format auto: {','.join(dict.fromkeys(hops))} for {gradients:,} bytes")
+        settings = replace(settings, quantized_gradients=False)  # "none" would leave it on
+    return settings.with_formats(weight, None if set(hops) == {"none"} else hops), lines

@@ -1,18 +1,19 @@
-"""One bucket: its parameters, the memory that rests on this rank, and the states its full parameters go through.
+"""One bucket: its parameters, what this rank stores of it, and the states of its full parameters.
 
-stage   full buffer          shard                    master (float32)                  gradients at rest
+stage   full buffer          shard                    master (float32)                  reduced gradients
 0       always               = full                   = full, or a float32 copy         full buffer
 1, 2    always               own rows of full         = shard, or a float32 copy        full buffer | shard
-3       from the pool        the only thing kept      = shard, or a float32 copy        shard
+3       from the pool        stored between uses      = shard, or a float32 copy        shard
 1 - 3, offloaded states      as above                 a float32 copy in host memory     shard in host memory
 
-Frozen parameters have no master but the shard; where stages 1 and 2 quantize weights, an exact copy of it. With
-``mode="delta"`` trainable shards are memory of their own there, and own rows what receivers hold of them.
+The shard is the master of frozen parameters; where stages 1 and 2 quantize weights, an exact copy of the shard. With
+``mode="delta"``, trainable shards have memory of their own at these stages, and this rank's rows of the full buffer
+hold what the receivers hold.
 
 SHARDED --issue a gather--> GATHERING --wait--> FULL --release--> SHARDED          (below stage 3: always FULL)
                             GATHERING --abandon--> SHARDED
 
-At stage 3 a resident bucket, of small parameters, is always FULL, too: gathered again whenever its shards have changed.
+At stage 3, the bucket of small, persistent parameters is always FULL too: it is gathered again when its shards change.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from torch.autograd.graph import increment_version
 
 from zcomm import StateError, Topology
 from zero._sharding.layout import BucketLayout, ShardPiece
-from zero._sharding.released import hide, is_released, not_picklable, placeholder, show
+from zero._sharding.released import is_released, make_full, make_released, nan_filled, not_picklable
 from zero._sharding.stages import Stage
 from zero._storage.host_memory import HostMemory
-from zero._storage.parameter_storage import ParameterRests
-from zero._storage.shard_storage import InPlace, ShardRest
+from zero._storage.parameter_storage import ParameterStorage
+from zero._storage.shard_storage import InMemoryShard, ShardStorage
 
 
 class BucketState(Enum):
-    """Where the full parameters are."""
+    """State of the full parameters."""
 
-    SHARDED = "sharded"  # nowhere: parameters are released
-    GATHERING = "gathering"  # a buffer is being filled
+    SHARDED = "sharded"  # parameters are released
+    GATHERING = "gathering"  # exchanges fill a buffer
     FULL = "full"  # parameters are views of the buffer
 
 
@@ -50,7 +51,7 @@ TRANSITIONS = {
 
 @dataclass(slots=True)
 class ShardInfo:
-    """The one attribute set on a managed parameter, ``param.zero_shard``; None on what was pickled."""
+    """The attribute ``param.zero_shard`` of a managed parameter; None on an unpickled copy."""
 
     name: str
     shape: torch.Size
@@ -60,10 +61,10 @@ class ShardInfo:
     owner: object
     """The ZeroOptimizer's :class:`zero._runtime.runtime.Runtime`."""
     num_updates: int = 0
-    """How often the library itself has let autograd know of new values: so much of the parameter's version."""
+    """How many increments of the parameter's autograd version were the library's own."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """What is unpickled is managed by nobody. Whole parameters of stage 3 are not to be taken for a whole model."""
+        """An unpickled parameter is not managed. At stage 3 pickling is refused: other parameters would lack values."""
         stage: Stage | None = getattr(self.owner, "stage", None)
         if stage is None or stage.shards_parameters:
             raise not_picklable(repr(self.name))
@@ -76,7 +77,10 @@ def is_managed(param: Tensor) -> bool:
 
 
 def bump_versions(params: list[nn.Parameter]) -> None:
-    """Let autograd know that the library has changed ``params``: it refuses what it has saved of them."""
+    """Tell autograd that ``params`` have new values.
+
+    Without it, a backward of a forward before the step would compute gradients with the new values, silently.
+    """
     increment_version(params)
     for param in params:
         if is_managed(param):
@@ -84,7 +88,7 @@ def bump_versions(params: list[nn.Parameter]) -> None:
 
 
 def num_writes(param: nn.Parameter) -> int:
-    """How often others than the library have written to ``param``, counted from anywhere; released ones, too."""
+    """A counter of writes to ``param`` by others than this library, from any start; also of released parameters."""
     info: ShardInfo | None = getattr(param, "zero_shard", None)
     with torch._C.DisableTorchFunctionSubclass():
         return param._version - (0 if info is None else info.num_updates)
@@ -96,7 +100,7 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Bucket:
-    """Parameters of one unit that share dtype and requires_grad, laid flat."""
+    """Parameters of one unit with the same dtype and requires_grad, in one flat buffer."""
 
     def __init__(
         self,
@@ -105,7 +109,7 @@ class Bucket:
         layout: BucketLayout,
         params: list[nn.Parameter],
         *,
-        is_resident: bool = False,
+        is_persistent: bool = False,
     ) -> None:
         self.index = index
         self.name = name
@@ -117,28 +121,28 @@ class Bucket:
         self.state = BucketState.SHARDED
         self.full: Tensor | None = None
         self.shard = torch.empty(0)
-        self.rest: ShardRest = InPlace(self.shard)
+        self.storage: ShardStorage = InMemoryShard(self.shard)
         self.master = torch.empty(0)
         self.gaps: list[tuple[int, int]] = []
-        """The runs of the master that hold no parameter, and stay zero."""
+        """The ranges of the master that are padding, and stay zero."""
         self.host: HostMemory | None = None
-        """Where master, moments and gradients rest, and are updated; None: with the parameters."""
+        """Host memory that stores master, moments and gradients, and where they are updated; None: on the device."""
         self.staged: Tensor | None = None
-        """Where an update writes that others are not to see yet; None: to where the shard rests."""
-        self.empties = [placeholder(p.shape, p.dtype, p.device) for p in params]
-        # Who needs the full parameters now: running forwards, a running backward, somebody who holds a view.
+        """Where a delayed update writes, so that a running forward does not see it; None: to the shard's storage."""
+        self.released_data = [nan_filled(p.shape, p.dtype, p.device) for p in params]
+        # What needs the full parameters now: running forwards, a running backward, a view that left its module.
         self.forward_depth = 0
         self.is_held_by_backward = False
         self.is_pinned = False
-        self.is_resident = is_resident
+        self.is_persistent = is_persistent
 
     @property
     def is_needed(self) -> bool:
-        """Whether anybody needs the full parameters now."""
+        """Whether anything needs the full parameters now."""
         return self.forward_depth > 0 or self.is_held_by_backward or self.is_pinned
 
     def flatten(self) -> Tensor:
-        """A new flat buffer with the parameters' values and zeros between them, and for those that are released."""
+        """A new flat buffer with the parameters' values; padding and released parameters are zero."""
         full = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
         for param, view in zip(self.params, self.views(full), strict=True):
             if not is_released(param):
@@ -149,49 +153,49 @@ class Bucket:
         """``full`` as one view for each parameter."""
         return [full[s.offset : s.offset + s.numel].view(s.shape) for s in self.layout.slots]
 
-    def settle(
+    def partition(
         self,
         full: Tensor,
         stage: Stage,
         topology: Topology,
-        rests: ParameterRests,
+        storage: ParameterStorage,
         *,
         keeps_exact_master: bool,
         keeps_exact_shard: bool,
     ) -> None:
-        """Take what this rank keeps of the initial values ``full``, by the table above.
+        """Store this rank's part of the initial values ``full``, by the table above.
 
         Args:
-            full: All of it; kept below stage 3.
+            full: The full bucket; kept below stage 3.
             stage: A row of the table.
             topology: The ranks.
-            rests: Where shards rest.
-            keeps_exact_master: Beside ``full``, which has quantized values.
-            keeps_exact_shard: If it is trainable, beside ``full``, which changes are added to.
+            storage: Where shards are stored.
+            keeps_exact_master: Keep a master beside ``full``, whose values are quantized.
+            keeps_exact_shard: Keep a trainable shard beside ``full``, which deltas are added to.
         """
         row = topology.shard_index("local")
         numel = self.layout.shard_numel
         own = full[row * numel : (row + 1) * numel]
         if stage.shards_parameters:
-            self.rest = rests.place(self.index, own, updates_on_host=self.host is not None)
-            self.shard = self.rest.shard
+            self.storage = storage.place(self.index, own, updates_on_host=self.host is not None)
+            self.shard = self.storage.shard
             self._move(BucketState.GATHERING)
             self.full = full
             self.expose()
-            if not self.is_resident:
+            if not self.is_persistent:
                 self.release()
         else:
             self.shard = own if stage.shards_states else full
             if keeps_exact_shard and self.is_trainable:
                 self.shard = own.clone()
-            self.rest = rests.leave(self.shard, updates_on_host=self.host is not None)
+            self.storage = storage.leave(self.shard, updates_on_host=self.host is not None)
             self.state = BucketState.GATHERING
             self.full = full
             self.expose()
         self.gaps = self.layout.gaps_of(row) if stage.shards_states else list(self.layout.gaps)
         initial = own if stage.shards_states else full
         dtype = master_dtype(self.dtype) if self.is_trainable else self.dtype
-        is_own_master = not self.is_trainable or self.rest.is_on_device
+        is_own_master = not self.is_trainable or self.storage.is_on_device
         if self.is_trainable and self.host is not None:
             self.master = self.host.empty(initial.numel(), dtype).copy_(initial)
         elif self.shard.dtype == dtype and is_own_master and not (keeps_exact_master and dtype.is_floating_point):
@@ -200,85 +204,85 @@ class Bucket:
             self.master = initial.to(dtype, copy=True)
 
     def update_shard(self) -> None:
-        """Bring the shard in line with the master."""
+        """Copy the master's values to the shard."""
         if self.master is not self.shard:
-            for start, stop in self.rest.ranges:
-                self.begin_update(start, stop).copy_(self.master[start:stop])
-                self.end_update(start, stop)
+            for start, stop in self.storage.ranges:
+                self.start_update(start, stop).copy_(self.master[start:stop])
+                self.finish_update(start, stop)
 
     @property
     def is_its_master(self) -> bool:
-        """Whether the full parameters are the master themselves, not a rounding of it or behind it."""
+        """Whether full parameters and master are the same memory, not a rounded or older copy."""
         full = self.full
         return full is not None and full.untyped_storage().data_ptr() == self.master.untyped_storage().data_ptr()
 
-    def begin_update(self, start: int, stop: int) -> Tensor:
-        """Memory, where the master is updated, for new values of the shard; its contents are undefined."""
+    def start_update(self, start: int, stop: int) -> Tensor:
+        """Memory for new values of the shard, on the device where the master is updated; its contents are undefined."""
         if self.staged is not None:
             return self.staged[start:stop]
-        return self.rest.target(start, stop, self.master.device)
+        return self.storage.target(start, stop, self.master.device)
 
-    def end_update(self, start: int, stop: int) -> None:
-        """What :meth:`begin_update` gave is filled."""
+    def finish_update(self, start: int, stop: int) -> None:
+        """The memory that :meth:`start_update` returned is filled: pass it on to the shard's storage."""
         if self.staged is None:
-            self.rest.written(start, stop)
+            self.storage.written(start, stop)
 
     def write_shard(self, values: Tensor) -> None:
-        """Bring new values of the shard, from where the master is updated, to where it rests."""
-        for start, stop in self.rest.ranges:
-            self.rest.target(start, stop, self.master.device).copy_(values[start:stop])
-            self.rest.written(start, stop)
+        """Store new values of the shard; ``values`` are where the master is updated."""
+        for start, stop in self.storage.ranges:
+            self.storage.target(start, stop, self.master.device).copy_(values[start:stop])
+            self.storage.written(start, stop)
 
     def _move(self, to: BucketState) -> None:
         if to not in TRANSITIONS[self.state]:
             raise StateError(f"bucket {self.name!r} cannot go from {self.state.value} to {to.value}")
         self.state = to
 
-    def begin_gather(self, full: Tensor) -> None:
-        """``full`` is being filled."""
+    def start_gathering(self, full: Tensor) -> None:
+        """Exchanges start to fill ``full``."""
         self._move(BucketState.GATHERING)
         self.full = full
 
     def expose(self) -> None:
-        """The buffer is filled: parameters become views of it."""
+        """The buffer is filled: make parameters views of it."""
         self._move(BucketState.FULL)
         assert self.full is not None, f"bucket {self.name!r} is full without a buffer"
         for param, view in zip(self.params, self.views(self.full), strict=True):
-            show(param, view)
+            make_full(param, view)
 
-    def moved(self) -> list[int]:
-        """The parameters of a full bucket that somebody gave other memory."""
+    def moved_slots(self) -> list[int]:
+        """The slots of a full bucket whose parameter was given other memory, by ``param.data = values``."""
         if self.state is not BucketState.FULL or self.full is None:
             return []
-        begin, size = self.full.data_ptr(), self.full.element_size()
+        address, size = self.full.data_ptr(), self.full.element_size()
         each = enumerate(zip(self.layout.slots, self.params, strict=True))
-        return [i for i, (at, param) in each if at.numel and param.data_ptr() != begin + at.offset * size]
+        return [i for i, (at, param) in each if at.numel and param.data_ptr() != address + at.offset * size]
 
-    def take_back(self) -> None:
-        """Copy what :meth:`moved` into the full buffer: somebody wrote ``param.data = values``."""
-        for slot in self.moved():
+    def copy_back_moved(self) -> None:
+        """Copy the values of :meth:`moved_slots` into the full buffer: exchanges send only what is there."""
+        for slot in self.moved_slots():
             assert self.full is not None, f"bucket {self.name!r} is full without a buffer"
             param, view = self.params[slot], self.views(self.full)[slot]
             view.copy_(param.detach())
             param.data = view
 
     def release(self) -> Tensor:
-        """Parameters let go of the buffer, which is returned."""
+        """Release the parameters; returns their buffer."""
         self._move(BucketState.SHARDED)
-        for param, empty in zip(self.params, self.empties, strict=True):
-            hide(param, empty)
+        for param, empty in zip(self.params, self.released_data, strict=True):
+            make_released(param, empty)
         full, self.full = self.full, None
         assert full is not None, f"bucket {self.name!r} was full without a buffer"
         return full
 
     def abandon(self) -> Tensor | None:
-        """Give up a gather; returns the buffer, which is free if all its exchanges have ended."""
+        """Give up a gather; returns the buffer, which may be reused only if all its exchanges have completed."""
         self._move(BucketState.SHARDED)
         full, self.full = self.full, None
         return full
 
     def master_pieces(self, stage: Stage, shard_index: int) -> list[tuple[ShardPiece, Tensor]]:
-        """The parameters this rank updates, as leaf views of the master weights, without the padding."""
+        """The pieces that this rank updates, as views of the master without padding."""
         if not stage.shards_states:
             ends = [(i, s.offset, s.offset + s.numel) for i, s in enumerate(self.layout.slots) if s.numel]
             return [(ShardPiece(i, start, stop), self.master[start:stop]) for i, start, stop in ends]
@@ -287,7 +291,7 @@ class Bucket:
         return [(piece, self.master[piece.start - base : piece.stop - base]) for piece in pieces]
 
     def own_rows(self, stage: Stage, shard_index: int) -> Tensor:
-        """The rows of the full bucket whose masters this rank has."""
+        """The part of the full bucket whose master this rank has."""
         assert self.full is not None, f"rows of bucket {self.name!r}, which is not full"
         if not stage.shards_states:
             return self.full

@@ -1,11 +1,11 @@
-"""Reused flat buffers for what lives for a moment: gathered parameters and unreduced gradients.
+"""Pool of flat buffers for short-lived data: gathered parameters and unreduced gradients.
 
-Resizing storages costs three times the fill itself, so buffers are kept and handed out again.
+Resizing a storage takes three times as long as filling it, so the pool keeps buffers and hands them out again.
 
 free --take--> the caller's --lend--> an exchange's --reclaim, which waits--> the caller's --give--> free
-                  the caller's --set_aside--> viewed by somebody else, who must not see it change; then free
+                  the caller's --set_aside--> still viewed by someone who must not see it change; free afterwards
 
-Any other way raises StateError: a buffer that an exchange still reads or fills can neither go back nor be lent again.
+Any other transition raises StateError: a buffer that an exchange reads or fills cannot be given back or lent again.
 """
 
 from __future__ import annotations
@@ -21,39 +21,42 @@ from zero._storage.poison import poison
 
 
 def num_uses(tensor: Tensor) -> int:
-    """How many tensors share the memory of ``tensor``, itself included; those that autograd keeps count, too."""
+    """The number of tensors that share memory with ``tensor``, itself and those that autograd keeps included."""
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # this storage object is a user
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # minus this storage object
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The same for all tensors that share memory, and no others, while any of them lives: without elements, too."""
+    """A key that tensors have in common if and only if they share memory, as long as any of them lives.
+
+    Not the data pointer: that is 0 for every tensor without elements.
+    """
     return int(tensor.untyped_storage()._cdata)
 
 
 @dataclass(slots=True, eq=False)
-class Aside:
-    """A buffer that somebody views still."""
+class ViewedBuffer:
+    """A buffer that is out of use here, but that other tensors view."""
 
     buffer: Tensor
     of: object
-    """Whose values the views show; None: nobody's, for these have changed since."""
+    """The owner of the values that the views show; None: the values have changed since."""
 
 
 class BufferPool:
-    """Buffers by dtype; the smallest that fits, at most twice as large as asked for, is handed out."""
+    """Buffers by dtype. ``take`` hands out the smallest that fits and is at most twice as large as needed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: dict[torch.dtype, list[Tensor]] = {}
         self._owned: dict[int, Tensor] = {}
         self._taken: set[int] = set()
-        """Since the last :meth:`drop_unused`."""
+        """Handed out at least once since the last :meth:`drop_unused`."""
         self._out: set[int] = set()
         """Handed out now."""
         self._lent: dict[int, Sequence[Work | None]] = {}
-        """Of those, what an exchange uses, with its works."""
-        self._aside: list[Aside] = []
+        """Those of them that an exchange uses, with its works."""
+        self._aside: list[ViewedBuffer] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat buffer of ``numel`` elements; its contents are undefined."""
@@ -62,10 +65,11 @@ class BufferPool:
         free = self._free.setdefault(dtype, [])
         fitting = [i for i, buffer in enumerate(free) if numel <= buffer.numel() <= 2 * numel]
         if fitting:
-            # The last to come back first: it is in the cache, and buffers beyond what a step needs lie idle.
+            # Last in, first out: that buffer is in the cache, and buffers beyond what a step needs stay unused, so
+            # that drop_unused() finds them.
             buffer = free.pop(min(reversed(fitting), key=lambda i: free[i].numel()))
         else:
-            with torch.inference_mode(mode=False):  # it will serve training too
+            with torch.inference_mode(mode=False):  # a buffer made in inference mode could not be used in training
                 buffer = torch.empty(numel, dtype=dtype, device=self._device)
             self._owned[storage_of(buffer)] = buffer
         at = storage_of(buffer)
@@ -74,7 +78,7 @@ class BufferPool:
         return buffer[:numel]
 
     def drop_unused(self) -> None:
-        """Free the buffers that nobody took since the last call: those of one-off uses, such as loading a model."""
+        """Free the buffers that were not taken since the last call: those of one-off uses, such as loading a model."""
         for free in self._free.values():
             for buffer in free.copy():
                 at = storage_of(buffer)
@@ -91,19 +95,19 @@ class BufferPool:
             free.clear()
 
     def lend(self, works: Sequence[Work | None], *buffers: Tensor) -> None:
-        """An exchange uses ``buffers``, handed out here, until ``works`` have ended; more may be added to the list.
+        """Mark ``buffers`` as used by an exchange until ``works`` complete; the caller may append to ``works``.
 
         Raises:
-            StateError: One is not handed out, or already lent.
+            StateError: A buffer is not handed out, or already lent.
         """
         for buffer in buffers:
             self._lent[self._place_of(buffer, "lent to an exchange")] = works
 
     def reclaim(self, works: Sequence[Work | None], *buffers: Tensor) -> None:
-        """Wait for ``works``; what was lent to them is the caller's again.
+        """Wait for ``works``; then the buffers that were lent to them are the caller's again.
 
-        After an error it is not: with DivergedError, which comes when all have ended, the buffers are free; with any
-        other an exchange may go on using them, and nobody gets them any more.
+        After DivergedError, which is raised when all works have ended, the buffers are free. After any other error an
+        exchange may still write to them, so they are never handed out again.
 
         Raises:
             StateError: One of ``buffers`` is not lent to ``works``.
@@ -112,7 +116,7 @@ class BufferPool:
             if self._lent.get(storage_of(buffer)) is not works:
                 raise StateError(f"a buffer can be reclaimed only from the exchange it is lent to: {_describe(buffer)}")
         diverged: DivergedError | None = None
-        for work in works:
+        for work in works:  # all of them: after the first DivergedError others may still write to the buffer
             try:
                 if work is not None:
                     work.wait()
@@ -129,26 +133,26 @@ class BufferPool:
         """Take back what :meth:`take` handed out.
 
         Raises:
-            StateError: An exchange still uses it, or it is not handed out: it was given back before, say.
+            StateError: An exchange uses it, or it is not handed out, for instance because it was given back before.
         """
         at = self._place_of(buffer, "given back")
         self._out.discard(at)
-        whole = self._owned[at]
-        poison(whole)
-        self._free[whole.dtype].append(whole)
+        owned = self._owned[at]
+        poison(owned)
+        self._free[owned.dtype].append(owned)
 
     def set_aside(self, buffer: Tensor, of: object) -> None:
-        """As :meth:`give`, but nobody gets it as long as anything else views its memory, which shows ``of``.
+        """As :meth:`give`, but the buffer is not handed out while any other tensor views it; the views show ``of``.
 
         Raises:
             StateError: As for :meth:`give`.
         """
         at = self._place_of(buffer, "set aside")
         self._out.discard(at)
-        self._aside.append(Aside(self._owned[at], of))
+        self._aside.append(ViewedBuffer(self._owned[at], of))
 
-    def viewed(self) -> list[Aside]:
-        """What was set aside and is viewed still. The rest is free now."""
+    def viewed(self) -> list[ViewedBuffer]:
+        """The buffers set aside that other tensors still view; frees those that are not viewed any more."""
         for each in self._aside.copy():
             if num_uses(each.buffer) == 1:
                 self._aside.remove(each)
@@ -157,15 +161,15 @@ class BufferPool:
         return self._aside
 
     def _place_of(self, buffer: Tensor, change: str) -> int:
-        """The storage of a buffer that is the caller's."""
+        """The key of a buffer, which must be the caller's."""
         at = storage_of(buffer)
         if at in self._lent:
             raise StateError(
-                f"a buffer cannot be {change} while an exchange uses it, which reclaim() ends: {_describe(buffer)}"
+                f"a buffer cannot be {change} while an exchange uses it; call reclaim() first: {_describe(buffer)}"
             )
         if at not in self._out:
             raise StateError(
-                f"a buffer can be {change} only between take() and give(), and this one is free, or another's: "
+                f"a buffer can be {change} only between take() and give(); this one is free, or not of this pool: "
                 f"{_describe(buffer)}"
             )
         return at

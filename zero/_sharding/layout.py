@@ -1,16 +1,16 @@
-"""How parameters lie in a bucket, and how a bucket is divided into shards: pure arithmetic, no tensors, no ranks.
+"""Layout of a bucket: offsets of its parameters and its partition into shards. Arithmetic only, without tensors.
 
-A bucket is one flat buffer. Every parameter starts on a multiple of ``align`` elements and every shard is a whole
-number of ``align``-element runs, so a quantization block never straddles two parameters or two shards:
+A bucket is one flat buffer. Every parameter starts on a multiple of ``align`` elements, and every shard is a multiple
+of ``align`` elements long, so a quantization block never straddles two parameters or two shards:
 
     | weight ............. pad | bias ..... pad | pad to world_size * align |
     | shard 0        | shard 1        | shard 2        | shard 3            |
 
 Invariants:
-    L1  A parameter's offset within its block grid depends on nothing but the parameter: its codes are the same at
-        every stage, world size and bucket size.
-    L2  A piece (a parameter's intersection with a shard) starts and ends on multiples of ``align``; the pad elements
-        it may hold are zero in parameters and gradients alike.
+    L1  A parameter's offset within its block grid depends on the parameter alone: its codes are the same at every
+        stage, world size and bucket size.
+    L2  A piece (a parameter's intersection with a shard) starts and ends on multiples of ``align``. Padding elements
+        in it are zero, in parameters and in gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from functools import cached_property
 from math import prod
 
 ALIGN = 256
-"""Elements; the largest default block of any wire format, and a multiple of all of them."""
+"""In elements: the largest default block of any wire format, and a multiple of all of them."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -30,8 +30,8 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def runs(numels: Iterable[int], max_numel: int) -> list[list[int]]:
-    """Indices of consecutive units that share buckets: at least one, more as long as they have ``max_numel``."""
+def group_consecutive(numels: Iterable[int], max_numel: int) -> list[list[int]]:
+    """Indices of consecutive units that share a bucket: at most ``max_numel`` elements, but at least one unit."""
     found: list[list[int]] = []
     together = 0
     for index, numel in enumerate(numels):
@@ -62,7 +62,7 @@ class Slot:
 class ShardPiece:
     """The part of slot number ``slot`` that lies in one shard, in elements counted from the start of the bucket.
 
-    Padding is in no piece: whatever updates pieces leaves it at zero.
+    No piece has padding in it, so updates of pieces leave it at zero.
     """
 
     slot: int
@@ -72,7 +72,7 @@ class ShardPiece:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The slots of one bucket and its division into ``world_size`` equal shards."""
+    """The slots of one bucket and its partition into ``world_size`` equal shards."""
 
     slots: tuple[Slot, ...]
     world_size: int
@@ -82,7 +82,7 @@ class BucketLayout:
     def of(
         cls, names: Sequence[str], shapes: Sequence[tuple[int, ...]], world_size: int, align: int = ALIGN
     ) -> BucketLayout:
-        """Lay parameters one after the other, each on a multiple of ``align`` elements."""
+        """Place parameters one after the other, each on a multiple of ``align`` elements."""
         slots, offset = [], 0
         for name, shape in zip(names, shapes, strict=True):
             end = offset + round_up(prod(shape), align)
@@ -95,7 +95,7 @@ class BucketLayout:
         return [slot.end for slot in self.slots]
 
     def slot_at(self, offset: int) -> int:
-        """The number of the slot that element ``offset`` is in; the last one's for what lies behind them all."""
+        """The index of the slot that element ``offset`` is in; the last slot for an offset behind them all."""
         return min(bisect_right(self._ends, offset), len(self.slots) - 1)
 
     @cached_property
@@ -106,23 +106,23 @@ class BucketLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole bucket, padding included."""
+        """Elements of the full bucket, padding included."""
         return self.shard_numel * self.world_size
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The runs of padding, ``(start, stop)``: no parameter ever writes them."""
+        """The ranges of padding, ``(start, stop)``; no parameter writes to them."""
         starts = [slot.offset + slot.numel for slot in self.slots]
         stops = [slot.end for slot in self.slots[:-1]] + [self.numel]
         return tuple((a, b) for a, b in zip(starts, stops, strict=True) if a < b)
 
     def gaps_of(self, shard: int) -> list[tuple[int, int]]:
-        """The runs of padding in shard number ``shard``, ``(start, stop)`` counted from its start."""
+        """The ranges of padding in shard number ``shard``, ``(start, stop)`` counted from its start."""
         low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
         return [(max(a, low) - low, min(b, high) - low) for a, b in self.gaps if a < high and b > low]
 
     def pieces(self, shard: int) -> Iterator[ShardPiece]:
-        """The parameters that shard number ``shard`` holds a part of, in order."""
+        """The pieces of shard number ``shard``, in order."""
         low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
         for index, slot in enumerate(self.slots):
             start, stop = max(slot.offset, low), min(slot.offset + slot.numel, high)
@@ -132,8 +132,8 @@ class BucketLayout:
     def chunks(self, max_numel: int, *, first_numel: int | None = None) -> list[tuple[int, int]]:
         """Column ranges of the shards such that one exchange carries at most ``max_numel`` elements of the bucket.
 
-        The first one at most ``first_numel``, if that is less. At least one ``align`` run of every shard is carried,
-        however small they are.
+        The first exchange carries at most ``first_numel`` if that is less. Every exchange carries at least ``align``
+        elements of each shard, however small the limits are.
         """
         width = self._width(max_numel)
         first = min(width, self._width(max_numel if first_numel is None else first_numel), self.shard_numel)

@@ -1,18 +1,19 @@
-"""When to gather what: from the recorded order of an iteration to a plan of prefetching and keeping. Pure arithmetic.
+"""Prefetch plan: when to gather each bucket and which to keep, from the recorded order of uses. Arithmetic only.
 
 An iteration is one optimizer step (all its micro-batches, forward and backward), or one forward without gradients. A
-*use* of a bucket begins when somebody needs its full parameters and ends when nobody does any more:
+*use* of a bucket starts when its full parameters are first needed, and ends when nothing needs them any more:
 
-    use         0          1          2          3 ...                    position: uses begun so far
-    bucket      wte        block 0    block 1    block 1 (backward)
-    plan        start 1    start 2    keep, no gather for 3
+    use         0             1             2          3 ...                   position: uses started so far
+    bucket      wte           block 0       block 1    block 1 (backward)
+    plan        prefetch 1    prefetch 2    keep, no gather for 3
 
 Invariants:
-    S1  A plan depends on the order of uses, where each ended, sizes and limits: all equal on every rank. Never on time.
-    S2  At every position, what is prefetched and not in use yet has at most ``prefetch_numel`` elements; nothing is
-        prefetched or kept that lets live elements exceed ``live_numel``. Uses alone may exceed it.
+    S1  A plan depends on the order of uses, where each ended, sizes and limits, all equal on every rank; never on
+        time. If it did, ranks would start gathers in different orders, and deadlock.
+    S2  At every position, at most ``prefetch_numel`` elements are prefetched and not in use yet. Nothing is prefetched
+        or kept that makes the live elements exceed ``live_numel``; uses alone may exceed it.
     S3  Gathers start in the order of the uses they are for, each after the previous use of its bucket has ended.
-    S4  An order that changes costs the rest of that iteration its prefetches, never a wrong result.
+    S4  If the order changes, the rest of that iteration has no prefetches; results stay right.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ from itertools import accumulate
 from typing import NamedTuple
 
 END_OF_BACKWARD = -1
-"""In the place of a bucket: a mark in the order, without elements."""
+"""Stands in the recorded order where a backward ends; it has no elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """All in elements."""
+    """Limits of a plan, in elements."""
 
     prefetch_numel: int
-    """Gathered ahead of their use at most; 0: nothing."""
+    """At most so many are gathered ahead of their use; 0: none."""
     live_numel: int
-    """Gathered at a time at most, but for what is in use."""
+    """At most so many are full at a time, unless modules in use need more."""
     reuse_numel: int
-    """A bucket is kept if fewer are used before it is used again; 0: never."""
+    """A bucket is kept if fewer elements are used before its next use; 0: never."""
 
 
 class Use(NamedTuple):
-    """One use of a bucket; its index in the order is where it begins."""
+    """One use of a bucket; its index in the order is the position at which it starts."""
 
     bucket: int
     end: int
-    """How many uses had begun when it ended."""
+    """How many uses had started when it ended."""
 
 
-class GatherStart(NamedTuple):
+class Prefetch(NamedTuple):
     """Start the exchanges of ``bucket`` up to, not including, number ``stop``."""
 
     bucket: int
@@ -59,23 +60,23 @@ class PrefetchPlan:
     """What to do at each position of a recorded order."""
 
     uses: tuple[Use, ...]
-    starts: tuple[tuple[GatherStart, ...], ...]
-    """What to prefetch when a use begins, after its own gather has started."""
+    prefetches: tuple[tuple[Prefetch, ...], ...]
+    """What to prefetch when a use starts, after its own gather has started."""
     keeps: tuple[bool, ...]
-    """Whether the bucket stays full from the end of a use to its next."""
+    """Whether the bucket stays full from the end of a use to its next use."""
     gathers: tuple[int, ...]
-    """Positions of the uses that begin with a gather."""
+    """Positions of the uses that need a gather."""
     needed_numel: int
-    """The most elements that are in use at a time."""
+    """The largest number of elements in use at a time."""
 
 
 def make_plan(uses: Sequence[Use], exchanges: Sequence[Sequence[int]], limits: Limits) -> PrefetchPlan:
     """Plan an iteration.
 
     Args:
-        uses: The order to expect. Uses of one bucket do not overlap.
-        exchanges: Of each bucket, the elements that each exchange of its gather carries, in order.
-        limits: What may be held.
+        uses: The expected order. Uses of one bucket do not overlap.
+        exchanges: For each bucket, the elements that each exchange of its gather carries, in order.
+        limits: How much may be prefetched and kept.
     """
     return _Planner(uses, exchanges, limits).plan()
 
@@ -86,9 +87,9 @@ class _Planner:
         self.numel = [0 if use.bucket < 0 else sum(exchanges[use.bucket]) for use in uses]
         """Elements of each use's bucket."""
         self.live = [0] * len(uses)
-        """Elements that are full, or being gathered, from each position to the next."""
+        """Elements that are full or being gathered, from each position to the next."""
         self.ahead = [0] * len(uses)
-        """Of these, what is prefetched for later."""
+        """Of these, the ones prefetched for later uses."""
         for position, use in enumerate(uses):
             self._hold(position, use.end, self.numel[position])
         self.needed_numel = max(self.live, default=0)
@@ -99,14 +100,18 @@ class _Planner:
                 self.next[last[use.bucket]] = position
             last[use.bucket] = position
         self.keeps = [False] * len(uses)
-        self.starts: list[list[GatherStart]] = [[] for _ in uses]
+        self.prefetches: list[list[Prefetch]] = [[] for _ in uses]
         self.gathers: list[int] = []
 
     def plan(self) -> PrefetchPlan:
         self._plan_keeping()
-        self._plan_starts()
+        self._plan_prefetches()
         return PrefetchPlan(
-            tuple(self.uses), tuple(map(tuple, self.starts)), tuple(self.keeps), tuple(self.gathers), self.needed_numel
+            tuple(self.uses),
+            tuple(map(tuple, self.prefetches)),
+            tuple(self.keeps),
+            tuple(self.gathers),
+            self.needed_numel,
         )
 
     def _hold(self, start: int, stop: int, numel: int) -> None:
@@ -126,8 +131,8 @@ class _Planner:
                 self.keeps[position] = True
                 self._hold(use.end, again, self.numel[position])
 
-    def _plan_starts(self) -> None:
-        earliest = 0  # S3: not before the gather of an earlier use
+    def _plan_prefetches(self) -> None:
+        earliest = 0  # S3: not before the gathers of earlier uses have started
         free_from: dict[int, int] = {}
         kept: set[int] = set()
         for position, use in enumerate(self.uses):
@@ -141,7 +146,7 @@ class _Planner:
             (kept.add if self.keeps[position] else kept.discard)(use.bucket)
 
     def _prefetch(self, position: int, index: int, earliest: int) -> int:
-        """Start exchange ``index`` of what is used at ``position`` as early as it fits; returns where."""
+        """Start exchange ``index`` of the gather for ``position`` as early as it fits; returns that position."""
         bucket = self.uses[position].bucket
         carried = self.exchanges[bucket][index]
         buffer = self.numel[position] if index == 0 else 0
@@ -151,7 +156,7 @@ class _Planner:
                 break
             at -= 1
         if at < position:
-            self.starts[at].append(GatherStart(bucket, index + 1))
+            self.prefetches[at].append(Prefetch(bucket, index + 1))
             self._hold(at, position, buffer)
             for between in range(at, position):
                 self.ahead[between] += carried
@@ -159,7 +164,7 @@ class _Planner:
 
 
 @dataclass(slots=True)
-class _Begun:
+class _RecordedUse:
     bucket: int
     end: int = 0
     """0: it has not ended."""
@@ -173,44 +178,44 @@ class Schedule:
     limits: Limits
     plan: PrefetchPlan | None = None
     is_following: bool = False
-    """Whether this iteration has gone by the plan so far. If not, this iteration's order is the next one's."""
+    """Whether this iteration has followed the plan so far. If not, its order makes the next plan."""
     num_changes: int = 0
-    """How often an order that was planned for did not repeat itself."""
-    _begun: list[_Begun] = field(default_factory=list)
-    _open: dict[int, int] = field(default_factory=dict)
+    """How often the order differed from the plan."""
+    _recorded: list[_RecordedUse] = field(default_factory=list)
+    _in_use: dict[int, int] = field(default_factory=dict)
 
     @property
     def position(self) -> int:
-        """Uses that have begun in this iteration."""
-        return len(self._begun)
+        """Uses that have started in this iteration."""
+        return len(self._recorded)
 
     def expects(self, bucket: int) -> bool:
-        """Whether a use of ``bucket`` is next by the plan; True without one. Changes nothing."""
+        """Whether the plan has a use of ``bucket`` next; True without a plan."""
         return self.plan is None or not self.is_following or self.planned == bucket
 
     @property
     def planned(self) -> int | None:
-        """The bucket of the next use by the plan; None without one, or at its end."""
+        """The bucket that the plan has next; None without a plan, or at its end."""
         if self.plan is None or not self.is_following or self.position == len(self.plan.uses):
             return None
         return self.plan.uses[self.position].bucket
 
     def leave_plan(self) -> None:
-        """The order has changed: only record from here on."""
+        """The order has changed: only record for the rest of the iteration."""
         self.is_following = False
         self.num_changes += 1
 
-    def begin(self, bucket: int) -> tuple[GatherStart, ...]:
-        """A use of ``bucket`` begins, the expected one; returns what to start now."""
+    def start_use(self, bucket: int) -> tuple[Prefetch, ...]:
+        """Record the start of a use of ``bucket``, which must be the expected one; returns what to prefetch now."""
         position = self.position
-        self._begun.append(_Begun(bucket))
-        self._open[bucket] = position
+        self._recorded.append(_RecordedUse(bucket))
+        self._in_use[bucket] = position
         if bucket == END_OF_BACKWARD:
-            self.end(bucket)
-        return self.plan.starts[position] if self.plan is not None and self.is_following else ()
+            self.end_use(bucket)
+        return self.plan.prefetches[position] if self.plan is not None and self.is_following else ()
 
     def upcoming(self) -> Iterator[int]:
-        """The buckets that are gathered from here to the end of the iteration, in order; none without a plan."""
+        """The buckets still to be gathered in this iteration, in order; none without a plan."""
         if self.plan is not None and self.is_following:
             first = bisect_left(self.plan.gathers, self.position)
             yield from (self.plan.uses[position].bucket for position in self.plan.gathers[first:])
@@ -220,27 +225,27 @@ class Schedule:
         if self.plan is not None and self.is_following:
             yield from (self.plan.uses[position].bucket for position in self.plan.gathers)
 
-    def end(self, bucket: int) -> bool:
-        """A use of ``bucket`` ends; returns whether to keep it full."""
-        position = self._open.pop(bucket, None)
+    def end_use(self, bucket: int) -> bool:
+        """Record the end of a use of ``bucket``; returns whether to keep it full."""
+        position = self._in_use.pop(bucket, None)
         if position is None:
             return False
-        self._begun[position].end = self.position
+        self._recorded[position].end = self.position
         return self.plan is not None and self.is_following and self.plan.keeps[position]
 
     @property
     def is_as_planned(self) -> bool:
-        """Whether the iteration, if it ended now, would have gone by the plan."""
+        """Whether the iteration, if it ended now, would have followed the plan."""
         return self.plan is not None and self.is_following and self.position == len(self.plan.uses)
 
     def recorded(self) -> list[Use]:
-        """The order of this iteration so far. What has not ended ends with the iteration."""
-        return [Use(use.bucket, use.end or self.position) for use in self._begun]
+        """The order of this iteration so far. Uses that have not ended end with the iteration."""
+        return [Use(use.bucket, use.end or self.position) for use in self._recorded]
 
     def restart(self, uses: Sequence[Use] | None = None) -> None:
-        """Begin a new iteration; ``uses``: expect this order from now on."""
+        """Start a new iteration; ``uses``: plan for this order from now on."""
         if uses is not None:
             self.plan = make_plan(uses, self.exchanges, self.limits) if uses else None
         self.is_following = self.plan is not None
-        self._begun.clear()
-        self._open.clear()
+        self._recorded.clear()
+        self._in_use.clear()

@@ -1,11 +1,11 @@
-"""Stand-ins for memory that this rank does not hold: any use of them is an error that names the parameter.
+"""Released parameters and other stand-ins for values that this rank does not hold: using one raises an error.
 
 A released parameter keeps its identity, logical shape, dtype and autograd hooks, but its class becomes a subclass whose
-``__torch_function__`` refuses every use of its values, and its memory is one NaN: what slips past Python cannot yield a
-plausible number. A gathered parameter has its own class back, so access costs nothing then. The ``.grad`` of a
-parameter whose gradient is sharded is a :class:`ReducedGradient` in the same way, so that
-``torch.nn.utils.clip_grad_norm_`` raises instead of clipping by the norm of nothing. ``outdate``
-does the same to views of a parameter that has changed since.
+``__torch_function__`` refuses every use of its values. Its memory is one NaN, so that code which bypasses Python
+cannot compute a plausible number. A gathered parameter has its own class back, so access to it costs nothing. The
+``.grad`` of a parameter whose gradient is sharded is a :class:`ReducedGradient` in the same way:
+``torch.nn.utils.clip_grad_norm_`` raises instead of clipping by a wrong norm. ``mark_stale`` does the same to views of
+a parameter that has changed since.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ METADATA = frozenset(
         *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
     }
 )
-"""What may be asked of a released parameter: nothing that depends on its values or its storage."""
+"""Attributes and methods of a released parameter that may be used: none depends on its values or its storage."""
 SETTABLE = frozenset({"grad", "requires_grad", "grad_dtype", "_backward_hooks"})
 
 
-def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of ``shape`` whose memory is one NaN; integers, which have none, get their largest value."""
+def nan_filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of ``shape`` whose memory is one NaN; integers have no NaN, and get their largest value."""
     is_number = dtype.is_floating_point or dtype.is_complex
     nothing = float("nan") if is_number else dtype == torch.bool or torch.iinfo(dtype).max
     return torch.full((), nothing, dtype=dtype, device=device).expand(tuple(shape))
 
 
 def is_released(param: Tensor) -> bool:
-    """Whether ``param`` holds nothing but its shape now."""
+    """Whether ``param`` is released: it has a shape and no values."""
     return getattr(type(param), "is_released", False)
 
 
 def _requested(func: Callable[..., Any]) -> tuple[str, bool]:
-    """The name of what is asked for, and whether it is written."""
+    """The name of the requested attribute or function, and whether it is being set."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):
         return str(getattr(func, "__self__", func).__name__), name != "__get__"
@@ -75,7 +75,7 @@ def _refuse_values(
     answer = None if state_dicts is None else state_dicts.answer(released, _requested(func)[0], args)
     if answer is not None:
         return answer
-    if _open([a for a in _flatten((args, kwargs)) if getattr(type(a), "is_released", False)]):
+    if _gather_for_use([a for a in _flatten((args, kwargs)) if getattr(type(a), "is_released", False)]):
         return func(*args, **(kwargs or {}))
     name = repr(info.name) if info is not None else "a parameter"
     raise StateError(
@@ -85,15 +85,15 @@ def _refuse_values(
     )
 
 
-def _open(released: Sequence[nn.Parameter]) -> bool:
-    """Let their owner gather ``released`` parameters for whoever uses them, if it may be done here."""
+def _gather_for_use(released: Sequence[nn.Parameter]) -> bool:
+    """Ask the owner of ``released`` parameters to gather them for this use, if that is allowed here."""
     owner = getattr(getattr(released[0], "zero_shard", None), "owner", None) if released else None
-    return owner is not None and bool(owner.open(released))
+    return owner is not None and bool(owner.gather_for_use(released))
 
 
 def _copy(self: nn.Parameter, memo: dict[int, Any]) -> Any:
-    if _open([self]):
-        return copy.deepcopy(self, memo)  # its class is its own again
+    if _gather_for_use([self]):
+        return copy.deepcopy(self, memo)  # it is gathered and has its own class again
     return _refuse_values(type(self), copy.deepcopy, (), (self,))
 
 
@@ -102,7 +102,7 @@ def _refuse_pickle(self: nn.Parameter, protocol: object) -> Any:  # noqa: ARG001
 
 
 def not_picklable(what: str) -> StateError:
-    """The error of pickling ``what``, of which this rank has a shard."""
+    """The error for an attempt to pickle ``what``, of which this rank has only a shard."""
     return StateError(
         f"{what} cannot be pickled at stage 3, where each rank holds a shard: save model.state_dict(), which every "
         "rank must call, or a checkpoint by zero.save_checkpoint()"
@@ -139,36 +139,36 @@ def _released_class(cls: type) -> type:
     )
 
 
-def hide(param: nn.Parameter, empty: Tensor) -> None:
-    """Let ``param`` hold nothing but its shape; ``empty`` is its :func:`placeholder`."""
+def make_released(param: nn.Parameter, empty: Tensor) -> None:
+    """Take the values of ``param`` away; ``empty`` is a :func:`nan_filled` tensor of its shape."""
     param.data = empty
     param.__class__ = _released_class(type(param))
 
 
-def show(param: nn.Parameter, data: Tensor) -> None:
-    """Give ``param`` its own class back, with values."""
+def make_full(param: nn.Parameter, data: Tensor) -> None:
+    """Give ``param`` its own class back, with the values ``data``."""
     cls = type(param)
     if getattr(cls, "is_released", False):
         param.__class__ = cls.gathered_class  # type: ignore[attr-defined]
     param.data = data
 
 
-def outdate(view: Tensor, name: str) -> None:
-    """Let any use of ``view`` raise: it shows values that parameter ``name`` does not have any more.
+def mark_stale(view: Tensor, name: str) -> None:
+    """Make any use of ``view`` raise: it shows values that parameter ``name`` no longer has.
 
-    It keeps its memory, for an array of NumPy's may rely on that.
+    The view keeps its memory: a NumPy array may share it.
     """
-    view.__class__ = _outdated_class(type(view))
+    view.__class__ = _stale_class(type(view))
     view.zero_view_of = name  # type: ignore[attr-defined]
 
 
 @cache
-def _outdated_class(cls: type) -> type:
-    own = {"__torch_function__": classmethod(_refuse_outdated), "__repr__": _describe_outdated, "is_outdated": True}
+def _stale_class(cls: type) -> type:
+    own = {"__torch_function__": classmethod(_refuse_stale), "__repr__": _describe_stale, "is_stale": True}
     return type(cls.__name__, (cls,), own | {"__module__": cls.__module__})
 
 
-def _refuse_outdated(
+def _refuse_stale(
     cls: type,  # noqa: ARG001
     func: Callable[..., Any],
     types: Sequence[type],  # noqa: ARG001
@@ -178,7 +178,7 @@ def _refuse_outdated(
     if _is_metadata(func):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-    view = next(a for a in _flatten((args, kwargs)) if getattr(type(a), "is_outdated", False))
+    view = next(a for a in _flatten((args, kwargs)) if getattr(type(a), "is_stale", False))
     raise StateError(
         f"a view of {view.zero_view_of!r} was used by {_requested(func)[0]} after that parameter had changed (stage 3 "
         "holds a shard of it on each rank, and the view has the old values). Remedies: make the view again from the "
@@ -186,12 +186,12 @@ def _refuse_outdated(
     )
 
 
-def _describe_outdated(self: Tensor) -> str:
-    return f"<outdated view of {self.zero_view_of!r}, shape {tuple(self.shape)}>"  # type: ignore[attr-defined]
+def _describe_stale(self: Tensor) -> str:
+    return f"<stale view of {self.zero_view_of!r}, shape {tuple(self.shape)}>"  # type: ignore[attr-defined]
 
 
 class ReducedGradient(Tensor):
-    """The ``.grad`` of a parameter whose gradient rests sharded over the ranks: there is one, but not here."""
+    """The ``.grad`` of a parameter whose gradient is sharded over the ranks: it exists, but not on this rank."""
 
     zero_name: str
     zero_place: str
@@ -206,8 +206,8 @@ class ReducedGradient(Tensor):
         *,
         place: str = "sharded over the ranks",
     ) -> ReducedGradient:
-        """The stand-in for the gradient of parameter ``name``; ``place``: where that is."""
-        grad = placeholder(shape, dtype, device).as_subclass(cls)
+        """The stand-in for the gradient of parameter ``name``; ``place``: where the gradient is."""
+        grad = nan_filled(shape, dtype, device).as_subclass(cls)
         grad.zero_name, grad.zero_place = name, place
         return grad
 
@@ -215,7 +215,7 @@ class ReducedGradient(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Allow questions about shape and dtype, refuse everything else."""
+        """Allow access to metadata such as shape and dtype; refuse everything else."""
         if _is_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -225,9 +225,9 @@ class ReducedGradient(Tensor):
             f"the gradient of {name!r} is {place}, so {_requested(func)[0]} on param.grad cannot see it. Use "
             "optimizer.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, optimizer.zero_grad() to "
             "clear gradients, zero.utils.safe_get_full_grad(param) to read one, param.grad = value to replace it, or "
-            "stage 0, where param.grad is the whole averaged gradient"
+            "stage 0, where param.grad is the full averaged gradient"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Name the parameter; there are no values to show."""
+        """Show the parameter's name instead of values."""
         return f"<gradient of {self.zero_name!r}, {self.zero_place}>"

@@ -1,4 +1,4 @@
-"""The stages of ZeRO as rows of one table. Nothing else in this package asks for a stage's number.
+"""The stages of ZeRO, 0 to 3: what each shards. Other modules ask this table, never for a stage's number.
 
 Source: "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv:1910.02054), and "ZeRO++"
 (arXiv:2306.10209) for the switches.
@@ -17,11 +17,11 @@ class Stage:
 
     number: int
     shards_states: bool
-    """Optimizer states and master weights: a shard, or the whole."""
+    """Optimizer states and master weights: this rank's shard, or all of them."""
     shards_gradients: bool
-    """Gradients at rest: a shard, or the whole buffer."""
+    """Reduced gradients: this rank's shard, or the full buffer."""
     shards_parameters: bool
-    """Parameters at rest: a shard, gathered before use; or the whole."""
+    """Parameters between uses: this rank's shard, gathered before use, or the full parameters."""
     reduces_every_micro_batch: bool
     """False: only at the accumulation boundary."""
 
@@ -35,7 +35,7 @@ STAGES = {
 
 
 def get_stage(number: int) -> Stage:
-    """The row for ``number``; ConfigError if there is none."""
+    """The stage with this number; ConfigError if there is none."""
     if isinstance(number, bool) or number not in STAGES:
         raise ConfigError(f"stage must be one of {sorted(STAGES)}: stage={number!r}")
     return STAGES[number]
@@ -44,23 +44,23 @@ def get_stage(number: int) -> Stage:
 def model_state_nbytes(
     numel: int, stage: int, world_size: int, *, gradient_nbytes: int = 4, param_nbytes: int = 2, state_nbytes: int = 12
 ) -> float:
-    """Bytes of model states per rank: parameters, gradients, and optimizer states with their float32 master weights.
+    """Bytes of model states per rank: parameters, gradients, and optimizer states with float32 master weights.
 
     Args:
         numel: Parameters of the model, in elements.
         stage: 0 to 3.
-        world_size: Ranks that the sharded kinds are divided over.
-        gradient_nbytes: Bytes a gradient element, 4 or 2.
-        param_nbytes: Bytes a parameter element, 2 for bf16.
-        state_nbytes: Bytes of states an element: 12 for Adam with a float32 master, 8 without one.
+        world_size: Ranks that sharded states are partitioned over.
+        gradient_nbytes: Bytes per gradient element, 4 or 2.
+        param_nbytes: Bytes per parameter element, 2 for bf16.
+        state_nbytes: Bytes of states per element: 12 for Adam with a float32 master, 8 without one.
     """
-    row = get_stage(stage)
+    which = get_stage(stage)
 
     def per_rank(nbytes: int, is_sharded: bool) -> float:  # noqa: FBT001
         return nbytes / (world_size if is_sharded else 1)
 
     return numel * (
-        per_rank(param_nbytes, row.shards_parameters)
-        + per_rank(gradient_nbytes, row.shards_gradients)
-        + per_rank(state_nbytes, row.shards_states)
+        per_rank(param_nbytes, which.shards_parameters)
+        + per_rank(gradient_nbytes, which.shards_gradients)
+        + per_rank(state_nbytes, which.shards_states)
     )

@@ -1,16 +1,16 @@
-"""Which parameters are gathered and released together: the model cut into units, module by module.
+"""Divides a model into units: the modules whose parameters are gathered and released together.
 
-A unit is a module that is used as a whole: each layer of a ``ModuleList`` (or of a ``Sequential`` of composite layers),
-and every other child of the modules above them. The parameters that such an upper module holds itself are a unit of
-their own, with those of its ``ParameterList`` and ``ParameterDict``, which nobody calls. A leaf module
-(:mod:`zero._model.leaf_modules`) is one unit, whatever is in it. The cut depends on the model's structure alone, never on a
-stage, a bucket size or a world size.
+Each layer of a ``ModuleList`` (or of a ``Sequential`` of composite layers) is a unit, and so is every other child of
+the modules above them. The parameters that such an upper module holds directly are a unit of their own, together with
+those of its ``ParameterList`` and ``ParameterDict``, which have no forward. A leaf module (``_model/leaf_modules.py``)
+is one unit, whatever is in it. The division depends on the model's structure alone, never on a stage, a bucket size or
+a world size.
 
-A unit with more elements than may be gathered at a time is cut into its children, too, down to single layers; but not
-the modules of torch.nn that use their children's parameters without calling them.
+A unit with more elements than may be gathered at a time is divided into its children, down to single layers, except
+for modules of torch.nn that use their children's parameters without calling the children: their hooks would never run.
 
     GPT                          units:  wte | wpe | blocks.0 | blocks.1 | ... | ln_f
-      wte, wpe, ln_f, lm_head            (lm_head, tied to wte, is served by wte's unit)
+      wte, wpe, ln_f, lm_head            (lm_head is tied to wte, so its weight is in wte's unit)
       blocks: ModuleList
 """
 
@@ -27,7 +27,7 @@ USING_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 EXTERNAL = "zero_external_parameters"
 """The attribute of a module that holds the parameters it uses and does not own."""
 LEAF = "zero_is_leaf_module"
-"""The attribute of a module that says whether it is gathered as a whole."""
+"""The attribute of a module that says whether it is gathered as one unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,11 @@ class Unit:
 
 
 def find_units(model: nn.Module, max_numel: int = sys.maxsize) -> list[Unit]:
-    """Cut ``model`` into units. Each parameter is in one unit; a tied one belongs to its first owner.
+    """Divide ``model`` into units. Each parameter is in one unit; a tied one is in that of its first owner.
 
-    ``max_numel``: elements of a unit, where a module that holds others has more.
+    Args:
+        model: The model.
+        max_numel: A module with more elements than this is divided into its children.
     """
     return [unit for unit in _visit("", model, set(), max_numel, is_root=True) if unit.parameters]
 
@@ -65,7 +67,7 @@ def _visit(
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that ``module``'s own forward uses, those in its lists and dicts of parameters too."""
+    """The parameters that ``module``'s own forward uses, with those in its ParameterList and ParameterDict."""
     yield from module.named_parameters(recurse=False)
     for name, child in module.named_children():
         if isinstance(child, PARAMETER_CONTAINERS):
@@ -73,12 +75,12 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether ``module`` is gathered as a whole, however many layers are in it."""
+    """Whether ``module`` is gathered as one unit, however many layers are in it."""
     return bool(module.__dict__.get(LEAF, False))
 
 
 def external_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that ``module``'s forward uses though others own them, as far as that was declared."""
+    """The parameters of other modules that ``module``'s forward was declared to use."""
     return list(module.__dict__.get(EXTERNAL, ()))
 
 
@@ -95,7 +97,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module`` was made by torch.compile, or compiled in place: it is used as a whole."""
+    """Whether ``module`` was compiled by torch.compile, in place or not: its children's hooks may not run."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
@@ -106,13 +108,13 @@ def _is_too_large(module: nn.Module, max_numel: int) -> bool:
 
 
 def _is_divisible(module: nn.Module) -> bool:
-    """Whether somewhere in ``module`` there is a list of layers, or a leaf module, which ends the cut."""
+    """Whether ``module`` has a list of layers in it, or a leaf module, at which the division ends."""
     return any(is_leaf(descendant) or _is_list_of_layers(descendant) for descendant in module.modules())
 
 
 def _is_list_of_layers(module: nn.Module) -> bool:
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return _has_parameters(module)
-    if isinstance(module, nn.Sequential):  # an MLP written as a Sequential of leaves stays whole
+    if isinstance(module, nn.Sequential):  # an MLP written as a Sequential of single layers is one unit
         return any(_has_parameters(child) and any(True for _ in child.children()) for child in module)
     return False

@@ -1,6 +1,6 @@
-"""The global gradient norm over shards: summed in float64, rounded once, the same bits on every rank.
+"""Gradient clipping: the global norm over shards, summed in float64, rounded once, the same bits on every rank.
 
-It stays on the gradients' device, and so does the coefficient of clipping: on a GPU the host waits for neither.
+The norm and the clipping coefficient stay on the gradients' device: on a GPU the host waits for neither.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def clip_grad_norm_(
 
 
 def fold_clipping(gradients: FinalGradients, model: ModelParallel, max_norm: float) -> Tensor:
-    """Clip as a factor of ``gradients``, which is not applied yet; the 2-norm before. Collective."""
+    """Clip by changing the factor of ``gradients``, not yet applied; returns the 2-norm before. Collective."""
     norm = global_norm(gradients, model, 2.0)
     _fold(gradients, norm, max_norm)
     return norm
@@ -65,7 +65,7 @@ def global_norm(gradients: FinalGradients, model: ModelParallel, norm_type: floa
 
 
 def _norm_here(runtime: Runtime, model: ModelParallel, norm_type: float, device: torch.device) -> Tensor:
-    """The largest element of this rank's gradients, or the sum of their squares; of what is in files one is read."""
+    """The largest element of this rank's gradients, or the sum of their squares; one at a time is read from files."""
     parts = (part for bucket in runtime.buckets for part in _own_parts(runtime, model, bucket))
     if norm_type == math.inf:
         norms = [part.abs().amax().to(torch.float64) for part in parts]
@@ -78,7 +78,7 @@ def _norm_here(runtime: Runtime, model: ModelParallel, norm_type: float, device:
 
 
 def sum_in_pairs(values: Tensor) -> Tensor:
-    """The sum of ``values`` [n], added in an order that depends on n alone: the same bits on every device."""
+    """The sum of ``values`` [n] in an order that depends on n alone: torch.sum's differs between devices."""
     while (half := values.numel() // 2) > 0:
         pairs = values[:half] + values[half : 2 * half]
         values = torch.cat([pairs, values[2 * half :]])
@@ -86,7 +86,7 @@ def sum_in_pairs(values: Tensor) -> Tensor:
 
 
 def _own_parts(runtime: Runtime, model: ModelParallel, bucket: Bucket) -> list[Tensor]:
-    """This rank's shard of the gradient, parameter by parameter; of replicated ones on one model-parallel rank."""
+    """This rank's shard of the gradient by parameter; one model-parallel rank counts what all of them replicate."""
     grads = runtime.reducer.by_bucket.get(bucket.index)
     own = None if grads is None else runtime.reducer.results(grads)
     if grads is None or own is None:

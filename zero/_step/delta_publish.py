@@ -1,13 +1,14 @@
-"""When the change of each bucket is sent to the other nodes: as its update ends, while the next one is updated.
+"""Modes "delta" and "delta_hpz": send each bucket's change as soon as its update ends, while the next one is updated.
 
-Small buckets are updated, in runs, as one: of at most RUN_NUMEL elements, so that no change waits for more of others.
+Small buckets are updated together, in runs of at most RUN_NUMEL elements. A change waits only for updates of its run.
 
     update bucket 0 | update bucket 1 | update bucket 2 |
-                    |---- change 0 ---|---- change 1 ---|---- change 2 ...      waited for where the bucket is read
+                    |---- change 0 ---|---- change 1 ---|---- change 2 ...      waited for where a bucket is read
 
-That takes an optimizer which can be stepped a few parameters at a time, with the same bits: those of torch.optim that
-update element by element, and zero's own. With others all updates come first, and so they do in files, where nothing
-counts before every rank has written everything. Exchanges have the same order either way.
+It needs an optimizer that gives the same bits when it is stepped a few parameters at a time: zero's own, and those of
+torch.optim in BY_PARAMETER. With others all updates come first. So they do in files, where a step counts only after
+every rank has written everything. The order of exchanges is that of the buckets either way: it must be the same on all
+ranks, and a deadlock would follow otherwise.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ BY_PARAMETER = (
 RUN_NUMEL = 2**18
 """Elements of a rank's shards up to which buckets are updated together.
 
-On one core of a server calling an optimizer took 13 us (SGD) and 43 us (AdamW), and 2^18 elements 69 and 600 us: that
-is the most that a change waits for the updates of other buckets. Two runs that follow each other have more elements
-together, so there are at most two calls for each 2^18 elements, which take a fraction of the updates' time.
+On one core of a server a call of an optimizer took 13 us (SGD) and 43 us (AdamW), and 2^18 elements took 69 and 600 us:
+a change waits at most that long for the updates of other buckets. Two neighbouring runs have more than 2^18 elements
+together, so there are at most two calls for each 2^18 elements: a fraction of the updates' time.
 """
 
 
-class Changes:
-    """The updates of one optimizer, cut by bucket.
+class BucketwiseUpdate:
+    """Steps one optimizer bucket by bucket, and sends each bucket's change.
 
     Args:
-        runtime: Its ``effective`` says what is done.
+        runtime: Its ``effective`` gets a line that says what is done.
         inner: The optimizer.
         pieces: What it updates in memory.
     """
@@ -57,7 +58,7 @@ class Changes:
         self._runs = _runs_of(list(self._pieces))
         self._in_files = [bucket for bucket in self._pieces if runtime.is_in_files(bucket)]
         if runtime.gatherer.replicas:
-            runtime.effective = runtime.effective.and_more(details=(self._described(),))
+            runtime.effective = runtime.effective.with_notes(details=(self._described(),))
 
     def _described(self) -> str:
         if len(self._in_files) == len(self._pieces):
@@ -69,7 +70,7 @@ class Changes:
 
     @property
     def are_sent_early(self) -> bool:
-        """Whether :meth:`update` is to be called."""
+        """Whether :meth:`update` sends the changes; False: the write-back sends them after all updates."""
         inner = self._inner
         if not self._runtime.gatherer.replicas or len(self._in_files) == len(self._pieces):
             return False
@@ -80,11 +81,11 @@ class Changes:
         """Step every bucket in memory, write its shard, and send its change. Collective.
 
         Args:
-            factor: Of gradients; 1 unless the optimizer is one of zero's own.
-            changed: Numbers of the buckets that the step changes; the others are not sent.
+            factor: Multiplies gradients; 1 unless the optimizer is one of zero's own.
+            changed: Indices of the buckets that the step changes; the others are not sent.
 
         Raises:
-            Exception: What went wrong here, after all exchanges have started: other ranks wait for them.
+            Exception: What went wrong here, raised after all exchanges have started.
         """
         failure: Exception | None = None
         groups = numbers_of_groups(self._inner)
@@ -94,6 +95,7 @@ class Changes:
                     self._step(buckets, factor, groups)
                 except Exception as error:
                     failure = error
+            # Also after a failure: the other ranks are in these exchanges, and would wait for this one (a deadlock).
             for bucket in buckets:
                 replica = self._runtime.gatherer.replicas.get(bucket.index)
                 if replica is not None and bucket.index in changed:
@@ -111,7 +113,7 @@ class Changes:
 
 
 def _runs_of(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
-    """``buckets`` in order, in runs that are updated at a time: of RUN_NUMEL elements at most, or of one bucket."""
+    """``buckets`` in order, in runs that are updated together: of at most RUN_NUMEL elements, or one bucket."""
     runs: list[list[Bucket]] = []
     numel = 0
     for bucket in buckets:
@@ -124,7 +126,7 @@ def _runs_of(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
 
 
 def _is_watched(inner: Optimizer) -> bool:
-    """Whether somebody is called in each step of ``inner``, and would see several. Schedulers only note that it was."""
+    """Whether hooks run in each step of ``inner`` and would see several. A scheduler's wrapper only notes the call."""
     of_all = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
     own = inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks
     is_replaced = "step" in vars(inner) and not getattr(inner.step, "_wrapped_by_lr_sched", False)

@@ -1,14 +1,13 @@
-"""From reduced gradients to what the inner optimizer updates with: handing over, the agreement on overflow, unscaling.
+"""Final gradients: from reduced gradients to the ``.grad`` of masters; agreement on overflow, unscaling, clipping.
 
-After every backward that reduces, each master has its part of the reduced gradient as ``.grad``, so that whoever looks
-between backward and step finds it: ``torch.amp.GradScaler`` does. A shard sees only its own part of an overflow, so the
-ranks agree, and every rank shows the outcome in the gradient of one more tensor of its first parameter group, the
-overflow flag: NaN, or next to 0, so that it tells whether a GradScaler has unscaled. No step updates the flag.
+After every backward that reduces, each master has its part of the reduced gradient as ``.grad``, because
+``torch.amp.GradScaler`` reads it between backward and step. A shard shows only its own part of an overflow, so the
+ranks agree on it, and every rank shows the result in the gradient of one more tensor in its first parameter group, the
+overflow flag: NaN, or a number next to 0, which also tells whether a GradScaler has unscaled. Without the flag
+GradScaler would skip a step on some ranks alone, and the next collective would be a deadlock. No step updates the flag.
 
-What gradients are yet to be multiplied by: a number that the host knows, times one that may be known on a GPU alone.
-
-Unscaling is the first, clipping the second: nobody waits for it, unless the gradients rest in host memory and are
-updated there.
+Gradients carry a factor that is not applied yet: a number on the host (unscaling), times a scalar that may be on a GPU
+(clipping). The host waits for the second only if gradients are in host memory and are updated there.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zcomm import StateError, control
-from zcomm._kernels.message_flags import look_at_all
+from zcomm._kernels.message_flags import check_all_flags
 from zero._optim.loss_scale import nonfinite_flag
 from zero._optim.masters import MasterPiece
 from zero._ranks.rank_errors import on_every_rank
@@ -31,36 +30,33 @@ from zero._sharding.released import ReducedGradient
 
 @dataclass(frozen=True, slots=True)
 class GradFactor:
-    """A factor, in float64. Values are not changed: keep one to go back to it."""
+    """A factor in float64. Immutable, so an earlier one can be kept and restored."""
 
     number: float = 1.0
     coefficient: Tensor | None = None
     """A float64 scalar, on any device; None: 1."""
 
     def times(self, number: float) -> GradFactor:
-        """This one times a number."""
         return replace(self, number=self.number * number)
 
     def times_coefficient(self, coefficient: Tensor) -> GradFactor:
-        """This one times a scalar on a device."""
         wide = coefficient.double()
         return replace(self, coefficient=wide if self.coefficient is None else self.coefficient * wide)
 
     @property
     def is_one(self) -> bool:
-        """Whether it is known to change nothing."""
+        """Whether the host knows that it is 1."""
         return self.number == 1 and self.coefficient is None
 
     def item(self) -> float:
-        """For the host, which waits for a coefficient that is on a GPU."""
+        """The factor as a number; the host waits for a coefficient that is on a GPU."""
         return self.number if self.coefficient is None else self.number * self.coefficient.item()
 
     def scaled(self, value: Tensor) -> Tensor:
-        """A float64 scalar times it."""
         return value * self.number if self.coefficient is None else value * self.number * self.coefficient
 
     def multiply_(self, values: Tensor) -> None:
-        """Overwrite ``values`` by their products, rounded once. Only between devices does the host wait."""
+        """Multiply ``values`` in place, rounded once. The host waits only if the coefficient is on another device."""
         if self.coefficient is None:
             values.mul_(self.number)
             return
@@ -75,7 +71,7 @@ class GradFactor:
 
 
 NO_OVERFLOW = 2.0**-120
-"""What the flag shows: too little to count in a norm."""
+"""The flag's gradient without an overflow: too small to change a norm."""
 
 
 class FinalGradients:
@@ -84,19 +80,19 @@ class FinalGradients:
     def __init__(self, runtime: Runtime, pieces: list[MasterPiece]) -> None:
         self.runtime, self._pieces = runtime, pieces
         self.factor = GradFactor()
-        """What the gradients are yet to be multiplied by, to unscale and clip them."""
+        """Not applied yet: unscales and clips the gradients."""
         self.flag = torch.zeros(1, device=runtime.buckets[0].device)
         """The overflow flag."""
         self._overflow: Tensor | None = None
         for piece in pieces:
-            piece.master.grad_dtype = None  # gradients may rest in 16 bit
+            piece.master.grad_dtype = None  # gradients may be 16-bit, masters float32
         reducer = runtime.reducer
         reducer.on_reduced, reducer.on_edit, reducer.check_settable = self._show, self._edited, self._check_settable
 
     def _show(self) -> None:
-        """A backward has reduced."""
-        self._overflow, self.runtime.reducer.drops = None, False
-        self._hand_out()
+        """Called after a backward that reduced."""
+        self._overflow, self.runtime.reducer.has_cleared = None, False
+        self._assign_grads()
         if self.runtime.reducer.ends_step:
             self._show_overflow(self._agreed_overflow())
 
@@ -104,7 +100,7 @@ class FinalGradients:
         self.flag.grad = torch.full_like(self.flag, NO_OVERFLOW).masked_fill_(overflow, float("nan"))
 
     def _edited(self, own: Tensor) -> None:
-        """This rank's part of a reduced gradient was set to ``own``: what was finite need not be looked at again."""
+        """This rank's part of a reduced gradient was set to ``own``; the rest is not checked again if it was finite."""
         if self._overflow is None or bool(self._overflow):
             self._show()
             return
@@ -112,12 +108,12 @@ class FinalGradients:
         self._show_overflow(self._overflow)
 
     def _check_settable(self, name: str) -> None:
-        """Raise StateError if a GradScaler has unscaled the gradients, but not the one that a user gave ``name``."""
+        """Raise StateError if a GradScaler has unscaled the gradients, but perhaps not the one set for ``name``."""
         shown = None if self.flag.grad is None else self.flag.grad.item()
         if shown is not None and shown != NO_OVERFLOW and not math.isnan(shown):
             raise StateError(
                 f"param.grad of {name!r} was set by hand, and a GradScaler has unscaled the gradients before or after, "
-                "which cannot be told: leave unscale_() to scaler.step(optimizer), set the gradient by "
+                "which cannot be known: leave unscale_() to scaler.step(optimizer), set the gradient by "
                 "zero.utils.safe_set_full_grad(param, value), or let the configuration scale the loss (fp16)"
             )
 
@@ -127,12 +123,12 @@ class FinalGradients:
         Collective if not agreed on yet, or if a user has changed gradients since.
         """
         reducer = self.runtime.reducer
-        if any(reducer.shown.edits()) or (reducer.drops and self._overflow is not None and bool(self._overflow)):
+        if any(reducer.shown.edits()) or (reducer.has_cleared and self._overflow is not None and bool(self._overflow)):
             self._overflow = None
         return bool(self._agreed_overflow())
 
     def _agreed_overflow(self) -> Tensor:
-        """The same as a bool scalar on the device, which nobody waits for unless gradients are in files."""
+        """The same as a bool scalar on the device; the host waits for it only if gradients are in files."""
         if self._overflow is None:
             reducer, files = self.runtime.reducer, self.runtime.gradient_files
             in_memory = (reducer.results(grads) for grads in reducer.all if not grads.is_in_file)
@@ -154,15 +150,15 @@ class FinalGradients:
             on_every_rank(files.raise_error, self.runtime.topology)
         self.factor = GradFactor()
 
-    def hand_over(self, *, widens: bool) -> None:
-        """Give the inner optimizer what it updates with, and no gradient for the flag.
+    def prepare_update(self, *, widens: bool) -> None:
+        """Give masters their gradients for the update, and the flag none.
 
         Args:
-            widens: Gradients in the masters' dtype; False: as they rest.
+            widens: Cast gradients to the masters' dtype; False: as they are stored.
         """
         self._check_all_used()
         self.flag.grad = None
-        self._hand_out()
+        self._assign_grads()
         if not widens:
             return
         widened: dict[int, Tensor] = {}
@@ -175,21 +171,21 @@ class FinalGradients:
                 piece.master.grad = wide[piece.start : piece.start + piece.master.numel()]
 
     def clear(self) -> None:
-        """Forget them: the step is over, and its messages are looked at."""
+        """Drop the gradients: the step is over. Also checks its messages' flags for errors."""
         self._overflow, self.flag.grad = None, None
         for piece in self._pieces:
             piece.master.grad = None
-        look_at_all()
+        check_all_flags()
 
-    def forget(self) -> None:
-        """The same, and what they are yet to be multiplied by."""
+    def discard(self) -> None:
+        """The same, and reset the factor."""
         self.clear()
         self.factor = GradFactor()
 
-    def _hand_out(self) -> None:
-        """Each master gets its part of the reduced gradient; parameters that no rank used get none.
+    def _assign_grads(self) -> None:
+        """Give each master its part of the reduced gradient; parameters that no rank used get none.
 
-        What is in a file only shows that there is one.
+        A gradient in a file is represented by a stand-in.
         """
         with torch._C.DisableTorchFunctionSubclass():
             for piece in self._pieces:
@@ -220,10 +216,10 @@ class FinalGradients:
             )
 
 
-class BeforeScaler:
-    """What ``torch.amp.GradScaler.step()`` asks its optimizer before it looks at gradients: they are made ready then.
+class GradScalerHook:
+    """``_step_supports_amp_scaling``: GradScaler.step() reads it before it reads gradients, so they are reduced here.
 
-    It asks whether the optimizer unscales by itself, and is told that it does not.
+    Without the flush it would check gradients of ``no_sync`` that are not reduced yet. False: GradScaler unscales.
     """
 
     def __get__(self, optimizer: Any, owner: type) -> bool:
@@ -234,7 +230,7 @@ class BeforeScaler:
 
 
 def _in_file(piece: MasterPiece) -> Tensor:
-    """What stands for the gradient of ``piece``."""
+    """The stand-in for the gradient of ``piece``, which is in a file."""
     name = piece.bucket.layout.slots[piece.slot].name
     return ReducedGradient.of(
         name, piece.master.shape, piece.master.dtype, piece.master.device, place="in files of every rank"

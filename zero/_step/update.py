@@ -1,13 +1,14 @@
-"""The update of a step: every master moves, and the new parameters go to where they rest.
+"""The update of a step: the optimizer updates the masters, and parameters get the new values.
 
     inner optimizer    gradient, master, moments                               new parameters
-    torch              cast, unscaled, clipped first: a pass each              written by publishing
-    zero.CPU*          read as they rest, times one factor, in one pass        written in the same pass
+    torch              cast, unscaled, clipped first: a pass each              written by the write-back
+    zero.CPU*          read as stored, times one factor, in one pass           written in the same pass
 
-A GPU keeps the factor of clipping to itself, and the host does not wait; but the host's optimizers need to know it.
+The factor of clipping stays on the GPU, so the host does not wait for it; only optimizers on the host read its value.
 
-With ``delayed_update`` what rests in host memory or files is updated during the next step: see :mod:`zero._optim.delayed_update`.
-What rests in files is updated first: nothing of it counts until every rank has written everything.
+Order: files, then memory, then write-back. What is in files can be undone until every rank has written everything, so
+it comes before updates in memory, which cannot. With ``delayed_update`` what is in host memory or files is updated
+during the next step: see :mod:`zero._optim.delayed_update`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from zcomm import StateError
 from zero._optim.cpu_optimizer import CPUOptimizer
-from zero._optim.delayed_update import DelayedUpdate, LateStep
+from zero._optim.delayed_update import DelayedStep, DelayedUpdate
 from zero._optim.file_update import FileUpdate
 from zero._optim.masters import MasterPiece
 from zero._optim.step_pieces import step_pieces
@@ -24,58 +25,59 @@ from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.runtime import Runtime
 from zero._runtime.write_back import used_buckets, used_parameters
 from zero._sharding.bucket import Bucket
-from zero._step.delta_publish import Changes
+from zero._step.delta_publish import BucketwiseUpdate
 from zero._step.final_gradients import FinalGradients
 
 
 class Update:
-    """The updates of one optimizer."""
+    """Runs the updates of one optimizer."""
 
     def __init__(
         self, runtime: Runtime, inner: Optimizer, pieces: list[MasterPiece], gradients: FinalGradients
     ) -> None:
         self._runtime, self._inner, self._gradients = runtime, inner, gradients
         self._pieces = [piece for piece in pieces if not runtime.is_in_files(piece.bucket)]
-        self._late = [piece for piece in pieces if piece.bucket.host is not None]
-        self._at_once = [piece for piece in pieces if piece.bucket.host is None]
-        # What is collective goes by buckets, which are the same on every rank: a small model leaves ranks no pieces.
+        self._delayed_pieces = [piece for piece in pieces if piece.bucket.host is not None]
+        self._immediate_pieces = [piece for piece in pieces if piece.bucket.host is None]
+        # Whether a collective is called must depend on buckets, which are the same on every rank. A rank of a small
+        # model may have no pieces: by pieces some ranks would skip the call, a deadlock for the others.
         trainable = [bucket for bucket in runtime.buckets if bucket.is_trainable]
-        self._buckets_at_once = [bucket for bucket in trainable if bucket.host is None]
+        self._immediate_buckets = [bucket for bucket in trainable if bucket.host is None]
         self._is_on_host = any(bucket.host is not None and not runtime.is_in_files(bucket) for bucket in trainable)
         self.folds = isinstance(inner, CPUOptimizer)
         """Whether unscaling and clipping are a factor of the update, not passes before it."""
         self._failure: BaseException | None = None
-        self._changes = Changes(runtime, inner, self._pieces)
+        self._bucketwise = BucketwiseUpdate(runtime, inner, self._pieces)
         runtime.reducer.rounds_means = self.folds
 
     def check_usable(self) -> None:
-        """Raise StateError if an update has failed half way."""
+        """Raise StateError if an earlier update failed half way."""
         if self._failure is not None:
             raise StateError(
                 "an earlier step failed after some parameters were updated, so the optimizer is neither before nor "
-                "after it: construct it anew and load the last checkpoint. That step's error: "
+                "after it: construct it again and load the last checkpoint. That step's error: "
                 f"{str(self._failure) or type(self._failure).__name__}"
             )
 
     def run(self) -> bool:
-        """Update with the gradients times their factor, and publish. Collective.
+        """Update with the gradients times their factor, and write back. Collective.
 
-        A late update is begun instead, and what the one before has made of the parameters is published.
+        A delayed update is only started; the parameters of the one before it are written back.
 
         Returns:
             Whether the update is delayed: it has taken the gradients, and none are left.
 
         Raises:
-            Exception: What went wrong on a rank, on every rank if states are offloaded. If only files were concerned
-                and they keep what was before, the optimizer is before the step.
-            StateError: An earlier one, after which that could not be said.
+            Exception: What went wrong on a rank; on every rank if states are offloaded. If it was in files, and they
+                keep the previous values, the optimizer is as before the step.
+            StateError: An earlier update failed half way.
         """
         self.check_usable()
         try:
             return self._run()
         except Exception:
             raise
-        except BaseException as error:  # an interrupt: nobody knows how far the update has come
+        except BaseException as error:  # an interrupt: some masters may be updated and others not
             self.fail(error)
             raise
 
@@ -86,49 +88,50 @@ class Update:
         if delayed is None:
             self._run_now()
             return False
-        is_late = delayed.num_updates >= self._runtime.settings.tiers.states.delay_start
-        if is_late:
-            self._run_late(delayed)
+        is_delayed = delayed.num_updates >= self._runtime.settings.tiers.states.delay_start
+        if is_delayed:
+            self._run_delayed(delayed)
         else:
-            self._runtime.finish_update(publishes=True)
+            self._runtime.finish_update(writes_back=True)
             self._run_now()
         delayed.num_updates += 1
-        return is_late
+        return is_delayed
 
-    def _run_late(self, delayed: DelayedUpdate) -> None:
+    def _run_delayed(self, delayed: DelayedUpdate) -> None:
+        # Update k starts before the parameters of update k - 1 are written back: it overlaps that exchange, too.
         delayed.finish()
-        self._begin(delayed)
-        buckets = self._buckets_at_once + delayed.write_shards()
+        self._start_delayed(delayed)
+        buckets = self._immediate_buckets + delayed.write_shards()
         if buckets:
-            self._publish(sorted(buckets, key=lambda bucket: bucket.index))
+            self._write_back(sorted(buckets, key=lambda bucket: bucket.index))
 
-    def _begin(self, delayed: DelayedUpdate) -> None:
-        """What rests on the device, if anything, is updated at once."""
+    def _start_delayed(self, delayed: DelayedUpdate) -> None:
+        """Start the delayed update, and update what is on the device, if anything, at once."""
         runtime, factor = self._runtime, self._gradients.factor.item()
-        self._gradients.hand_over(widens=False)
+        self._gradients.prepare_update(widens=False)
         files = None if runtime.file_update is None else runtime.state_files
-        gradients = runtime.reducer.hand_off()
-        delayed.begin(LateStep(self._inner, self._late, factor, gradients, files, self.fail))
-        if self._at_once:
-            step_pieces(self._inner, self._at_once, factor)
-        for bucket in self._buckets_at_once if not self.folds else []:
+        gradients = runtime.reducer.detach_host_sums()
+        delayed.start(DelayedStep(self._inner, self._delayed_pieces, factor, gradients, files, self.fail))
+        if self._immediate_pieces:
+            step_pieces(self._inner, self._immediate_pieces, factor)
+        for bucket in self._immediate_buckets if not self.folds else []:
             bucket.update_shard()
 
-    def broken_off(self, error: BaseException) -> None:
-        """``error`` has ended the step: after an interrupt no gradient may be applied a second time, or in part."""
+    def on_step_error(self, error: BaseException) -> None:
+        """``error`` has ended the step. After an interrupt, drop gradients: some may be applied already."""
         if not isinstance(error, Exception):
-            self._runtime.hooks.drop_step()
+            self._runtime.hooks.abort_step()
 
     def fail(self, error: BaseException) -> None:
-        """Something is half done: no update will run any more."""
+        """Refuse all further updates: ``error`` has left masters updated in part."""
         self._failure = error
 
     def _run_now(self) -> None:
         files = self._runtime.file_update
-        self._gradients.hand_over(widens=not self.folds and files is None)
+        self._gradients.prepare_update(widens=not self.folds and files is None)
         if files is not None:
             self._update_files(files)
-        buckets, sends_early = [b for b in self._runtime.buckets if b.is_trainable], self._changes.are_sent_early
+        buckets, sends_early = [b for b in self._runtime.buckets if b.is_trainable], self._bucketwise.are_sent_early
         update = self._update_and_send if sends_early else self._update
         if self._is_on_host:
             try:
@@ -141,52 +144,53 @@ class Update:
         if not (self.folds or sends_early):
             for bucket in dict.fromkeys(piece.bucket for piece in self._pieces):
                 bucket.update_shard()
-        self._publish(buckets, are_sent=sends_early)
+        self._write_back(buckets, are_sent=sends_early)
 
-    def _publish(self, buckets: list[Bucket], *, are_sent: bool = False) -> None:
-        """What was updated is not taken back if that fails. ``are_sent``: changes are on their way to replicas."""
+    def _write_back(self, buckets: list[Bucket], *, are_sent: bool = False) -> None:
+        """``are_sent``: changes to replicas are in flight already. An error here is final: masters are updated."""
         all_grads = self._runtime.reducer.all
         changed = set() if are_sent else used_buckets(all_grads)
         params = None if self._runtime.delayed is not None else used_parameters(all_grads)
         try:
-            self._runtime.publish(buckets, are_written=True, changed=changed, params=params)
+            self._runtime.write_back(buckets, are_written=True, changed=changed, params=params)
             self._runtime.reducer.commit()
         except Exception as error:
             self.fail(error)
             raise
 
     def _update_files(self, files: FileUpdate) -> None:
-        """All of it on every rank, parameters that go to files too, or nothing."""
+        """Update masters, moments and parameters in files: on all ranks, or on none."""
         runtime = self._runtime
 
         def run() -> None:
             files.run(self._gradients.factor.item(), all_buckets=runtime.is_inexact)
-            runtime.rests.settle()
+            # Parameters must be in their files before the ranks agree that the step counts.
+            runtime.parameter_storage.flush()
 
         try:
             on_every_rank(run, runtime.topology)
         except Exception as error:
-            files.forget()
+            files.discard()
             if not files.keeps_previous:
                 self.fail(error)
                 raise
-            try:
-                runtime.publish([b for b in runtime.buckets if runtime.is_in_files(b)], changed=set(), params=())
+            try:  # the failed run has overwritten parameters: give them the old masters' values again
+                runtime.write_back([b for b in runtime.buckets if runtime.is_in_files(b)], changed=set(), params=())
             except Exception as other:
                 self.fail(other)
             raise
         files.commit()
 
     def _update_and_send(self) -> None:
-        """What is in memory; nothing of it is taken back if that fails, for a part has been sent."""
+        """Update what is in memory, sending changes early. An error is final: a part has been sent."""
         try:
-            self._changes.update(self._gradients.factor.item(), used_buckets(self._runtime.reducer.all))
+            self._bucketwise.update(self._gradients.factor.item(), used_buckets(self._runtime.reducer.all))
         except Exception as error:
             self.fail(error)
             raise
 
     def _update(self) -> None:
-        """What is in memory."""
+        """Update what is in memory."""
         if self._runtime.file_update is None and not self.folds:
             self._inner.step()
         else:

@@ -1,4 +1,4 @@
-"""Copies between host memory and the device, on a stream of their own: they run beside the computation."""
+"""A CUDA stream for copies between host memory and the device, which overlap the computation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class CopyStream:
-    """The stream of copies to or from ``device``; without CUDA there is none, and copies are made at once."""
+    """The stream of copies to or from ``device``; without CUDA there is none, and copies complete at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -18,22 +18,27 @@ class CopyStream:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Inside, copies and exchanges wait for what the computation has been given to do until now, not later.
+        """Within the block, copies and exchanges are enqueued on the copy stream.
 
-        Whoever uses what an exchange brings waits for the exchange, and so for the copies before it.
+        They wait for the kernels enqueued on the compute stream so far, and for no later ones. Who uses the result of
+        an exchange waits for the exchange, and so for the copies before it.
         """
         if self._stream is None:
             yield
             return
+        # Without this wait a copy could overwrite a buffer that earlier kernels still read, or copy values that they
+        # have not written yet (tests/zero/test_copy_streams.py).
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             yield
 
     def event(self) -> torch.cuda.Event | None:
-        """Passed when all copies so far are made; None: they are made."""
+        """An event that completes when all copies so far have; None: they have completed."""
         return None if self._stream is None else self._stream.record_event()
 
     def uses(self, tensor: Tensor) -> None:
-        """Tell torch's allocator that ``tensor``, if it is freed, is needed until all copies so far are made."""
+        """Keep the memory of ``tensor`` from being reused before all copies so far have completed."""
+        # torch's caching allocator knows only the stream that a tensor was allocated on: freed there, the memory would
+        # be handed to a kernel that overwrites it while the copy still reads.
         if self._stream is not None:
             tensor.record_stream(self._stream)

@@ -1,10 +1,10 @@
-"""A shard that rests in a file of this rank.
+"""A shard stored in a file of this rank.
 
-    elements   | part 0          | part 1          | ... as the exchanges of a gather cut the shard
+    elements   | part 0          | part 1          | ... one for each exchange of a gather
     file       | pages of part 0 | pages of part 1 | ...
 
-An update that has written all of a part sends it on; what :meth:`FileShard.flush` finds half written it completes with
-what the file has.
+A part goes to the file as soon as updates have written all of it. :meth:`FileShard.flush` fills in a part that is only
+partly written with the values in the file, for a file is written in whole pages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zero._storage.copy_stream import CopyStream
 from zero._storage.file_store import StoredFile
-from zero._storage.shard_storage import KIND, Elsewhere
+from zero._storage.shard_storage import KIND, OnDemandShard
 from zero._storage.staging_buffers import PageRange, StagingBuffers
 from zero._storage.transfer_counters import record
 
@@ -31,29 +31,29 @@ def _round_up(nbytes: int) -> int:
 
 
 def file_nbytes(cuts: Sequence[tuple[int, int]], itemsize: int) -> int:
-    """Bytes of the file of a shard that is cut into ``cuts``."""
+    """Bytes of the file for a shard that is divided at ``cuts``."""
     return sum(_round_up((stop - start) * itemsize) for start, stop in cuts)
 
 
 @dataclass(slots=True)
 class _Written:
-    """New values of a part that has not gone on yet."""
+    """New values of a part that is not complete yet."""
 
     buffer: Tensor
     ranges: list[tuple[int, int]] = field(default_factory=list)
-    """What is there, from the start of the shard."""
+    """The ranges written so far, counted from the start of the shard."""
 
 
-class FileShard(Elsewhere):
+class FileShard(OnDemandShard):
     """A shard in ``file``.
 
     Args:
         shard: Its tensor, without values.
-        file: Of :func:`file_nbytes`.
+        file: Has :func:`file_nbytes` bytes.
         cuts: The parts, ``(start, stop)``.
-        staging: Buffers.
-        copies: To the device.
-        gaps: Padding, zero, which no update needs to write.
+        staging: Host buffers between the file and exchanges.
+        copies: The stream of copies to the device.
+        gaps: Ranges of padding: they are zero, and no update writes them.
         updates_on_host: Whether steps update its values on the host.
     """
 
@@ -79,21 +79,21 @@ class FileShard(Elsewhere):
             offset += nbytes
         self._written: dict[tuple[int, int], _Written] = {}
         self._targets: dict[tuple[int, int], Tensor] = {}
-        """Memory of updates that is no view of a part's buffer."""
+        """Memory that updates write to, where that is not a view of a part's buffer."""
         self._crossing: set[tuple[int, int]] = set()
         self._sent: list[Tensor] = []
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """The parts."""
+        """The parts, ``(start, stop)``."""
         return self._cuts
 
     def parts(self, first: int = 0) -> list[PageRange]:
-        """What the exchanges of a gather take from number ``first`` on."""
+        """The pages that the exchanges of a gather read, from exchange number ``first`` on."""
         return list(self._parts.values())[first:]
 
     def target(self, start: int, stop: int, device: torch.device | None = None) -> Tensor:
-        """Host memory; on the device if the update runs there and that has memory of its own."""
+        """Host memory; device memory if the update runs on a GPU."""
         on_host = self._runs_on_host(device)
         if not on_host:
             self._crossing.add((start, stop))
@@ -108,8 +108,9 @@ class FileShard(Elsewhere):
         return target
 
     def _values(self, cut: tuple[int, int]) -> Tensor:
-        """The new values of a part, as far as they are there."""
+        """The buffer for new values of a part."""
         if cut not in self._written:
+            # What was read ahead of this part is out of date from here on.
             self._staging.drop(self._parts[cut])
             written = self._written[cut] = _Written(self._staging.buffer(self._parts[cut].nbytes))
             written.buffer.zero_()
@@ -120,7 +121,7 @@ class FileShard(Elsewhere):
         return buffer.view(self.shard.dtype)[: cut[1] - cut[0]]
 
     def written(self, start: int, stop: int) -> None:
-        """Parts that are complete begin to be written."""
+        """Start writing the parts that are complete now."""
         target = self._targets.pop((start, stop), None)
         if (start, stop) in self._crossing:
             self._crossing.remove((start, stop))
@@ -137,7 +138,7 @@ class FileShard(Elsewhere):
                 self._send(cut)
 
     def _missing(self, cut: tuple[int, int], written: _Written) -> list[tuple[int, int]]:
-        """Ranges of a part that no update has written."""
+        """The ranges of a part that no update has written."""
         at, missing = cut[0], []
         for start, stop in [*sorted(written.ranges), (cut[1], cut[1])]:
             if at < start:
@@ -149,6 +150,7 @@ class FileShard(Elsewhere):
         self._staging.write(self._parts[cut], self._written.pop(cut).buffer)
 
     def _complete(self) -> None:
+        """Write the parts that are only partly updated, with the old values of the rest."""
         for cut, written in list(self._written.items()):
             missing = self._missing(cut, written)
             if missing:
@@ -161,21 +163,21 @@ class FileShard(Elsewhere):
             self._send(cut)
 
     def flush(self) -> None:
-        """Wait until all that was written is in the file.
+        """Wait until everything written is in the file.
 
         Raises:
-            OSError: It is not: with path, errno, offset and bytes.
+            OSError: A write failed; with path, errno, offset and bytes.
         """
         self._complete()
         self._staging.flush()
         self._staging.raise_error()
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """The stream of the copies."""
+        """The copy stream."""
         return self._copies.on_stream()
 
     def fetch(self, start: int, stop: int, row: Tensor) -> Tensor:
-        """What was read; a part that cannot be read is NaN (:mod:`zero._storage.staging_buffers`)."""
+        """The values of a part; NaN if it cannot be read, so that the exchange takes place on every rank (B3)."""
         self._complete()
         self._staging.has_fetched = True
         buffer = self._staging.take(self._parts[start, stop])
@@ -185,13 +187,15 @@ class FileShard(Elsewhere):
         values = self._as_values(buffer, (start, stop))
         if row.is_cuda:
             row.copy_(values, non_blocking=True)
+            # Given back at once, the next read would overwrite the buffer while the copy reads it
+            # (tests/zero/test_copy_streams.py).
             self._staging.give(buffer, self._copies.event())
             return row
-        self._sent.append(buffer)
+        self._sent.append(buffer)  # the exchange reads it: see fetched()
         return values
 
     def fetched(self) -> None:
-        """Give the buffers back."""
+        """Give back the buffers that the exchanges have read."""
         while self._sent:
             self._staging.give(self._sent.pop())
 
@@ -203,18 +207,18 @@ class FileShard(Elsewhere):
             buffer = self._staging.take(part)
             if buffer is None:
                 self._staging.raise_error()
-                raise OSError(f"{part.file.path} could not be read")
+                raise OSError(f"a shard's file cannot be read: path={part.file.path}")
             values[start:stop] = self._as_values(buffer, (start, stop))
             self._staging.give(buffer)
         return values
 
     def keep(self) -> None:
-        """Write all of it."""
+        """Write the full shard to the file."""
         for start, stop in self._cuts:
             self.target(start, stop, HOST).copy_(self.shard[start:stop])
             self.written(start, stop)
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Of the file."""
+        """Bytes of the file."""
         return {"nvme": self._file.nbytes}

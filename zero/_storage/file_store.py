@@ -1,13 +1,13 @@
-"""Files of one rank, read and written asynchronously past the page cache, with checksums.
+"""Files of one rank with checksums, read and written asynchronously by direct I/O (past the page cache).
 
     PATH/zero-JOB-NAME-rankR/FILE    mode 600 in a folder of mode 700; layout in cpp/include/zcomm/checked_file.h
 
 F1 Space is reserved when a file is created: a later write cannot run out of it.
-F2 Every page read is compared with the checksum of what was written there; what differs raises IntegrityError.
-F3 A write that failed is never reported as done, and what stands there afterwards is read as an IntegrityError unless
-   it is what was to be written.
-F4 The folder goes when the store is closed or the interpreter ends; what a killed process left goes with the next
-   store at the same path.
+F2 Every page read is compared with the checksum of what was written there; a mismatch raises IntegrityError.
+F3 A write that failed is never reported as done. Reading its pages raises IntegrityError, unless they have the bytes
+   that were to be written.
+F4 The folder is removed when the store is closed or the interpreter exits. The next store at the same path removes the
+   folder of a process that was killed.
 """
 
 from __future__ import annotations
@@ -44,27 +44,31 @@ class StoredFile:
 
     path: Path
     nbytes: int
-    """Room for data: what was asked for, rounded up to whole pages of 4096 bytes."""
+    """Room for data: the requested bytes, rounded up to whole pages of 4096 bytes."""
     number: int = field(repr=False)
 
 
 @dataclass
-class _Open:
-    """What lives until the store is closed, known to its finalizer and its transfers."""
+class _OpenStore:
+    """The state of an open store. Its finalizer and its transfers refer to this, not to the store itself.
+
+    A finalizer that referred to the store would keep it alive for good.
+    """
 
     queue: Any
     folder: ClaimedFolder
     pid: int
     files: dict[str, StoredFile] = field(default_factory=dict)
     in_flight: dict[int, Tensor] = field(default_factory=dict)
-    """Buffers by ticket: they live as long as the transfer."""
+    """Buffers by ticket: a buffer freed before its transfer ends would be written to by the kernel's I/O."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def close(self) -> None:
-        if os.getpid() != self.pid or self.queue is None:  # a forked process has none of the threads
+        # A forked process has none of the queue's threads: a wait would deadlock, and the folder is the parent's.
+        if os.getpid() != self.pid or self.queue is None:
             return
         for ticket in list(self.in_flight):
-            with suppress(OSError):  # the data are thrown away
+            with suppress(OSError):  # the data are discarded
                 self.queue.wait(ticket)
         self.in_flight.clear()
         self.queue = None
@@ -72,9 +76,9 @@ class _Open:
 
 
 class Transfer:
-    """Bytes on their way between a buffer and a file."""
+    """A transfer in flight between a buffer and a file. Thread-safe."""
 
-    def __init__(self, store: _Open, ticket: int, file: StoredFile) -> None:
+    def __init__(self, store: _OpenStore, ticket: int, file: StoredFile) -> None:
         self._store = store
         self._ticket: int | None = ticket
         self._file = file
@@ -83,18 +87,18 @@ class Transfer:
 
     @property
     def is_done(self) -> bool:
-        """Whether :meth:`wait` would return, or raise, at once."""
+        """Whether :meth:`wait` would return or raise at once."""
         with self._lock:
             queue = self._store.queue
             return self._ticket is None or queue is None or bool(queue.is_done(self._ticket))
 
     def wait(self) -> None:
-        """Return when all bytes have arrived; again: the same. Must be called before the buffer is used or given back.
+        """Wait until all bytes are transferred. Call it before the buffer is used or given back; repeated calls agree.
 
         Raises:
-            IntegrityError: Pages that were read are not what was written.
-            OSError: With errno and path: the system refused a request, or moved fewer bytes; its text has the offset,
-                the bytes, and the free space if that was the reason.
+            IntegrityError: Checksum mismatch: the pages read are not what was written.
+            OSError: The system refused a request, or moved fewer bytes. It has errno and path; its text has offset and
+                bytes, and the free space if that was the reason.
             StateError: The store was closed meanwhile.
         """
         with self._lock:
@@ -105,7 +109,7 @@ class Transfer:
 
     def _end(self, ticket: int) -> None:
         if self._store.queue is None:
-            raise StateError(f"the store was closed before its transfer ended: {self._file.path}")
+            raise StateError(f"a store must stay open until its transfers complete: path={self._file.path}")
         try:
             self._store.queue.wait(ticket)
         except OSError as error:
@@ -118,17 +122,17 @@ class Transfer:
 class FileStore:
     """The files of this rank below ``folder``. Thread-safe.
 
-    Transfers of one file must not overlap while they are in flight.
+    Ranges of one file that are in flight at the same time must not overlap.
 
     Args:
-        folder: Exists, on a fast disk; ranks and jobs may share it.
-        files: Bytes of a request, and requests in flight.
-        name: Of what is stored: the kind in :mod:`zero._storage.transfer_counters`.
-        topology: Ranks that construct their stores together, collectively; None: this process alone.
+        folder: An existing folder on a fast disk; ranks and jobs may share it.
+        files: Bytes per request, and requests in flight.
+        name: Kind of the data, under which transfers are counted (transfer_counters.py).
+        topology: The ranks that construct their stores together (collective); None: this process alone.
         pins_memory: Page-lock buffers where there is CUDA.
 
     Raises:
-        OSError: On every rank of ``topology``, with path and errno: the folder is missing, no folder, or read-only.
+        OSError: On every rank of ``topology``, with path and errno: the folder is missing, not a folder, or read-only.
     """
 
     def __init__(
@@ -146,10 +150,10 @@ class FileStore:
         job, rank = secrets.token_hex(4), 0
         if topology is not None:
             job, rank = control.gather_texts(job, topology)[0], topology.rank
-        opened: list[_Open] = []
+        opened: list[_OpenStore] = []
         try:
-            self._agreed(lambda: opened.append(_begin(Path(folder), f"{job}-{name}-rank{rank}", files)))
-        except BaseException:  # of this rank, or of another
+            self._on_every_rank(lambda: opened.append(_open_store(Path(folder), f"{job}-{name}-rank{rank}", files)))
+        except BaseException:  # from this rank, or from another: then this rank's folder must go, too
             for store in opened:
                 store.close()
             raise
@@ -157,25 +161,25 @@ class FileStore:
         self.folder = self._open.folder.path
         self._finalizer = weakref.finalize(self, self._open.close)
 
-    def _agreed(self, call: Callable[[], Result]) -> Result:
+    def _on_every_rank(self, call: Callable[[], Result]) -> Result:
         return call() if self._topology is None else on_every_rank(call, self._topology)
 
     def create(self, name: str, nbytes: int) -> StoredFile:
-        """A new file with room for ``nbytes``, which are zeros; not collective.
+        """Create a file of ``nbytes`` zeros. Not collective.
 
         Raises:
-            OSError: With path and errno. If the space does not suffice (ENOSPC): bytes needed and free.
-            LayoutError: The store has a file of this name, or it is no name of a file.
+            OSError: With path and errno. If there is not enough space (ENOSPC), with the bytes needed and free.
+            LayoutError: The store has a file of this name, or the name is not a plain file name.
         """
-        store = self._usable()
+        store = self._opened()
         path = self.folder / name
         if name in store.files or path.parent != self.folder or name == "owner":
-            raise LayoutError(f"name must be a new file's, without folders: name={name!r}")
+            raise LayoutError(f"name must be that of a new file, without folders: name={name!r}")
         needed = _needed_nbytes(nbytes)
         _check_space(self.folder, needed)
         try:
             number = store.queue.create(str(path), nbytes, is_checked=True)
-        except OSError as error:  # others took the space in between, or a quota is smaller
+        except OSError as error:  # another process took the space since the check, or a quota is smaller
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 _refuse_space(self.folder, needed, _free_nbytes(self.folder))
             raise
@@ -183,21 +187,21 @@ class FileStore:
         return file
 
     def create_all(self, nbytes_of: Mapping[str, int]) -> dict[str, StoredFile]:
-        """New files by name, on every rank of the topology or on none. Collective.
+        """Create files by name, on every rank of the topology or on none. Collective.
 
         Raises:
-            OSError: On every rank, as :meth:`create` on any; the bytes needed are those of all files together.
+            OSError: On every rank, if :meth:`create` failed on any; the bytes needed are those of all files together.
         """
         created: dict[str, StoredFile] = {}
 
         def create() -> None:
-            self._usable()
+            self._opened()
             _check_space(self.folder, sum(_needed_nbytes(nbytes) for nbytes in nbytes_of.values()))
             for name, nbytes in nbytes_of.items():
                 created[name] = self.create(name, nbytes)
 
         try:
-            self._agreed(create)
+            self._on_every_rank(create)
         except BaseException:
             for file in created.values():
                 self.remove(file)
@@ -205,25 +209,26 @@ class FileStore:
         return created
 
     def sync(self, file: StoredFile) -> None:
-        """Wait until what was written is on the disk, and with it the checksums, which otherwise are kept in memory.
+        """Make what was written durable, together with its checksums, which are only in memory before.
 
         Raises:
             OSError: With path and errno.
         """
-        self._usable().queue.sync(file.number)
+        # fsync: direct I/O bypasses the page cache, not the disk's own cache or the file's metadata.
+        self._opened().queue.sync(file.number)
 
     def remove(self, file: StoredFile) -> None:
         """Close and delete a file that has no transfer in flight."""
-        store = self._usable()
+        store = self._opened()
         store.queue.close(file.number)
         del store.files[file.path.name]
         file.path.unlink()
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Memory for transfers: uint8, ``nbytes`` rounded up to whole pages, with any content.
+        """Memory for transfers: uint8, ``nbytes`` rounded up to whole pages; its contents are undefined.
 
         Raises:
-            MemoryError: There is not so much.
+            MemoryError: There is not enough host memory.
         """
         return self.buffers.take(nbytes)
 
@@ -231,7 +236,7 @@ class FileStore:
         """Take back what :meth:`buffer` returned.
 
         Raises:
-            StateError: A transfer of it was not waited for.
+            StateError: A transfer of it is in flight: it would write into the buffer of its next user.
         """
         start, stop = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
         with self._open.lock:
@@ -240,52 +245,60 @@ class FileStore:
         self.buffers.give(buffer)
 
     def write(self, file: StoredFile, offset: int, buffer: Tensor) -> Transfer:
-        """Begin to write ``buffer``, a uint8 tensor of whole pages, at ``offset``, a multiple of 4096."""
+        """Start writing ``buffer``, a uint8 tensor of whole pages, at ``offset``, a multiple of 4096."""
         transfer_counters.record(self.name, "write", buffer.numel())
-        return self._begin("write", file, offset, buffer)
+        return self._start_transfer("write", file, offset, buffer)
 
     def read(self, file: StoredFile, offset: int, buffer: Tensor) -> Transfer:
-        """Begin to read into ``buffer``, a uint8 tensor of whole pages, from ``offset``, a multiple of 4096."""
+        """Start reading into ``buffer``, a uint8 tensor of whole pages, from ``offset``, a multiple of 4096."""
         transfer_counters.record(self.name, "read", buffer.numel())
-        return self._begin("read", file, offset, buffer)
+        return self._start_transfer("read", file, offset, buffer)
 
-    def _begin(self, verb: str, file: StoredFile, offset: int, buffer: Tensor) -> Transfer:
-        store = self._usable()
+    def _start_transfer(self, verb: str, file: StoredFile, offset: int, buffer: Tensor) -> Transfer:
+        store = self._opened()
         page = int(kernels.native().FILE_ALIGNMENT)
         if buffer.dtype != torch.uint8 or buffer.device.type != "cpu" or not buffer.is_contiguous():
-            raise LayoutError(f"a buffer must be contiguous uint8 in host memory: {buffer.dtype}, {buffer.device}")
+            raise LayoutError(f"buffer must be contiguous uint8 in host memory: {buffer.dtype}, {buffer.device}")
         if buffer.data_ptr() % page or buffer.numel() % page or offset % page:
-            raise LayoutError(f"whole pages of {page} bytes move: offset={offset}, nbytes={buffer.numel()}")
+            raise LayoutError(
+                f"offset, nbytes and address must be multiples of {page}: offset={offset}, nbytes={buffer.numel()}"
+            )
         if not 0 <= offset <= file.nbytes - buffer.numel():
-            raise LayoutError(f"beyond the file: offset={offset}, nbytes={buffer.numel()}, file of {file.nbytes}")
-        with store.lock:
+            raise LayoutError(
+                f"offset + nbytes must be in the file: offset={offset}, nbytes={buffer.numel()}, file={file.nbytes}"
+            )
+        with store.lock:  # give() must not see the transfer without its buffer
             ticket = getattr(store.queue, verb)(file.number, offset, buffer.data_ptr(), buffer.numel())
             store.in_flight[ticket] = buffer
         return Transfer(store, ticket, file)
 
     def close(self) -> None:
-        """Wait for what is in flight, and remove the files. Again: nothing."""
+        """Wait for transfers in flight, and remove the files. A second call does nothing."""
         self._finalizer()
         self.buffers.clear()
 
-    def _usable(self) -> _Open:
+    def _opened(self) -> _OpenStore:
         if self._open.queue is None:
             raise StateError(f"the store is closed: {self.folder}")
         if os.getpid() != self._open.pid:
-            raise StateError(f"the store belongs to process {self._open.pid}, which forked this one: {self.folder}")
+            raise StateError(
+                f"a store must be used by the process that opened it: opened by pid={self._open.pid}: {self.folder}"
+            )
         return self._open
 
 
-def _begin(parent: Path, name: str, files: FileSettings) -> _Open:
+def _open_store(parent: Path, name: str, files: FileSettings) -> _OpenStore:
     page = int(kernels.native().FILE_ALIGNMENT)
     request_nbytes = -(-files.request_nbytes // page) * page
     try:
         folder = ClaimedFolder(parent, name)
     except OSError as error:
-        reason = f"cannot keep files in this folder, which must exist and be writable: {error.strerror}"
+        reason = f"the folder for files must exist and be writable: {error.strerror}"
         raise type(error)(error.errno, reason, str(parent)) from error
     try:
-        return _Open(kernels.file_queue(min(files.num_requests, MAX_REQUESTS), request_nbytes), folder, os.getpid())
+        return _OpenStore(
+            kernels.file_queue(min(files.num_requests, MAX_REQUESTS), request_nbytes), folder, os.getpid()
+        )
     except BaseException:
         folder.remove()
         raise
@@ -311,10 +324,10 @@ def _refuse_space(folder: Path, needed: int, free: int) -> NoReturn:
 
 
 def _explained(error: OSError, path: Path) -> OSError:
-    """``error`` of a transfer with what else is to be said, as the class it should have."""
+    """The exception to raise for ``error`` of a transfer: with the free space, or as IntegrityError."""
     if error.errno == errno.EBADMSG:
         return IntegrityError(error.errno, error.strerror, str(path))
     text = error.strerror or ""
-    with suppress(OSError):  # the folder is gone too
+    with suppress(OSError):  # the folder may be gone, too
         text += f"; {_free_nbytes(path.parent)} bytes are free"
     return OSError(error.errno, text, str(path))

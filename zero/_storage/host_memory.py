@@ -1,6 +1,6 @@
-"""Host memory for what is offloaded, and the copies between it and the device.
+"""Host memory for offloaded states and gradients, and the copies to it from the device.
 
-Copies run on a stream of their own, in page-locked memory, where the device is a GPU; on a CPU they are plain copies.
+With a GPU the memory is page-locked, and copies run on a stream of their own; on a CPU they are plain copies.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from zero._storage.copy_stream import CopyStream
 from zero._storage.transfer_counters import record
 
 GRADIENTS = "gradients"
-"""In :mod:`zero._storage.transfer_counters`."""
+"""What these copies are counted under: see transfer_counters.py."""
 
 
-class Arrival:
-    """A copy under way."""
+class PendingCopy:
+    """A copy in flight."""
 
     def __init__(self, event: torch.cuda.Event | None = None) -> None:
         self._event = event
 
     def wait(self) -> None:
-        """Let the host wait until it has ended."""
+        """Block the host until the copy is complete: before it, the host would read what the copy overwrites."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -31,8 +31,8 @@ class HostMemory:
     """Tensors in host memory beside ``device``.
 
     Args:
-        device: The device that is computed on.
-        pins: Page-lock memory, from torch's own pool of it, if that device is a GPU.
+        device: The device that computes.
+        pins: Page-lock the memory, from torch's pinned-memory pool, if the device is a GPU.
     """
 
     def __init__(self, device: torch.device, *, pins: bool) -> None:
@@ -40,16 +40,19 @@ class HostMemory:
         self._copies = CopyStream(device)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor, its contents undefined."""
-        with torch.inference_mode(mode=False):  # it will serve training too
+        """A flat tensor; its contents are undefined."""
+        with torch.inference_mode(mode=False):  # a tensor made in inference mode could not be used in training
             return torch.empty(numel, dtype=dtype, pin_memory=self._pins)
 
-    def fetch_gradient(self, mean: Tensor, target: Tensor) -> Arrival:
-        """Copy ``mean``, of the device, into ``target`` of any floating dtype; ``mean`` may be overwritten at once."""
+    def fetch_gradient(self, mean: Tensor, target: Tensor) -> PendingCopy:
+        """Start copying ``mean`` from the device into ``target``, of any floating dtype.
+
+        ``mean`` may be overwritten at once: on a GPU the copy reads a clone of it.
+        """
         values = mean.to(target.dtype, copy=mean.is_cuda)
         record(GRADIENTS, "to_host", values.numel() * values.element_size())
         with self._copies.on_stream():
             target.copy_(values, non_blocking=values.is_cuda)
         event = self._copies.event()
         self._copies.uses(values)
-        return Arrival(event)
+        return PendingCopy(event)

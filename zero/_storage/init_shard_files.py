@@ -1,4 +1,4 @@
-"""Shards of a model that is being built, in files of this rank until a ZeroOptimizer takes them over."""
+"""Files for the shards of a model under ``zero.Init``, until a ZeroOptimizer copies them to files of its own."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from zcomm import Topology
 from zero._storage.copy_stream import CopyStream
 from zero._storage.file_shard_storage import FileShard, file_nbytes
 from zero._storage.file_store import FileStore, StoredFile
+from zero._storage.poison import placeholder
 from zero._storage.shard_storage import KIND
 from zero._storage.staging_buffers import StagingBuffers
 from zero._storage.tier_settings import FileSettings
 
 STAGED_NBYTES = 2**26
-"""On the way to files at most, but for the largest shard: what is built next goes on meanwhile."""
+"""Bytes of writes in flight at most, but at least the largest shard; construction continues meanwhile."""
 
 
 class InitFiles:
-    """The files of one construction.
+    """The files of one model construction. Creating it is collective.
 
     Args:
-        folder: On a fast disk.
-        files: How they are read and written.
-        topology: The ranks; collective.
+        folder: A folder on a fast disk.
+        files: How files are read and written.
+        topology: The ranks.
 
     Raises:
         OSError: On every rank: the folder is missing or read-only.
@@ -39,36 +40,35 @@ class InitFiles:
         self._file_of: dict[FileShard, StoredFile] = {}
 
     def place(self, values: Tensor) -> FileShard:
-        """Flat ``values`` of this rank, which are not kept themselves, in a new file.
+        """Write flat ``values`` of this rank to a new file; the tensor itself is not kept.
 
         Raises:
-            OSError: The space does not suffice, or it could not be written.
+            OSError: There is not enough space, or a write failed.
         """
         cuts = [(0, values.numel())]
         file = self._store.create(f"built{next(self._numbers)}", file_nbytes(cuts, values.element_size()))
-        nothing = torch.full((), float("nan"), dtype=values.dtype).expand(values.numel())
-        rest = FileShard(nothing, file, cuts, self._staging, self._copies)
-        self._file_of[rest] = file
-        self.replace(rest, values)
-        return rest
+        shard = FileShard(placeholder(values.numel(), values.dtype), file, cuts, self._staging, self._copies)
+        self._file_of[shard] = file
+        self.replace(shard, values)
+        return shard
 
-    def replace(self, rest: FileShard, values: Tensor) -> None:
+    def replace(self, shard: FileShard, values: Tensor) -> None:
         """Give a shard other values.
 
         Raises:
-            OSError: Something could not be written since the last call.
+            OSError: A write since the last call failed.
         """
-        rest.target(0, values.numel()).copy_(values)
-        rest.written(0, values.numel())
+        shard.target(0, values.numel()).copy_(values)
+        shard.written(0, values.numel())
         self._staging.raise_error()
 
-    def remove(self, rest: FileShard) -> None:
-        """A shard that nobody needs any more."""
-        self._staging.flush()
-        self._store.remove(self._file_of.pop(rest))
+    def remove(self, shard: FileShard) -> None:
+        """Delete the file of a shard that is no longer needed."""
+        self._staging.flush()  # a file with a transfer in flight must not be closed
+        self._store.remove(self._file_of.pop(shard))
         self._staging.raise_error()
 
     def close(self) -> None:
-        """Remove what is left."""
+        """Remove the remaining files."""
         self._staging.forget()
         self._store.close()

@@ -1,7 +1,7 @@
-"""``offload_param``: which shard of a model rests where, and what the shards of one rank share.
+"""``offload_param``: chooses the storage of each shard of a model, and owns the files and buffers that shards share.
 
-Small parameters that stay whole, and every model below stage 3, keep their shards on the device. With files, shards
-stay in host memory as long as ``max_in_cpu`` elements suffice, in the order of the model.
+Persistent parameters, and all parameters below stage 3, keep their shards on the device. With files, the first shards
+of the model stay in host memory, up to ``max_in_cpu`` elements.
 """
 
 from __future__ import annotations
@@ -17,41 +17,42 @@ from zero._ranks.rank_errors import on_every_rank
 from zero._storage.copy_stream import CopyStream
 from zero._storage.file_shard_storage import FileShard, file_nbytes
 from zero._storage.file_store import FileStore, StoredFile
-from zero._storage.shard_storage import KIND, Encoded, HostShard, InPlace, ShardRest
+from zero._storage.poison import placeholder
+from zero._storage.shard_storage import KIND, HostShard, InMemoryShard, QuantizedShard, ShardStorage
 from zero._storage.staging_buffers import PageRange, StagingBuffers
 from zero._storage.tier_settings import ParameterTier, Tier, Tiers
 from zero._storage.transfer_buffers import HostBuffers
 
 LEAST_AHEAD_NBYTES = 2**24
-"""So much is read ahead even if the largest shard is smaller: a disk is slow at small requests."""
+"""At least so much is read ahead, even if every shard is smaller: a disk is slow at small requests."""
 
 
 class ShardPlan(NamedTuple):
-    """What has to be known of a shard before it has values."""
+    """What is known of a shard before it has values."""
 
     name: str
-    """Of its file; unique."""
+    """The unique name of its file."""
     numel: int
     dtype: torch.dtype
     cuts: Sequence[tuple[int, int]]
-    """How the exchanges of a gather cut it."""
+    """Its parts, one for each exchange of a gather."""
     gaps: Sequence[tuple[int, int]]
-    """Its padding."""
+    """Its ranges of padding."""
     is_encoded: bool = False
-    """Whether it rests as INT8, in memory."""
+    """Whether it is stored as INT8, in memory."""
 
 
-class ParameterRests:
-    """The resting places of a model's shards on this rank.
+class ParameterStorage:
+    """The storage of a model's shards on this rank.
 
     Args:
-        tiers: What was asked for.
+        tiers: The settings.
         device: Where the parameters are used.
         topology: The ranks.
-        plans: The shards that are to rest off the device, by bucket.
+        plans: The offloaded shards, by bucket.
 
     Raises:
-        OSError: On every rank: the folder is missing or read-only, or the space does not suffice; with path, errno,
+        OSError: On every rank: the folder is missing or read-only, or there is not enough space; with path, errno,
             bytes needed and free.
     """
 
@@ -87,39 +88,38 @@ class ParameterRests:
             store, min(tier.num_buffers * tier.buffer_numel * itemsize, max(largest, LEAST_AHEAD_NBYTES))
         )
 
-    def place(self, index: int, values: Tensor, *, updates_on_host: bool) -> ShardRest:
-        """Where the shard of bucket ``index`` rests, with these values, which are not kept themselves.
+    def place(self, index: int, values: Tensor, *, updates_on_host: bool) -> ShardStorage:
+        """Create the storage of bucket ``index``'s shard and copy ``values`` into it; the tensor itself is not kept.
 
         Raises:
-            OSError: They cannot be written.
-            MemoryError: There is no memory for them.
+            OSError: The values cannot be written.
+            MemoryError: There is not enough memory.
         """
         plan = self._plans.get(index)
         if plan is None:
             return self.leave(values.clone(), updates_on_host=updates_on_host)
         if plan.is_encoded:
             keeps_on = self._device if self._tiers.parameters.tier is Tier.DEVICE else torch.device("cpu")
-            return Encoded(values, plan.cuts, self._topology, keeps_on=keeps_on)
+            return QuantizedShard(values, plan.cuts, self._topology, keeps_on=keeps_on)
         if index in self._in_files:
-            rest = self._in_file(plan, updates_on_host=updates_on_host)
+            shard_storage = self._in_file(plan, updates_on_host=updates_on_host)
             for start, stop in plan.cuts:
-                rest.target(start, stop, torch.device("cpu")).copy_(values[start:stop])
-                rest.written(start, stop)
-            rest.flush()
-            return rest
+                shard_storage.target(start, stop, torch.device("cpu")).copy_(values[start:stop])
+                shard_storage.written(start, stop)
+            shard_storage.flush()
+            return shard_storage
         nbytes = plan.numel * plan.dtype.itemsize
         shard = self._host.take(nbytes)[:nbytes].view(plan.dtype)
         return HostShard(shard.copy_(values), self._copies, updates_on_host=updates_on_host)
 
-    def leave(self, shard: Tensor, *, updates_on_host: bool) -> ShardRest:
-        """``shard`` stays where it is."""
-        return InPlace(shard, updates_on_host=updates_on_host)
+    def leave(self, shard: Tensor, *, updates_on_host: bool) -> ShardStorage:
+        """Storage for a shard that stays where it is."""
+        return InMemoryShard(shard, updates_on_host=updates_on_host)
 
     def _in_file(self, plan: ShardPlan, *, updates_on_host: bool) -> FileShard:
         assert self._staging is not None, "a file without a store"
-        nothing = torch.full((), float("nan"), dtype=plan.dtype).expand(plan.numel)
         return FileShard(
-            nothing,
+            placeholder(plan.numel, plan.dtype),
             self._files[plan.name],
             plan.cuts,
             self._staging,
@@ -128,13 +128,13 @@ class ParameterRests:
             updates_on_host=updates_on_host,
         )
 
-    def expect(self, upcoming: Iterable[tuple[ShardRest, int]]) -> None:
-        """These are gathered next, each from that exchange on: read them ahead."""
+    def read_ahead(self, upcoming: Iterable[tuple[ShardStorage, int]]) -> None:
+        """Read ahead what is gathered next: shards, each from the given exchange on."""
         if self._staging is not None:
-            self._staging.expect(_parts(upcoming))
+            self._staging.read_ahead(_parts(upcoming))
 
     def described(self, total_numel: int) -> tuple[str, ...]:
-        """Where ``total_numel`` elements of shards rest, for ``optimizer.effective``; empty: nothing to say."""
+        """The tiers of ``total_numel`` elements of shards, for ``optimizer.effective``; empty if none."""
         tier = self._tiers.parameters
         if tier.tier is Tier.DEVICE:
             return ()
@@ -143,58 +143,58 @@ class ParameterRests:
         numels = {
             f"in files below {tier.path}": in_files,
             "in host memory": off_device - in_files,
-            "on the device, as they stay whole": total_numel - off_device,
+            "on the device, as they stay full": total_numel - off_device,
         }
         found = [
             place if numel == total_numel else f"{place} ({numel / total_numel:.1%})"
             for place, numel in numels.items()
             if numel
         ]
-        return (f"parameters rest {', '.join(found)}",)
+        return (f"parameters are stored {', '.join(found)}",)
 
     @property
     def reads_files(self) -> bool:
         """Whether any shard is in a file."""
         return self._staging is not None
 
-    def agree(self, *, even_unread: bool = False) -> None:
-        """Raise, on every rank, what went wrong with files on any. Collective if shards were fetched from files since.
+    def agree(self, *, waits_for_writes: bool = False) -> None:
+        """Raise, on every rank, the first file error of any. Collective if shards were fetched from files since.
 
         Args:
-            even_unread: In any case; waits for what is being written, too.
+            waits_for_writes: Wait for writes in flight, and agree even if nothing was fetched.
         """
         staging = self._staging
-        if staging is None or not (staging.has_fetched or even_unread):
+        if staging is None or not (staging.has_fetched or waits_for_writes):
             return
         staging.has_fetched = False
-        on_every_rank(self.settle if even_unread else staging.raise_error, self._topology)
+        on_every_rank(self.flush if waits_for_writes else staging.raise_error, self._topology)
 
-    def settle(self) -> None:
-        """Wait for what is being written, and raise what went wrong with files of this rank; not collective."""
+    def flush(self) -> None:
+        """Wait for writes in flight, and raise the first file error of this rank. Not collective."""
         if self._staging is not None:
             self._staging.flush()
             self._staging.raise_error()
 
     @property
     def staging_nbytes(self) -> int:
-        """Bytes of host buffers between files and memory."""
+        """Bytes of the staging buffers."""
         return 0 if self._staging is None else self._staging.nbytes
 
     def close(self) -> None:
-        """Remove the files. Shards that were in them are gone."""
+        """Remove the files, and the shards in them."""
         if self._staging is not None:
             self._staging.forget()
             self._staging.store.close()
 
 
-def _parts(upcoming: Iterable[tuple[ShardRest, int]]) -> Iterable[PageRange]:
-    for rest, first in upcoming:
-        if isinstance(rest, FileShard):
-            yield from rest.parts(first)
+def _parts(upcoming: Iterable[tuple[ShardStorage, int]]) -> Iterable[PageRange]:
+    for storage, first in upcoming:
+        if isinstance(storage, FileShard):
+            yield from storage.parts(first)
 
 
 def _choose_files(tier: ParameterTier, plans: Mapping[int, ShardPlan]) -> set[int]:
-    """Shards that are in files: all but those that fit into host memory together."""
+    """The shards to keep in files: all but the first that fit into host memory together."""
     if tier.tier is not Tier.NVME:
         return set()
     left, chosen = tier.max_numel_in_memory, set()

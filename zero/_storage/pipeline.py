@@ -1,4 +1,4 @@
-"""Reading, updating and writing one unit after the other, with the moves of its neighbours under way meanwhile.
+"""Pipelined read, update and write of offloaded units: transfers of the neighbours overlap the update of one.
 
 reads ahead      |read u+1      |
                  |update u      |      at most ``num_buffers`` units in memory
@@ -14,16 +14,16 @@ from typing import Generic, Protocol, TypeVar
 
 
 class StagedUnit(Protocol):
-    """A unit in memory, or on its way."""
+    """A unit in memory, or being read or written."""
 
     def wait(self) -> None:
-        """Return once what was begun last, reading or writing, has ended."""
+        """Wait for the read or write that was started last."""
 
-    def begin_write(self) -> None:
-        """Begin to write."""
+    def start_write(self) -> None:
+        """Start writing."""
 
     def free(self) -> None:
-        """Give the memory back; nothing is under way."""
+        """Give the memory back; no transfer is in flight."""
 
 
 Item = TypeVar("Item")
@@ -31,10 +31,10 @@ L = TypeVar("L", bound=StagedUnit)
 
 
 class Pipeline(Generic[Item, L]):
-    """Runs updates of units.
+    """Runs the updates of units.
 
     Args:
-        read: Begins to read a unit.
+        read: Starts reading a unit.
         num_buffers: Units in memory at a time, at least 1. With 1 nothing overlaps.
         reads_ahead: Read the next unit during an update.
         writes_behind: Write a unit during the next update.
@@ -48,7 +48,7 @@ class Pipeline(Generic[Item, L]):
         self._written: deque[L] = deque()
 
     def run(self, items: Sequence[Item], update: Callable[[Item, L], None]) -> None:
-        """Read, ``update`` and write every unit. When it returns, or raises, nothing is under way.
+        """Read, ``update`` and write every unit. When it returns or raises, no transfer is in flight.
 
         Raises:
             Exception: The first error of a read, an update or a write.
@@ -56,14 +56,14 @@ class Pipeline(Generic[Item, L]):
         try:
             for index, item in enumerate(items):
                 if not self._read_units:
-                    self._begin_read(item)
+                    self._start_read(item)
                 if self._reads_ahead and index + 1 < len(items) and self._has_room(1 + len(self._read_units)):
-                    self._begin_read(items[index + 1])
+                    self._start_read(items[index + 1])
                 self._read_units[0].wait()
                 update(item, self._read_units[0])
                 unit = self._read_units.popleft()
                 self._written.append(unit)
-                unit.begin_write()
+                unit.start_write()
                 if not self._writes_behind:
                     self._end_writes(0)
             self._end_writes(0)
@@ -71,13 +71,14 @@ class Pipeline(Generic[Item, L]):
             self._abandon()
 
     def _has_room(self, num_units: int) -> bool:
-        """Whether so many units fit beside those that are being written, waiting for writes if need be."""
+        """Whether ``num_units`` units fit into the buffers; waits for writes to make room."""
         if num_units > self._num_buffers:
             return False
         self._end_writes(self._num_buffers - num_units)
         return True
 
-    def _begin_read(self, item: Item) -> None:
+    def _start_read(self, item: Item) -> None:
+        # Room first: a read without it would take a buffer beyond the limit.
         self._end_writes(self._num_buffers - 1 - len(self._read_units))
         self._read_units.append(self._read(item))
 
@@ -87,9 +88,10 @@ class Pipeline(Generic[Item, L]):
             self._written.popleft().free()
 
     def _abandon(self) -> None:
-        """After an error: let what is under way end."""
+        """Wait for the transfers that an error left in flight."""
+        # A unit that is freed before its transfer ends would be handed out while the transfer still writes to it.
         for unit in (*self._read_units, *self._written):
-            with suppress(Exception):  # the first error is on its way already
+            with suppress(Exception):  # the first error is already being raised
                 unit.wait()
             unit.free()
         self._read_units.clear()

@@ -1,12 +1,11 @@
-"""With ``ZERO_DEBUG=1`` memory that is given back is filled with NaN: whoever still reads it finds out.
+"""NaN in the place of values: in freed buffers under ``ZERO_DEBUG=1``, and in placeholders for values in a file.
 
-That holds for every buffer that is used again: of gathered parameters and of gradients on their way (:mod:`zero._sharding.buffer_pool`),
-of gradients in host memory, between memory and files, and of saved inputs. On a GPU the fill is work of the current
-stream, as the next use would be: an exchange or a copy on another stream that is still reading would send NaN.
+With ``ZERO_DEBUG=1`` every reusable buffer is filled with NaN when it is given back, so that a late read shows in the
+result: buffers of gathered parameters and unreduced gradients (_sharding/buffer_pool.py), of gradients in host memory,
+between memory and files, and of saved inputs. On a GPU the fill is enqueued on the current stream, as the next use
+would be: an exchange or a copy that still reads the buffer on another stream would send NaN.
 
-What stands for a tensor whose values are in a file: NaN, without memory of its own. Reading it never crashes.
-
-A dtype that has no NaN gets ones.
+A placeholder is a tensor of NaN without memory of its own; reading it never crashes. A dtype without NaN gets ones.
 """
 
 from __future__ import annotations
@@ -18,16 +17,17 @@ from zcomm._base import env
 
 
 def poison(buffer: Tensor) -> None:
-    """Fill it, in debug mode alone. Bytes become those of NaN in every floating type."""
+    """Fill ``buffer`` with NaN if ``ZERO_DEBUG`` is set. Bytes get a value that is NaN in every floating type."""
     if env.is_set("ZERO_DEBUG"):
         buffer.fill_(255 if buffer.dtype == torch.uint8 else float("nan"))
 
 
-def at_rest(numel: int, dtype: torch.dtype) -> Tensor:
-    """A flat tensor of NaN, all elements of which are the same memory."""
-    return torch.full((), float("nan") if dtype.is_floating_point else 1, dtype=dtype).expand(numel)
+def placeholder(numel: int, dtype: torch.dtype) -> Tensor:
+    """A flat tensor of NaN whose elements all share one element of memory."""
+    has_nan = dtype.is_floating_point or dtype.is_complex
+    return torch.full((), float("nan") if has_nan else 1, dtype=dtype).expand(numel)
 
 
-def is_at_rest(tensor: Tensor) -> bool:
-    """Whether ``tensor`` stands for values in a file."""
+def is_placeholder(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a placeholder for values in a file."""
     return tensor.stride() == (0,)

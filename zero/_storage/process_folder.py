@@ -1,9 +1,9 @@
-"""A folder of this process alone, which goes with it: a later process removes what a dead one left.
+"""A temporary folder owned by one process; a later process removes the folders of dead ones.
 
-    parent/NAME/owner    host, boot, process number and its start time; locked while the process lives
+    parent/NAME/owner    host, boot id, pid and the process's start time; locked while the process lives
 
-A folder is left behind if the process was killed. It is removed by the next claim below the same parent, if its owner
-ran on this host, is gone, and holds the lock no more. Folders of other hosts are never touched.
+A killed process leaves its folder behind. The next claim below the same parent removes it, if its owner ran on this
+host, is dead, and no longer holds the lock. Folders of other hosts are never touched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OWNER = "owner"
 
 
 class _ProcessIdentity(NamedTuple):
-    """A process, told apart from later ones of the same number."""
+    """A process, distinct from later ones with the same pid."""
 
     host: str
     boot: str
@@ -47,25 +47,28 @@ def _boot() -> str:
 
 
 def _start_time(pid: int) -> str:
-    """Since boot, in ticks of the kernel; empty if there is no such process, or it is dead and not yet reaped."""
+    """Start time in kernel ticks since boot; empty if there is no such process, or it is a zombie."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name may hold blanks
+        fields = (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        )  # the process's name may have blanks in it
     except OSError:
         return ""
     return "" if fields[0] in "ZX" else fields[19]
 
 
 class ClaimedFolder:
-    """``parent/zero-NAME``, of this process. Not for use in a process forked later.
+    """``parent/zero-NAME``, owned by this process. A process forked later must not use it.
 
     Raises:
-        OSError: With the path: the parent is missing or no folder, cannot be written, or has a folder of this name.
+        OSError: With the path: the parent is missing, not a folder or not writable, or has a folder of this name.
     """
 
     def __init__(self, parent: Path, name: str) -> None:
         self.path = parent / f"{PREFIX}{name}"
         self._owner = -1
         self._pid = os.getpid()
+        # One process at a time: no other may look at the folder between mkdir and a complete owner file.
         with _locked(parent):
             _remove_dead(parent)
             self.path.mkdir(mode=0o700)
@@ -81,7 +84,7 @@ class ClaimedFolder:
         os.write(self._owner, json.dumps(_ProcessIdentity.current()._asdict()).encode())
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it. In a forked process, and again: nothing."""
+        """Remove the folder and its contents. Does nothing in a forked process, or when called again."""
         if os.getpid() != self._pid:
             return
         shutil.rmtree(self.path, ignore_errors=True)
@@ -92,10 +95,10 @@ class ClaimedFolder:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, so that of the processes of this host one at a time claims and cleans there."""
+    """Hold a folder's lock: one process of this host at a time claims and cleans up there."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # a file system without locks: claims have names of their own all the same
+        with suppress(OSError):  # a file system without locks: folder names are unique all the same
             fcntl.flock(number, fcntl.LOCK_EX)
         yield
     finally:
@@ -103,30 +106,32 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _try_lock(number: int) -> bool:
-    """Whether nobody else holds the lock of an open file; then this process does until it closes it or ends."""
+    """Try to lock an open file; False: it is taken. The lock is held until the file is closed or the process ends."""
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # no locks here: the process number must do
+    except OSError:  # no locks on this file system: pid and start time must do
         return True
     return True
 
 
 def _read_owner(number: int) -> _ProcessIdentity | None:
-    """What an open file says; None if another user wrote it, who shares the disk, or it is no such file."""
+    """Parse an open owner file; None if another user of the disk wrote it, or it is not a regular file."""
     status = os.fstat(number)
     if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
         return None
-    said = json.loads(os.read(number, 4096))
-    if not isinstance(said["pid"], int):  # names a file below /proc
+    fields = json.loads(os.read(number, 4096))
+    if not isinstance(fields["pid"], int):  # it becomes part of a path below /proc
         return None
-    return _ProcessIdentity(**said)
+    return _ProcessIdentity(**fields)
 
 
 def _remove_dead(parent: Path) -> None:
     for folder in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):  # of another kind: let it be
+        with suppress(
+            OSError, ValueError, TypeError, LookupError, RecursionError
+        ):  # not an owner file of ours: leave it
             number = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 owner = _read_owner(number)

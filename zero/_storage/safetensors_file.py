@@ -1,4 +1,4 @@
-"""Files of named tensors in the safetensors format: written and read in pieces, nothing in them is ever executed.
+"""Headers of safetensors files: where each tensor's bytes are, for files written and read in pieces.
 
     | 8 bytes: length of the header | header: JSON, padded to 8 | data: tensor after tensor |
 
@@ -38,14 +38,14 @@ CODES = {
     torch.uint64: "U64",
     torch.bool: "BOOL",
 }
-"""The format's names of dtypes; C128 is ours: in a file such a tensor is one of F64, with a last dimension of two."""
+"""The format's names of dtypes. C128 is ours: in a file such a tensor is F64 with a last dimension of two."""
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 MAX_HEADER_NBYTES = 100_000_000
 """The format's own limit."""
 
 
 class TensorEntry(NamedTuple):
-    """One tensor of a file: its data are the bytes ``[start, stop)`` of the file."""
+    """One tensor of a file: bytes ``[start, stop)``."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class TensorEntry(NamedTuple):
 def make_header(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, TensorEntry]]:
-    """The first bytes of a file that holds ``tensors`` in this order, and where each will lie."""
+    """The header of a file with ``tensors`` in this order, and where each tensor's bytes go."""
     document: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at, spans = 0, {}
     for name, (dtype, shape) in tensors.items():
@@ -73,16 +73,16 @@ def make_header(
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """What ``path`` holds, checked against its length; the data are not read.
+    """The tensors of ``path``, checked against the file's length; the data is not read.
 
     Raises:
-        CheckpointError: Not such a file, or truncated.
+        CheckpointError: ``path`` is not a safetensors file, or it is truncated.
     """
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > MAX_HEADER_NBYTES:
-                raise CheckpointError(f"{path} is not a safetensors file: its header would have {length} bytes")
+                raise CheckpointError(f"{path} is not a safetensors file: header of {length} bytes")
             document = json.loads(file.read(length))
         nbytes = path.stat().st_size
     except OSError as error:
@@ -90,7 +90,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a safetensors file, or its header is damaged: {error}") from error
     if not isinstance(document, dict):
-        raise CheckpointError(f"{path} is not a safetensors file: its header is no JSON object")
+        raise CheckpointError(f"{path} is not a safetensors file: its header is not a JSON object")
     document.pop("__metadata__", None)
     return {name: _entry(path, name, value, 8 + length, nbytes) for name, value in document.items()}
 
@@ -102,20 +102,20 @@ def _entry(path: Path, name: str, value: object, base: int, nbytes: int) -> Tens
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: the entry of tensor {name!r} cannot be read: {value!r}") from error
     if not base <= start <= stop or min(shape, default=0) < 0 or stop - start != prod(shape) * dtype.itemsize:
-        raise CheckpointError(f"{path}: the entry of tensor {name!r} contradicts itself: {value!r}")
+        raise CheckpointError(f"{path}: the entry of tensor {name!r} is inconsistent: {value!r}")
     if stop > nbytes:
         raise CheckpointError(f"{path} is truncated: tensor {name!r} ends at byte {stop}, the file at {nbytes}")
     return TensorEntry(dtype, shape, start, stop)
 
 
 def is_storable(tensor: Tensor) -> bool:
-    """Whether a checkpoint holds such a tensor: a plain one, whose elements are all in memory."""
+    """Whether a checkpoint can store ``tensor``: a plain one, with all its elements in memory."""
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
     return is_plain and tensor.dtype in CODES and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of ``tensor``, which is copied if it is not contiguous on the CPU."""
+    """The bytes of ``tensor``, copied unless it is contiguous in host memory."""
     flat = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)

@@ -1,12 +1,13 @@
-"""Where the shard of one bucket rests between uses: how it gets to an exchange, and how new values get there.
+"""Storage of one bucket's shard between uses: how a gather fetches it, and how an update writes it.
 
-    gather    fetch --> what the exchange sends, on the device      fetched: the exchanges have ended
-    update    target --> memory to write into, written --> on the way, flush --> there
-    access    in_memory: inside, the shard has its values; keep: somebody has changed them there
+    gather    fetch --> what the exchange sends, on the device      fetched: the exchanges are complete
+    update    target --> memory to write into; written --> the write is started; flush --> it is complete
+    access    in_memory: within the block, the shard has its values; keep: store values changed there
 
-    InPlace   the shard is where exchanges take it from            device
-    OnHost    host memory, copied to the device for each gather    cpu
-    (zero._storage.file_shard_storage) InFile                                  nvme
+    InMemoryShard    exchanges read the shard where it is                device
+    HostShard        host memory, copied to the device for each gather   cpu
+    FileShard        in file_shard_storage.py                            nvme
+    QuantizedShard   INT8 codes of frozen parameters                     device, cpu
 
 The update of a step may write a shard in pieces, in any order.
 """
@@ -22,99 +23,103 @@ from torch import Tensor
 
 from zcomm import EncodedShard, StateError, Topology, Work
 from zero._storage.copy_stream import CopyStream
+from zero._storage.poison import placeholder
 from zero._storage.transfer_counters import record
 
 KIND = "parameters"
-"""In :mod:`zero._storage.transfer_counters`."""
+"""What transfers of shards are counted under: see transfer_counters.py."""
 
 
-class ShardRest(ABC):
-    """The resting place of one shard. Elements are counted from the shard's start.
+class ShardStorage(ABC):
+    """The storage of one shard. Elements are counted from the shard's start.
 
     Args:
-        shard: The tensor of the shard: where that is not in memory, its memory is one NaN.
+        shard: The tensor of the shard; a placeholder if its values are not in memory.
         device: Where the parameters are used.
         updates_on_host: Whether steps update its values on the host.
     """
 
     is_on_device = False
-    """Whether ``shard`` is where the parameters are used."""
+    """Whether ``shard`` is on the device where the parameters are used."""
     is_in_memory = True
-    """Whether ``shard`` has its values all the time."""
+    """Whether ``shard`` always has its values."""
 
     def __init__(self, shard: Tensor, device: torch.device, *, updates_on_host: bool) -> None:
         self.shard, self.device = shard, device
         self._updates_on_host = updates_on_host
 
     def _runs_on_host(self, device: torch.device | None) -> bool:
-        """Whether an update on ``device`` is one of the host, which without a GPU no device says."""
+        """Whether an update on ``device`` runs on the host; without a GPU the device does not tell."""
         if device is None or self.device.type == "cpu":
             return self._updates_on_host
         return device.type == "cpu"
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Ranges that together are all of it, and for which :meth:`target` costs no copy."""
+        """Ranges that cover the shard, and for which :meth:`target` needs no copy."""
         return [(0, self.shard.numel())]
 
     @abstractmethod
     def target(self, start: int, stop: int, device: torch.device | None = None) -> Tensor:
-        """Memory for the new values of elements ``[start, stop)``, in the parameters' dtype, its contents undefined.
+        """Memory for new values of elements ``[start, stop)``, in the parameters' dtype; its contents are undefined.
+
+        Pass each range to :meth:`written` before an overlapping one is requested again.
 
         Args:
             start: First element.
             stop: End of the range.
             device: Where the update of these elements runs; default: where steps run.
-
-        Each range is to be passed to :meth:`written` before it, or another that overlaps it, is asked for again.
         """
 
     @abstractmethod
     def written(self, start: int, stop: int) -> None:
-        """The values of a range that :meth:`target` gave are there: they go on to where the shard rests."""
+        """The memory that :meth:`target` returned for this range is filled: start storing it."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Wait until all that was written has arrived.
+        """Wait until everything written is stored.
 
         Raises:
-            OSError: It has not.
+            OSError: A write failed.
         """
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """Where :meth:`fetch` and the exchange that sends what it returns are to be called."""
+        """The stream on which to call :meth:`fetch` and the exchange that sends its result.
+
+        On another stream the exchange would not wait for the copy, and send what was in the buffer before.
+        """
         return nullcontext()
 
     @abstractmethod
     def fetch(self, start: int, stop: int, row: Tensor) -> Tensor:
-        """Elements ``[start, stop)`` on the device, to be sent; ``row`` is their place in the full parameters."""
+        """Elements ``[start, stop)`` on the device, for an exchange; ``row`` is their place in the full parameters."""
 
     @abstractmethod
     def fetched(self) -> None:
-        """The exchanges that send what :meth:`fetch` returned have ended."""
+        """The exchanges that send what :meth:`fetch` returned are complete: its buffers may be reused."""
 
     @contextmanager
     def in_memory(self) -> Iterator[None]:
-        """Inside, ``shard`` has its values."""
+        """Within the block, ``shard`` has its values."""
         yield
 
     def read(self) -> Tensor:
-        """Its values, not to be changed."""
+        """The values; do not change them."""
         with self.in_memory():
             return self.shard.detach()
 
     @abstractmethod
     def keep(self) -> None:
-        """The values of ``shard``, which are in memory now, were changed."""
+        """Store the values of ``shard``, which are in memory and were changed."""
 
     @property
     @abstractmethod
     def nbytes(self) -> dict[str, int]:
-        """Bytes that rest, by tier."""
+        """Bytes stored, by tier."""
 
 
-class Elsewhere(ShardRest):
-    """The shard has its values only inside :meth:`in_memory`, however often that is entered."""
+class OnDemandShard(ShardStorage):
+    """A shard that has its values only within :meth:`in_memory`, which may be nested."""
 
     is_in_memory = False
 
@@ -125,14 +130,14 @@ class Elsewhere(ShardRest):
 
     @abstractmethod
     def _read(self) -> Tensor:
-        """All values, in memory of their own."""
+        """All values, in newly allocated memory."""
 
     @contextmanager
     def in_memory(self) -> Iterator[None]:
-        """Bring all of it.
+        """Read the full shard into memory.
 
         Raises:
-            OSError: It is in a file that cannot be read.
+            OSError: Its file cannot be read.
         """
         if not self._depth:
             self.shard.data = self._read()
@@ -145,27 +150,27 @@ class Elsewhere(ShardRest):
                 self.shard.data = self._empty
 
 
-class InPlace(ShardRest):
-    """The shard is a tensor that stays where it is: in device memory.
+class InMemoryShard(ShardStorage):
+    """A shard whose values stay in one tensor, here in device memory.
 
-    An update on the other side, host or device, writes into memory of its own, and ``written`` copies that.
+    An update on the other side (on the host) writes into memory of its own, which ``written`` copies.
     """
 
     is_on_device = True
     tier = "device"
     link = "to_device"
-    """How values get here that were not updated here."""
+    """The direction in which values are copied that were updated on the other side."""
 
     def __init__(self, shard: Tensor, *, updates_on_host: bool = False) -> None:
         super().__init__(shard, shard.device, updates_on_host=updates_on_host)
         self._staged: dict[tuple[int, int], Tensor | None] = {}
-        """Ranges that cross from one side to the other, with memory there if that is not the same memory."""
+        """Ranges that are updated on the other side, with the memory there; None: in the same memory."""
 
     def _crosses(self, *, on_host: bool) -> bool:
         return on_host
 
     def _other_side(self) -> torch.device | None:
-        """Where an update that crosses runs; None: in the same memory."""
+        """The device of an update on the other side; None: in the same memory."""
         return torch.device("cpu") if self.shard.is_cuda else None
 
     def target(self, start: int, stop: int, device: torch.device | None = None) -> Tensor:
@@ -180,7 +185,7 @@ class InPlace(ShardRest):
         return own if staged is None else staged
 
     def written(self, start: int, stop: int) -> None:
-        """Copy what was staged. The host may go on: later work of the device waits for the copy."""
+        """Copy what was staged. The host does not wait: later work of the same stream runs after the copy."""
         if (start, stop) not in self._staged:
             return
         staged, own = self._staged.pop((start, stop)), self.shard[start:stop]
@@ -189,26 +194,26 @@ class InPlace(ShardRest):
             own.copy_(staged, non_blocking=own.is_cuda)
 
     def flush(self) -> None:
-        """Nothing is left to do: the device's queue keeps the order."""
+        """Nothing to wait for: copies and later kernels are on one stream."""
 
     def fetch(self, start: int, stop: int, row: Tensor) -> Tensor:  # noqa: ARG002
         """Elements of the shard itself."""
         return self.shard[start:stop]
 
     def fetched(self) -> None:
-        """Nothing was taken."""
+        """Nothing to free."""
 
     def keep(self) -> None:
-        """They are where they rest."""
+        """Nothing to do: the values were changed where they are stored."""
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """All of them where it is."""
+        """Bytes of the tensor."""
         return {self.tier: self.shard.numel() * self.shard.element_size()}
 
 
-class HostShard(InPlace):
-    """The shard is in host memory, page-locked where there is CUDA, and copied to its row for each gather."""
+class HostShard(InMemoryShard):
+    """A shard in host memory, page-locked where there is CUDA, and copied to the device for each gather."""
 
     is_on_device = False
     tier = "cpu"
@@ -225,65 +230,63 @@ class HostShard(InPlace):
         return self.device if self.device.type == "cuda" else None
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """The stream of the copies."""
+        """The copy stream."""
         return self._copies.on_stream()
 
     def fetch(self, start: int, stop: int, row: Tensor) -> Tensor:
-        """The row, filled."""
+        """Fill ``row`` from host memory."""
         record(KIND, "to_device", row.numel() * row.element_size())
         return row.copy_(self.shard[start:stop], non_blocking=True)
 
 
-class Encoded(Elsewhere):
-    """One :class:`zcomm.EncodedShard` for each exchange of a gather.
+class QuantizedShard(OnDemandShard):
+    """A shard of frozen parameters in INT8: one :class:`zcomm.EncodedShard` for each exchange of a gather.
 
-    No step updates it. Where somebody changes its values, an exchange's part with any new value is rounded anew, the
-    others keep their bits.
+    No step updates it. If values are changed by hand, the parts with a changed value are encoded again; the others keep
+    their bits.
 
     Args:
-        values: The shard's values on the device; not kept.
-        cuts: How the exchanges of a gather cut it.
+        values: The shard's values on the device; the tensor is not kept.
+        cuts: The parts, one for each exchange of a gather.
         topology: The ranks.
-        keeps_on: Where the codes rest.
+        keeps_on: Where the codes are stored.
     """
 
     def __init__(
         self, values: Tensor, cuts: Sequence[tuple[int, int]], topology: Topology, *, keeps_on: torch.device
     ) -> None:
-        nothing = torch.full((), float("nan"), dtype=values.dtype).expand(values.numel())
-        super().__init__(nothing, values.device, updates_on_host=False)
+        super().__init__(placeholder(values.numel(), values.dtype), values.device, updates_on_host=False)
         self._tier = "device" if keeps_on == values.device else "cpu"
         self._parts = {
             (start, stop): EncodedShard(values[start:stop], topology, device=keeps_on) for start, stop in cuts
         }
 
     def gather(self, cut: tuple[int, int], columns: Tensor, *, async_op: bool) -> Work | None:
-        """Fill ``columns`` [world_size, n], those of ``cut``, from every rank. Collective."""
+        """Fill ``columns`` [world_size, n] of part ``cut`` from every rank. Collective."""
         return self._parts[cut].gather(columns, numbering="local", async_op=async_op)
 
     def target(self, start: int, stop: int, device: torch.device | None = None) -> Tensor:  # noqa: ARG002
-        """Not for frozen parameters."""
-        raise StateError("frozen parameters at rest in INT8 have no update")
+        """Refuse: no step updates frozen parameters."""
+        raise StateError("frozen parameters stored in INT8 cannot be updated")
 
     def written(self, start: int, stop: int) -> None:
-        """Nothing: there is no target."""
+        """Never called: there is no target."""
 
     def flush(self) -> None:
-        """Nothing is on its way."""
+        """Nothing to wait for."""
 
     def fetch(self, start: int, stop: int, row: Tensor) -> Tensor:  # noqa: ARG002
-        """The decoded values of a part."""
+        """A part, decoded."""
         return self._parts[start, stop].decode(self.device)
 
     def fetched(self) -> None:
-        """Nothing was taken."""
+        """Nothing to free."""
 
     def _read(self) -> Tensor:
-        """Decoded, on the device."""
         return torch.cat([part.decode(self.device) for part in self._parts.values()])
 
     def keep(self) -> None:
-        """Encode the parts that have new values."""
+        """Encode the parts with changed values again."""
         for (start, stop), part in self._parts.items():
             values = self.shard[start:stop].detach()
             if not torch.equal(part.decode(self.device), values):
@@ -291,5 +294,5 @@ class Encoded(Elsewhere):
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Of codes and scales."""
+        """Bytes of codes and scales."""
         return {self._tier: sum(part.nbytes for part in self._parts.values())}

@@ -1,13 +1,13 @@
-"""Host buffers between files and exchanges: what is read ahead, what is being sent, what is being written.
+"""Staging buffers: host memory between files and exchanges, for parts that are read ahead, sent or written.
 
-    expect --read ahead--> take --> sent by an exchange --> give
+    read_ahead --> take --> sent by an exchange --> give
     buffer --filled by an update--> write --> free again when it is in the file
 
 Invariants:
-    B1  What is read ahead has at most ``limit_nbytes``, but for the next part, and as much may be on its way to files.
-    B2  A part is read after what was written of it is in the file.
-    B3  A read that fails gives NaNs: the exchange it is for takes place on every rank. The error is kept until the
-        ranks agree on it.
+    B1  At most ``limit_nbytes`` are read ahead, but always the next part; at most as much is being written.
+    B2  A part is read only after all writes of it have completed.
+    B3  A failed read gives NaN, so that its exchange takes place on every rank: a rank that raised instead would leave
+        the others in a deadlock. The error is kept until the ranks agree on it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from zero._storage.file_store import FileStore, StoredFile, Transfer
 
 
 class PageRange(NamedTuple):
-    """Whole pages of a file that move as one."""
+    """Whole pages of a file that are transferred together."""
 
     file: StoredFile
     offset: int
     nbytes: int
 
 
-class _Moving(NamedTuple):
+class _StagedTransfer(NamedTuple):
     transfer: Transfer
     buffer: Tensor
 
@@ -39,31 +39,31 @@ class StagingBuffers:
     """The buffers of one store.
 
     Args:
-        store: Where the files are.
+        store: The files.
         limit_nbytes: See B1.
     """
 
     def __init__(self, store: FileStore, limit_nbytes: int) -> None:
         self.store, self.limit_nbytes = store, limit_nbytes
         self.error: Exception | None = None
-        """The first that no rank has been told of yet."""
+        """The first error that was not raised yet."""
         self.has_fetched = False
-        """Whether an exchange has sent what was in a file since the ranks agreed last."""
-        self._reads: dict[PageRange, _Moving] = {}
-        self._dropped: list[_Moving] = []
-        """Reads that nobody wants any more."""
-        self._writes: dict[PageRange, _Moving] = {}
-        """In the order in which they began."""
+        """Whether an exchange has sent values from a file since the ranks agreed last."""
+        self._reads: dict[PageRange, _StagedTransfer] = {}
+        self._dropped: list[_StagedTransfer] = []
+        """Reads in flight whose values are no longer needed."""
+        self._writes: dict[PageRange, _StagedTransfer] = {}
+        """Writes in flight, oldest first."""
         self._lent: deque[tuple[torch.cuda.Event, Tensor]] = deque()
-        """Buffers that copies to the device still read."""
+        """Buffers that copies to the device may still read, each with the event that ends the copy."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return self.store.buffers.nbytes
 
-    def expect(self, parts: Iterable[PageRange]) -> None:
-        """These will be taken next, in this order: read them as far as the limit goes, and forget other reads."""
+    def read_ahead(self, parts: Iterable[PageRange]) -> None:
+        """Start reading ``parts``, which will be taken in this order, up to the limit; drop other reads."""
         nbytes = 0
         wanted: set[PageRange] = set()
         for part in parts:
@@ -77,21 +77,21 @@ class StagingBuffers:
             self.drop(part)
 
     def drop(self, part: PageRange) -> None:
-        """Forget what was read of ``part``: it changes, or is not needed."""
+        """Drop what was read of ``part``: it has changed, or is not needed."""
         moving = self._reads.pop(part, None)
         if moving is not None:
             self._dropped.append(moving)
 
     def _read(self, part: PageRange) -> None:
-        self._settle(part)
+        self._finish_write(part)  # B2
         try:
             buffer = self.buffer(part.nbytes)
-            self._reads[part] = _Moving(self.store.read(part.file, part.offset, buffer), buffer)
+            self._reads[part] = _StagedTransfer(self.store.read(part.file, part.offset, buffer), buffer)
         except (OSError, MemoryError) as error:
             self._fail(error)
 
     def take(self, part: PageRange) -> Tensor | None:
-        """What is in the file, in a buffer to be given back; None if it could not be read (B3)."""
+        """The values of ``part`` in a buffer, which the caller gives back; None if the read failed (B3)."""
         if part not in self._reads:
             self._read(part)
         moving = self._reads.pop(part, None)
@@ -106,24 +106,25 @@ class StagingBuffers:
         return moving.buffer
 
     def buffer(self, nbytes: int) -> Tensor:
-        """A buffer, uint8; waits for writes if too much is on its way (B1).
+        """A uint8 buffer; waits for writes in flight if they exceed the limit (B1).
 
         Raises:
-            MemoryError: There is no host memory for it.
+            MemoryError: There is not enough host memory.
         """
         self._reclaim()
         while self._writes and sum(w.buffer.numel() for w in self._writes.values()) + nbytes > self.limit_nbytes:
-            self._settle(next(iter(self._writes)))
+            self._finish_write(next(iter(self._writes)))
         return self.store.buffer(nbytes)
 
     def give(self, buffer: Tensor, event: torch.cuda.Event | None = None) -> None:
-        """Take a buffer back; ``event``: once that has passed."""
+        """Take a buffer back; with ``event``, only once that has completed: a copy reads the buffer until then."""
         if event is None:
             self.store.give(buffer)
         else:
             self._lent.append((event, buffer))
 
     def _reclaim(self) -> None:
+        """Free the buffers of completed copies and dropped reads, without waiting."""
         while self._lent and self._lent[0][0].query():  # type: ignore[no-untyped-call]
             self.store.give(self._lent.popleft()[1])
         for moving in [m for m in self._dropped if m.transfer.is_done]:
@@ -131,24 +132,24 @@ class StagingBuffers:
             self._end(moving, is_wanted=False)
 
     def write(self, part: PageRange, buffer: Tensor) -> None:
-        """Begin to write ``buffer``, which is free again once it is in the file."""
+        """Start writing ``buffer``, which is free again once it is in the file."""
         self.drop(part)
-        self._settle(part)
-        while self._dropped:  # of this file, maybe
+        self._finish_write(part)
+        while self._dropped:  # a read of the same pages may be in flight; it must not overlap the write
             self._end(self._dropped.pop(), is_wanted=False)
         try:
-            self._writes[part] = _Moving(self.store.write(part.file, part.offset, buffer), buffer)
+            self._writes[part] = _StagedTransfer(self.store.write(part.file, part.offset, buffer), buffer)
         except OSError as error:
             self._fail(error)
             self.store.give(buffer)
 
-    def _settle(self, part: PageRange) -> None:
-        """Wait until what was written of ``part`` is in the file."""
+    def _finish_write(self, part: PageRange) -> None:
+        """Wait for the write of ``part``, if one is in flight."""
         moving = self._writes.pop(part, None)
         if moving is not None:
             self._end(moving, is_wanted=True)
 
-    def _end(self, moving: _Moving, *, is_wanted: bool) -> None:
+    def _end(self, moving: _StagedTransfer, *, is_wanted: bool) -> None:
         try:
             moving.transfer.wait()
         except OSError as error:
@@ -160,9 +161,9 @@ class StagingBuffers:
         self.error = self.error or error
 
     def flush(self) -> None:
-        """Wait until all that was written is in the files."""
+        """Wait for all writes."""
         while self._writes:
-            self._settle(next(iter(self._writes)))
+            self._finish_write(next(iter(self._writes)))
 
     def raise_error(self) -> None:
         """Raise the first error since the last call, if there was one."""
@@ -171,8 +172,8 @@ class StagingBuffers:
             raise error
 
     def forget(self) -> None:
-        """Give up everything that is read ahead, and wait for all writes."""
-        self.expect(())
+        """Drop all reads, and wait for all transfers and copies."""
+        self.read_ahead(())
         self.flush()
         while self._dropped:
             self._end(self._dropped.pop(), is_wanted=False)

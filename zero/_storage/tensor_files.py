@@ -1,4 +1,4 @@
-"""Tensors by name, read one at a time from files: safetensors, their index, and PyTorch's own (weights only).
+"""Reads pretrained weights one tensor at a time: from safetensors, an index of files, or torch.save's format.
 
 A safetensors file:  | length of the header, 8 bytes | header, JSON: name -> dtype, shape, [begin, end) | bytes |
 """
@@ -28,18 +28,19 @@ INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLES = ("model.safetensors", "pytorch_model.bin")
 
 Tensors = Mapping[str, Callable[[], Tensor]]
-"""How each tensor is read."""
+"""By name, a function that reads the tensor."""
 
 
 def open_tensors(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> Tensors:
-    """What is in ``source``, without its values.
+    """The tensors of ``source``; values are read later, one at a time.
 
     Args:
-        source: Tensors by name; a file (``.safetensors``, or what ``torch.save`` wrote); an index of several files; or
-            a folder, as ``save_pretrained`` writes it.
+        source: Tensors by name; a file (``.safetensors``, or of ``torch.save``); an index of several files; or a folder
+            written by ``save_pretrained``.
 
     Raises:
-        LayoutError: It is none of these, or a file is damaged. OSError: It cannot be read.
+        LayoutError: ``source`` is none of these, or a file is damaged.
+        OSError: A file cannot be read.
     """
     if isinstance(source, Mapping):
         return {name: lambda value=value: value for name, value in source.items()}  # type: ignore[misc]
@@ -47,7 +48,7 @@ def open_tensors(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> Tenso
     if path.is_dir():
         path = next((path / name for name in (*INDEXES, *SINGLES) if (path / name).exists()), path)
     if path.is_dir():
-        raise LayoutError(f"a folder must have one of {', '.join((*INDEXES, *SINGLES))}: {path} has not")
+        raise LayoutError(f"a folder must have one of {', '.join((*INDEXES, *SINGLES))}: {path} has none")
     if path.suffix == ".json":
         opened = [open_tensors(path.parent / name) for name in _names_in(path)]
         return {name: read for tensors in opened for name, read in tensors.items()}
@@ -56,50 +57,52 @@ def open_tensors(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> Tenso
     try:
         loaded: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        raise LayoutError(f"{path} holds more than tensors by name, or is damaged: {error}") from error
+        raise LayoutError(f"{path} must hold tensors by name and nothing else, or it is damaged: {error}") from error
     if not isinstance(loaded, Mapping) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise LayoutError(f"{path} must hold tensors by name: it holds {type(loaded).__name__}")
     return open_tensors(loaded)
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether ``name`` is that of a file, without folders: a path would lead elsewhere."""
+    """Whether ``name`` is a file name without folders: an index must not name files outside its own folder."""
     return name not in ("", ".", "..") and "\0" not in name and Path(name).name == name
 
 
 def _names_in(path: Path) -> list[str]:
-    """The files that an index names, which lie beside it."""
+    """The files that an index names, which must be in its folder."""
     try:
         names = set(json.loads(path.read_text())["weight_map"].values())
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise LayoutError(f"{path} is not the index of files of tensors: {error!r}") from error
+        raise LayoutError(f"{path} is not an index of tensor files: {error!r}") from error
     outside = [name for name in names if not isinstance(name, str) or not is_plain_name(name) or name.endswith(".json")]
     if outside:
-        raise LayoutError(f"{path} may name files of tensors in its own folder alone: {outside[0]!r}")
+        raise LayoutError(f"{path} must name only tensor files in its own folder: {outside[0]!r}")
     return sorted(names)
 
 
 def _open_safetensors(path: Path) -> Tensors:
     with path.open("rb") as file:
         if not os.fstat(file.fileno()).st_size:
-            raise LayoutError(f"{path} is no safetensors file: it is empty")
+            raise LayoutError(f"{path} is not a safetensors file: it is empty")
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    begin = 8 + int.from_bytes(data[:8], "little")
-    if len(data) < 8 or begin > len(data):
-        raise LayoutError(f"{path} is no safetensors file: {len(data)} bytes, a header of {begin - 8}")
+    data_start = 8 + int.from_bytes(data[:8], "little")
+    if len(data) < 8 or data_start > len(data):
+        raise LayoutError(f"{path} is not a safetensors file: {len(data)} bytes, header of {data_start - 8}")
     try:
-        header: dict[str, Any] = json.loads(data[8:begin])
+        header: dict[str, Any] = json.loads(data[8:data_start])
         header.pop("__metadata__", None)
-        wrong = [name for name, entry in header.items() if not _fits(entry, len(data) - begin)]
+        wrong = [name for name, entry in header.items() if not _fits(entry, len(data) - data_start)]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise LayoutError(f"{path} is no safetensors file, or its header is damaged: {error!r}") from error
+        raise LayoutError(f"{path} is not a safetensors file, or its header is damaged: {error!r}") from error
     if wrong:
-        raise LayoutError(f"{path} is damaged, or of a newer format: {wrong[0]!r} is said to be {header[wrong[0]]}")
+        raise LayoutError(
+            f"{path} is damaged, or of a newer format: the entry of tensor {wrong[0]!r} is {header[wrong[0]]}"
+        )
 
     def read(entry: dict[str, Any]) -> Tensor:
         start, stop = entry["data_offsets"]
         dtype = DTYPES[entry["dtype"]]
-        content = bytearray(data[begin + start : begin + stop])
+        content = bytearray(data[data_start + start : data_start + stop])
         flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
         return flat.view(entry["shape"])
 
@@ -107,7 +110,7 @@ def _open_safetensors(path: Path) -> Tensors:
 
 
 def _fits(entry: dict[str, Any], nbytes: int) -> bool:
-    """Whether an entry of a header is one of ``nbytes`` bytes of data, and agrees with itself."""
+    """Whether a header's entry is consistent, and within the ``nbytes`` bytes of data."""
     (start, stop), dtype, shape = entry["data_offsets"], DTYPES.get(entry["dtype"]), entry["shape"]
     if dtype is None or not all(type(number) is int and number >= 0 for number in (start, stop, *shape)):
         return False

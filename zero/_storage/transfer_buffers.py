@@ -1,4 +1,4 @@
-"""Host memory for transfers: aligned for direct I/O, page-locked where there is CUDA, used again and again."""
+"""Pool of host buffers for transfers: aligned for direct I/O, and page-locked where there is CUDA."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from zcomm import LayoutError
 from zcomm._kernels import kernels
 from zero._storage.poison import poison
 
-MAX_WASTE = 2  # a free buffer serves if it is at most so many times as large as needed
+MAX_WASTE = 2  # a free buffer may be at most so many times as large as needed
 
 
 def aligned_bytes(nbytes: int, *, is_pinned: bool = False) -> Tensor:
-    """A uint8 tensor [nbytes] in host memory whose address suits direct I/O.
+    """A uint8 tensor [nbytes] in host memory, aligned for direct I/O.
 
     Raises:
-        MemoryError: There is not so much.
+        MemoryError: There is not enough.
     """
     alignment = int(kernels.native().FILE_ALIGNMENT)
     try:
-        whole = torch.empty(nbytes + alignment, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+        allocated = torch.empty(nbytes + alignment, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
     except RuntimeError as error:
         raise MemoryError(f"no host memory for a buffer of {nbytes} bytes: {error}") from error
-    start = -whole.data_ptr() % alignment
-    return whole[start : start + nbytes]
+    start = -allocated.data_ptr() % alignment
+    return allocated[start : start + nbytes]
 
 
 class HostBuffers:
-    """Buffers that are given back and taken again. Thread-safe.
+    """A pool of reusable buffers. Thread-safe.
 
     Args:
         pins_memory: Page-lock them where there is CUDA.
@@ -44,27 +44,27 @@ class HostBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, taken or not."""
+        """Bytes of all buffers, taken or free."""
         with self._lock:
             return sum(b.numel() for b in (*self._free, *self._taken.values()))
 
     def take(self, nbytes: int) -> Tensor:
-        """A uint8 tensor of ``nbytes`` rounded up to whole pages, with any content.
+        """A uint8 tensor of ``nbytes`` rounded up to whole pages; its contents are undefined.
 
         Raises:
-            MemoryError: There is not so much.
+            MemoryError: There is not enough.
         """
         alignment = int(kernels.native().FILE_ALIGNMENT)
         nbytes = -(-nbytes // alignment) * alignment
         with self._lock:
             fitting = [b for b in self._free if nbytes <= b.numel() <= MAX_WASTE * nbytes]
             if fitting:
-                whole = min(fitting, key=Tensor.numel)
-                self._free = [b for b in self._free if b is not whole]
+                buffer = min(fitting, key=Tensor.numel)
+                self._free = [b for b in self._free if b is not buffer]
             else:
-                whole = aligned_bytes(max(nbytes, alignment), is_pinned=self._is_pinned)
-            self._taken[whole.data_ptr()] = whole
-        return whole[:nbytes]
+                buffer = aligned_bytes(max(nbytes, alignment), is_pinned=self._is_pinned)
+            self._taken[buffer.data_ptr()] = buffer
+        return buffer[:nbytes]
 
     def give(self, buffer: Tensor) -> None:
         """Take back what :meth:`take` returned.
@@ -73,11 +73,13 @@ class HostBuffers:
             LayoutError: It is another tensor, or was given back before.
         """
         with self._lock:
-            whole = self._taken.pop(buffer.data_ptr(), None)
-            if whole is None:
-                raise LayoutError(f"not a buffer that was taken here: {buffer.numel()} bytes of {buffer.dtype}")
-            poison(whole)
-            self._free.append(whole)
+            taken = self._taken.pop(buffer.data_ptr(), None)
+            if taken is None:
+                raise LayoutError(
+                    f"only a buffer of take() can be given back, once: numel={buffer.numel()}, dtype={buffer.dtype}"
+                )
+            poison(taken)
+            self._free.append(taken)
 
     def clear(self) -> None:
         """Free the buffers that are not taken."""

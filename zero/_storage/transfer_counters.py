@@ -1,7 +1,4 @@
-"""What this process has moved between the device, host memory and files: counted where it is moved.
-
-Sums over ranks are up to the caller.
-"""
+"""Counts this process's transfers between the device, host memory and files. The caller sums over ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ LINKS = ("to_host", "to_device", "read", "write")
 
 
 class Movement(NamedTuple):
-    """What a count is of."""
+    """The key of a count."""
 
     kind: str
     """``"gradients"``, ``"states"``, ``"parameters"`` or ``"activations"``."""
@@ -22,27 +19,27 @@ class Movement(NamedTuple):
     """One of :data:`LINKS`."""
 
 
-_LEDGER = TrafficCounter(Movement)
+_COUNTER = TrafficCounter(Movement)
 
 
 def record(kind: str, link: str, nbytes: int) -> None:
     """Count one transfer of ``nbytes``."""
     assert link in LINKS, f"{link=}"
-    _LEDGER.add((kind, link), 1, 0, nbytes)
+    _COUNTER.add((kind, link), 1, 0, nbytes)
 
 
 class TransferCounts:
-    """Counts since import, or since and inside a ``with moved() as m:`` block.
+    """Counts since import, or within a ``with moved() as m:`` block.
 
-    Inside the block the counts grow; after it they stay. A transfer counts when it begins.
+    Within the block the counts grow; after it they stay. A transfer counts when it starts.
     """
 
     def __init__(self) -> None:
-        self._window = Window(_LEDGER)
+        self._window = Window(_COUNTER)
 
     @property
     def counts(self) -> dict[Movement, Count]:
-        """Everything counted, by key; ``elements`` are not counted."""
+        """All counts by key; ``elements`` is 0."""
         return self._window.counts
 
     def __enter__(self) -> TransferCounts:
@@ -53,7 +50,7 @@ class TransferCounts:
         self._window.close()
 
     def calls(self, *, kind: str | None = None, link: str | None = None) -> int:
-        """Transfers; None counts all."""
+        """The number of transfers; None: of every kind or link."""
         return self._window.total(0, (kind, link))
 
     def bytes(self, *, kind: str | None = None, link: str | None = None) -> int:
@@ -61,7 +58,7 @@ class TransferCounts:
         return self._window.total(2, (kind, link))
 
     def table(self) -> str:
-        """One line a key, and the total."""
+        """A table with one line per key, and the total."""
         lines = [f"{'kind':<18}{'link':<12}{'transfers':>10}{'bytes':>18}"]
         lines += [f"{k.kind:<18}{k.link:<12}{c.calls:>10}{c.bytes:>18}" for k, c in sorted(self.counts.items())]
         lines.append(f"{'total':<30}{self.calls():>10}{self.bytes():>18}")
@@ -71,5 +68,5 @@ class TransferCounts:
 
 
 def moved() -> TransferCounts:
-    """Everything moved since import; as a context manager, what is moved inside the block."""
+    """Counts of all transfers since import; as a context manager, of those within the block."""
     return TransferCounts()

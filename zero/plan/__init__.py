@@ -1,4 +1,4 @@
-"""``zero plan``: which configuration trains a model fastest on a cluster, by formulas, before anything is rented.
+"""``zero plan``: predict, by formulas, which configuration trains a model fastest on a cluster.
 
 In:  a model's shape, a cluster's links and memory, and what a rank computes in a step.
 Out: every configuration with its bytes and seconds, the fastest that fits first.
@@ -7,8 +7,8 @@ Called by: ``zero plan``, zero.estimate, and scripts.
     Model, Cluster, Job --choices--> configurations --zero.estimate--> bytes in memory   --fits?--+
                                                     --exchanges-->     bytes sent --times--> seconds --> ranked Rows
 
-Bytes in memory are those of :mod:`zero.plan.formulas`, bytes sent those of :mod:`zcomm.volume`; what they take in time is in
-:mod:`zero.plan.times`, with its sources.
+Formulas with their sources: bytes in memory in :mod:`zero.plan.formulas`, bytes sent in :mod:`zcomm.volume`, seconds in
+:mod:`zero.plan.times`.
 """
 
 from zero.plan.cluster import CLUSTERS, Cluster

@@ -1,4 +1,4 @@
-"""Machines as a planner sees them: how many, how large, how fast."""
+"""The hardware that ``zero plan`` plans for: nodes, memory, rates and latencies; and known clusters by name."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from zcomm import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Equal nodes of equal devices. GB and GB/s are 10^9 bytes, GiB 2^30, Gbit/s 10^9 bits; all rates are peak ones.
+    """Equal nodes of equal devices. GB is 10^9 bytes, GiB 2^30 bytes, Gbit 10^9 bits. All rates are peak rates.
 
-    Latencies are by default those of NCCL's own model for its ring and protocol "Simple": 8.4 us, and 3.4 us a step on
-    NVLink or 9.6 us on a network (``src/graph/tuning.cc``). An exchange counts as one step, as its messages are under
-    way at the same time, however many ranks there are.
+    Default latencies are those of NCCL's own model for its ring and protocol "Simple": 8.4 us, and 3.4 us a step on
+    NVLink or 9.6 us on a network (``src/graph/tuning.cc``). An exchange counts as one step, whatever the number of
+    ranks, because its messages are in flight at the same time.
     """
 
     num_nodes: int = 1
@@ -21,33 +21,33 @@ class Cluster:
     device_gib: float = 80.0
     """Memory of a device."""
     device_gbps: float = 2000.0
-    """GB/s of that memory, read or written."""
+    """GB/s of the device's memory, reading and writing together."""
     tflops: float = 312.0
-    """Of a device, in the precision of the matrix products."""
+    """TFLOP/s of a device, in the precision of the matrix products."""
     within_gbps: float = 300.0
-    """GB/s that a device sends to others of its node."""
+    """GB/s that a device can send to others of its node."""
     between_gbit: float = 800.0
-    """Gbit/s that a node sends to others."""
+    """Gbit/s that a node can send to other nodes."""
     within_us: float = 11.8
-    """Microseconds that an exchange inside the node takes, however little it sends."""
+    """Latency of an exchange inside the node, in microseconds."""
     between_us: float = 18.0
-    """The same between nodes."""
+    """Latency of an exchange between nodes, in microseconds."""
     host_gib: float = 1024.0
-    """Memory of a node's host."""
+    """Host memory of a node."""
     host_gbps: float = 200.0
-    """GB/s of a node's host memory, read or written."""
+    """GB/s of a node's host memory, reading and writing together."""
     pcie_gbps: float = 12.0
-    """GB/s between a device and its host, each way, with all devices at it."""
+    """GB/s between a device and its host, each way, while all devices copy."""
     nvme_gib: float = 8192.0
-    """Of a node."""
+    """NVMe storage of a node."""
     nvme_read_gbps: float = 10.0
-    """GB/s of a node's disks together."""
+    """GB/s of all disks of a node together."""
     nvme_write_gbps: float = 5.0
     ranks_per_processor: float = 1.0
-    """Ranks that share one, where not each has a device: what one has sent is under way while another computes."""
+    """Ranks that share a processor: one computes while messages of the others are in flight."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no cluster."""
+        """Raise ConfigError for values that are too small."""
         for name in self.__slots__:
             value = getattr(self, name)
             least = 1 if name in ("num_nodes", "ranks_per_node", "ranks_per_processor") else 0
@@ -56,7 +56,7 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """Ranks, one a device."""
+        """Number of ranks, one for each device."""
         return self.num_nodes * self.ranks_per_node
 
 
@@ -89,4 +89,4 @@ CLUSTERS = {
     "32xdgx2": _dgx2(32),
     "8xv100": Cluster(device_gib=32, device_gbps=900, tflops=125, within_gbps=150, between_gbit=100, host_gib=768),
 }
-"""By name; numbers of nodes and rates are changed by the command's options."""
+"""Clusters by name; the command's options change their numbers of nodes and rates."""

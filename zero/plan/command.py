@@ -1,4 +1,4 @@
-"""The command ``zero plan``."""
+"""The command ``zero plan``: its options, reading the model and the cluster, measuring this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zero.plan.planner import Job, largest_model, plan
 from zero.plan.report import as_json, draw, table
 
 UNREADABLE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
-"""What reading a document of another form raises."""
+"""What reading a JSON document with an unexpected structure raises."""
 RATES = {
     "device_gib": "GiB of a device", "device_gbps": "GB/s of that memory", "tflops": "TFLOP/s of a device",
     "within_gbps": "GB/s a device sends in its node", "between_gbit": "Gbit/s a node sends to others",
@@ -33,7 +33,7 @@ RATES = {
 
 
 def finite(text: str) -> float:
-    """A number of an option, ``7e9``; argparse says what is none."""
+    """Parse an option's number, such as ``7e9``; argparse reports other texts."""
     value = float(text)
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"must be a finite number: {text}")
@@ -44,34 +44,38 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``zero plan``."""
     model = parser.add_argument_group("model")
     model.add_argument("--model", metavar="NAME", help=f"{', '.join(MODELS)}, or the folder or file of a config.json")
-    model.add_argument("--parameters", type=finite, metavar="N", help="in --layers equal layers, for example 7e9")
+    model.add_argument(
+        "--parameters", type=finite, metavar="N", help="number of parameters, in --layers equal layers, such as 7e9"
+    )
     model.add_argument("--layers", type=int, metavar="N")
     model.add_argument("--hidden", type=int, metavar="N", help="width, instead of --parameters")
     model.add_argument("--vocabulary", type=int, default=50257, metavar="N")
     model.add_argument("--sequence", type=int, default=1024, metavar="N", help="tokens (default 1024)")
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--cluster", choices=CLUSTERS, default="8xa100", help="default: one node of 8 A100")
-    cluster.add_argument("--probe", action="store_true", help="this machine instead, and links as zcomm probe found")
+    cluster.add_argument(
+        "--probe", action="store_true", help="measure this machine; links as zcomm probe has found them"
+    )
     cluster.add_argument("--nodes", type=int, dest="num_nodes", metavar="N")
     cluster.add_argument("--ranks", type=int, dest="ranks_per_node", metavar="N", help="on each node")
     for name, text in RATES.items():
         cluster.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=text)
     job = parser.add_argument_group("step")
-    job.add_argument("--batch", type=int, default=1, metavar="N", help="sequences a rank and micro-batch")
-    job.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches a step")
+    job.add_argument("--batch", type=int, default=1, metavar="N", help="sequences of a rank in a micro-batch")
+    job.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches in a step")
     job.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     job.add_argument("--precision", choices=["bf16", "fp16"], default="bf16")
     job.add_argument("--narrow-gradients", action="store_true", help="sum gradients in 16 bits (grad_accum_dtype)")
-    parser.add_argument("--max-model", action="store_true", help="the largest model of such layers that fits")
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each row")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the steps' times (needs matplotlib)")
+    parser.add_argument("--max-model", action="store_true", help="find the largest model of such layers that fits")
+    parser.add_argument("--json", action="store_true", help="print each row as a line of JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot the times of a step (needs matplotlib)")
 
 
 def run(options: argparse.Namespace) -> str:
-    """The answer.
+    """Return the text that the command prints.
 
     Raises:
-        ConfigError: The options are no model, no cluster or no step.
+        ConfigError: The options describe no valid model, cluster or step.
     """
     cluster = _cluster_of(options)
     job = Job(
@@ -91,10 +95,10 @@ def run(options: argparse.Namespace) -> str:
 
 
 def named_model(name: str, *, vocabulary: int = 50257, sequence: int | None = None) -> Model:
-    """The model that ``--model`` names: a key of :data:`MODELS`, or the folder or file of a ``config.json``.
+    """Return the model that ``--model`` names: a key of :data:`MODELS`, or the folder or file of a ``config.json``.
 
     Raises:
-        ConfigError: There is no such model, or its parameters are not known.
+        ConfigError: There is no such model, or its parameters cannot be counted.
     """
     if name in MODELS:
         layers, hidden = MODELS[name]
@@ -111,7 +115,7 @@ def named_model(name: str, *, vocabulary: int = 50257, sequence: int | None = No
     except ConfigError:
         raise
     except UNREADABLE as error:
-        raise ConfigError(f"{path} is not the configuration of a model: {error!r}") from error
+        raise ConfigError(f"{path} must be a model's config.json: {error!r}") from error
 
 
 def _model_of(options: argparse.Namespace) -> Model:
@@ -120,7 +124,9 @@ def _model_of(options: argparse.Namespace) -> Model:
     if options.parameters is not None:
         return Model.of_numel(options.parameters, options.layers or 1, sequence=options.sequence)
     if options.layers is None or options.hidden is None:
-        raise ConfigError("which model? give --model NAME, or --layers and --hidden, or --parameters and --layers")
+        raise ConfigError(
+            "a model is needed: give --model NAME, or --layers and --hidden, or --parameters and --layers"
+        )
     return Model.of_shape(options.layers, options.hidden, vocabulary=options.vocabulary, sequence=options.sequence)
 
 
@@ -131,7 +137,7 @@ def _cluster_of(options: argparse.Namespace) -> Cluster:
 
 
 def probed() -> Cluster:
-    """This machine: its memory, how fast it multiplies and copies, and its links if ``zcomm probe`` has been run.
+    """Measure this machine: its memory, matrix products and copies; links as ``zcomm probe`` has measured them.
 
     Cost: about a second.
     """
@@ -157,19 +163,19 @@ def probed() -> Cluster:
 
 
 def _seconds(call: Any) -> float:
-    """Of the fastest of six calls."""
+    """The time of the fastest of six calls."""
     found = []
     for _ in range(6):
         start = time.perf_counter()
         call()
         if torch.cuda.is_available():
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # or only the kernel launch would be timed
         found.append(time.perf_counter() - start)
     return min(found)
 
 
 def _probed_links() -> dict[str, Any]:
-    """Of the largest shape in the file of ``zcomm probe``; nothing without one."""
+    """The links of the largest topology in the file of ``zcomm probe``; empty without a file."""
     path = probe_path()
     try:
         shapes: dict[str, Any] = json.loads(path.read_text())["topologies"]
@@ -177,7 +183,7 @@ def _probed_links() -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except UNREADABLE as error:
-        raise ConfigError(f"{path} is not what `zcomm probe` writes: {error!r}; delete it or probe again") from error
+        raise ConfigError(f"{path} is not a file of `zcomm probe`: {error!r}; delete it or probe again") from error
 
 
 def _links(shapes: dict[str, Any]) -> dict[str, Any]:

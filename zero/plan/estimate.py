@@ -1,4 +1,4 @@
-"""``zero.estimate``: the memory that training will take on one rank, by kind, for every stage and tier."""
+"""``zero.estimate``: predict the memory usage of training on one rank, by kind, for every stage and tier."""
 
 from __future__ import annotations
 
@@ -31,38 +31,38 @@ NUM_MOMENTS = {"sgd": 0, "adagrad": 1, "lion": 1, "rmsprop": 1}
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes on one rank. ``str()`` of it is the table."""
+    """Memory usage of one rank. ``str()`` gives the table."""
 
     stage: int
-    """The configured one."""
+    """The configured stage."""
     tier: str
-    """The configured one, a key of :data:`TIERS`."""
+    """The configured tier, a key of :data:`TIERS`."""
     setup: Setup
     counts: Counts
     activations: Activations | None
 
     def usage(self, stage: int | None = None, tier: str | None = None) -> list[MemoryUsage]:
-        """Every kind at a stage and tier; default: the configured ones."""
+        """Return the bytes of every kind at a stage and tier; default: the configured ones."""
         chosen = TIERS[self.tier if tier is None else tier]
         setup = replace(self.setup, stage=self.stage if stage is None else stage, tier=chosen)
         return usage_of(self.counts, setup, self.activations)
 
     def nbytes(self, place: str = "device", *, stage: int | None = None, tier: str | None = None) -> float:
-        """Bytes in ``device``, ``host`` or ``nvme``."""
+        """Return the bytes in ``place``: ``device``, ``host`` or ``nvme``."""
         return sum(usage.nbytes for usage in self.usage(stage, tier) if usage.place == place)
 
     def pinned_nbytes(self, *, stage: int | None = None, tier: str | None = None) -> float:
-        """Bytes of ``host`` that are page-locked where there is CUDA."""
+        """Return the bytes of ``host`` that are page-locked if CUDA is used."""
         return sum(usage.nbytes for usage in self.usage(stage, tier) if usage.is_pinned)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Where published formulas count otherwise."""
+        """Notes on differences from the published formulas."""
         summed, held = self.setup.gradient_nbytes, self.setup.param_nbytes
         if summed <= held:
             return ()
         return (
-            f"gradients are summed in {summed} bytes each; in {held}, as the ZeRO paper counts them, with "
+            f"gradients are summed in {summed} bytes each, not in {held} as the ZeRO paper counts them: set "
             "data_types.grad_accum_dtype",
         )
 
@@ -76,17 +76,17 @@ class Estimate:
         for stage in range(4):
             for tier in tiers_of_stage(stage):
                 is_chosen = (stage, tier) == (self.stage, self.tier)
-                cells = " ".join(f"{_shown(self.nbytes(p, stage=stage, tier=tier)):>10}" for p in PLACES.values())
-                pinned = f"{_shown(self.pinned_nbytes(stage=stage, tier=tier)):>12}"
+                cells = " ".join(f"{_size_text(self.nbytes(p, stage=stage, tier=tier)):>10}" for p in PLACES.values())
+                pinned = f"{_size_text(self.pinned_nbytes(stage=stage, tier=tier)):>12}"
                 lines.append(f"{stage:>5}  {tier:<15} {cells} {pinned}{'  <- as configured' if is_chosen else ''}")
         lines += ["", f"as configured, stage {self.stage}, {self.tier}:"]
         lines += [
-            f"  {u.kind:<22} {u.place:<7} {_shown(u.nbytes):>10}{'  page-locked' if u.is_pinned else ''}"
+            f"  {u.kind:<22} {u.place:<7} {_size_text(u.nbytes):>10}{'  page-locked' if u.is_pinned else ''}"
             for u in self.usage()
         ]
         lines += [f"  {note}" for note in self.notes]
         if self.activations is not None and self.activations.is_checkpointed:
-            lines.append(f"  checkpoints cost {100 * RECOMPUTATION:.0f} % more computation: the forward again")
+            lines.append(f"  checkpoints cost {100 * RECOMPUTATION:.0f} % more computation: a second forward")
         return "\n".join(lines) + "\n"
 
 
@@ -99,21 +99,22 @@ def estimate(
     activations: Activations | None = None,
     prints: bool = True,
 ) -> Estimate:
-    """The memory that training ``model`` will take on each rank, by kind, for every stage and tier.
+    """Predict the memory usage of training ``model`` on each rank, by kind, for every stage and tier.
 
     Args:
-        model: A model, on the meta device as well, or its counts.
-        config: A configuration, as for :func:`zero.initialize`; offload counts, whether it is available or not.
-        nodes: Machines.
-        ranks: Data-parallel ranks on each.
-        activations: Of a transformer; its section ``activation_checkpointing`` of the configuration is added.
-        prints: Write the table to the standard output.
+        model: A model, which may be on the meta device, or its counts.
+        config: A configuration, as for :func:`zero.initialize`. Offload is counted even if it is not available here.
+        nodes: Number of machines.
+        ranks: Number of data-parallel ranks on each machine.
+        activations: The shape of a transformer's activations; the section ``activation_checkpointing`` of the
+            configuration is applied to it.
+        prints: Whether to write the table to standard output.
 
     Raises:
-        ConfigError: Fewer than one node or rank, or what is wrong with the configuration.
+        ConfigError: There is less than one node or rank, or the configuration is invalid.
 
-    Fragmentation, the memory of CUDA itself and what kernels need for a moment come on top. Formulas and their sources:
-    :mod:`zero.plan.formulas`.
+    The estimate does not include fragmentation, CUDA's own memory and temporary memory of kernels. Formulas and their
+    sources are in :mod:`zero.plan.formulas`.
     """
     if nodes < 1 or ranks < 1:
         raise ConfigError(f"nodes and ranks must be at least 1: nodes={nodes}, ranks={ranks}")
@@ -130,18 +131,18 @@ def estimate(
     name = next((name for name, known in TIERS.items() if known == tier), None)
     if name is None:
         raise ConfigError(
-            "parameters can be offloaded no further than optimizer states: "
+            "parameters cannot be offloaded to a lower tier than optimizer states: "
             f"offload_param.device={offload.offload_param.device!r}, "
             f"offload_optimizer.device={offload.offload_optimizer.device!r}"
         )
-    found = Estimate(offload.stage, name, setup, counts, _with_checkpoints(activations, values))
+    found = Estimate(offload.stage, name, setup, counts, _with_checkpointing(activations, values))
     if prints:
         sys.stdout.write(str(found))
     return found
 
 
 def count(model: nn.Module, world_size: int) -> Counts:
-    """The counts of ``model`` as it is laid out over ``world_size`` ranks, padding included."""
+    """Count the elements of ``model`` as it is sharded over ``world_size`` ranks, with padding."""
     units = []
     for unit in find_units(model):
         kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
@@ -165,13 +166,13 @@ def _param_nbytes(model: nn.Module) -> int:
 
 def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: int) -> Setup:
     zero = config.zero_optimization
-    has_changes = config.zcomm.mode == "delta" and nodes > 1
+    sends_deltas = config.zcomm.mode == "delta" and nodes > 1
     in_node = config.zcomm.mode == "delta_hpz" and zero.stage == 3
     param_nbytes = 2 if config.fp16.enabled or config.bf16.enabled else own_nbytes
-    accumulates = config.data_types.grad_accum_dtype
+    accumulation_dtype = config.data_types.grad_accum_dtype
     moments = NUM_MOMENTS.get((config.optimizer.type or "adam").lower(), 2)
     width = 8 if own_nbytes == 8 else 4
-    gradient_nbytes = width if accumulates is None else to_dtype(accumulates).itemsize
+    gradient_nbytes = width if accumulation_dtype is None else to_dtype(accumulation_dtype).itemsize
     return Setup(
         stage=zero.stage,
         num_nodes=nodes,
@@ -180,15 +181,15 @@ def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: i
         gradient_nbytes=gradient_nbytes,
         state_nbytes=width * (1 + moments),
         shared_nbytes=width if param_nbytes == width else 0,
-        sent_nbytes=gradient_nbytes if _sends_wide(config) else min(param_nbytes, gradient_nbytes),
-        travel_nbytes=min(param_nbytes, gradient_nbytes) if _sends_as_parameters(config) else gradient_nbytes,
+        sent_nbytes=gradient_nbytes if _sends_wider(config) else min(param_nbytes, gradient_nbytes),
+        reduced_nbytes=min(param_nbytes, gradient_nbytes) if _sends_as_parameters(config) else gradient_nbytes,
         sums_gradients=(config.gradient_accumulation_steps or 1) > 1,
         merged_numel=min(2**20, zero.reduce_bucket_size, zero.allgather_bucket_size),
         has_secondary=zero.zero_hpz_partition_size > 1 or in_node,
         has_residuals=in_node and nodes > 1,
         sums_in_node=in_node and (config.gradient_accumulation_steps or 1) > 1,
-        keeps_shards=has_changes,
-        quantizes_weights=not has_changes
+        keeps_shards=sends_deltas,
+        quantizes_weights=not sends_deltas
         and (zero.zero_quantized_weights or config.zcomm.weight_format not in (None, "none")),
         encodes_frozen=zero.zero_quantized_nontrainable_weights,
         files=_files(config, counts, param_nbytes, nodes * ranks),
@@ -199,14 +200,14 @@ def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: i
 
 
 def _sends_as_parameters(config: Config) -> bool:
-    """Whether gradients travel in the dtype of the parameters, because nothing else is asked for."""
+    """Whether gradients are sent in the dtype of the parameters: the default, without format, mode or dtype."""
     own = config.zcomm
     is_plain = not (config.zero_optimization.zero_quantized_gradients or own.gradient_format or own.mode)
     return is_plain and config.communication_data_type is None
 
 
-def _sends_wide(config: Config) -> bool:
-    """Whether gradients travel wider than 16-bit parameters."""
+def _sends_wider(config: Config) -> bool:
+    """Whether gradients are sent in a wider dtype than 16-bit parameters have."""
     return config.communication_data_type is not None and to_dtype(config.communication_data_type).itemsize > 2
 
 
@@ -222,7 +223,7 @@ def _files(config: Config, counts: Counts, param_nbytes: int, world_size: int) -
     )
 
 
-def _with_checkpoints(shape: Activations | None, config: Config) -> Activations | None:
+def _with_checkpointing(shape: Activations | None, config: Config) -> Activations | None:
     chosen, place = config.activation_checkpointing, config.zcomm.activations
     asks = chosen.partition_activations or chosen.cpu_checkpointing or chosen.number_checkpoints or place is not None
     if shape is None or not asks:
@@ -238,13 +239,13 @@ def _with_checkpoints(shape: Activations | None, config: Config) -> Activations 
 
 
 def tiers_of_stage(stage: int) -> list[str]:
-    """Tiers that differ at ``stage``."""
+    """Return the tiers that make a difference at ``stage``."""
     if stage == 0:
         return ["device"]
     return [name for name, tier in TIERS.items() if stage == 3 or tier.parameters == "device"]
 
 
-def _shown(nbytes: float) -> str:
+def _size_text(nbytes: float) -> str:
     for unit in ("B", "KB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.3g} {unit}" if nbytes else "-"

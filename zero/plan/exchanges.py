@@ -1,16 +1,17 @@
-"""Bytes that a rank sends in a step, and the exchanges they go in, by what for: :mod:`zcomm.volume` over the buckets.
+"""Bytes that a rank sends in a step and the number of its exchanges, by purpose: :mod:`zcomm.volume` for each bucket.
 
-What :func:`zcomm.traffic` counts, but for the agreements (operation "control"), a few bytes a rank; a message to each
-peer on a link is one exchange, and so is an agreement of all ranks. At stage 3 the most: see below. k micro-batches:
+Bytes are those that :func:`zcomm.traffic` counts, without control exchanges (a few bytes each). One exchange is a
+message to each peer on a link; an agreement of all ranks counts as one, too. For k micro-batches, and at stage 3 as an
+upper bound:
 
     stage 0           k or 1 reductions (no_sync), and the gradients gathered once
     stage 1           one reduction at the boundary, and the new parameters gathered once
     stage 2           k reductions, and the new parameters gathered once
     stage 3           k reductions, 2k gathers: for forward and for backward,       ZeRO, section 7
-                      also of embeddings and the last layer, which backward does without
+                      also of embeddings and the last layer, which backward does not gather
       hpZ             of them one over all ranks, the others inside the node        ZeRO++, section 3.2
       delta-hpZ       2k gathers inside the node; k first hops, one second;         zero._config.delta_hpz_settings
-                      and the changes of the shards once
+                      and the deltas of the shards once
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from zero._sharding.layout import BucketLayout
 from zero.plan.model import Model
 
 KINDS = ("gathers", "gathers inside the node", "reductions", "new parameters", "agreements")
-"""What is sent for, in the order of a step."""
+"""The purposes of exchanges, in the order of a step."""
 
 
 class MovedBytes(NamedTuple):
-    """What a rank moves."""
+    """Bytes that a rank sends, and the exchanges that it takes part in."""
 
     sent: Sent
     exchanges: Exchanged
@@ -55,7 +56,7 @@ NOTHING = MovedBytes(Sent(0, 0), Exchanged(0, 0))
 
 @dataclass(frozen=True, slots=True)
 class TopologyShape:
-    """As much of a Topology as decisions need that are made without communication."""
+    """The fields of a Topology that settings depend on, without process groups: a plan needs no ranks."""
 
     num_nodes: int
     ranks_per_node: int
@@ -65,13 +66,13 @@ class TopologyShape:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Number of ranks."""
         return self.num_nodes * self.ranks_per_node
 
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
-    """What every bucket of a step is sent by."""
+    """The settings that decide how the buckets of a step are sent."""
 
     settings: ZeroSettings
     effective: Effective
@@ -82,7 +83,7 @@ class Exchanges:
 
     @classmethod
     def of(cls, settings: ZeroSettings, num_nodes: int, ranks_per_node: int, dtype: torch.dtype) -> Exchanges:
-        """With parameters of ``dtype``; ConfigError for what cannot be combined."""
+        """Resolve ``settings`` for parameters of ``dtype``; ConfigError for settings that cannot be combined."""
         shape = TopologyShape(num_nodes, ranks_per_node)
         topology = cast(Topology, shape)
         effective = resolve_mode(settings, topology)
@@ -90,19 +91,19 @@ class Exchanges:
         return cls(settings, effective, options, shape, dtype, settings.gradient_dtype or torch.float32)
 
     def gather(self, layout: BucketLayout) -> MovedBytes:
-        """All of a bucket's parameters, from all ranks."""
+        """The gather of a bucket's full parameters from the primary partition, over all ranks."""
         wire = (self.effective.weight_format,) * 2
         return self._gathered([stop - start for start, stop in self.options.columns(layout)], self.dtype, wire)
 
-    def gather_inside(self, layout: BucketLayout) -> MovedBytes:
-        """The same from the node's own copy."""
+    def gather_in_node(self, layout: BucketLayout) -> MovedBytes:
+        """The gather of a bucket's full parameters from the secondary partition, inside the node."""
         parts = [(stop - start) * layout.world_size for start, stop in self.options.columns(layout)]
         per_node = self.shape.ranks_per_node
         sent = [secondary_gather_sent(n, self.dtype, per_node) for n in parts]
         return _total([MovedBytes(part, Exchanged(int(per_node > 1), 0)) for part in sent])
 
     def reduce(self, layout: BucketLayout) -> MovedBytes:
-        """A bucket's gradients to the shards."""
+        """The reduction of a bucket's gradients to their shards."""
         wire = self.effective.gradient_formats
         if wire is None:
             narrow = "none" if self.gradient_dtype == self.dtype else WIRE_NAMES[self.dtype]
@@ -118,11 +119,11 @@ class Exchanges:
             ]
         )
 
-    def publish(self, layout: BucketLayout) -> MovedBytes:
-        """Below stage 3: new parameters, or at stage 0 whole gradients. In delta-hpZ the changes."""
+    def write_back(self, layout: BucketLayout) -> MovedBytes:
+        """The gather after a step: below stage 3 of new parameters (stage 0: of gradients), in delta-hpZ of deltas."""
         if (wire := self.effective.change_format) is not None:
             sent = one_hop_sent(layout.shard_numel, torch.float32, 0, self.shape.num_nodes - 1, wire)
-            return MovedBytes(sent, Exchanged(0, int(self.shape.num_nodes > 1)))  # one hop, never cut
+            return MovedBytes(sent, Exchanged(0, int(self.shape.num_nodes > 1)))  # one hop, never in chunks
         if self.effective.stage.shards_parameters:
             return NOTHING
         if not self.effective.stage.shards_states:
@@ -135,8 +136,8 @@ class Exchanges:
         of_parts = [(all_gather_sent(n, dtype, *self._nodes, wire), exchanged(n, *self._nodes, wire)) for n in parts]
         return _total([MovedBytes(*part) for part in of_parts])
 
-    def agree(self, num_micro: int) -> MovedBytes:
-        """The agreements of a step: one on what each reduction takes, one on the update; their bytes do not count."""
+    def agreements(self, num_micro: int) -> MovedBytes:
+        """The control exchanges of a step: one before each reduction, one before the update. Bytes count as 0."""
         if self.shape.world_size == 1:
             return NOTHING
         count = 1 + (num_micro if self.effective.stage.reduces_every_micro_batch else 1)
@@ -146,17 +147,17 @@ class Exchanges:
     def _nodes(self) -> tuple[int, int]:
         return self.shape.num_nodes, self.shape.ranks_per_node
 
-    def of_bucket(self, layout: BucketLayout, num_micro: int, *, is_trainable: bool) -> dict[str, MovedBytes]:
-        """What one bucket moves in a step of ``num_micro`` micro-batches, by kind."""
-        stage, has_copy = self.effective.stage, self.effective.change_format is not None
-        whole, inside = (0, 0) if not stage.shards_parameters else (2 * num_micro, 0)
-        if has_copy:
-            whole, inside = 0, whole
+    def moved_for(self, layout: BucketLayout, num_micro: int, *, is_trainable: bool) -> dict[str, MovedBytes]:
+        """What is sent for one bucket in a step of ``num_micro`` micro-batches, by kind."""
+        stage, has_replica = self.effective.stage, self.effective.change_format is not None
+        num_global, num_in_node = (0, 0) if not stage.shards_parameters else (2 * num_micro, 0)
+        if has_replica:
+            num_global, num_in_node = 0, num_global
         elif self.effective.has_secondary:
-            whole, inside = 1, whole - 1
+            num_global, num_in_node = 1, num_global - 1
         found = {
-            KINDS[0]: _times(self.gather(layout), whole) if whole else NOTHING,
-            KINDS[1]: _times(self.gather_inside(layout), inside) if inside else NOTHING,
+            KINDS[0]: _times(self.gather(layout), num_global) if num_global else NOTHING,
+            KINDS[1]: _times(self.gather_in_node(layout), num_in_node) if num_in_node else NOTHING,
             KINDS[2]: NOTHING,
             KINDS[3]: NOTHING,
             KINDS[4]: NOTHING,
@@ -165,33 +166,33 @@ class Exchanges:
             once = self.reduce(layout)
             times = num_micro if stage.reduces_every_micro_batch else 1
             found[KINDS[2]] = _times(once, times)
-            if has_copy:  # the second hop once
+            if has_replica:  # node sums: the second hop only once, at the boundary
                 sent, counts = found[KINDS[2]]
                 found[KINDS[2]] = MovedBytes(
                     sent._replace(inter=once.sent.inter), counts._replace(inter=once.exchanges.inter)
                 )
-            found[KINDS[3]] = self.publish(layout)
+            found[KINDS[3]] = self.write_back(layout)
         return found
 
 
 def step_moved(model: Model, exchanges: Exchanges, num_micro: int = 1) -> dict[str, MovedBytes]:
-    """Bytes that each rank sends in a step, and exchanges that it takes part in, by kind and link."""
+    """Return the bytes that a rank sends in a step and its exchanges, by kind and link class."""
     settings, shape = exchanges.settings, exchanges.shape
     merged = min(MERGED_NUMEL, settings.reduce_bucket_size, settings.allgather_bucket_size)
     if exchanges.effective.stage.shards_parameters:
         merged = 0
     totals = dict.fromkeys(KINDS, NOTHING)
     for layout, repeats, is_trainable in model.layouts(shape.world_size, merged):
-        for kind, moved in exchanges.of_bucket(layout, num_micro, is_trainable=is_trainable).items():
+        for kind, moved in exchanges.moved_for(layout, num_micro, is_trainable=is_trainable).items():
             totals[kind] = _total([totals[kind], _times(moved, repeats)])
-    return totals | {KINDS[4]: exchanges.agree(num_micro)}
+    return totals | {KINDS[4]: exchanges.agreements(num_micro)}
 
 
 def kernel_nbytes(model: Model, exchanges: Exchanges, num_micro: int = 1) -> float:
-    """Bytes of device memory that a rank's kernels read and write in a step to encode, decode and sum what is sent.
+    """Return the bytes of device memory that a rank's kernels read and write in a step to encode, decode and sum.
 
-    For each element, w bytes on the wire: a gathered one w + b_p, unless it travels as it is; a reduced one b_g + w to
-    be encoded and w to be summed on the first hop. What later hops add is 1 / L of that, and left out.
+    With w bytes for an element in its message, a gathered element takes w + b_p unless it is uncompressed. A reduced
+    element takes b_g + w to encode and w to sum, on the first hop. Later hops add 1 / L of that and are left out.
     """
     effective, numel = exchanges.effective, model.numel
     if exchanges.shape.world_size == 1:
@@ -215,7 +216,7 @@ def kernel_nbytes(model: Model, exchanges: Exchanges, num_micro: int = 1) -> flo
 
 
 def _wire_nbytes(wire: str, dtype: torch.dtype) -> float:
-    """Bytes of an element, scales included."""
+    """Bytes of an element in a message, with its share of the scales."""
     numel = 2**20
     return one_hop_sent(numel, dtype, 1, 0, wire).intra / numel
 

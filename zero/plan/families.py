@@ -1,14 +1,14 @@
-"""The parameters of transformers' language models, by the fields of their configuration, exact to the element.
+"""Count the parameters of a language model from the fields of its transformers configuration, exact to the element.
 
-    gpt2                     table of positions, plain MLP, biases, LayerNorm
-    opt                      the same; narrower embeddings come with two projections
+    gpt2                     learned positions, plain MLP, biases, LayerNorm
+    opt                      as gpt2; narrower embeddings have two projections
     gpt_neox                 rotary positions, plain MLP, biases, LayerNorm
     llama, mistral, qwen2,   rotary positions, fewer key-value heads, gated MLP, RMSNorm; biases of attention in qwen2,
     qwen3                    norms of queries and keys in qwen3
     mixtral                  mistral with a router and experts for its MLP
 
-Any other family, and any field that adds parameters which are not counted here, is refused: a count is right or it is
-none.
+Other families are refused, and so are fields that add parameters which are not counted here: a wrong count would plan
+for the wrong memory.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from zcomm import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class PlannedUnit:
-    """Parameters of one kind that are gathered together, ``repeats`` times the same."""
+    """A unit: parameters of one dtype that are gathered as one; the model has ``repeats`` of them."""
 
     numels: tuple[int, ...]
     """Elements of each parameter."""
     repeats: int = 1
     is_trainable: bool = True
     is_layer: bool = False
-    """Whether it is there once for each layer of the model."""
+    """Whether the model has one for each layer."""
 
     @property
     def numel(self) -> int:
-        """Elements of one."""
+        """Elements of one unit."""
         return sum(self.numels)
 
 
@@ -42,13 +42,13 @@ REMEDY = (
     " (zero.plan.Model.of_numel)"
 )
 UNCOUNTED = ("expert", "moe", "cross_attention", "encoder_decoder", "nextn", "pruned", "auto_map")
-"""Parts of the names of fields that, where they are set, add or remove parameters."""
+"""Parts of field names: fields that, if set, add or remove parameters."""
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What a configuration says."""
+    """The shape of a model, read from its configuration."""
 
     units: tuple[PlannedUnit, ...]
     num_layers: int
@@ -56,30 +56,30 @@ class ModelShape:
     positions: int
     """The longest sequence."""
     has_table: bool = False
-    """Whether positions have parameters, which longer sequences lack."""
+    """Whether positions are learned parameters, so that longer sequences are impossible."""
     idle_numel: int = 0
-    """Elements of a layer that a token does not use: the experts that it is not sent to."""
+    """Elements of a layer that a token does not use: experts that it is not routed to."""
     read: str
-    """In words, for people."""
+    """What was read, as text for the user."""
 
 
 class _Fields:
-    """A configuration's values, or a named error."""
+    """Typed access to a configuration's values; errors name the field."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
         self.family = str(values.get("model_type"))
 
-    def whole(self, name: str, default: int | None = None) -> int:
-        """A positive whole number; ``default`` where there is none."""
+    def positive_int(self, name: str, default: int | None = None) -> int:
+        """Return a positive integer; ``default`` if the field is missing or null."""
         value = self.values.get(name)
         value = default if value is None else value
         if type(value) is not int or value < 1:
-            raise ConfigError(f"{name} of a {self.family} model must be a positive whole number: {name}={value!r}")
+            raise ConfigError(f"{name} of a {self.family} model must be a positive integer: {name}={value!r}")
         return value
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """True or false."""
+        """Return a bool; ``default`` if the field is missing or null."""
         value = self.values.get(name)
         value = default if value is None else value
         if type(value) is not bool:
@@ -88,10 +88,10 @@ class _Fields:
 
 
 def shape_of(values: Mapping[str, Any]) -> ModelShape:
-    """Of the dict of a ``config.json``, with the head of a language model.
+    """Return the shape of a language model from the dict of its ``config.json``.
 
     Raises:
-        ConfigError: The family is none of :data:`FAMILIES`, a field is missing, or one is set that is not counted.
+        ConfigError: The family is not in :data:`FAMILIES`, a field is missing, or a field is set that is not counted.
     """
     fields = _Fields(values)
     if fields.family not in FAMILIES:
@@ -116,7 +116,7 @@ def _linear(inputs: int, outputs: int, *, has_bias: bool) -> tuple[int, ...]:
 
 
 def _units(*numels: tuple[int, ...] | PlannedUnit) -> tuple[PlannedUnit, ...]:
-    """Those that have parameters."""
+    """Make units, and drop those without parameters."""
     units = [found if isinstance(found, PlannedUnit) else PlannedUnit(found) for found in numels]
     return tuple(unit for unit in units if unit.numels)
 
@@ -126,8 +126,12 @@ def _tied(*, is_tied: bool) -> str:
 
 
 def _gpt2(fields: _Fields) -> ModelShape:
-    h, layers, vocabulary = fields.whole("n_embd"), fields.whole("n_layer"), fields.whole("vocab_size")
-    positions, inner = fields.whole("n_positions"), fields.whole("n_inner", 4 * h)
+    h, layers, vocabulary = (
+        fields.positive_int("n_embd"),
+        fields.positive_int("n_layer"),
+        fields.positive_int("vocab_size"),
+    )
+    positions, inner = fields.positive_int("n_positions"), fields.positive_int("n_inner", 4 * h)
     is_tied = fields.flag("tie_word_embeddings", default=True)
     attention = _linear(h, 3 * h, has_bias=True) + _linear(h, h, has_bias=True)
     mlp = _linear(h, inner, has_bias=True) + _linear(inner, h, has_bias=True)
@@ -144,9 +148,13 @@ def _gpt2(fields: _Fields) -> ModelShape:
 
 
 def _opt(fields: _Fields) -> ModelShape:
-    h, layers, vocabulary = fields.whole("hidden_size"), fields.whole("num_hidden_layers"), fields.whole("vocab_size")
-    positions, inner = fields.whole("max_position_embeddings"), fields.whole("ffn_dim")
-    width = fields.whole("word_embed_proj_dim", h)
+    h, layers, vocabulary = (
+        fields.positive_int("hidden_size"),
+        fields.positive_int("num_hidden_layers"),
+        fields.positive_int("vocab_size"),
+    )
+    positions, inner = fields.positive_int("max_position_embeddings"), fields.positive_int("ffn_dim")
+    width = fields.positive_int("word_embed_proj_dim", h)
     is_tied, has_bias = fields.flag("tie_word_embeddings", default=True), fields.flag("enable_bias", default=True)
     norm = (h, h) if fields.flag("layer_norm_elementwise_affine", default=True) else ()
     ends_with_norm = fields.flag("do_layer_norm_before", default=True) and not fields.flag(
@@ -174,8 +182,12 @@ def _opt(fields: _Fields) -> ModelShape:
 
 
 def _gpt_neox(fields: _Fields) -> ModelShape:
-    h, layers, vocabulary = fields.whole("hidden_size"), fields.whole("num_hidden_layers"), fields.whole("vocab_size")
-    inner, is_tied = fields.whole("intermediate_size"), fields.flag("tie_word_embeddings", default=False)
+    h, layers, vocabulary = (
+        fields.positive_int("hidden_size"),
+        fields.positive_int("num_hidden_layers"),
+        fields.positive_int("vocab_size"),
+    )
+    inner, is_tied = fields.positive_int("intermediate_size"), fields.flag("tie_word_embeddings", default=False)
     has_bias = fields.flag("attention_bias", default=True)
     attention = _linear(h, 3 * h, has_bias=has_bias) + _linear(h, h, has_bias=has_bias)
     mlp = _linear(h, inner, has_bias=True) + _linear(inner, h, has_bias=True)
@@ -184,17 +196,21 @@ def _gpt_neox(fields: _Fields) -> ModelShape:
         units=_units((vocabulary * h,), layer, (h, h), () if is_tied else (vocabulary * h,)),
         num_layers=layers,
         hidden=h,
-        positions=fields.whole("max_position_embeddings"),
+        positions=fields.positive_int("max_position_embeddings"),
         read=f"gpt_neox: MLP of 2 x {inner}, {_tied(is_tied=is_tied)}",
     )
 
 
 def _llama(fields: _Fields) -> ModelShape:
-    """All that descend from it."""
-    family, h, layers = fields.family, fields.whole("hidden_size"), fields.whole("num_hidden_layers")
-    vocabulary, inner, heads = (fields.whole(n) for n in ("vocab_size", "intermediate_size", "num_attention_heads"))
-    kv_heads = fields.whole("num_key_value_heads", heads if family == "llama" else None)  # the first had none
-    head_dim = fields.whole("head_dim", None if family == "qwen3" else h // heads)
+    """Llama, and the families that are variants of it."""
+    family, h, layers = fields.family, fields.positive_int("hidden_size"), fields.positive_int("num_hidden_layers")
+    vocabulary, inner, heads = (
+        fields.positive_int(n) for n in ("vocab_size", "intermediate_size", "num_attention_heads")
+    )
+    kv_heads = fields.positive_int(
+        "num_key_value_heads", heads if family == "llama" else None
+    )  # older llama configurations lack the field
+    head_dim = fields.positive_int("head_dim", None if family == "qwen3" else h // heads)
     may_have_bias = family in ("llama", "qwen3") and fields.flag("attention_bias", default=False)
     q, kv, out = (
         _linear(h, heads * head_dim, has_bias=may_have_bias or family == "qwen2"),
@@ -210,20 +226,23 @@ def _llama(fields: _Fields) -> ModelShape:
         units=_units((vocabulary * h,), layer, (h,), () if is_tied else (vocabulary * h,)),
         num_layers=layers,
         hidden=h,
-        positions=fields.whole("max_position_embeddings"),
+        positions=fields.positive_int("max_position_embeddings"),
         idle_numel=idle,
         read=f"{family}: {heads} heads of {head_dim}, {kv_heads} of keys and values, {of_mlp}, {tied}",
     )
 
 
 def _gated_mlp(fields: _Fields, h: int, inner: int) -> tuple[tuple[int, ...], int, str]:
-    """Elements of its parameters, how many of them a token does not use, and the words for it."""
+    """The sizes of the MLP's parameters, the elements of them that a token does not use, and a text."""
     if fields.family != "mixtral":
         has_bias = fields.family == "llama" and fields.flag("mlp_bias", default=False)
         return 2 * _linear(h, inner, has_bias=has_bias) + _linear(inner, h, has_bias=has_bias), 0, f"MLP of 3 x {inner}"
-    experts, used = fields.whole("num_local_experts"), fields.whole("num_experts_per_tok")
+    experts, used = fields.positive_int("num_local_experts"), fields.positive_int("num_experts_per_tok")
     if used > experts:
-        raise ConfigError(f"a token cannot be sent to {used} of {experts} experts: num_experts_per_tok={used}")
+        raise ConfigError(
+            f"num_experts_per_tok must be at most num_local_experts: num_experts_per_tok={used}, "
+            f"num_local_experts={experts}"
+        )
     mlp = (experts * h, experts * 2 * inner * h, experts * h * inner)  # the router, and experts in two tensors
     return mlp, (experts - used) * 3 * inner * h, f"{experts} experts of 3 x {inner} and {used} of them a token"
 
@@ -238,4 +257,4 @@ FAMILIES: Mapping[str, tuple[Callable[[_Fields], ModelShape], tuple[str, ...]]] 
     "qwen3": (_llama, ()),
     "mixtral": (_llama, ("num_local_experts", "num_experts_per_tok")),
 }
-"""By model_type: what reads it, and the fields it counts that others do not."""
+"""By model_type: the function that reads it, and fields of ``UNCOUNTED`` that it does count."""

@@ -1,37 +1,38 @@
-"""Bytes on one rank as formulas: arithmetic alone, for the estimate and for planning. Every count is in elements.
+"""Memory usage of one rank as formulas, for the estimate and for planning. No model and no device is needed.
 
-P parameters of which T are trainable, N ranks, L of them on a node, U elements in the largest unit (a layer), b bytes
-of an element: b_p of what the forward reads, b_g of gradients at rest, b_w of those on their way to the host, b_t of
-those on their way to other ranks, b_s of states.
+P parameters, T of them trainable; N ranks, L of them on a node; U elements in the largest unit (a layer). Bytes of an
+element: b_p of what the forward reads; of gradients b_g where they are stored, b_w while they are copied to the host
+and b_t while they are reduced; b_s of states. Counts are in elements.
 
     kind                  bytes                                               where           source
     parameters            b_p P; stage 3: b_p P / N                           parameter tier  ZeRO, section 5
       frozen as INT8      stage 3: (1 + 2/256) (P - T) / N                    device, host    zcomm.EncodedShard
     gradients             b_g T; from stage 2: b_g T / N                      device          ZeRO, section 5
-      of offloaded states instead, or at stage 1 too: b_w T / N; + b_g T / N  host            zero._storage.host_gradient
-                          if micro-batches are summed
-      of states on NVMe   b_g T / N, at stage 1 too                           nvme            zero._optim.gradient_files
+      offloaded states    instead, from stage 1: b_w T / N; + b_g T / N       host            zero._storage
+                          if micro-batches are summed                                         .host_gradient
+      states on NVMe      b_g T / N, from stage 1                             nvme            zero._optim.gradient_files
     delayed update        gradients once more, in memory; 2 b_p T / N         host            zero._optim.delayed_update
     states                b_s T; from stage 1: b_s T / N                      optimizer tier  ZeRO, section 3.1
       on NVMe             twice as much, if steps may fail                    nvme            zero._optim.state_files
-    buckets               from stage 2: gradients on their way, 3 b_t B;      device          zero._gradients.reducer
+    buckets               from stage 2: gradients in flight, 3 b_t B;         device          zero._gradients.reducer
                           stage 3: and the layer in use, b_p U                                zero._sharding.bucket
-    prefetch              stage 3: the layer after it, b_p U                  device          zero._gather.gatherer
+    prefetch              stage 3: the next layer, b_p U                      device          zero._gather.gatherer
     secondary partition   hpZ on several nodes: b_p P / L                     device          ZeRO++, section 3.2
     residuals             error feedback of hop 2: (1 + 2/256) T / L          device          zcomm.Residual
-    NVMe buffers          sub-groups under way x (b_s + b_g); and those     host            ZeRO-Infinity, section 6
-                          of parameters being read and written                                zero._storage.staging_buffers
+    NVMe buffers          sub-groups in flight x (b_s + b_g); and those       host            ZeRO-Infinity, section 6
+                          of parameters being read and written                                zero._storage
+                                                                                              .staging_buffers
     activations           12 h b s b_p for each layer                         device          ZeRO, section 6.1
       with k checkpoints  12 h b s b_p (layers / k): one segment at a time    device          Chen et al.
       checkpoints         h b s b_p k; / m if partitioned over m ranks        or host, NVMe   ZeRO, section 6.1
 
-What is offloaded to the host is page-locked, unless pin_memory is false; not so INT8 codes and activations. Of
-parameters on NVMe the first max_in_cpu elements of the shards stay in host memory. b_s has 4 bytes of a master where
-the forward does not read that itself: with 16-bit parameters, with quantized weights below stage 3, and wherever states
-are offloaded.
+Host memory of offloaded tensors is page-locked unless pin_memory is false; INT8 codes and activations are not. Of
+parameters on NVMe, the first max_in_cpu elements of a rank's shards stay in host memory. b_s includes 4 bytes of a
+master if the forward does not read the master itself: with 16-bit parameters, with quantized weights below stage 3,
+and if states are offloaded.
 
 B is the largest bucket: U, or below stage 3 what small layers share. k is the square root of the number of layers
-unless it is given; the forward again is a third more computation.
+unless it is set; recomputing the forward is a third more computation.
 Sources: ZeRO, arXiv:1910.02054; ZeRO-Infinity, arXiv:2104.07857; ZeRO++, arXiv:2306.10209; Chen et al.,
 arXiv:1604.06174.
 """
@@ -42,138 +43,138 @@ import math
 from dataclasses import dataclass
 
 RECOMPUTATION = 1 / 3
-"""More computation with checkpoints: the forward again, beside a backward of twice its cost."""
+"""Additional computation with activation checkpoints: one more forward; a backward costs two."""
 ENCODED_NBYTES = 1 + 2 / 256
-"""Of an element as INT8, in blocks of 256 with a scale of 2 bytes each."""
+"""Bytes of an element as INT8, in blocks of 256 with a scale of 2 bytes each."""
 NUM_GRADIENT_BUFFERS = 3
-"""One that is filled and two that are being reduced."""
+"""One that backward fills and two that are being reduced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Elements of a model."""
+    """Numbers of elements in a model."""
 
     numel: int
-    """All parameters."""
+    """Elements of all parameters."""
     trainable: int | None = None
-    """Of them; default: all."""
+    """Elements of trainable parameters; default: all."""
     largest_unit: int = 0
-    """Of the parameters that are gathered together: the largest layer, or the embedding."""
+    """Elements of the largest unit, which is gathered as one: a layer, or the embedding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """What a transformer's forward leaves for the backward on one rank."""
+    """The shape of the activations that a transformer's forward saves for the backward on one rank."""
 
     hidden: int
     num_layers: int
     batch: int
-    """Sequences a rank and backward."""
+    """Sequences of a rank in one backward."""
     sequence: int
-    """Tokens each."""
+    """Tokens of a sequence."""
     is_checkpointed: bool = False
     num_checkpoints: int | None = None
     """Default: the square root of ``num_layers``."""
     model_parallel: int = 1
-    """Ranks that checkpoints are partitioned over; 1: they are not."""
+    """Ranks that checkpoints are partitioned over; 1: not partitioned."""
     on_host: bool = False
-    """Checkpoints rest in host memory."""
+    """Whether checkpoints are stored in host memory."""
     in_files: bool = False
-    """They rest in files."""
+    """Whether checkpoints are stored in files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTiers:
-    """Where shards rest: each ``device``, ``host`` or ``nvme``."""
+    """Where shards are stored: each ``device``, ``host`` or ``nvme``."""
 
     parameters: str = "device"
-    """Stage 3 only."""
+    """Parameters, at stage 3."""
     states: str = "device"
-    """And the reduced gradients. From stage 1."""
+    """Optimizer states and reduced gradients, from stage 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmeFiles:
-    """How the NVMe tier is used."""
+    """Sizes and counts of the NVMe tier's files and buffers."""
 
     numel_in_memory: int = 0
     """Elements of a rank's parameters that stay in host memory."""
     buffer_numel: int = 0
-    """Elements of parameters that are read ahead, and as many that are being written, at most."""
+    """Most elements of parameters that are read ahead; the same number may be in flight to the files."""
     sub_group_numel: int = 2**22
-    """Elements of states that are updated at a time, at most."""
+    """Most elements of a sub-group, which is updated as one."""
     num_sub_groups: int = 1
-    """In memory at a time."""
+    """Sub-groups in memory at a time."""
     num_generations: int = 2
-    """Places of each state in the files."""
+    """Copies of each state in the files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """How a model is trained."""
+    """How a model is trained: everything but the model that memory usage depends on."""
 
     stage: int
     num_nodes: int = 1
     ranks_per_node: int = 1
     tier: ShardTiers = ShardTiers()
     param_nbytes: int = 2
-    """An element of what the forward reads."""
+    """Bytes of a parameter's element, as the forward reads it."""
     gradient_nbytes: int = 4
-    """An element at rest."""
+    """Bytes of a gradient's element where gradients are summed and stored."""
     state_nbytes: float = 12
-    """An element: 4 of a master, and 4 of each moment."""
+    """Bytes of states for an element: 4 of the master, and 4 of each moment."""
     shared_nbytes: int = 0
-    """Of them, those of a master that forward reads itself, where it is not offloaded."""
+    """Bytes of ``state_nbytes`` that are the parameter itself: a master that the forward reads, if not offloaded."""
     sent_nbytes: int = 4
-    """An element of a gradient on its way to the host, where it rests as it came."""
-    travel_nbytes: int = 4
-    """An element of a gradient between the ranks."""
+    """Bytes of a gradient's element that is copied to the host, and stored there in the same dtype."""
+    reduced_nbytes: int = 4
+    """Bytes of a gradient's element while it is reduced between the ranks."""
     sums_gradients: bool = False
     """Whether a step has several micro-batches."""
     merged_numel: int = 2**20
-    """Elements up to which small layers share an exchange below stage 3."""
+    """Below stage 3, layers of up to so many elements share an exchange."""
     has_secondary: bool = False
     has_residuals: bool = False
     sums_in_node: bool = False
-    """Gradients of the micro-batches are summed up inside the node: ``mode="delta_hpz"``."""
+    """Whether gradients of the micro-batches are summed inside the node: ``mode="delta_hpz"``."""
     keeps_shards: bool = False
-    """Trainable shards rest beside full parameters, to which changes are sent: ``mode="delta"``, stages 1 and 2."""
+    """Whether trainable shards are kept beside full parameters, which get deltas: ``mode="delta"``, stages 1 and 2."""
     quantizes_weights: bool = False
-    """Forward reads quantized weights: below stage 3 exact ones are kept beside them."""
+    """Whether the forward reads quantized weights: below stage 3, exact ones are kept beside them."""
     encodes_frozen: bool = False
-    """At stage 3 frozen parameters rest as INT8 blocks of 256."""
+    """Whether frozen parameters are stored as INT8, in blocks of 256, at stage 3."""
     files: NvmeFiles = NvmeFiles()
     offloaded_share: float = 1.0
-    """Of the states, where they are offloaded."""
+    """Share of the states that is offloaded."""
     delays_update: bool = False
-    """Offloaded states are updated during the next step."""
+    """Whether offloaded states are updated during the next step."""
     pins_memory: bool = True
-    """Host memory of what is offloaded is page-locked."""
+    """Whether host memory of offloaded tensors is page-locked."""
 
     @property
     def world_size(self) -> int:
-        """Data-parallel ranks."""
+        """Number of data-parallel ranks."""
         return self.num_nodes * self.ranks_per_node
 
     @property
     def offloads_states(self) -> bool:
-        """Whether states rest off the device."""
+        """Whether states are stored on another tier than the device."""
         return self.stage >= 1 and self.tier.states != "device"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Bytes of one kind in one place."""
+    """Bytes of one kind of memory in one place."""
 
     kind: str
     place: str
     nbytes: float
     is_pinned: bool = False
-    """Page-locked host memory."""
+    """Whether it is page-locked host memory."""
 
 
 def usage_of(counts: Counts, setup: Setup, activations: Activations | None = None) -> list[MemoryUsage]:
-    """Every kind with its bytes on one rank; kinds of which there is nothing are left out."""
+    """Return the bytes of every kind on one rank, without kinds that use none."""
     found = [*_model_states(counts, setup), *_buffers(counts, setup)]
     if activations is not None:
         found += _activations(activations, setup)
@@ -193,19 +194,21 @@ def _parameters(counts: Counts, setup: Setup) -> list[MemoryUsage]:
     codes = ENCODED_NBYTES * frozen / ranks if setup.encodes_frozen else 0.0
     numel = (trainable if setup.encodes_frozen else counts.numel) / ranks
     in_files = max(numel - setup.files.numel_in_memory, 0) if place == "nvme" else 0
-    near = "device" if place == "device" else "host"
+    memory = "device" if place == "device" else "host"
     return [
-        MemoryUsage("parameters", near, setup.param_nbytes * (numel - in_files), near == "host" and setup.pins_memory),
+        MemoryUsage(
+            "parameters", memory, setup.param_nbytes * (numel - in_files), memory == "host" and setup.pins_memory
+        ),
         MemoryUsage("parameters", "nvme", setup.param_nbytes * in_files),
-        MemoryUsage("frozen as INT8", near, codes),
+        MemoryUsage("frozen as INT8", memory, codes),
     ]
 
 
 def _gradients(counts: Counts, setup: Setup) -> list[MemoryUsage]:
     trainable, _ = _trainable_and_frozen(counts)
     share = setup.offloaded_share if setup.offloads_states else 0.0
-    at_rest = trainable / _of(setup.world_size, setup.stage, 2)
-    on_device = at_rest * (1 - share) if setup.stage >= 2 else at_rest
+    stored = trainable / _num_shards(setup.world_size, setup.stage, 2)
+    on_device = stored * (1 - share) if setup.stage >= 2 else stored
     on_host = share * trainable / setup.world_size
     place = "host" if setup.delays_update else setup.tier.states
     in_memory = (setup.sent_nbytes + setup.gradient_nbytes * setup.sums_gradients) * on_host
@@ -222,14 +225,14 @@ def _gradients(counts: Counts, setup: Setup) -> list[MemoryUsage]:
 
 
 def _delayed(gradient_nbytes: float, numel: float, setup: Setup) -> list[MemoryUsage]:
-    """What an update reads while the next gradients come, and what it writes before that is published."""
+    """Gradients that the update reads while new ones arrive, and parameters that it writes before they are used."""
     nbytes = gradient_nbytes + 2 * setup.param_nbytes * numel
     return [MemoryUsage("delayed update", "host", nbytes, setup.pins_memory)]
 
 
 def _states(counts: Counts, setup: Setup) -> list[MemoryUsage]:
     trainable, frozen = _trainable_and_frozen(counts)
-    numel = trainable / _of(setup.world_size, setup.stage, 1)
+    numel = trainable / _num_shards(setup.world_size, setup.stage, 1)
     share = setup.offloaded_share if setup.offloads_states else 0.0
     is_exact = setup.quantizes_weights and setup.stage in (1, 2)  # beside what forward reads
     on_device = setup.state_nbytes - (0 if is_exact else setup.shared_nbytes)
@@ -251,8 +254,8 @@ def _trainable_and_frozen(counts: Counts) -> tuple[int, int]:
     return trainable, counts.numel - trainable
 
 
-def _of(ranks: int, stage: int, first_stage: int) -> int:
-    """Ranks that what is sharded from ``first_stage`` is divided over."""
+def _num_shards(ranks: int, stage: int, first_stage: int) -> int:
+    """Number of shards of what is sharded from ``first_stage`` on."""
     return ranks if stage >= first_stage else 1
 
 
@@ -263,8 +266,8 @@ def _buffers(counts: Counts, setup: Setup) -> list[MemoryUsage]:
         found.append(MemoryUsage("prefetch", "device", setup.param_nbytes * min(unit, counts.numel - unit)))
     live = setup.param_nbytes * unit if setup.stage == 3 else 0
     bucket = unit if setup.stage == 3 else max(unit, setup.merged_numel)
-    on_their_way = min(NUM_GRADIENT_BUFFERS * bucket, trainable) if setup.stage >= 2 else 0
-    found.append(MemoryUsage("buckets", "device", live + setup.travel_nbytes * on_their_way))
+    in_flight = min(NUM_GRADIENT_BUFFERS * bucket, trainable) if setup.stage >= 2 else 0
+    found.append(MemoryUsage("buckets", "device", live + setup.reduced_nbytes * in_flight))
     if setup.has_secondary and setup.stage == 3 and setup.num_nodes > 1:
         found.append(
             MemoryUsage("secondary partition", "device", setup.param_nbytes * counts.numel / setup.ranks_per_node)
@@ -277,7 +280,7 @@ def _buffers(counts: Counts, setup: Setup) -> list[MemoryUsage]:
 
 
 def _file_buffers(counts: Counts, setup: Setup) -> list[MemoryUsage]:
-    """Host memory between files and what computes."""
+    """Staging buffers in host memory, for files of parameters and of states."""
     files, found = setup.files, []
     numel = setup.param_nbytes * counts.numel / setup.world_size
     if setup.stage == 3 and setup.tier.parameters == "nvme" and counts.numel > files.numel_in_memory * setup.world_size:

@@ -1,4 +1,4 @@
-"""A model as a planner sees it: the sizes of its parameters, unit by unit, and its shape for activations and FLOPs."""
+"""The model that ``zero plan`` plans for: its parameters' sizes by unit, and its shape for activations and FLOPs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from zcomm import ConfigError
-from zero._sharding.layout import BucketLayout, runs
+from zero._sharding.layout import BucketLayout, group_consecutive
 from zero._sharding.units import find_units
 from zero.plan.families import PlannedUnit, shape_of
 from zero.plan.formulas import Counts
@@ -17,20 +17,20 @@ from zero.plan.formulas import Counts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """Units, and the shape of the transformer that they are."""
+    """The units of a transformer and its shape."""
 
     units: tuple[PlannedUnit, ...]
     num_layers: int
     hidden: int
     sequence: int
     idle_numel: int = 0
-    """Elements of each layer that a token does not use: the experts that it is not sent to."""
+    """Elements of each layer that a token does not use: experts that it is not routed to."""
     read: str = ""
-    """What a configuration said, in words."""
+    """What was read from a configuration, as text for the user."""
 
     @classmethod
     def of_shape(cls, num_layers: int, hidden: int, *, vocabulary: int = 50257, sequence: int = 1024) -> Model:
-        """A GPT with tied embeddings: 12 h^2 + 13 h elements a layer, and (vocabulary + sequence + 2) h."""
+        """Make a GPT with tied embeddings: 12 h^2 + 13 h elements in a layer, and (vocabulary + sequence + 2) h."""
         if min(num_layers, hidden, vocabulary, sequence) < 1:
             raise ConfigError(
                 f"a model's shape must be positive: layers={num_layers}, hidden={hidden}, vocabulary={vocabulary}, "
@@ -44,7 +44,7 @@ class Model:
 
     @classmethod
     def of_numel(cls, numel: float, num_layers: int, *, sequence: int = 1024) -> Model:
-        """``numel`` elements in equal layers of 12 h^2, without embeddings; h follows, and need not be whole."""
+        """Make a model of ``numel`` elements in equal layers of 12 h^2, without embeddings; h follows."""
         of_layer = int(numel / num_layers)
         if of_layer < 1:
             raise ConfigError(f"there must be parameters and layers: parameters={numel}, layers={num_layers}")
@@ -56,7 +56,7 @@ class Model:
     def of_module(
         cls, module: nn.Module, *, num_layers: int, hidden: int, sequence: int = 1024, idle_numel: int = 0
     ) -> Model:
-        """The parameters of ``module``, which may be on the meta device, cut as :class:`zero.ZeroOptimizer` does."""
+        """Take the parameters of ``module``, also on the meta device, in the units of :class:`zero.ZeroOptimizer`."""
         units = []
         for unit in find_units(module):
             kinds: dict[Any, list[int]] = {}
@@ -67,21 +67,21 @@ class Model:
 
     @classmethod
     def of_config(cls, config: Any, *, sequence: int | None = None) -> Model:
-        """A language model by its transformers configuration, or the dict of a ``config.json``.
+        """Make a language model from its transformers configuration, or the dict of a ``config.json``.
 
         Args:
-            config: Of one of :data:`zero.plan.families.FAMILIES`.
-            sequence: Tokens; default: the longest that the model takes. They are no parameters.
+            config: A configuration of one of :data:`zero.plan.families.FAMILIES`.
+            sequence: Tokens of a sequence; default: the longest that the model takes.
 
         Raises:
-            ConfigError: The family or a field that adds parameters is not known, a field is missing, or the sequence is
-                longer than the model's table of positions.
+            ConfigError: The family, or a field that adds parameters, is unknown; a field is missing; or the sequence is
+                longer than the model's position embeddings.
         """
         shape = shape_of(config if isinstance(config, dict) else config.to_dict())
         length = shape.positions if sequence is None else sequence
         if length < 1 or (shape.has_table and length > shape.positions):
             raise ConfigError(
-                f"the model takes sequences of 1 to {shape.positions} tokens, not sequence={length}: give --sequence"
+                f"sequence must be 1 to {shape.positions} tokens for this model: sequence={length}; set --sequence"
             )
         return cls(
             units=shape.units,
@@ -93,14 +93,14 @@ class Model:
         )
 
     def of_layers(self, num_layers: int) -> Model:
-        """The same with another number of layers."""
+        """Return this model with another number of layers."""
         if not any(unit.is_layer for unit in self.units):
-            raise ConfigError("only a model of equal layers can be made larger: give its layers and hidden size")
+            raise ConfigError("the model must have equal layers to be made larger: give its layers and hidden size")
         units = tuple(replace(unit, repeats=num_layers) if unit.is_layer else unit for unit in self.units)
         return replace(self, units=units, num_layers=num_layers)
 
     def cut(self, max_numel: int) -> Model:
-        """The same with units of more than ``max_numel`` elements cut into their parameters, as stage 3 does."""
+        """Return this model with units of more than ``max_numel`` elements split into parameters, as stage 3 does."""
         units: list[PlannedUnit] = []
         for unit in self.units:
             if unit.numel <= max_numel:
@@ -111,16 +111,16 @@ class Model:
 
     @property
     def numel(self) -> int:
-        """All parameters."""
+        """Elements of all parameters."""
         return sum(unit.numel * unit.repeats for unit in self.units)
 
     @property
     def active_numel(self) -> int:
-        """Those that a token uses: what it takes to compute follows them."""
+        """Elements that one token uses: FLOPs are proportional to them."""
         return self.numel - self.num_layers * self.idle_numel
 
     def layouts(self, world_size: int, merged_numel: int = 0) -> Iterator[tuple[BucketLayout, int, bool]]:
-        """Each bucket, how often it is there, whether it trains; small units share one up to ``merged_numel``."""
+        """Yield each bucket: layout, repeats, whether it is trainable. Units up to ``merged_numel`` share buckets."""
         small: list[PlannedUnit] = []
         for unit in self.units:
             if unit.numel <= merged_numel:
@@ -132,7 +132,7 @@ class Model:
         yield from _merged(small, world_size, merged_numel)
 
     def counts(self, world_size: int) -> Counts:
-        """For :func:`zero.estimate`, padding included."""
+        """Return the counts for :func:`zero.estimate`, with padding."""
         found = list(self.layouts(world_size))
         return Counts(
             numel=sum(layout.numel * repeats for layout, repeats, _ in found),
@@ -142,7 +142,7 @@ class Model:
 
 
 def _merged(units: list[PlannedUnit], world_size: int, max_numel: int) -> Iterator[tuple[BucketLayout, int, bool]]:
-    for run in runs([unit.numel for unit in units], max_numel):
+    for run in group_consecutive([unit.numel for unit in units], max_numel):
         for is_trainable in (True, False):
             numels = tuple(n for i in run if units[i].is_trainable == is_trainable for n in units[i].numels)
             if numels:
@@ -164,4 +164,4 @@ MODELS = {
     "138b": (76, 12288),
     "1t": (128, 25600),
 }
-"""Layers and hidden size by name: those of Megatron's examples and of the papers' tables."""
+"""Layers and hidden size by name, from Megatron's examples and the papers' tables."""

@@ -1,4 +1,4 @@
-"""Every configuration of a job on a cluster, with its bytes and times, the fastest that fits first."""
+"""The planner: list every configuration of a job on a cluster with its bytes and times, fastest that fits first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from zcomm import ConfigError
 from zcomm.volume import Sent
 from zero._config.parse import parse
-from zero._config.resolved import make_plan
+from zero._config.resolved import resolve_config
 from zero.plan.cluster import Cluster
 from zero.plan.estimate import TIERS, Estimate, estimate, tiers_of_stage
 from zero.plan.exchanges import Exchanges, MovedBytes, kernel_nbytes, step_moved
@@ -22,28 +22,28 @@ from zero.plan.times import StepTimes, times_of
 
 VARIANTS = ("plain", "ZeRO++", "delta-hpZ")
 DEVICES = {"device": "none", "host": "cpu", "nvme": "nvme"}
-MOST_LAYERS = 2**22
+MAX_LAYERS = 2**22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a rank computes in a step."""
+    """The work of a rank in a step."""
 
     batch: int = 1
-    """Sequences a micro-batch."""
+    """Sequences in a micro-batch."""
     num_micro: int = 1
-    """Micro-batches a step."""
+    """Micro-batches in a step."""
     is_checkpointed: bool = True
-    """Activation checkpoints."""
+    """Whether activations are recomputed from checkpoints, one for each layer."""
     precision: str = "bf16"
-    """Or "fp16"."""
+    """``"bf16"`` or ``"fp16"``."""
     narrow_gradients: bool = False
-    """Gradients are summed up in 16 bits, as DeepSpeed does, not in 32."""
+    """Whether gradients are summed in 16 bits, as DeepSpeed does, and not in 32."""
     nvme_path: str = "/local_nvme"
-    """For the configuration."""
+    """The folder that the configuration names for offload to NVMe."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no step."""
+        """Raise ConfigError for values out of range."""
         if self.batch < 1 or self.num_micro < 1:
             raise ConfigError(
                 f"batch and micro-batches must be at least 1: batch={self.batch}, num_micro={self.num_micro}"
@@ -52,7 +52,7 @@ class Job:
             raise ConfigError(f"precision must be bf16 or fp16: precision={self.precision!r}")
 
     def activations(self, model: Model) -> Activations:
-        """Of ``model``; a checkpoint for each layer."""
+        """Return the shape of ``model``'s activations, with a checkpoint for each layer."""
         return Activations(
             hidden=model.hidden,
             num_layers=model.num_layers,
@@ -69,7 +69,7 @@ class Row:
 
     stage: int
     variant: str
-    """Of :data:`VARIANTS`."""
+    """One of :data:`VARIANTS`."""
     tier: str
     """A key of :data:`zero.plan.estimate.TIERS`."""
     config: Mapping[str, Any]
@@ -77,37 +77,37 @@ class Row:
     memory: Estimate
     """Bytes of a rank, by kind and place."""
     moved: Mapping[str, MovedBytes]
-    """Bytes that a rank sends in a step, and the exchanges they go in, by kind."""
+    """Bytes that a rank sends in a step, and the number of exchanges, by kind."""
     times: StepTimes
     tokens: int
-    """Of all ranks in a step."""
+    """Tokens of all ranks in a step."""
     lacks: tuple[str, ...]
-    """What does not fit: of ``device``, ``host`` and ``nvme``."""
+    """Which of ``device``, ``host`` and ``nvme`` are too small."""
 
     @property
     def fits(self) -> bool:
-        """Whether everything has a place."""
+        """Whether device, host and NVMe are large enough."""
         return not self.lacks
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks together."""
+        """Tokens per second of all ranks together."""
         return self.tokens / self.times.step
 
     @property
     def nbytes_sent(self) -> Sent:
-        """Of all kinds."""
+        """Bytes that a rank sends in a step, of all kinds."""
         sent = [moved.sent for moved in self.moved.values()]
         return Sent(sum(s.intra for s in sent), sum(s.inter for s in sent))
 
 
 def plan(model: Model, cluster: Cluster, job: Job | None = None) -> list[Row]:
-    """Every stage, variant and tier: those that fit first, by tokens a second, then by memory.
+    """Plan every stage, variant and tier. Rows that fit come first; then by tokens per second, then by memory.
 
     Raises:
-        ConfigError: A job that is none.
+        ConfigError: A configuration is invalid.
 
-    Cost: about 2 ms a row, whatever the number of ranks.
+    Cost: about 2 ms for each row, whatever the number of ranks.
     """
     chosen = job or Job()
     rows = [_row(model, cluster, chosen, *choice) for choice in _choices(cluster)]
@@ -117,13 +117,13 @@ def plan(model: Model, cluster: Cluster, job: Job | None = None) -> list[Row]:
 def largest_model(
     model: Model, cluster: Cluster, job: Job | None = None, *, only: tuple[int, str, str] | None = None
 ) -> tuple[Model, Row]:
-    """The largest model of layers like ``model``'s that fits, within half a percent, and its fastest row.
+    """Return the largest model with ``model``'s layers that fits, within half a percent, and its fastest row.
 
     Args:
-        model: Of equal layers; how many does not matter.
-        cluster: Where.
-        job: Of a rank.
-        only: A stage, variant and tier; default: whichever holds most.
+        model: A model of equal layers; their number does not matter.
+        cluster: The hardware.
+        job: The work of a rank.
+        only: A stage, variant and tier; default: all of them.
 
     Raises:
         ConfigError: Not even one layer fits, or the model has no equal layers.
@@ -138,8 +138,10 @@ def largest_model(
 
     found, low, high = fitting(1), 1, 2
     if found is None:
-        raise ConfigError(f"not even one layer of {model.hidden} fits on {cluster}")
-    while high <= MOST_LAYERS and (larger := fitting(high)) is not None:
+        raise ConfigError(
+            f"not even one layer of {model.hidden} fits: use a smaller batch or more nodes; cluster={cluster}"
+        )
+    while high <= MAX_LAYERS and (larger := fitting(high)) is not None:
         found, low, high = larger, high, 2 * high
     while high - low > max(low // 200, 1):
         middle = (low + high) // 2
@@ -164,14 +166,14 @@ def _choices(cluster: Cluster) -> Iterator[tuple[int, str, str]]:
 
 
 def config_of(cluster: Cluster, job: Job, stage: int, variant: str, tier: str) -> dict[str, Any]:
-    """The JSON of one choice."""
+    """Return the JSON configuration of one stage, variant and tier."""
     section: dict[str, Any] = {"stage": stage}
     if variant == "ZeRO++":
         section |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
         if stage == 3 and cluster.num_nodes > 1 and cluster.ranks_per_node > 1:
             section["zero_hpz_partition_size"] = cluster.ranks_per_node
-    rests = TIERS[tier]
-    for name, place in (("offload_optimizer", rests.states), ("offload_param", rests.parameters)):
+    tiers = TIERS[tier]
+    for name, place in (("offload_optimizer", tiers.states), ("offload_param", tiers.parameters)):
         if place != "device":
             section[name] = {"device": DEVICES[place]}
             if place == "nvme":
@@ -192,7 +194,7 @@ def config_of(cluster: Cluster, job: Job, stage: int, variant: str, tier: str) -
 def _row(model: Model, cluster: Cluster, job: Job, stage: int, variant: str, tier: str) -> Row:
     config = config_of(cluster, job, stage, variant, tier)
     configuration = parse(config, "plan")
-    settings = make_plan(configuration, {}).settings
+    settings = resolve_config(configuration, {}).settings
     nodes, per_node = cluster.num_nodes, cluster.ranks_per_node
     shape = job.activations(model)
     if stage == 3:

@@ -1,4 +1,4 @@
-"""What ``zero plan`` prints and draws."""
+"""The output of ``zero plan``: a table, lines of JSON, a plot."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ UNITS = f"{'':>32} {'GiB':>8} {'GiB':>8} {'GiB':>8} {'GB':>8} {'GB':>8} " + 5 * 
 
 
 def table(rows: Sequence[Row], model: Model, cluster: Cluster) -> str:
-    """All rows, and of the first what takes its memory and its configuration."""
+    """Return all rows as a table, with the memory usage and the configuration of the first."""
     lines = [
         f"{model.numel:,} parameters, {model.num_layers} layers of {model.hidden}, sequences of {model.sequence}, on "
         f"{cluster.num_nodes} nodes x {cluster.ranks_per_node} ranks",
-        *_read(model),
-        "a rank's bytes in memory, and sent in a step; seconds of a step, one part after the other",
+        *_counted_from(model),
+        "each rank: bytes in memory, bytes sent in a step; seconds of each part of a step, which do not overlap",
         "",
         HEADER,
         UNITS,
@@ -33,9 +33,9 @@ def table(rows: Sequence[Row], model: Model, cluster: Cluster) -> str:
     ]
     best = rows[0]
     if not best.fits:
-        lines.append("nothing fits: take more nodes, a smaller batch, or a smaller model (--max-model)")
+        lines.append("nothing fits: use more nodes, a smaller batch, or a smaller model (--max-model)")
         return "\n".join(lines) + "\n"
-    lines.append(f"fastest: stage {best.stage}, {best.variant}, {best.tier}; a rank's memory:")
+    lines.append(f"fastest: stage {best.stage}, {best.variant}, {best.tier}; memory of each rank:")
     lines += [f"  {use.kind:<22} {use.place:<7} {use.nbytes / 2**30:>9.3f} GiB" for use in best.memory.usage()]
     lines += [f"  {note}" for note in best.memory.notes]
     lines += ["", 'for zero.initialize, with its optimizer= or an "optimizer" section added:']
@@ -43,8 +43,8 @@ def table(rows: Sequence[Row], model: Model, cluster: Cluster) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _read(model: Model) -> list[str]:
-    """What was taken from a configuration, so that a reader can compare it."""
+def _counted_from(model: Model) -> list[str]:
+    """What was read from the model's configuration, so that the user can check it."""
     used = f"; a token uses {model.active_numel:,} parameters" if model.idle_numel else ""
     return [f"read: {model.read}{used}"] if model.read else []
 
@@ -53,7 +53,7 @@ def _line(row: Row) -> str:
     times, sent = row.times, row.nbytes_sent
     places = " ".join(f"{_gib(row.memory.nbytes(place)):>8}" for place in PLACES)
     rest = times.transfers - times.communication
-    end = f"{row.tokens_per_s:>10,.0f}" if row.fits else f"  no room: {', '.join(row.lacks)}"
+    end = f"{row.tokens_per_s:>10,.0f}" if row.fits else f"  does not fit: {', '.join(row.lacks)}"
     parts = (times.computation, times.communication - times.latency, times.latency, rest, times.step)
     return (
         f"{row.stage:>5}  {row.variant:<9}  {row.tier:<14} {places} {sent.intra / 1e9:>8.2f} {sent.inter / 1e9:>8.2f} "
@@ -66,7 +66,7 @@ def _gib(nbytes: float) -> str:
 
 
 def as_json(rows: Sequence[Row]) -> str:
-    """A line for each row, in order."""
+    """Return each row as a line of JSON, in order."""
     return "".join(json.dumps(_record(row)) + "\n" for row in rows)
 
 
@@ -89,7 +89,7 @@ def _record(row: Row) -> dict[str, object]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw what a step's time is made of, a bar for each row that fits, into the file ``path``."""
+    """Plot the parts of a step's time, a bar for each row that fits, into the file ``path``."""
     from matplotlib.figure import Figure
 
     fits = [row for row in rows if row.fits][::-1]

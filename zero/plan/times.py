@@ -1,13 +1,13 @@
-"""How long a step takes: the one place for formulas of time. P parameters, N ranks, L of them a node.
+"""The time of a step, by formulas; P parameters, N ranks, L of them on a node.
 
-    computation    6 P + 12 l h s FLOPs a token, a third more with activation       Megatron-LM, appendix; zero.formulas
-                   checkpoints; over the peak x COMPUTE_EFFICIENCY;
+    computation    6 P + 12 l h s FLOPs a token, a third more with activation       Megatron-LM, appendix;
+                   checkpoints; over the peak x COMPUTE_EFFICIENCY;                 zero.plan.formulas
                    of experts, P counts those of a token
     links          bytes sent inside the node over its rate, bytes of all L ranks   zero.plan.exchanges
                    between nodes over the node's; both x LINK_EFFICIENCY
-    latency        exchanges of a rank, each as long as one takes that sends        zero.plan.exchanges;
-                   next to nothing, on its kind of link                             zero.plan.cluster
-    kernels        bytes that encoding, decoding and summing what is sent read      zero.plan.exchanges
+    latency        exchanges of a rank, each with the latency of its link class     zero.plan.exchanges;
+                                                                                    zero.plan.cluster
+    kernels        bytes that encoding, decoding and summing of messages read       zero.plan.exchanges
                    and write on the device, over its memory's rate
     PCIe           offloaded states: gradients down, k times 2 P / N, new           ZeRO-Offload, section 4.1:
                    parameters up, 2 P / N;  offloaded parameters: 2 k x 2 P / N     4 M bytes a step, the least there is
@@ -15,15 +15,14 @@
                    parameters written, over the memory's rate
     NVMe           states read and written once a step, parameters read 2 k         ZeRO-Infinity, section 5.1
                    times and written once; of all L ranks over the node's rate
-    step           the sum of all: nothing hides behind anything, but where k ranks share a processor: of what it does
-                   and what the links between nodes do, the shorter time counts 1 / k of what it takes
+    step           the sum of all, without overlap. If k ranks share a processor, the shorter of its time and that of
+                   the links between nodes counts 1 / k: while one rank's messages are in flight, another computes
 
-k such ranks take turns: while one's bytes are under way another computes. The sum, with k = 1, is what the published
-runs on slow networks show (``bench/results/plan.md``); what prefetching could hide at most is given beside it, as the
-overlap: the smaller of computation and all else. Two constants, the same for every machine and model, neither fitted to
-a cell of a table: 0.45 is about the share of peak, recomputation counted, of the fastest published runs of these
-papers, where little but computation counts (55 of 125 TFLOPS); 0.9 is left for data where links, buses and disks carry
-headers and start up.
+The sum, with k = 1, agrees with published runs on slow networks (``bench/results/plan.md``). The most that prefetching
+could hide is given as the overlap: the smaller of computation and all other parts. Two constants are the same for every
+machine and model, and not fitted to any table. COMPUTE_EFFICIENCY, 0.45, is about the share of the peak, recomputation
+included, in the papers' fastest, compute-bound runs (55 of 125 TFLOPS). LINK_EFFICIENCY, 0.9, allows for headers and
+the start of each transfer on links, buses and disks.
 
 Sources: ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857; Megatron-LM, arXiv:2104.04473.
 """
@@ -38,60 +37,60 @@ from zero.plan.exchanges import MovedBytes
 from zero.plan.formulas import RECOMPUTATION, Activations, Setup
 
 COMPUTE_EFFICIENCY = 0.45
-"""Of a device's peak, that a transformer's layers reach."""
+"""Share of a device's peak that a transformer's layers reach."""
 LINK_EFFICIENCY = 0.9
-"""Of the rate of a link, a bus or a disk."""
+"""Share of the peak rate that data has on a link, a bus or a disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Seconds of one step."""
+    """Seconds of a step, by part."""
 
     computation: float
     within: float
-    """On the links inside the node."""
+    """Sending bytes inside the node."""
     between: float
-    """On those between nodes."""
+    """Sending bytes between nodes."""
     latency: float
-    """Of the exchanges on both, beside what their bytes take."""
+    """Latency of all exchanges, in addition to the time of their bytes."""
     kernels: float
-    """On the device, beside the model's own."""
+    """Kernels that encode, decode and sum messages."""
     pcie: float
     host: float
-    """The update of offloaded states."""
+    """The update of offloaded states on the CPU."""
     nvme: float
     ranks_per_processor: float = 1.0
-    """Those that share one."""
+    """Ranks that share a processor."""
 
     @property
     def communication(self) -> float:
-        """On both kinds of links."""
+        """Time of both link classes, with latency."""
         return self.within + self.between + self.latency
 
     @property
     def transfers(self) -> float:
-        """All but computation."""
+        """Time of all parts but the computation."""
         return self.communication + self.kernels + self.pcie + self.host + self.nvme
 
     @property
     def step(self) -> float:
-        """One after the other, but for what is hidden."""
+        """Time of the step: the sum of the parts, less what is hidden."""
         return self.computation + self.transfers - self.hidden
 
     @property
     def hidden(self) -> float:
-        """What ranks that share a processor do on it, or on the links between nodes, while others do the other."""
-        beside = self.computation + self.transfers - self.between
-        return (1 - 1 / self.ranks_per_processor) * min(beside, self.between)
+        """Time during which some ranks of a processor compute while messages of its other ranks are in flight."""
+        on_processor = self.computation + self.transfers - self.between
+        return (1 - 1 / self.ranks_per_processor) * min(on_processor, self.between)
 
     @property
     def overlap(self) -> float:
-        """What could be hidden at most, as a share of the step."""
+        """The most that overlap could hide, as a share of the step."""
         return min(self.computation, self.transfers) / self.step if self.step else 0.0
 
 
 def flops_of(numel: int, tokens: float, shape: Activations) -> float:
-    """FLOPs of forward and backward over ``tokens``, with the forward again if there are checkpoints."""
+    """Return the FLOPs of forward and backward over ``tokens``, and of recomputation if there are checkpoints."""
     of_token = 6 * numel + 12 * shape.num_layers * shape.hidden * shape.sequence
     return of_token * tokens * (1 + RECOMPUTATION * shape.is_checkpointed)
 
@@ -107,17 +106,17 @@ def times_of(
     num_micro: int,
     active_numel: int | None = None,
 ) -> StepTimes:
-    """The times of a step of ``num_micro`` micro-batches.
+    """Predict the times of a step of ``num_micro`` micro-batches.
 
     Args:
-        numel: Parameters of the model.
-        shape: One micro-batch of a rank.
+        numel: Elements of all parameters.
+        shape: The shape of one micro-batch of a rank.
         setup: How the model is trained.
-        cluster: Where.
+        cluster: The hardware.
         moved: Bytes that a rank sends in the step, and its exchanges.
-        kernels_nbytes: What kernels read and write for it.
-        num_micro: Backwards a step.
-        active_numel: Parameters that a token uses, fewer where there are experts; default: all.
+        kernels_nbytes: Bytes that kernels read and write to encode, decode and sum messages.
+        num_micro: Micro-batches in the step.
+        active_numel: Elements that one token uses, fewer than all if there are experts; default: all.
     """
     tokens = shape.batch * shape.sequence * num_micro
     per_node, own = cluster.ranks_per_node, numel / cluster.world_size

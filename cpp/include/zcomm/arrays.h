@@ -5,7 +5,7 @@
 
 namespace zcomm {
 
-// Element types of arrays. The values are part of the interface to Python.
+// Element types of arrays. Python passes the values as integers: do not renumber them.
 enum class DType : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
 inline constexpr std::size_t kNumDTypes = 3;
@@ -13,8 +13,8 @@ inline constexpr std::size_t kNumDTypes = 3;
 // Bytes of one element.
 constexpr std::size_t ItemSize(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-// Rows of elements: message i, segment s is data[i * message_stride + s * segment_stride + (0 .. segment_numel)],
-// strides in elements. `data` is aligned to ItemSize(dtype). Not owned. Rows that are written must not overlap.
+// Rows of elements: segment s of message i is data[i * message_stride + s * segment_stride + (0 .. segment_numel)].
+// Strides are in elements. `data` is aligned to ItemSize(dtype) and not owned. Rows that are written must not overlap.
 struct ConstRows {
   DType dtype;
   const void* data;
@@ -29,8 +29,8 @@ struct MutableRows {
   std::size_t segment_stride;
 };
 
-// `count` messages of one layout; message i begins at data + i * stride_nbytes, aligned to 4 bytes. `layout_hash` is
-// what the trailer of a block-codec message holds. Not owned. Messages that are written must not overlap.
+// `count` messages of one layout. Message i starts at data + i * stride_nbytes, aligned to 4 bytes. `layout_hash` is
+// what the trailer of a block-codec message holds. `data` is not owned. Messages that are written must not overlap.
 struct ConstMessages {
   const std::uint8_t* data;
   std::size_t stride_nbytes;

@@ -3,8 +3,8 @@
 #include <sstream>
 #include <stdexcept>
 
-// Throws std::invalid_argument with the message (the remaining arguments, streamed one after another), the condition's
-// text, file and line unless `cond` holds. For what a caller can cause.
+// For errors that a caller can cause: throws std::invalid_argument unless `cond` holds. The text is the remaining
+// arguments, streamed one after another, then the condition, file and line.
 #define ZCOMM_CHECK(cond, ...)                                                \
   do {                                                                        \
     if (!(cond)) ::zcomm::ThrowCheck(#cond, __FILE__, __LINE__, __VA_ARGS__); \

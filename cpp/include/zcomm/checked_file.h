@@ -9,35 +9,39 @@
 
 namespace zcomm {
 
-// A file that carries what is needed to tell whether its data are those that were written:
+// A file with a checksum for each page, so that a read finds data that differ from what was written:
 //
 //     page 0     magic "ZEROFILE", version, bytes of a page (uint32 each), bytes of data (uint64), CRC-32C of these
 //     data       whole pages
 //     table      the CRC-32C of each page of data, uint32, padded with zeros to whole pages
 //
-// Integers are little-endian. The table in memory is the one that data are compared with: it also finds a write that
-// was lost. The file's own is as of the last WriteTable; what was written since is then taken for damaged, never for
-// right. The functions may be called from several threads, for pages that do not overlap.
+// Integers are little-endian. Reads are compared with the table in memory, so that a lost write is found, too: the page
+// on the disk then matches the old checksum and not the new one. The table in the file is as of the last WriteTable.
+// After a crash, pages written since then are reported as damaged, and never accepted.
+//
+// Thread-safe for pages that do not overlap.
 class CheckedFile {
  public:
-  // Of a new file with `nbytes` of data, rounded up to whole pages: zeros.
+  // For a new file with `nbytes` of data, all zeros, rounded up to whole pages. Writes nothing: see WriteNew.
   explicit CheckedFile(std::uint64_t nbytes);
 
   static constexpr std::size_t kDataOffset = kPageNbytes;
-  // Bytes of a file with `nbytes` of data.
+  // Size in bytes of a file with `nbytes` of data: page 0, data and table.
   static std::uint64_t FileNbytes(std::uint64_t nbytes);
   std::uint64_t data_nbytes() const { return num_pages_ * kPageNbytes; }
 
-  // Page 0 and the table of a new file. Returns errno, or 0.
+  // Writes page 0 and the table of a new file. Returns errno, or 0.
   int WriteNew(int descriptor);
-  // From a file that exists. EBADMSG if it is none of these files, or is damaged.
+  // Reads page 0 and the table of an existing file into *file. Returns errno, or 0; EBADMSG if page 0 or the file's
+  // size is wrong.
   static int Load(int descriptor, std::unique_ptr<CheckedFile>* file);
 
-  // Keeps the checksums of pages that are about to be written.
+  // Records the checksums of pages that are about to be written. Call it before the write starts.
   void Keep(std::uint64_t first_page, const void* data, std::size_t num_pages);
-  // The first page whose data differ from what was kept, counted from `first_page`; `num_pages` if none does.
+  // The index, counted from `first_page`, of the first page whose checksum differs from the recorded one; `num_pages`
+  // if none does.
   std::size_t FirstWrong(std::uint64_t first_page, const void* data, std::size_t num_pages);
-  // Writes the table. Returns errno, or 0.
+  // Writes the table into the file, without syncing it. Returns errno, or 0.
   int WriteTable(int descriptor);
 
  private:
@@ -51,7 +55,9 @@ class CheckedFile {
   std::uint32_t* table() { return reinterpret_cast<std::uint32_t*>(table_.get()); }
 
   const std::uint64_t num_pages_;
-  std::mutex mutex_;  // of the table, in memory and in the file
+  // Guards table_ and its copy in the file. Several threads call Keep and FirstWrong while FileQueue::Sync is in
+  // WriteTable; without the lock these race, and the file may get a half-updated table.
+  std::mutex mutex_;
   Pages table_;
 };
 

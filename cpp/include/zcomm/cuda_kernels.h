@@ -6,23 +6,23 @@
 #include "zcomm/arrays.h"
 #include "zcomm/message_layout.h"
 
-// The operations of quantize.h, decode.h and reduce.h on a GPU: the same bits, one launch a call. Defined in builds
-// with CUDA (ZCOMM_HAS_CUDA); this header needs none of CUDA's.
+// The operations of quantize.h, decode.h and reduce.h on a GPU: the same bits, one kernel launch for each call. Defined
+// in builds with CUDA (ZCOMM_HAS_CUDA); this header includes none of CUDA's.
 //
-// All pointers are to memory of the current device, alignments as in arrays.h, strides as there. Calls return once the
-// kernel is in `stream`'s queue: they neither wait for the device nor allocate, so they can be captured into a graph.
-// They throw std::invalid_argument on bad arguments, before anything is launched, and std::runtime_error with CUDA's
-// text where the launch fails. Thread-safe.
+// All pointers are to memory of the current device; alignments and strides are those of arrays.h. A call returns once
+// its kernel is queued on `stream`. It neither waits for the device nor allocates, so it can be captured into a CUDA
+// graph. Throws std::invalid_argument on bad arguments, before anything is launched, and std::runtime_error with CUDA's
+// text when the launch fails. Thread-safe.
 namespace zcomm::cuda {
 
 // A cudaStream_t. nullptr is the default stream.
 using Stream = void*;
 
 // The elements [begin, end) of every segment of every message of the call. `begin` is a multiple of 256 and of each
-// block of the call; so is `end`, or it is segment_numel. Launches over ranges that make up [0, segment_numel), in any
-// order and on any streams, write the bytes of one launch over the whole. The headers and codes of a range are those of
-// its blocks: CodesOfRange and HeadersOfRange. The range that ends at segment_numel also writes the messages' padding
-// and trailers, or checks them.
+// block of the call; so is `end`, unless it is segment_numel. Launches over ranges that together cover
+// [0, segment_numel), in any order and on any streams, write the same bytes as one launch over all of it. A range
+// covers the headers and codes of its blocks (HeadersOfRange, CodesOfRange). The range that ends at segment_numel also
+// writes, or checks, the messages' padding and trailers.
 struct Range {
   std::size_t begin;
   std::size_t end;
@@ -30,7 +30,8 @@ struct Range {
 
 inline Range WholeOf(const MessageLayout& layout) { return {0, layout.segment_numel}; }
 
-// Where the bytes of `range` of segment `segment` lie in a message of a block codec. Padding and trailer are neither's.
+// Where the bytes of `range` of segment `segment` lie in a message of a block codec. Padding and trailer belong to
+// neither.
 struct Bytes {
   std::size_t offset;
   std::size_t nbytes;
@@ -48,10 +49,11 @@ inline Bytes CodesOfRange(const MessageLayout& layout, std::size_t segment, cons
   return {layout.codes_offset + segment * layout.segment_codes_nbytes + first, (range.end * bits + 7) / 8 - first};
 }
 
-// What earlier messages lost (N10 of zcomm/_formats/reference.py), int8 blocks of 256: row i * num_segments + s belongs to segment s
-// of message i and is added, times beta, before it is encoded; what encoding loses replaces it, but for blocks that are
-// not finite. Row r has its codes from codes + r * codes_stride on, in whole blocks and aligned to 8 bytes, and its
-// bf16 scales from scales + r * scales_stride on; element e of the segment is element e of the row.
+// The error-feedback residual (N10 of zcomm/_formats/reference.py), in int8 blocks of 256. Row i * num_segments + s
+// belongs to segment s of message i. The row, times beta, is added to the segment before it is encoded; then what the
+// encoding loses replaces the row, except in blocks that are not finite. Element e of the segment is element e of the
+// row. Row r has its codes at codes + r * codes_stride, in whole blocks and aligned to 8 bytes, and its bf16 scales at
+// scales + r * scales_stride. Not owned.
 struct Residual {
   std::int8_t* codes;
   std::uint16_t* scales;
@@ -60,40 +62,42 @@ struct Residual {
   float beta;
 };
 
-// Messages yet to come, `count` of them in a row, of the layout of a call's output, whose trailers the call clears:
-// what is not received from then on is refused by the decoder, and never taken for an earlier message in the same
-// place. Those that the output itself is, if any, stay.
+// `count` contiguous messages that are still to be received, with the layout of a call's output. The call zeroes their
+// trailers. Without that, a message that never arrives would leave an earlier call's message in the buffer, with a
+// valid trailer, and the decoder would accept it; zeroed, it is refused. Messages that are part of the call's own
+// output keep their trailers.
 struct Expected {
   std::uint8_t* data = nullptr;
   std::size_t count = 0;
 };
 
-// Whether these kernels serve `layout`: cast codecs, and int8, int4, nf4 and fp8_e4m3 with a block that is a power of
-// two from kMinCudaBlock to kMaxCudaBlock, not rotated. What they do not serve (also: stochastic rounding) has Triton
-// kernels.
+// Whether these kernels support `layout`: cast codecs, and int8, int4, nf4 and fp8_e4m3 with a block that is a power of
+// two from kMinCudaBlock to kMaxCudaBlock, not rotated. Triton kernels do the rest, stochastic rounding included.
 inline constexpr std::size_t kMinCudaBlock = 8;
 inline constexpr std::size_t kMaxCudaBlock = 1024;
 bool Serves(const MessageLayout& layout);
 
-// Messages from `input`, or from RN(input - held) where `held` is not null: it has input's strides, and a dtype of its
-// own. `residual` may be null; it needs a block codec, and so do messages that are expected.
+// Encodes `input`, or RN(input - held) if `held` is not null; `held` has input's strides and its own dtype. `residual`
+// may be null. `residual` and `expected` need a block codec.
 void Quantize(const MessageLayout& layout, const Range& range, const ConstRows& input, const ConstRows* held,
               const Residual* residual, const MutableMessages& output, Stream stream, const Expected& expected = {});
 
-// `is_valid` (an int32 in device memory, or null) is set to 0 by the calls below where a message carries another hash
-// than input.layout_hash; what they write is then of no use, but inside `output`.
+// The calls below cannot throw for what only the GPU reads. Where a message's hash differs from input.layout_hash, they
+// set `is_valid` (an int32 in device memory, or null) to 0. The values in `output` are then meaningless; nothing
+// outside `output` is written.
 
-// Values into `output`; with `is_added` RN(output + value) replaces what is there.
+// Writes values into `output`; with `is_added`, RN(output + value) replaces output.
 void Decode(const MessageLayout& layout, const Range& range, const ConstMessages& input, const MutableRows& output,
             bool is_added, std::int32_t* is_valid, Stream stream);
 
-// The sum of the messages in their order, over `divisor`. output.message_stride is unused.
+// Sums the messages in their order and divides by `divisor`. output.message_stride is unused.
 void DecodeSum(const MessageLayout& layout, const Range& range, const ConstMessages& input, const MutableRows& output,
                float divisor, std::int32_t* is_valid, Stream stream);
 
 // Segment s of the sum becomes message s of `output`, whose layout has one segment of layout.segment_numel. `residual`
-// may be null: row s is that of message s. Where a message carries another hash, those of `output` get a trailer of
-// zeros, with or without `is_valid`: whoever receives them refuses them, too.
+// may be null; its row s belongs to message s. If an input message is refused, the messages of `output` get zero
+// trailers, with or without `is_valid`: otherwise the ranks that receive them would accept the meaningless sum, as only
+// this rank has the flag.
 void DecodeSumRequantize(const MessageLayout& layout, const Range& range, const ConstMessages& input,
                          const MessageLayout& out_layout, const MutableMessages& output, const Residual* residual,
                          std::int32_t* is_valid, Stream stream, const Expected& expected = {});

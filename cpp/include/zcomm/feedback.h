@@ -9,12 +9,12 @@
 
 namespace zcomm {
 
-// Elements of a residual's blocks.
+// Elements in a block of a residual.
 inline constexpr std::size_t kResidualBlock = 256;
 
-// What earlier encodings have lost, a row for each message, as int8 blocks of kResidualBlock: block b of row i has the
-// bf16 scale scales[i * scales_stride + b] and the codes from codes[i * codes_stride + b * kResidualBlock] on. Strides
-// in elements. Not owned.
+// The residual of error feedback: what earlier encodings lost, one row for each message, in int8 blocks of
+// kResidualBlock. Block b of row i has the bf16 scale scales[i * scales_stride + b] and the codes from
+// codes[i * codes_stride + b * kResidualBlock] on. Strides are in elements. Not owned.
 struct ResidualRows {
   std::int8_t* codes;
   std::size_t codes_stride;
@@ -23,22 +23,24 @@ struct ResidualRows {
   float beta;
 };
 
-// Whether a residual can follow messages of `layout`: a block codec whose blocks do not straddle those of a residual.
+// Whether messages of `layout` can have a residual: a block codec whose blocks do not straddle those of a residual.
 bool MayKeepResidual(const MessageLayout& layout);
 
-// Both are one pass over the data, with the arithmetic N10 of zcomm/_formats/reference.py: what is to become message i has beta x
-// the residual's row i added before it is quantized, and the row takes what the message lacks of that. Blocks of a
-// residual with a value that is not finite stay as they are.
+// Both functions make one pass over the data, with the arithmetic N10 of zcomm/_formats/reference.py:
 //
-// `layout` (the output's) has one segment, and MayKeepResidual. Throws std::invalid_argument on bad arguments and on a
-// wrong trailer, before anything is written. Thread-safe. Nothing may overlap. The bits do not depend on num_threads,
-// the ISA level or denormal modes.
+//   u = x + beta * row i        message i = Quantize(u)        row i = u - Decode(message i)
+//
+// Blocks of the residual in which a value is not finite keep their old contents.
+//
+// The output's layout has one segment and MayKeepResidual holds for it. Throws std::invalid_argument on bad arguments
+// and on a wrong trailer, before anything is written. Thread-safe. No two buffers may overlap. The bits do not depend
+// on num_threads, the ISA level or denormal modes.
 
-// As Quantize.
+// Quantize (quantize.h) with a residual.
 void QuantizeWithResidual(const MessageLayout& layout, const ConstRows& input, const MutableMessages& output,
                           const ResidualRows& residual, const Draw* draw, std::size_t num_threads);
 
-// As DecodeSumRequantize.
+// DecodeSumRequantize (reduce.h) with a residual.
 void DecodeSumRequantizeWithResidual(const MessageLayout& layout, const ConstMessages& input,
                                      const MessageLayout& out_layout, const MutableMessages& output,
                                      const ResidualRows& residual, const Draw* draw, std::size_t num_threads);

@@ -19,7 +19,7 @@
 
 namespace zcomm {
 
-// What a call of the operating system refused: errno, the file, and what was being done.
+// A failed system call: errno, the file's path, and what was being done. Python sees an OSError.
 class FileError : public std::runtime_error {
  public:
   FileError(int number, std::string path, const std::string& what);
@@ -32,7 +32,7 @@ class FileError : public std::runtime_error {
   std::string path_;
 };
 
-// An open file of the operating system, closed at the end.
+// Owns a file descriptor, and closes it.
 class Descriptor {
  public:
   Descriptor() = default;
@@ -50,58 +50,65 @@ class Descriptor {
   int number_ = -1;
 };
 
-// Of offsets, addresses and byte counts of direct I/O.
+// Direct I/O needs offsets, addresses and byte counts that are multiples of this.
 inline constexpr std::size_t kFileAlignment = kPageNbytes;
 
-// Plain files hold the data alone; checked ones as CheckedFile says.
+// A plain file holds nothing but the data. A checked one has checksums: see CheckedFile.
 enum class FileKind { kPlain, kChecked };
 
-// What carries the requests: the kernel's own queue and one thread beside it, or a thread for each request in flight.
+// How requests are executed: by the kernel's io_uring and one thread that serves it, or by a thread for each request in
+// flight.
 enum class FileEngine { kIoUring, kThreads };
 const char* FileEngineName(FileEngine engine);
 
 class FileRing;
 
-// Reads and writes files past the page cache (O_DIRECT; through it where the file system has none), many requests at a
-// time. A transfer is cut into requests of `request_nbytes`, `num_requests` of which are in flight. Reads begin in the
-// order of submission, and so do writes; where both wait they take turns: a disk moves more of both than of one.
+// Reads and writes files asynchronously, bypassing the page cache with O_DIRECT (or through it, on file systems that
+// have no O_DIRECT). A transfer is split into requests of `request_nbytes`, of which up to `num_requests` are in
+// flight. Reads start in the order of submission, and so do writes. When both are waiting they alternate: a disk moves
+// more bytes when it reads and writes at once.
 //
-// A checked file's pages are summed before they are written and compared after they were read, by the thread that
-// has the request; what differs is a FileError of EBADMSG. After a failed write the data there are undefined: reading
-// them fails unless they are what was to be written.
+// The thread that has a request computes the checksums of a checked file's pages before it writes them, and compares
+// them after it has read them. A mismatch is a FileError of EBADMSG. After a failed write the data there are undefined:
+// a read fails unless they are what was to be written.
 //
-// Transfers of one file must not overlap while they are in flight. All functions may be called from several threads.
-// An error never ends the process: it is thrown by Wait of the transfer, or by the call itself.
+// Transfers of one file that overlap must not be in flight together: their requests run in any order. Thread-safe.
+// No error ends the process: Wait throws the errors of a transfer, other calls throw their own.
 class FileQueue {
  public:
-  // With io_uring where liburing was found at build time, the kernel has it and `may_use_ring`; else with threads, as
-  // many as requests. FileError of EAGAIN, without a path, where the system allows no more threads: none is left then.
+  // Uses io_uring if `may_use_ring`, liburing was found at build time and the kernel allows it; otherwise threads, one
+  // for each of `num_requests`. Throws FileError of EAGAIN, without a path, if the system cannot start the threads;
+  // those already started have then ended.
   FileQueue(std::size_t num_requests, std::size_t request_nbytes, bool may_use_ring = true);
-  ~FileQueue();  // after the requests in flight; those not begun are dropped, files are closed
+  // Waits for the requests in flight, drops those that have not started, and closes the files.
+  ~FileQueue();
   FileQueue(const FileQueue&) = delete;
   FileQueue& operator=(const FileQueue&) = delete;
 
   FileEngine engine() const { return ring_ ? FileEngine::kIoUring : FileEngine::kThreads; }
 
-  // Creates a file of `nbytes`, whose space is reserved so that later writes cannot run out of it, or throws and leaves
-  // none. An existing file is an error (EEXIST). Readable by its owner alone.
+  // Creates a file of `nbytes` that only its owner can read, and reserves its space on the disk, so that later writes
+  // do not fail with ENOSPC in the middle of training. An existing file is an error (EEXIST). If it throws, it leaves
+  // no file. Returns the number by which the other functions know the file.
   int Create(const std::string& path, std::uint64_t nbytes, FileKind kind = FileKind::kPlain);
-  // Opens an existing file for reading and writing.
+  // Opens an existing file for reading and writing. Returns its number.
   int Open(const std::string& path, FileKind kind = FileKind::kPlain);
-  // Bytes of an open file; of a checked one, of its data.
+  // Size in bytes of an open file; of a checked one, the size of its data.
   std::uint64_t Size(int file);
-  // Waits until what was written is on the disk; a checked file then also holds its checksums, as of the transfers that
-  // had ended.
+  // Makes completed writes durable (fdatasync). For a checked file it first writes the checksums of those writes.
+  // Wait for a transfer before Sync: one that is still in flight may or may not be covered.
   void Sync(int file);
-  // The file must have no transfer in flight.
+  // Closes the file, which must have no transfer in flight. Does not sync it.
   void Close(int file);
 
-  // A ticket for Wait. `offset`, `nbytes` and the address of `data` are multiples of kFileAlignment; `data` stays where
-  // it is until Wait has returned. A checked file's transfers end within its data.
+  // Start a transfer and return its ticket for Wait. `offset`, `nbytes` and the address of `data` are multiples of
+  // kFileAlignment. `data` must stay valid, and for a write unchanged, until Wait has returned. A transfer of a checked
+  // file must end within its data.
   std::uint64_t Read(int file, std::uint64_t offset, void* data, std::size_t nbytes);
   std::uint64_t Write(int file, std::uint64_t offset, const void* data, std::size_t nbytes);
   bool IsDone(std::uint64_t ticket);
-  // Returns when the transfer has ended, or throws its first FileError. Once for each ticket.
+  // Returns when the transfer is complete, or throws the FileError of its first failed request by offset. Call it once
+  // for each ticket.
   void Wait(std::uint64_t ticket);
 
  private:
@@ -117,7 +124,7 @@ class FileQueue {
     std::uint64_t offset = 0;
     std::size_t nbytes = 0;
     std::size_t unfinished = 0;
-    int error = 0;  // of the request at the lowest offset that failed, whose numbers follow
+    int error = 0;  // errno of the failed request with the lowest offset; the next three describe that request
     std::uint64_t failed_offset = 0;
     std::size_t failed_nbytes = 0;
     std::size_t moved_nbytes = 0;
@@ -138,30 +145,31 @@ class FileQueue {
   File& At(int file);
   std::uint64_t Submit(int file, bool is_write, std::uint64_t offset, std::uint8_t* data, std::size_t nbytes);
   bool HasRequest() const;
-  Request TakeRequest();  // there is one
+  Request TakeRequest();  // HasRequest() must hold
   void Serve();
   void ServeRing(std::vector<Request>* slots);
   bool MoveOn(std::size_t slot, int result, Request* request);
   bool End(Request* request, int error);
   void Notify();
-  void EndThreads();  // after the requests that they have
+  void EndThreads();  // each thread finishes its request first
   static void Prepare(const Request& request);
   static int Verify(Request* request);
   void Finish(const Request& request, int error);
 
   const std::size_t request_nbytes_;
-  const pid_t process_;
+  const pid_t process_;                   // tells a forked child, which has no threads: see ~FileQueue
   const std::unique_ptr<FileRing> ring_;  // null: threads
+  // On the heap, so that a forked child can leak them: destroying a condition variable waits for its waiters.
   struct Signals {
-    std::condition_variable work;
-    std::condition_variable done;
+    std::condition_variable work;  // lanes_ have a request, or is_closing_; unused with io_uring
+    std::condition_variable done;  // a transfer is complete
   };
 
-  std::mutex mutex_;
+  std::mutex mutex_;  // guards everything below; released during system calls, which would stall Read and Write
   std::unique_ptr<Signals> signals_ = std::make_unique<Signals>();
   std::map<int, File> files_;
   std::map<std::uint64_t, Transfer> transfers_;
-  std::deque<Request> lanes_[2];  // reads and writes that have not begun
+  std::deque<Request> lanes_[2];  // reads, and writes, that have not started
   bool next_lane_ = false;
   std::uint64_t next_ticket_ = 1;
   int next_file_ = 1;

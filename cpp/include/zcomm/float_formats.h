@@ -7,9 +7,9 @@
 
 namespace zcomm {
 
-// Scalar conversions between float32 and the 16-bit formats, to nearest, ties to even, overflow to infinity; a NaN
-// stays a NaN (payloads are not kept). Independent of the processor's denormal modes. The reference for the vector
-// kernels.
+// Scalar conversions between float32 and the 16-bit formats: to nearest, ties to even, overflow to infinity. A NaN
+// stays a NaN, but its payload is lost. The processor's denormal modes do not matter. The vector kernels must give
+// these bits.
 float FloatFromBfloat16(std::uint16_t bits);
 std::uint16_t Bfloat16FromFloat(float value);
 float FloatFromFloat16(std::uint16_t bits);

@@ -7,8 +7,9 @@
 
 namespace zcomm {
 
-// How elements are coded. The values are part of the interface to Python. The first three equal DType's: the message is
-// a plain array of that type (a cast codec). The others are block codecs. 5, float64, has no native kernels.
+// How elements are coded. Python passes the values as integers: do not renumber them. The first three equal DType's:
+// the message is a plain array of that type (a cast codec). The others are block codecs. 5, float64, has no native
+// kernels.
 enum class Codec : int {
   kFloat32 = 0,
   kBfloat16 = 1,
@@ -28,9 +29,9 @@ inline constexpr std::size_t kMaxBlock = 65536;
 
 constexpr bool IsCodec(int number) { return number >= 0 && number < static_cast<int>(kNumCodecs) && number != 5; }
 constexpr bool IsBlockCodec(Codec codec) { return codec >= Codec::kInt8; }
-// Codes lie in [0, qmax] above a zero point.
+// Whether codes count from a zero point, in [0, qmax].
 constexpr bool HasZeroPoint(Codec codec) { return codec == Codec::kInt8Asym || codec == Codec::kInt4Asym; }
-// Codecs that may round stochastically.
+// Whether the codec supports stochastic rounding.
 constexpr bool IsIntCodec(Codec codec) { return codec == Codec::kInt8 || codec == Codec::kInt4 || HasZeroPoint(codec); }
 
 constexpr std::size_t CodeBits(Codec codec) {
@@ -38,10 +39,10 @@ constexpr std::size_t CodeBits(Codec codec) {
   return codec == Codec::kInt4 || codec == Codec::kNf4 || codec == Codec::kInt4Asym ? 4 : 8;
 }
 
-// Bytes of a block beside its codes: a bf16 scale, and after it a bf16 zero point.
+// Bytes of a block apart from its codes: a bf16 scale, then a bf16 zero point if the codec has one.
 constexpr std::size_t HeaderNbytes(Codec codec) { return HasZeroPoint(codec) ? 4 : IsBlockCodec(codec) ? 2 : 0; }
 
-// What the scale of a block codec divides by: the largest magnitude of a scaled value.
+// The largest magnitude of a scaled value: scale = absmax / QMax.
 constexpr int QMax(Codec codec) {
   return codec == Codec::kInt8       ? 127
          : codec == Codec::kInt4     ? 7
@@ -51,14 +52,14 @@ constexpr int QMax(Codec codec) {
                                      : 15;
 }
 
-// Where the parts of a message lie. Sizes and offsets in bytes unless they end in _numel.
+// Where the parts of a message lie. Sizes and offsets are in bytes unless their names end in _numel.
 //
 //   block codec:  | headers [num_segments][blocks_per_segment] | 0 to 16 | codes [num_segments] | 0 | trailer 8 |
 //   cast codec:   | elements [num_segments][segment_numel] |
 //
-// A block never straddles two segments; a segment's last block may be short. Codes of 4 bits: the even element in the
-// low nibble, int4 in two's complement; every segment starts on a byte. Trailer: uint32 layout hash, uint32 checksum
-// (written as 0). All little endian.
+// A block never straddles two segments; a segment's last block may be short. With 4-bit codes, the even element is in
+// the low nibble, int4 codes are in two's complement, and every segment starts on a byte. The trailer is a uint32
+// layout hash and a uint32 checksum (written as 0). Everything is little-endian.
 struct MessageLayout {
   Codec codec;
   std::size_t block;  // 0 for cast codecs
@@ -75,25 +76,27 @@ struct MessageLayout {
 };
 
 // Throws std::invalid_argument when the block of a block codec is odd or outside kMinBlock..kMaxBlock, when a rotated
-// one is not a power of two, or when a size exceeds 2^62 bytes. A cast codec ignores `block` and cannot be rotated.
+// block is not a power of two, or when the message could exceed 2^62 bytes. A cast codec ignores `block` and cannot be
+// rotated.
 MessageLayout MakeMessageLayout(Codec codec, std::size_t block, std::size_t num_segments, std::size_t segment_numel,
                                 bool is_rotated = false);
 
-// Writes the zero padding and the trailer of a block-codec message; nothing for a cast codec.
+// Writes the zero padding and the trailer of a block-codec message. Does nothing for a cast codec.
 void WriteTrailer(const MessageLayout& layout, std::uint32_t layout_hash, std::uint8_t* message);
 
-// The same for every one of `messages`, with their hash.
+// WriteTrailer for each of `messages`, with messages.layout_hash.
 void WriteTrailers(const MessageLayout& layout, const MutableMessages& messages);
 
-// Makes messages of a block codec ones that are refused, until their trailers are written. Nothing for a cast codec.
+// Zeroes the trailers of block-codec messages, so that decoders refuse them until WriteTrailers. Does nothing for a
+// cast codec.
 void ClearTrailers(const MessageLayout& layout, const MutableMessages& messages);
 
-// Throws std::invalid_argument, naming the message's index and both hashes, when a message of a block codec does not
-// carry `messages.layout_hash`. Nothing to check for a cast codec.
+// Throws std::invalid_argument, naming the message's index and both hashes, when a block-codec message does not carry
+// messages.layout_hash. Checks nothing for a cast codec, whose messages have no trailer.
 void CheckTrailers(const MessageLayout& layout, const ConstMessages& messages);
 
-// The checks that every operation makes of its arguments: pointers aligned and not null unless nothing is there, at
-// least one thread. Throws std::invalid_argument.
+// The argument checks that all operations share: pointers are aligned, and not null unless there are no elements; there
+// is at least one thread. Throw std::invalid_argument, which names the argument by `name`.
 void CheckRows(const MessageLayout& layout, const ConstRows& rows, const char* name);
 void CheckMessages(const MessageLayout& layout, const ConstMessages& messages, const char* name);
 void CheckThreads(std::size_t num_threads);

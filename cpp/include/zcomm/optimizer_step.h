@@ -9,15 +9,15 @@
 
 namespace zcomm {
 
-// How a step moves a parameter. In float32, in the order written, without fused multiply-adds; ^ marks what is held
-// from step to step. g below is grad_factor * gradient, in one multiplication.
+// The update rules: float32, in the order written, without fused multiply-adds. ^ marks state that is kept from step to
+// step. g below is grad_factor * gradient, in one multiplication.
 //
 //   kAdam     g += weight_decay * p, then as kAdamW with keep = 1
 //   kAdamW    p *= keep;  m^ += (g - m) * mix1;  v^ = v * beta2 + (mix2 * g) * g;  [w^ = max(w, v), in place of v]
 //             p -= (rate * m) / (sqrt(v) * inverse_root + eps)
 //   kAdagrad  g += weight_decay * p;  m^ += g * g;  p -= (rate * g) / (sqrt(m) + eps)
 //   kLion     c = m * beta1 + g * mix1;  p = p * keep - rate * sign(c);  m^ = m * beta2 + g * mix2
-//   kTraffic  p += g;  m^ += g;  v^ += g: the memory traffic of Adam and next to no arithmetic, a bound for benchmarks
+//   kTraffic  p += g;  m^ += g;  v^ += g: the memory traffic of Adam with almost no arithmetic, for benchmarks
 enum class Rule : int { kAdam = 0, kAdamW = 1, kAdagrad = 2, kLion = 3, kTraffic = 4 };
 
 inline constexpr std::size_t kNumRules = 5;
@@ -38,7 +38,7 @@ struct StepOptions {
   float inverse_root;
 };
 
-// `numel` elements each, aligned to their element type, not overlapping, not owned.
+// Arrays of `numel` elements each, aligned to their element type. They must not overlap. Not owned.
 struct Shard {
   std::size_t numel;
   float* param;      // float32 master weights
@@ -47,18 +47,19 @@ struct Shard {
   void* moment1;       // m, of moment_dtype
   void* moment2;       // v, of moment_dtype; null unless HasSecondMoment
   DType moment_dtype;  // kFloat32, or kBfloat16, rounded stochastically by `draw`
-  float* largest;      // w of amsgrad; null: no amsgrad
-  void* out;           // null, or where the new parameter goes in out_dtype, rounded to nearest even
+  float* largest;      // w of amsgrad; null without amsgrad
+  void* out;           // receives the new parameter in out_dtype, rounded to nearest even; null: not written
   DType out_dtype;
 };
 
-// One step of the whole shard. Moments in bfloat16 take word e of `draw` for element e of moment1, and of
-// moment2 under draw's next tensor number: v may change by less than their step, which rounding to nearest would lose.
-// Throws std::invalid_argument before it writes anything.
+// One step of the whole shard. bfloat16 moments are rounded stochastically: a change of v is often smaller than half a
+// bfloat16 step, and rounding to nearest would lose it every time. Element e of moment1 takes word e of `draw`; moment2
+// takes the same words under draw's next tensor number. Throws std::invalid_argument before anything is written.
+// Thread-safe. The bits do not depend on num_threads, the ISA level or denormal modes.
 void OptimizerStep(const StepOptions& options, const Shard& shard, const std::optional<Draw>& draw,
                    std::size_t num_threads);
 
-// The same bits: scalar, single-threaded.
+// The oracle of tests: the same bits, scalar and single-threaded.
 void OptimizerStepRef(const StepOptions& options, const Shard& shard, const std::optional<Draw>& draw);
 
 }  // namespace zcomm

@@ -8,23 +8,23 @@
 
 namespace zcomm {
 
-// Writes `output.count` messages from the rows of `input` (message i from the rows of message i), whole: headers,
-// codes, padding, trailer with output.layout_hash and checksum 0. The arithmetic is the numerics contract N1 to N9 of
-// zcomm/_formats/reference.py, in float32; for a block b of a symmetric codec, in short:
+// Encodes the rows of `input` into `output.count` messages (message i from the rows of message i). Writes every byte of
+// a message: headers, codes, padding, and the trailer with output.layout_hash and checksum 0. The arithmetic is the
+// numerics contract N1 to N9 of zcomm/_formats/reference.py, in float32. In short, for a block b of a symmetric codec:
 //
 //   absmax = max |x| over b        scale[b] = absmax / qmax rounded up to bf16        code = nearest code of x / scale
 //
-// A NaN or infinity in b: scale NaN, codes 0. A cast codec rounds each element to nearest.
+// If b holds a NaN or an infinity, its scale is NaN and its codes are 0. A cast codec rounds each element to nearest.
 //
-// `draw`, unless null: int codecs round stochastically, with the random number of the element at message *
-// message_stride + segment * segment_stride + e; other codecs ignore it.
+// If `draw` is not null, int codecs round stochastically: element e of a segment uses random number message *
+// message_stride + segment * segment_stride + e. Other codecs ignore `draw`.
 //
 // Throws std::invalid_argument on bad arguments (CheckRows, CheckMessages, CheckThreads). Thread-safe. `input` and
 // `output` must not overlap. The bits do not depend on num_threads, the ISA level or denormal modes.
 void Quantize(const MessageLayout& layout, const ConstRows& input, const MutableMessages& output, const Draw* draw,
               std::size_t num_threads);
 
-// The same, element by element without vectors, tiles or threads: the oracle.
+// The oracle of tests: the same bits, element by element, without vectors, tiles or threads.
 void QuantizeRef(const MessageLayout& layout, const ConstRows& input, const MutableMessages& output, const Draw* draw);
 
 }  // namespace zcomm

@@ -70,12 +70,12 @@ class _Expected:
         self.new_scales = torch.where(is_kept, self.scales, scales)
         self.num_kept = int(is_kept.sum())
 
-    def check(self, messages: Tensor, residual: launch.Residual) -> None:
+    def check(self, messages: Tensor, residual: launch.ResidualArguments) -> None:
         assert torch.equal(messages, self.messages)
         assert torch.equal(residual.codes, self.new_codes)
         assert same_values(residual.scales, self.new_scales)
 
-    def residual(self) -> launch.Residual:
+    def residual(self) -> launch.ResidualArguments:
         """In wider rows, as a chunk's blocks lie."""
         wide = [
             torch.full((t.shape[0], t.shape[1] + 3, *t.shape[2:]), 7, dtype=t.dtype) for t in (self.codes, self.scales)
@@ -83,7 +83,7 @@ class _Expected:
         views = [w[:, 2:-1] for w in wide]
         views[0].copy_(self.codes)
         views[1].copy_(self.scales)
-        return launch.Residual(views[0], views[1], BETA)
+        return launch.ResidualArguments(views[0], views[1], BETA)
 
 
 @pytest.mark.parametrize("format", WIRES)
@@ -152,7 +152,7 @@ def test_a_collective_keeps_the_same_residual(format: str, received: str, monkey
             ):  # fmt: skip
                 values = mixture(2 * numel, step).nan_to_num(0, 2, -2).view(2, numel)[:, columns].contiguous()
                 messages, out = _quantized(values, of_sum), layout.new(1, values.device)
-                encoder.at(columns.start).sum_and_encode(messages, of_sum, out, layout, expected=out)
+                encoder.at(columns.start).encode_sum(1, messages, of_sum, out, layout, expected=out)
                 sent.append(out)
             residual.commit()
             outcomes.append((*sent, residual.values()))
@@ -162,7 +162,9 @@ def test_a_collective_keeps_the_same_residual(format: str, received: str, monkey
 
 def test_a_residual_needs_blocks_that_fit() -> None:
     values = torch.ones(1, 100)
-    blocks = launch.Residual(torch.zeros(1, 1, 256, dtype=torch.int8), torch.zeros(1, 1, dtype=torch.bfloat16), 1.0)
+    blocks = launch.ResidualArguments(
+        torch.zeros(1, 1, 256, dtype=torch.int8), torch.zeros(1, 1, dtype=torch.bfloat16), 1.0
+    )
     for format, named in (("int8/48", "block=48"), ("bf16", "codec=bf16")):
         layout = layout_of("test", get_format(format), torch.float32, 1, 100)
         with pytest.raises(ValueError, match=named):
@@ -232,7 +234,7 @@ def test_what_is_made_of_a_refused_message_is_refused(received: str, format: str
         if damaged < count:
             wrong[damaged, -8] ^= 1
         codes = torch.zeros(num_segments, 4, 256, dtype=torch.int8)
-        residual = launch.Residual(codes, torch.zeros(num_segments, 4, dtype=torch.bfloat16), 1.0)
+        residual = launch.ResidualArguments(codes, torch.zeros(num_segments, 4, dtype=torch.bfloat16), 1.0)
         launch.decode_sum_requantize(
             wrong, incoming, got, layout, is_valid=is_valid, residual=residual if has_residual else None
         )

@@ -49,11 +49,11 @@ class Guarded:
         self.results.append(self.array(values))
         return self.results[-1]
 
-    def residual(self, num_rows: int, numel: int) -> launch.Residual:
+    def residual(self, num_rows: int, numel: int) -> launch.ResidualArguments:
         num_blocks = -(-numel // 256)
         codes = torch.arange(num_rows * num_blocks * 256).remainder(255).sub(127).to(torch.int8)
         scales = torch.full((num_rows, num_blocks), 0.01, dtype=torch.bfloat16)
-        return launch.Residual(self.written(codes.view(num_rows, num_blocks, 256)), self.written(scales), 0.9)
+        return launch.ResidualArguments(self.written(codes.view(num_rows, num_blocks, 256)), self.written(scales), 0.9)
 
     def is_whole(self) -> bool:
         """Whether no byte beside an array has changed."""
@@ -143,7 +143,7 @@ CALLS: list[Callable[[Guarded, str, int, torch.dtype], None]] = [
 
 
 def test_every_launcher_is_called() -> None:
-    names = {name for name in launch.__all__ if name != "Residual"}
+    names = {name for name in launch.__all__ if name != "ResidualArguments"}
     assert names == {"quantize", "decode", "decode_sum", "decode_sum_requantize"}
 
 

@@ -1,4 +1,4 @@
-"""A piece of a buffer with what is kept for it from one exchange to the next: its tally, its residual."""
+"""One piece of a buffer with the state kept between its exchanges: its byte counts and its residual."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from zcomm.install.report import Tally
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """One exchange, as often as it happens."""
+class PieceExchange:
+    """An exchange that is repeated every step."""
 
     piece: FormatPiece
     tally: Tally
     residual: Residual | None = None
-    """By parameter; what an exchange has lost is added to the next one, whatever the optimizer did with the step."""
+    """Error feedback: the next exchange adds what this one has lost."""
 
     @property
     def wires(self) -> Wires:
-        """The formats, the same for the whole piece."""
+        """The formats, which all parameters of the piece share."""
         return self.piece.choices[0].wires
 
-    def begin(self, scaling: LossScaling) -> Residual | None:
-        """Before an exchange, when the one before has ended: what that has lost counts from now on.
+    def start(self, scaling: LossScaling) -> Residual | None:
+        """Return the residual for the next exchange, after committing what the previous one has lost.
 
-        Unless the scaler has skipped its step, with what was sent.
+        The commit waits here, and not behind the previous exchange, because only now it is known whether the gradient
+        scaler has skipped that step. What was sent in a skipped step is not applied, so its loss must not be added.
         """
         if self.residual is None:
             return None
-        scale = scaling.now()
+        scale = scaling.current_scale()
         if not self.residual.is_committed:
             self.residual.commit(unless=self.residual.exceeds(scale) if scaling.falls_at_overflow else False)
         self.residual.set_loss_scale(scale)
