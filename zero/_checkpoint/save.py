@@ -190,10 +190,10 @@ def save_checkpoint(
     # The background thread has a process group of its own (background.group): on the ranks' usual group its exchanges
     # could be matched with those of training, which goes on meanwhile.
     saving = Saving(folder, background.submit(partial(_write, snapshot, writer, background)))
-    if not async_op:
+    if async_op:
+        background.last = saving
+    else:
         saving.wait()
-        return saving
-    background.last = saving
     return saving
 
 
