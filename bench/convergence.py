@@ -41,7 +41,7 @@ from text_data import Text
 from tqdm import tqdm
 
 from zcomm import Topology
-from zcomm._bench.ranks_setup import choose_topology, process_group, relaunch_under_torchrun
+from zcomm._bench.launch import choose_topology, process_group, relaunch_under_torchrun
 
 RESULTS = Path(__file__).parent / "results" / "convergence"
 

@@ -31,7 +31,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import zcomm
 from zcomm import Recipe, Topology
 from zcomm._bench.harness import BenchReport, Column
-from zcomm._bench.ranks_setup import choose_topology, process_group, relaunch_under_torchrun
+from zcomm._bench.launch import choose_topology, process_group, relaunch_under_torchrun
 from zcomm.volume import inter_node_model_units
 
 LIMITS = {("ddp", "zeropp"): 0.40, ("ddp", "accurate"): 0.40, ("ddp", "smallest"): 0.27, ("fsdp2", "zeropp"): 0.45}

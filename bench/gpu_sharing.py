@@ -15,7 +15,7 @@ import torch
 
 from zcomm import Topology, control
 from zcomm._bench.harness import BenchReport, Column
-from zcomm._bench.ranks_setup import process_group
+from zcomm._bench.launch import process_group
 
 __all__ = ["agreed", "begun", "joined", "sharing"]
 

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 import zcomm
 import zero
 from zcomm import Topology
-from zcomm._bench.ranks_setup import process_group, relaunch_under_torchrun
+from zcomm._bench.launch import process_group, relaunch_under_torchrun
 from zero._storage.transfer_counters import moved
 
 ALLOCATOR = {

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from zcomm import Topology
 from zcomm._bench.harness import BenchReport, Column, Timing, interleave
-from zcomm._bench.ranks_setup import process_group, relaunch_under_torchrun
+from zcomm._bench.launch import process_group, relaunch_under_torchrun
 from zero import ZeroOptimizer
 from zero._storage.file_store import FileStore, Transfer
 from zero._storage.tier_settings import FileSettings

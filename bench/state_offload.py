@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import zero
 from zcomm import Topology
 from zcomm._bench.harness import BenchReport, Column
-from zcomm._bench.ranks_setup import process_group, relaunch_under_torchrun
+from zcomm._bench.launch import process_group, relaunch_under_torchrun
 from zero._storage.transfer_counters import moved
 
 COLUMNS = [

@@ -26,7 +26,7 @@ from train_report import MetricsFile, Result, plot, print_report
 
 import zcomm
 from zcomm import Topology
-from zcomm._bench.ranks_setup import choose_topology, process_group, relaunch_under_torchrun
+from zcomm._bench.launch import choose_topology, process_group, relaunch_under_torchrun
 from zero import GatheredParameters, ZeroOptimizer
 from zero._storage.tier_settings import Tier
 

@@ -38,7 +38,7 @@ from contenders.turn import take_steps
 
 from zcomm import Topology
 from zcomm._bench.harness import BenchReport, Column, Timing, interleave
-from zcomm._bench.ranks_setup import process_group
+from zcomm._bench.launch import process_group
 
 LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}  # relative; after tens of steps, not after one
 COLUMNS = [

@@ -1,6 +1,6 @@
 """Two versions side by side: the interval, and a run of this version beside itself."""
 
-# covers zcomm/_bench/launch.py zcomm/_bench/options.py zcomm/_bench/plot.py zcomm/_bench/timing.py
+# covers zcomm/_bench/launch.py zcomm/_bench/options.py zcomm/_bench/timing.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Ranks that install different recipes, or cannot install: the same named error on all, and nothing is installed."""
 
-# covers zcomm/_transport/background.py zcomm/install/agreement.py zcomm/install/choices.py
+# covers zcomm/install/agreement.py zcomm/install/choices.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The pool of ranks that the other tests stand on: what fails is seen, and costs only its own test."""
 
-# covers tests/ranks.py zcomm/_bench/ranks_setup.py
+# covers tests/ranks.py
 
 from __future__ import annotations
 

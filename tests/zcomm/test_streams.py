@@ -1,6 +1,6 @@
 """Asynchronous collectives on CUDA: which stream waits for which, here by what is asked of torch, and on a GPU."""
 
-# covers zcomm/_transport/device_streams.py zcomm/_transport/streams.py
+# covers zcomm/_transport/device_streams.py
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 
 import zcomm
 from tests.recorded_streams import DEVICE, OnDevice, Recorded
-from zcomm._transport.streams import SideStreams
-from zcomm._transport.work import Steps, WorkQueue, run
+from zcomm._transport.work import SideStreams, Steps, WorkQueue, run
 
 
 @pytest.fixture

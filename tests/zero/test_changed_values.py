@@ -1,6 +1,6 @@
 """Changing and copying parameters from outside the training loop: what masters, copies and other ranks make of it."""
 
-# covers zero/_gather/full_replica.py
+# covers zcomm/_base/env.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checkpoints: any stage and world size to any other, no bit changed; training goes on as if it had never stopped."""
 
-# covers zero/_checkpoint/agreed_steps.py zero/_checkpoint/collective_save.py zero/_checkpoint/flat_parts.py
+# covers zero/_checkpoint/collective_save.py zero/_checkpoint/flat_parts.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``zero.checkpoint``: losses and gradients are those of the plain functions, bit for bit, wherever inputs rest."""
 
-# covers zero/_activations/checkpointer.py zero/_activations/memory_storage.py zero/_activations/usage.py
+# covers zero/_activations/checkpointer.py zero/_activations/usage.py zero/checkpointing.py
 
 from __future__ import annotations
 

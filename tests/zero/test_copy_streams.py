@@ -1,6 +1,6 @@
 """Copies between host memory and a GPU: on streams of their own, after what was computed, known to the allocator."""
 
-# covers zero/_activations/copies.py zero/_storage/copy_stream.py zero/_storage/file_shard_storage.py
+# covers zero/_activations/memory_storage.py zero/_storage/file_shard_storage.py zero/_storage/host_memory.py
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from tests.recorded_streams import DEVICE, Event, OnDevice, Recorded
-from zero._activations.copies import Copies
-from zero._storage.copy_stream import CopyStream
+from zero._activations.memory_storage import Copies
 from zero._storage.file_shard_storage import FileShard
 from zero._storage.file_store import FileStore
-from zero._storage.host_memory import HostMemory
+from zero._storage.host_memory import CopyStream, HostMemory
 from zero._storage.shard_storage import HostShard
 from zero._storage.staging_buffers import StagingBuffers
 from zero._storage.tier_settings import FileSettings

@@ -1,6 +1,6 @@
 """``mode="delta_hpz"``: what it keeps from step to step, in checkpoints, on other topologies, and beside offload."""
 
-# covers zero/_optim/state_placement.py zero/_runtime/delta_hpz_state.py zero/_runtime/runtime.py
+# covers zero/_runtime/delta_hpz_state.py zero/_runtime/runtime.py
 
 from __future__ import annotations
 

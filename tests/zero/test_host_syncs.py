@@ -1,6 +1,6 @@
 """On a GPU the host does not wait for the device in a step, but where a number is needed on the host."""
 
-# covers zero/_storage/host_memory.py
+# covers zero/optimizer.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What ``import zero`` brings into every rank's memory."""
 
-# covers zero/checkpointing.py
+# covers zero/optimizer.py
 
 from __future__ import annotations
 

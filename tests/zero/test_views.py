@@ -1,6 +1,6 @@
 """Views and graphs that outlive a gather: right as in plain torch, or one named error where they are used."""
 
-# covers zero/_gather/stale_views.py
+# covers zero/optimizer.py
 
 from __future__ import annotations
 

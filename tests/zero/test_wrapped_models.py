@@ -1,6 +1,6 @@
 """What something else wraps or shards is refused with a remedy; models that differ between ranks are told apart."""
 
-# covers zero/_config/rank_consistency.py zero/_model/materialize.py
+# covers zero/_config/rank_consistency.py
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from zcomm._base.pending import Pending
 from zcomm._kernels import kernels
 from zcomm._transport.collective_log import CollectiveCall, CollectiveLog
 from zcomm._transport.nccl_library import is_emulated
-from zcomm._transport.streams import SideStreams
+from zcomm._transport.work import SideStreams
 from zcomm.errors import CommunicationError, DivergedError
 
 DEADLOCK_REPORT_S = 5.0

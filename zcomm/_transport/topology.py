@@ -42,9 +42,9 @@ from zcomm._transport.backend_choice import (
     check_names,
     resolved,
 )
-from zcomm._transport.background import Background
 from zcomm._transport.collective_log import CollectiveLog
 from zcomm._transport.deadlock_watch import DeadlockWatch, watch_of
+from zcomm._transport.groups import Background
 from zcomm._transport.nccl_communicators import Communicators
 from zcomm._transport.work import WorkQueue
 from zcomm.errors import ConfigError, StateError, TopologyError

@@ -7,20 +7,34 @@ What drives it:
     async, one exchange      the caller: started at once, finished in ``wait()``
     async, more, on a CPU    a thread of the Topology, in the order of the calls: every exchange overlaps computation
     sync, CUDA               the caller, to the end: waiting orders streams, and does not block the host
-    async, CUDA              the caller, on a side stream (:mod:`zcomm._transport.streams`)
+    async, CUDA              the caller, on a side stream (:mod:`zcomm._transport.work`)
 
 Invariants:
     W1  Over the groups of one Topology, exchanges start in the order of the calls, whatever drives them: while the
         thread has work, every later call queues behind it. Otherwise ranks would start them in different orders.
     W2  The thread ends with the process, and does not keep its Topology alive.
+
+CUDA side streams: asynchronous collectives run on them and overlap the computation.
+
+    current stream   compute ─┬─ compute ───────────────────┬─ compute on the output
+    side stream               └─ quantize, exchange, decode ─┘
+                           the call                      wait()
+
+Invariants:
+    S1  A collective starts after everything that was on the current stream when it was called. Without the wait it
+        would read inputs that are not yet computed (tests/zcomm/test_streams.py).
+    S2  The caller may free the tensors of a collective before it completes: record_stream tells the allocator not to
+        reuse their memory until the side stream has passed this point. Writing to them still needs ``wait()``.
+    S3  The side stream has a high priority: a collective's small kernels run as soon as thread blocks of the
+        computation finish, and not after all kernels that are already queued.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -29,8 +43,32 @@ from torch import Tensor
 
 from zcomm._base.pending import Pending, ends_within
 from zcomm._transport.call_context import Context, current_context, use_context
-from zcomm._transport.streams import SideStreams
 from zcomm.errors import StateError
+
+
+class SideStreams:
+    """One stream for each device, created at the first use."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @contextmanager
+    def after_current(self, device: torch.device, tensors: Sequence[Tensor]) -> Iterator[torch.cuda.Stream]:
+        """A context on the side stream of CUDA ``device``, ordered after the current one, for work on ``tensors``."""
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            self._streams[device] = stream
+        # S1: streams are not ordered by default.
+        stream.wait_stream(torch.cuda.current_stream(device))
+        try:
+            with torch.cuda.stream(stream):
+                yield stream
+        finally:  # also after an error: kernels that were queued before it still use the tensors (S2)
+            for tensor in tensors:
+                if tensor.device == device:
+                    tensor.record_stream(stream)
+
 
 Steps = Generator[Pending | None, None, None]
 OnEnd = Callable[[BaseException | None], None]

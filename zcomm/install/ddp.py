@@ -33,9 +33,8 @@ from zcomm._residuals.loss_scaling import ScalerSetting, scaler_kind
 from zcomm._transport.backend import sum_
 from zcomm._transport.backend_choice import BackendWish, KernelsName
 from zcomm._transport.route import check_backend, find_route
-from zcomm._transport.streams import SideStreams
 from zcomm._transport.topology import Topology
-from zcomm._transport.work import Steps, run_then
+from zcomm._transport.work import SideStreams, Steps, run_then
 from zcomm.errors import ConfigError, LayoutError, StateError, TopologyError
 from zcomm.install.agreement import agree, settings_of
 from zcomm.install.choices import FormatChoice, NamedParameter, Override, choose_formats, clean_name, for_all_reduce

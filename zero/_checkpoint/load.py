@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zcomm import Topology, control
-from zero._checkpoint.agreed_steps import agreed, check_same_on_ranks
+from zero._checkpoint.collective_save import agreed, check_same_on_ranks
 from zero._checkpoint.dcp import FolderReader, LoadPartsPlanner
 from zero._checkpoint.durability import check_tag, read_latest
 from zero._checkpoint.index import Index, read_index

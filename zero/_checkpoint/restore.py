@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zcomm import Topology
-from zero._checkpoint.agreed_steps import agreed
+from zero._checkpoint.collective_save import agreed
 from zero._checkpoint.flat_parts import SCALARS, held_pieces, held_weights, named_buffers, residual_layout
 from zero._checkpoint.index import Index
 from zero._checkpoint.request import Request, Wanted, keys_by_parameter, make_request

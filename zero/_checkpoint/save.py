@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from zcomm import DivergedError, Topology
-from zcomm._transport.background import Background
-from zero._checkpoint.agreed_steps import agreed
-from zero._checkpoint.collective_save import write_together
+from zcomm._transport.groups import Background
+from zero._checkpoint.collective_save import agreed, write_together
 from zero._checkpoint.dcp import FolderWriter, SavePartsPlanner, read_chunk
 from zero._checkpoint.durability import check_tag
 from zero._checkpoint.index import UNREADABLE, Index
@@ -165,8 +164,7 @@ def save_checkpoint(
         DivergedError: Ranks are at different steps or have different settings, so they do not hold one model. On every
             rank.
 
-    Stored are masters, optimizer states, parameter groups, buffers, the loss scale, and the random generators of every
-    rank (python, numpy, torch, GPU).
+    Stored: masters, optimizer states, parameter groups, buffers, the loss scale, and each rank's random generators.
 
     Cost for each rank: its shard is written to the disk; with ``async_op`` it is also copied to host memory.
     """

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zcomm import Topology
-from zero._checkpoint.agreed_steps import agreed
+from zero._checkpoint.collective_save import agreed
 from zero._checkpoint.dcp import FlatPart
 from zero._checkpoint.flat_parts import (
     buffer_parts,

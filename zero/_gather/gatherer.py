@@ -12,34 +12,75 @@ with each other, and give wrong numbers if their sizes are equal, or else never 
 The comparison has process groups of its own, so that it cannot be matched with an exchange in flight. A rank that
 follows its plan does not compare. If another rank does, the two wait in different calls, and DeadlockWatch
 (zcomm/_transport/deadlock_watch.py) reports them.
+
+Views of gathered parameters that outlive the gather, such as a transposed weight that a layer keeps.
+
+    released while viewed     the pool sets the buffer aside: the views keep the right values
+    the parameter changes     the views become NaN, and any use of them raises an error that names the parameter
+    no view is left           the buffer goes back to the pool
+
+How long a view lives differs from rank to rank, and gloo's threads may keep one for a moment. So it affects memory
+only, never what is exchanged: else ranks would make different exchanges, and deadlock.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zcomm import DivergedError, Topology, Work, control
 from zcomm._base import env
 from zcomm._transport import call_context
 from zcomm._transport.call_context import in_bucket
 from zero._config.settings import Effective, ZeroSettings
-from zero._gather.full_replica import FullReplica
-from zero._gather.gather_sources import GatherOptions, Primary, Replica, Secondary
-from zero._gather.stale_views import mark_views_stale
+from zero._gather.gather_sources import FullReplica, GatherOptions, Primary, Replica, Secondary
 from zero._sharding.bucket import Bucket, BucketState, ShardInfo, bump_versions
 from zero._sharding.buffer_pool import BufferPool, num_uses, storage_of
 from zero._sharding.prefetch_plan import END_OF_BACKWARD, Limits, Prefetch, Schedule
+from zero._sharding.released import mark_stale
 from zero._storage.parameter_storage import ParameterStorage
 from zero._storage.shard_storage import ShardStorage
+
+
+def mark_views_stale(pool: BufferPool, buckets: Collection[Bucket]) -> None:
+    """The parameters of ``buckets`` have new values: make any use of a view of the old ones an error.
+
+    Cost: if there are such views, a pass over all Python objects of the process; else none.
+    """
+    found = {storage_of(each.buffer): each for each in pool.viewed() if each.of in buckets}
+    if not found:
+        return
+    for tensor in _tensors():
+        with torch._C.DisableTorchFunctionSubclass():
+            aside, offset = found.get(storage_of(tensor)), int(tensor.storage_offset())
+        if aside is not None and tensor is not aside.buffer and tensor.numel():  # an empty view shows no old values
+            assert isinstance(aside.of, Bucket), "buffers are set aside for buckets"
+            mark_stale(tensor, aside.of.layout.slots[aside.of.layout.slot_at(offset)].name)
+    for aside in found.values():
+        aside.of = None
+        if aside.buffer.is_floating_point():
+            aside.buffer.fill_(float("nan"))  # for NumPy arrays and C++ code, which no class stops
+
+
+def _tensors() -> Iterator[Tensor]:
+    """Every tensor with memory of its own; not wrapper subclasses."""
+    plain = Tensor.__torch_dispatch__
+    for each in gc.get_objects():
+        cls = type(each)
+        if issubclass(cls, Tensor) and cls.__torch_dispatch__ is plain:
+            with torch._C.DisableTorchFunctionSubclass():  # released parameters refuse the call otherwise
+                has_memory = torch._C._has_storage(each)
+            if has_memory:
+                yield each
 
 
 class OrderCheck:

@@ -35,7 +35,7 @@ from zero._sharding.buffer_pool import storage_of
 from zero._sharding.layout import BucketLayout
 from zero._sharding.released import make_released, nan_filled
 from zero._storage.file_shard_storage import FileShard
-from zero._storage.init_shard_files import InitFiles
+from zero._storage.parameter_storage import InitFiles
 
 
 def construction_of(param: nn.Parameter) -> Construction | None:

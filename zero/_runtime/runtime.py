@@ -30,7 +30,7 @@ from zero._optim.delayed_update import DelayedUpdate
 from zero._optim.file_update import FileUpdate, moments_of
 from zero._optim.gradient_files import GradientFiles
 from zero._optim.masters import MasterPiece, OptimizerStates
-from zero._optim.state_placement import assign_states, describe_states
+from zero._optim.state_files import assign_states, describe_states
 from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.gathered_edits import GatheredEdits
 from zero._runtime.initial_values import gather_partitioned, partition_model

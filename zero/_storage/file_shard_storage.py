@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zero._storage.copy_stream import CopyStream
 from zero._storage.file_store import StoredFile
+from zero._storage.host_memory import CopyStream
 from zero._storage.shard_storage import KIND, OnDemandShard
 from zero._storage.staging_buffers import PageRange, StagingBuffers
 from zero._storage.transfer_counters import record

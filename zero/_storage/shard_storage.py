@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zcomm import EncodedShard, StateError, Topology, Work
-from zero._storage.copy_stream import CopyStream
+from zero._storage.host_memory import CopyStream
 from zero._storage.poison import placeholder
 from zero._storage.transfer_counters import record
 
