@@ -22,6 +22,7 @@ from zero._optim.cpu_optimizers import CPUAdagrad, CPUAdam, CPULion
 from zero._optim.lion import Lion
 from zero._ranks.distributed import init_distributed
 from zero._sharding.stages import model_state_nbytes
+from zero._storage.transfer_counters import moved
 from zero.checkpointing import checkpoint
 from zero.engine import Engine
 from zero.initialize import Initialized, add_config_arguments, initialize
@@ -64,6 +65,7 @@ __all__ = [
     "load_checkpoint",
     "load_pretrained",
     "model_state_nbytes",
+    "moved",
     "offload_states",
     "precision_preset",
     "register_external_parameter",
