@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zcomm._bench.harness import BenchReport, Column, interleave
 from zero import CPUAdam
-from zero._optim.cpu_optimizer import Arrays, Factors, Rule, step_
+from zero._optim.cpu_optimizer_base import Arrays, Factors, Rule, step_
 
 try:
     from deepspeed.ops.adam import DeepSpeedCPUAdam

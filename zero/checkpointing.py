@@ -24,7 +24,7 @@ from zero._activations import scope
 from zero._activations.activation_settings import ActivationSettings
 from zero._activations.call import CheckpointedCall
 from zero._activations.checkpointer import Checkpointer
-from zero._activations.install import checkpointer_of, new_checkpointer
+from zero._activations.forward_hooks import checkpointer_of, new_checkpointer
 from zero._activations.random_states import MODEL_PARALLEL, TRACKER, RandomStates
 from zero._activations.usage import ActivationMemory
 from zero._config import read_source

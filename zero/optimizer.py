@@ -26,7 +26,7 @@ from zcomm import StateError, Topology
 from zcomm._transport.call_context import outside_public_call
 from zero._access.state_dict import StateDicts
 from zero._activations.activation_settings import ActivationSettings
-from zero._activations.install import NO_TENSOR_RANKS, install
+from zero._activations.forward_hooks import NO_TENSOR_RANKS, install
 from zero._config.parse import Configuration, Source
 from zero._config.resolved import ResolvedConfig, choose_topology
 from zero._config.settings import Effective
@@ -389,7 +389,7 @@ def _install_on_model(runtime: Runtime, activations: ActivationSettings, model_p
     """Install state-dict hooks and activation checkpointing on the model. Collective.
 
     Raises:
-        OSError: See :func:`zero._activations.install.install`.
+        OSError: See :func:`zero._activations.forward_hooks.install`.
     """
     runtime.state_dicts = StateDicts(runtime)
     runtime.hooks.keep(runtime.state_dicts.install())

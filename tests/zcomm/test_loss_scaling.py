@@ -1,6 +1,6 @@
 """Residuals under a loss scale: the bits of gradients are those of a run without one, a power of 2 apart."""
 
-# covers zcomm/_residuals/loss_scaling.py
+# covers zcomm/_residuals/grad_scaler.py
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ranks import run_ranks, topology
 from tests.zcomm.fsdp2 import full_grad, value_of
 from tests.zcomm.models import Given, flat_grad
 from zcomm import ConfigError, Recipe, Residual
-from zcomm._residuals.loss_scaling import LossScaling
+from zcomm._residuals.grad_scaler import LossScaling
 
 SIZES = {"a": 5000, "b": 3001}
 RECIPE = Recipe(weights="none", gradients=("none", "int4"), reduced="none", residual=True)

@@ -1,6 +1,6 @@
 """CPU optimizers: torch's own as the oracle, 16-bit parameters and moments, states, and what is refused."""
 
-# covers zero/_model/cast.py zero/_optim/cpu_optimizer.py zero/_optim/cpu_optimizers.py zero/optimizer.py
+# covers zero/_model/cast.py zero/_optim/cpu_optimizer_base.py zero/_optim/cpu_optimizers.py zero/optimizer.py
 
 from __future__ import annotations
 

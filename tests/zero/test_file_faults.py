@@ -1,6 +1,6 @@
 """Faults below a file store: each is a Python exception with errno and path, and no read returns wrong bytes."""
 
-# covers zero/_storage/pipeline.py zero/_storage/staging_buffers.py
+# covers zero/_storage/swap_pipeline.py zero/_storage/staging_buffers.py
 
 from __future__ import annotations
 

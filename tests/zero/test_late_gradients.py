@@ -1,6 +1,6 @@
 """A gradient that comes after its bucket was reduced is reduced in a second exchange, on every rank."""
 
-# covers zero/_gradients/grad_attribute.py zero/_gradients/reduction.py zero/_gradients/step_consistency.py
+# covers zero/_gradients/grad_attribute.py zero/_gradients/bucket_reduce_scatter.py zero/_gradients/step_consistency.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """ZeroOptimizer as a torch optimizer: kinds, schedulers, closures, gradients, state; and what is refused."""
 
-# covers zero/_activations/install.py zero/_optim/host_adam.py zero/_optim/masters.py zero/_step/clip.py
+# covers zero/_activations/forward_hooks.py zero/_optim/host_adam.py zero/_optim/masters.py zero/_step/clip.py
 
 from __future__ import annotations
 

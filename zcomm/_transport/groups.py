@@ -1,9 +1,8 @@
 """Creating, naming and destroying the process groups of a topology, including their threads.
 
-A background thread for work that overlaps training, with a gloo group of its own.
-
-Every rank submits the same functions in the same order, so their collectives match. The group is not shared with the
-main thread: two threads that start collectives on one group would start them in a different order on each rank.
+Background is a thread for work that overlaps training, with a gloo group of its own. Every rank submits the same
+functions in the same order, so their collectives match. The group is not shared with the main thread: two threads that
+start collectives on one group would start them in a different order on each rank.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ What drives it:
     async, one exchange      the caller: started at once, finished in ``wait()``
     async, more, on a CPU    a thread of the Topology, in the order of the calls: every exchange overlaps computation
     sync, CUDA               the caller, to the end: waiting orders streams, and does not block the host
-    async, CUDA              the caller, on a side stream (:mod:`zcomm._transport.work`)
+    async, CUDA              the caller, on a side stream, see below
 
 Invariants:
     W1  Over the groups of one Topology, exchanges start in the order of the calls, whatever drives them: while the

@@ -29,7 +29,7 @@ from zcomm._collectives.encoder import Encoder
 from zcomm._formats.formats import codec_for
 from zcomm._formats.philox import RandomKey
 from zcomm._formats.recipes import AUTO_RECIPE, DEFAULT_RECIPE, Recipe, Wires, get_recipe
-from zcomm._residuals.loss_scaling import ScalerSetting, scaler_kind
+from zcomm._residuals.grad_scaler import ScalerSetting, scaler_kind
 from zcomm._transport.backend import sum_
 from zcomm._transport.backend_choice import BackendWish, KernelsName
 from zcomm._transport.route import check_backend, find_route

@@ -20,7 +20,7 @@ from torch import nn
 
 from zcomm._formats.formats import codec_for
 from zcomm._formats.recipes import AUTO_RECIPE, DEFAULT_RECIPE, Recipe, get_recipe
-from zcomm._residuals.loss_scaling import ScalerSetting, scaler_kind
+from zcomm._residuals.grad_scaler import ScalerSetting, scaler_kind
 from zcomm._transport.backend_choice import BackendWish, KernelsName
 from zcomm._transport.nccl_communicators import close_communicators
 from zcomm._transport.route import check_backend

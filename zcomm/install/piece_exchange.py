@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zcomm._formats.recipes import Wires
-from zcomm._residuals.loss_scaling import LossScaling
+from zcomm._residuals.grad_scaler import LossScaling
 from zcomm._residuals.residual import Residual
 from zcomm.install.pieces import FormatPiece
 from zcomm.install.report import Tally

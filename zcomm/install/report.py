@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zcomm._formats.recipes import Recipe
-from zcomm._residuals.loss_scaling import LossScaling, ScalerSetting
+from zcomm._residuals.grad_scaler import LossScaling, ScalerSetting
 from zcomm._residuals.residual import Residual
 from zcomm._transport.topology import Topology
 from zcomm.install.carried import CarriedState

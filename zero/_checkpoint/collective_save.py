@@ -8,9 +8,9 @@ If a rank has failed, the answer is the same error for all.
 DCP's own driver exchanges plans, results and errors as pickles, and unpickling executes code from other ranks. JSON is
 read as data.
 
-Steps of a save or load that may fail on one rank alone (a user's object, a disk, memory): all ranks raise, or none.
-
-A rank that raised alone would leave the others in their next collective: a deadlock until the group's timeout.
+``agreed`` runs a step of a save or load that may fail on one rank alone (a user's object, a disk, memory): all ranks
+raise, or none. A rank that raised alone would leave the others in their next collective: a deadlock until the group's
+timeout.
 """
 
 from __future__ import annotations

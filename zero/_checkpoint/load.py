@@ -22,7 +22,7 @@ from zero._checkpoint.durability import check_tag, read_latest
 from zero._checkpoint.index import Index, read_index
 from zero._checkpoint.model_parallel_parts import part_of, saving_ranks
 from zero._checkpoint.plain_weights import find_weights, index_of_weights
-from zero._checkpoint.request import Request, Wanted
+from zero._checkpoint.request import LoadSelection, Request
 from zero._checkpoint.restore import make_complete_request, restore
 from zero._checkpoint.save import wait_for_saves
 from zero._ranks.collective_calls import collective
@@ -79,7 +79,9 @@ def load_checkpoint(
     constructed anew.
     """
     ranks = saving_ranks(optimizer.topology, optimizer.parts.model_parallel)
-    wanted = Wanted(optimizer_states=load_optimizer_states, module_only=load_module_only, strict=load_module_strict)
+    wanted = LoadSelection(
+        optimizer_states=load_optimizer_states, module_only=load_module_only, strict=load_module_strict
+    )
     agreed(lambda: wait_for_saves(ranks), ranks, "an earlier save")
     asked = {"tag": repr(tag), **{field.name: repr(getattr(wanted, field.name)) for field in fields(wanted)}}
     check_same_on_ranks(asked, ranks, "ask for the same", "pass the same tag and load_* arguments everywhere")
@@ -128,7 +130,7 @@ def _find(
     return index
 
 
-def _check_stateful(index: Index, stateful: Mapping[str, Any], wanted: Wanted) -> None:
+def _check_stateful(index: Index, stateful: Mapping[str, Any], wanted: LoadSelection) -> None:
     missing = [] if wanted.module_only else [name for name in stateful if name not in index.content["stateful"]]
     if missing:
         raise CheckpointError(

@@ -22,7 +22,7 @@ from zero.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class LoadSelection:
     """What to load."""
 
     optimizer_states: bool = True
@@ -79,7 +79,7 @@ class Request:
         return state
 
 
-def make_request(internals: OptimizerParts, index: Index, wanted: Wanted) -> Request:
+def make_request(internals: OptimizerParts, index: Index, wanted: LoadSelection) -> Request:
     """Return what this rank has to read.
 
     Raises:
@@ -99,7 +99,7 @@ def make_request(internals: OptimizerParts, index: Index, wanted: Wanted) -> Req
     return request
 
 
-def _weight_problems(internals: OptimizerParts, index: Index, wanted: Wanted) -> list[str]:
+def _weight_problems(internals: OptimizerParts, index: Index, wanted: LoadSelection) -> list[str]:
     problems = []
     saved = dict(index.content["parameters"])
     for bucket in internals.runtime.buckets:
@@ -132,7 +132,7 @@ def _weight_problems(internals: OptimizerParts, index: Index, wanted: Wanted) ->
     return problems
 
 
-def _buffer_problems(internals: OptimizerParts, index: Index, wanted: Wanted) -> list[str]:
+def _buffer_problems(internals: OptimizerParts, index: Index, wanted: LoadSelection) -> list[str]:
     problems = []
     saved = dict(index.content["buffers"])
     for name, buffer in named_buffers(internals.runtime.model).items():
@@ -189,7 +189,7 @@ def _request_weights(request: Request, internals: OptimizerParts) -> None:
             request.add(key, buffer.numel(), 0, buffer.dtype)
 
 
-def _request_others(request: Request, internals: OptimizerParts, wanted: Wanted) -> None:
+def _request_others(request: Request, internals: OptimizerParts, wanted: LoadSelection) -> None:
     index, rank = request.index, internals.runtime.topology.rank
     prefixes = ["tree."]
     if rank < index.content["world_size"]:

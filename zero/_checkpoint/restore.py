@@ -21,7 +21,7 @@ from zcomm import Topology
 from zero._checkpoint.collective_save import agreed
 from zero._checkpoint.flat_parts import SCALARS, held_pieces, held_weights, named_buffers, residual_layout
 from zero._checkpoint.index import Index
-from zero._checkpoint.request import Request, Wanted, keys_by_parameter, make_request
+from zero._checkpoint.request import LoadSelection, Request, keys_by_parameter, make_request
 from zero._checkpoint.snapshot import group_options, restore_random_state
 from zero._checkpoint.streamed_load import StreamedStates
 from zero._ranks.rank_errors import on_every_rank, raise_first
@@ -44,7 +44,7 @@ logger = logging.getLogger("zero")
 ANEW = "construct model and optimizer anew, and load another checkpoint"
 
 
-def make_complete_request(internals: OptimizerParts, index: Index, wanted: Wanted) -> Request:
+def make_complete_request(internals: OptimizerParts, index: Index, wanted: LoadSelection) -> Request:
     """:func:`zero._checkpoint.request.make_request`, with replicas and residuals."""
     request = make_request(internals, index, wanted)
     if wanted.optimizer_states and not wanted.module_only:
@@ -189,7 +189,7 @@ def _copied(receiver: _Receiver) -> tuple[Any, ...]:
 
 @torch.no_grad()
 def restore(
-    optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, Any], wanted: Wanted, ranks: Topology
+    optimizer: ZeroOptimizer, request: Request, stateful: Mapping[str, Any], wanted: LoadSelection, ranks: Topology
 ) -> dict[str, Any]:
     """Restore everything that was requested, write back the parameters, and return the client state. Collective.
 
@@ -232,7 +232,7 @@ def restore(
 
 
 def _decoded(
-    internals: OptimizerParts, request: Request, stateful: Mapping[str, Any], wanted: Wanted
+    internals: OptimizerParts, request: Request, stateful: Mapping[str, Any], wanted: LoadSelection
 ) -> dict[str, Any]:
     """Decode this rank's values that are not tensors of the model or its optimizer."""
     _check_expanded(internals, request)

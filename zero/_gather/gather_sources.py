@@ -1,4 +1,4 @@
-"""Sources of a gather: the primary partition, hpZ's secondary partition, or a node's replica; and its exchanges.
+"""Sources of a gather: the primary partition, hpZ's secondary partition, or a replica; and its exchanges.
 
     Primary     the shards of all ranks               columns of the shards:  | first | ..., each of at most max_numel
     Secondary   the node's own copy (hpZ)             as many, contiguous:    |   0   |   1   |   2   | ...
@@ -6,7 +6,7 @@
 
 The first exchange carries at most as much as may be prefetched: of a larger bucket only that part is prefetched.
 
-``mode="delta"``, stages 1 and 2 on several nodes: sends changes of parameters instead of parameters.
+FullReplica is the source of ``mode="delta"``, stages 1 and 2 on several nodes. It sends changes of parameters:
 
     after a step     update: shard - own row of the full buffer --4 bits--> added to that row on every rank
     other writes     refresh: the shard itself, to every rank

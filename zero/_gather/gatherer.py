@@ -2,7 +2,7 @@
 
     acquire: SHARDED -> pool buffer -> all-gather (primary, or inside the node from the secondary partition) -> FULL
     release: FULL -> released parameters, buffer back to the pool, unless the schedule keeps it for its next use; a
-             buffer that is still viewed is set aside (stale_views.py)
+             buffer that is still viewed is set aside (ViewedBuffer)
 
 Each use is recorded by a Schedule (_sharding/prefetch_plan.py), which says what to prefetch for later uses. Without a
 plan, in the first iteration and after a change of order, the ranks compare what they are about to gather before the
@@ -13,7 +13,7 @@ The comparison has process groups of its own, so that it cannot be matched with 
 follows its plan does not compare. If another rank does, the two wait in different calls, and DeadlockWatch
 (zcomm/_transport/deadlock_watch.py) reports them.
 
-Views of gathered parameters that outlive the gather, such as a transposed weight that a layer keeps.
+A view can outlive the gather, such as a transposed weight that a layer keeps:
 
     released while viewed     the pool sets the buffer aside: the views keep the right values
     the parameter changes     the views become NaN, and any use of them raises an error that names the parameter

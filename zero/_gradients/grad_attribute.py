@@ -38,7 +38,7 @@ class UserGradient(NamedTuple):
         return self.grads.bucket.layout.slots[self.slot].name
 
 
-class ShownGradients:
+class GradAttributes:
     """The ``.grad`` of the parameters of ``all_grads``.
 
     Args:

@@ -30,8 +30,8 @@ from zcomm import DivergedError, StateError, Topology, Work, all_gather_single, 
 from zcomm._transport.call_context import outside_public_call
 from zero._config.settings import Effective, ZeroSettings
 from zero._gradients.bucket_gradients import BucketGrads, InFlight
-from zero._gradients.grad_attribute import ShownGradients, check_dense
-from zero._gradients.reduction import Reduction, commit, forget_slot, roll_back
+from zero._gradients.bucket_reduce_scatter import Reduction, commit, forget_slot, roll_back
+from zero._gradients.grad_attribute import GradAttributes, check_dense
 from zero._gradients.step_consistency import OTHER_GATHERS, StepFacts
 from zero._optim.gradient_files import FileGradient, GradientFiles
 from zero._sharding.bucket import Bucket, master_dtype
@@ -106,7 +106,7 @@ class Reducer:
         self._cursor = 0
         self._in_flight: list[InFlight] = []
         self._reduction_wait = ReductionWait()
-        self.shown = ShownGradients(self.all, is_full=not self._stage.shards_states)
+        self.shown = GradAttributes(self.all, is_full=not self._stage.shards_states)
         self.facts = StepFacts(self.all)
         self.reduces_now = self._reaches_all_nodes = self.ends_step = True
         self.holds_unreduced = False

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero._optim.cpu_optimizer import CPUOptimizer, Factors, Rule, check_betas, check_range
+from zero._optim.cpu_optimizer_base import CPUOptimizer, Factors, Rule, check_betas, check_range
 
 
 class CPUAdam(CPUOptimizer):

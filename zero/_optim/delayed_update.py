@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zcomm import Topology
-from zero._optim.cpu_optimizer import CPUOptimizer
+from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.file_update import FileUpdate
 from zero._optim.masters import MasterPiece
 from zero._optim.optimizer_clone import over_groups

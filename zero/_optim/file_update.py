@@ -17,18 +17,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zcomm import ConfigError, StateError
-from zero._optim.cpu_optimizer import CPUOptimizer
+from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.gradient_files import GradientFiles, GradientInMemory
 from zero._optim.masters import MasterPiece
 from zero._optim.optimizer_clone import copy_of
 from zero._optim.state_files import LoadedSubGroup, StateFiles, SubGroup
 from zero._optim.step_pieces import numbers_of_groups, restrict_groups
 from zero._sharding.bucket import Bucket
-from zero._storage.pipeline import Pipeline
 from zero._storage.poison import placeholder
+from zero._storage.swap_pipeline import Pipeline
 
 
-class MasterPart(NamedTuple):
+class LoadedMaster(NamedTuple):
     """Elements ``[first, first + len(master))`` of a piece, loaded into memory."""
 
     piece: MasterPiece
@@ -192,7 +192,7 @@ class FileUpdate:
                 continue
             own = {name: moment[run] for name, moment in moments.items()}
             grad = grad[first : stop - piece.start] if unit.gradient is None else unit.gradient.values[run]
-            parts.append(MasterPart(piece, first, master[run], own, grad, shard[run]))
+            parts.append(LoadedMaster(piece, first, master[run], own, grad, shard[run]))
         for part in parts:
             self._inner.state[part.master] = self._state_of(part)
         try:
@@ -204,7 +204,7 @@ class FileUpdate:
                 self._inner.state.pop(part.master, None)
         bucket.finish_update(group.start, group.stop)
 
-    def _state_of(self, part: MasterPart) -> dict[str, Any]:
+    def _state_of(self, part: LoadedMaster) -> dict[str, Any]:
         """The state of a part: its runs of the moments, and copies of the numbers."""
         state = self._inner.state.get(part.piece.master, {})
         return {
@@ -212,7 +212,7 @@ class FileUpdate:
             for name, value in state.items()
         }
 
-    def _step(self, parts: list[MasterPart], factor: float) -> None:
+    def _step(self, parts: list[LoadedMaster], factor: float) -> None:
         inner = self._inner
         if isinstance(inner, CPUOptimizer):
             for part in parts:
@@ -236,7 +236,7 @@ class FileUpdate:
             part.master.grad = None
             part.out.copy_(part.master)
 
-    def _keep_state(self, part: MasterPart, state: Mapping[str, Any]) -> None:
+    def _keep_state(self, part: LoadedMaster, state: Mapping[str, Any]) -> None:
         """Copy moments to the buffer that is written; keep the rest for the commit."""
         kept: dict[str, Any] = {}
         for name, value in state.items():

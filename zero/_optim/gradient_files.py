@@ -26,7 +26,7 @@ from zero._optim.state_files import PAGE, SubGroup
 from zero._sharding.bucket import Bucket
 from zero._storage.file_store import FileStore, Transfer
 from zero._storage.host_memory import HostMemory, PendingCopy
-from zero._storage.pipeline import Pipeline
+from zero._storage.swap_pipeline import Pipeline
 from zero._storage.tier_settings import StateTier, Tiers
 
 KIND = "gradients"
@@ -35,7 +35,7 @@ MAX_ARRIVING = 2
 
 
 class GradientInMemory:
-    """The gradient of a sub-group in memory; a :class:`zero._storage.pipeline.StagedUnit`.
+    """The gradient of a sub-group in memory; a :class:`zero._storage.swap_pipeline.StagedUnit`.
 
     Args:
         files: Where it is stored.

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from zero._config.resolved import ResolvedConfig
-from zero._optim.cpu_optimizer import CPUOptimizer
+from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.cpu_optimizers import CPUAdam
 from zero._optim.masters import MasterPiece, build_inner
 from zero._sharding.bucket import Bucket

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zero._optim.cpu_optimizer import check_betas, check_range
+from zero._optim.cpu_optimizer_base import check_betas, check_range
 
 
 class Lion(Optimizer):

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from zcomm import Topology
 from zero._config.settings import ZeroSettings
-from zero._optim.cpu_optimizer import CPUOptimizer
+from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.host_adam import describe_update
 from zero._sharding.bucket import Bucket, master_dtype
 from zero._sharding.stages import get_stage
@@ -60,7 +60,7 @@ class SubGroup:
 
 
 class LoadedSubGroup:
-    """A sub-group in memory: its master and moments; a :class:`zero._storage.pipeline.StagedUnit`."""
+    """A sub-group in memory: its master and moments; a :class:`zero._storage.swap_pipeline.StagedUnit`."""
 
     def __init__(self, files: StateFiles, group: SubGroup, *, reads: bool, moments: bool = True) -> None:
         self._files, self._group = files, group

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero._optim.cpu_optimizer import CPUOptimizer
+from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.masters import MasterPiece
 from zero._sharding.bucket import Bucket
 

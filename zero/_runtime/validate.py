@@ -26,7 +26,7 @@ from zero._config.resolved import ResolvedConfig, resolve_config
 from zero._config.settings import ZeroSettings
 from zero._model.model_checks import check_is_plain
 from zero._model.model_layout import check_model, plan_model
-from zero._optim.cpu_optimizer import CPUOptimizer
+from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.elementwise_check import check_elementwise, check_states
 from zero._optim.masters import as_groups, build_inner, check_options
 from zero._optim.optimizer_clone import check_is_new

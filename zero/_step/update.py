@@ -16,7 +16,7 @@ from __future__ import annotations
 from torch.optim import Optimizer
 
 from zcomm import StateError
-from zero._optim.cpu_optimizer import CPUOptimizer
+from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.delayed_update import DelayedStep, DelayedUpdate
 from zero._optim.file_update import FileUpdate
 from zero._optim.masters import MasterPiece
@@ -25,7 +25,7 @@ from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.runtime import Runtime
 from zero._runtime.write_back import used_buckets, used_parameters
 from zero._sharding.bucket import Bucket
-from zero._step.delta_publish import BucketwiseUpdate
+from zero._step.delta_send import BucketwiseUpdate
 from zero._step.final_gradients import FinalGradients
 
 

@@ -35,7 +35,7 @@ from zcomm.volume import (
 from zero._config.delta_hpz_settings import resolve_mode
 from zero._config.settings import Effective, ZeroSettings
 from zero._gather.gather_sources import GatherOptions, gather_options
-from zero._gradients.reduction import WIRE_NAMES
+from zero._gradients.bucket_reduce_scatter import WIRE_NAMES
 from zero._model.model_layout import MERGED_NUMEL
 from zero._sharding.layout import BucketLayout
 from zero.plan.model import Model

@@ -20,7 +20,7 @@ from torch import optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from zero._optim.cpu_optimizer import CPUOptimizer
+from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.masters import MasterPiece
 from zero._optim.step_pieces import numbers_of_groups, step_pieces
 from zero._runtime.runtime import Runtime

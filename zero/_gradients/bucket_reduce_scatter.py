@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zcomm import LayoutError, NodeSums, Residual, Span, Topology, Work, reduce_scatter_single
-from zcomm._residuals.loss_scaling import LossScaling
+from zcomm._residuals.grad_scaler import LossScaling
 from zcomm._transport.call_context import in_bucket
 from zero._config.settings import UNQUANTIZED, Effective, ZeroSettings
 from zero._gradients.bucket_gradients import BucketGrads
