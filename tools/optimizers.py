@@ -55,20 +55,20 @@ NEEDED: dict[str, dict[str, Any]] = {"Ranger21": {"num_iterations": 100}, "SGD":
 """What constructors have no default for; tried with these where ``cls(params)`` fails."""
 COLUMNS = ("library", "optimizer", "verdict", "off", "two processes")
 REASONS = {
-    "draws random numbers": "random numbers, of which every rank has its own",
+    "draws random numbers": "draws random numbers, which differ per rank",
     "as a vector and as a matrix": "depends on shapes: factored states, orthogonalisation, means of rows, ...",
     "other elements of the tensor": "depends on the other elements of a tensor: norms, trust ratios, clipping, ...",
     "other tensors of the group": "depends on other tensors: global norms, estimates of the distance, ...",
     "other parameter groups": "depends on other parameter groups",
     "which tensors a rank has": "depends on which tensors a rank has",
     "steps another optimizer": "wraps another optimizer, whose state a checkpoint would lose",
-    "a checkpoint would lose it": "keeps what steps change outside of its state, and a checkpoint would lose it",
+    "a checkpoint would lose it": "keeps state outside optimizer.state, which a checkpoint would lose",
     "a checkpoint holds numbers": "keeps states that a checkpoint cannot hold",
     "can neither be divided": "keeps states, of large parameters, that cannot be divided over ranks or saved",
     "has state": "has state from a constructor that needs more than parameter groups",
     "so it cannot be tried": "moved nothing in the trial",
-    "without a closure": "needs what a step on shards does not have: a closure, second derivatives, matrices, ...",
-    "not built": "cannot be built over these parameters: wants matrices only, marks of groups, the model, ...",
+    "without a closure": "needs a closure, second derivatives, full matrices, ...",
+    "not built": "cannot be built here: needs two-dimensional parameters, flags in its groups, the model, ...",
 }
 
 

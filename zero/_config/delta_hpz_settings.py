@@ -2,10 +2,10 @@
 
 ``mode="delta_hpz"``, stage 3 on several nodes. 4-bit messages cross the network once a step, not per micro-batch:
 
-    forward, backward   parameters are gathered inside the node from its ranks' replicas       gather_sources.Replica
-    each micro-batch    gradients are summed inside the node, in float32                       reduction.Reduction
-    the last one        these sums are reduced between the nodes, bucket by bucket             reduction.Reduction
-    step()              norm and clipping; then bucket by bucket the sharded update. The       delta_send
+    forward, backward   parameters are gathered inside the node from its ranks' replicas       Replica
+    each micro-batch    gradients are summed inside the node, in float32                       Reduction
+    the last one        these sums are reduced between the nodes, bucket by bucket             Reduction
+    step()              norm and clipping; then bucket by bucket the sharded update. The       BucketwiseUpdate
                         delta of the updated shard goes to the ranks of equal local rank of
                         the other nodes while the next bucket is updated; the bucket's next
                         use waits for it
