@@ -2,9 +2,9 @@
 
     python tools/optimizers.py [--ranks]     writes bench/results/optimizers.md and the table in docs/optimizer.md
 
-Each is built with its defaults over a small model, asked for the verdict of ``zero._optim.elementwise_check`` and
-it, and then trained twice in float64: whole, and with its parameters laid flat and cut for three
-ranks, each with an optimizer of its own over its pieces. That needs no code of zero. ``--ranks`` trains what was
+Each is built with its defaults over a small model, asked for the verdict of ``zero._optim.elementwise_check``, and then
+trained twice in float64: whole, and with its parameters laid flat and cut for three ranks, each with an optimizer of
+its own over its pieces. That needs no code of zero. ``--ranks`` trains what was
 accepted with ZeroOptimizer itself, on two processes at stages 1 and 3. Each is tried in a process of its own, for a
 limited time. Results are written after every optimizer; ``--resume`` goes on with the rows that are there, of the same
 versions.
@@ -64,7 +64,7 @@ REASONS = {
     "steps another optimizer": "wraps another optimizer, whose state a checkpoint would lose",
     "a checkpoint would lose it": "keeps state outside optimizer.state, which a checkpoint would lose",
     "a checkpoint holds numbers": "keeps states that a checkpoint cannot hold",
-    "can neither be divided": "keeps states, of large parameters, that cannot be divided over ranks or saved",
+    "can neither be sharded": "keeps states, of large parameters, that cannot be divided over ranks or saved",
     "has state": "has state from a constructor that needs more than parameter groups",
     "so it cannot be tried": "moved nothing in the trial",
     "without a closure": "needs a closure, second derivatives, full matrices, ...",

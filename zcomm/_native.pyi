@@ -1,7 +1,7 @@
 """Native CPU kernels of the wire formats (C++). The contracts stand in ``cpp/include/zcomm/*.h``.
 
-Codec ids: the numbers of ``zcomm.formats.CODECS``, but for float64. ``is_rotated``: whole blocks are Hadamard-rotated.
-``draw``: seed, tensor, step, hop, rank, first of a ``zcomm.philox.Draw``, for the stochastic rounding of int codecs.
+Codec ids: the numbers of ``CODECS`` in _formats/formats.py, but for float64. ``is_rotated``: whole blocks are rotated.
+``draw``: seed, tensor, step, hop, rank, first of a ``Draw`` (_formats/philox.py), for stochastic rounding.
 dtype ids: 0 float32, 1 bfloat16, 2 float16. Addresses (``*_ptr``) are ints. Strides of arrays count elements, strides
 of messages bytes. The calls release the GIL, may run at the same time, and raise ValueError on bad arguments and on a
 message whose trailer does not carry ``layout_hash``.

@@ -123,17 +123,19 @@ def _module(file: str) -> str:
 
 def _nearest_python(file: str) -> list[str]:
     module = _module(file)
-    package, words = file.split("/")[0], _words(file.split("/", 1)[1])
+    package, words = file.split("/")[0], _words(Path(file).stem)
     text = (ROOT / file).read_text()
     names = set(re.findall(r"^(?:class|def) ([A-Za-z]\w+)", text, re.MULTILINE))
     users = [(2.0, name) for name in _importers(module)]
     users += [(1.0, name) for _, user in users for name in _importers(_module(user))]
-    named = [(weight, _words(name.split("/", 1)[1])) for weight, name in dict.fromkeys(users)]
+    named = [(weight, _words(Path(name).stem)) for weight, name in dict.fromkeys(users)]
     imports = re.compile(rf"(?:from {re.escape(module)} import|import {re.escape(module)}\b|{re.escape(file)})")
 
     def score(test: str) -> float:
         of_test, said = _words(test.split("/", 1)[1]) - {package}, _tests()[test]
-        near = 10.0 * (of_test == words) + 4.0 * len(of_test & words) / len(words | of_test)
+        covers = re.search(r"^# covers .*$", said, re.MULTILINE)
+        near = 10.0 * (of_test == words) + 10.0 * (covers is not None and file in covers[0].split())
+        near += +4.0 * len(of_test & words) / len(words | of_test)
         near += 6.0 * bool(imports.search(said)) + min(4, sum(bool(re.search(rf"\b{n}\b", said)) for n in names))
         near += max((w * len(of_test & user) / len(user | of_test) for w, user in named if user), default=0.0)
         return near + 0.5 * test.startswith(f"tests/{package}/")

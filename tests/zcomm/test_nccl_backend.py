@@ -113,7 +113,7 @@ def _check_an_id_that_cannot_be_made(rank: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nccl_communicators, "nccl_library", fail)
-        with pytest.raises(CommunicationError, match="its first rank made no id: no socket"):
+        with pytest.raises(CommunicationError, match="failed on its first rank: no socket"):
             nccl_communicators._unique_id(hop_of_group(None))
 
 

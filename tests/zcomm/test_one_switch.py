@@ -45,7 +45,7 @@ def _check_all_ranks_choose_alike(rank: int) -> None:
         Topology(ranks_per_node=1, backend="nccl" if rank else "torch")
     with pytest.raises(ConfigError, match="kernels is auto on rank 0 and reference on rank 1"):
         Topology(ranks_per_node=1, kernels="reference" if rank else "auto")
-    expected = r"(?s)not every rank can .*\n  rank 1: backend='nccl' cannot be used: no NCCL here$"
+    expected = r"(?s)must be available on every rank:\n  rank 1: backend='nccl' cannot be used: no NCCL here$"
     with nccl_is_there("no NCCL here" if rank else ""), pytest.raises(BackendUnavailableError, match=expected):
         Topology(ranks_per_node=1, backend="nccl")
     with (

@@ -23,6 +23,7 @@ from zcomm._bench import torch_calls
 from zcomm._bench.data import Tiles
 from zcomm._collectives.auto_format import AUTO, table_of
 from zcomm._formats.formats import Format, codec_for, get_format
+from zcomm._transport.route import WireFormat
 
 # Half the widest gap between levels over the largest level.
 RELATIVE = {
@@ -176,7 +177,7 @@ class Workload:
         return zcomm.RandomKey(0, 0, self._num_random)
 
     @staticmethod
-    def _formats(wire: Wire) -> tuple[zcomm._transport.route.WireFormat, zcomm._transport.route.WireFormat]:
+    def _formats(wire: Wire) -> tuple[WireFormat, WireFormat]:
         if wire.is_auto:
             return AUTO, AUTO
         if wire.num_hops == 1:

@@ -86,6 +86,11 @@ def _shape(entry: dict[str, Any]) -> tuple[int, ...]:
 def _wanted(index: Index, dtype: torch.dtype | None) -> dict[str, tuple[str, torch.dtype, tuple[int, ...]]]:
     """Maps the name of each tensor to write to its key in the checkpoint, and the dtype and shape to write."""
     wanted: dict[str, tuple[str, torch.dtype, tuple[int, ...]]] = {}
+    if index.content.get("tiles"):
+        raise CheckpointError(
+            f"{index.folder} holds the tiles of layers that tile_linears_above has cut, which is no longer supported: "
+            f"tiled layers={sorted(index.content['tiles'])[:3]}; export it with the version that saved it"
+        )
     for kind, section in (("weight", "parameters"), ("buffer", "buffers")):
         for name, entry in index.content[section].items():
             own, shape = DTYPES[entry["dtype"]], _shape(entry)

@@ -155,7 +155,7 @@ def _buffer_problems(internals: OptimizerParts, index: Index, wanted: LoadSelect
 
 
 def _group_problems(internals: OptimizerParts, index: Index) -> list[str]:
-    remedy = "(load_optimizer_states=False starts a new optimizer)"
+    remedy = "(load_optimizer_states=False keeps the states of this optimizer)"
     saved = index.content["optimizer"]
     if saved is None:
         return [f"no optimizer was saved {remedy}"]

@@ -38,7 +38,7 @@ from zero._sharding.bucket import Bucket
 from zero._sharding.stages import Stage
 from zero._sharding.units import Unit, external_parameters, is_compiled, own_parameters
 
-HOOKING = frozenset({__name__, "zero._gather.hooks", "torch._dynamo.eval_frame"})
+HOOKING = frozenset({__name__, "torch._dynamo.eval_frame"})
 """Modules whose frames are hooks or call them."""
 
 
