@@ -227,7 +227,7 @@ class Engine:
         load_optimizer_states: bool = True,  # noqa: FBT001
         load_lr_scheduler_states: bool = True,  # noqa: FBT001
         load_module_only: bool = False,  # noqa: FBT001
-    ) -> checkpoints.Loaded:
+    ) -> checkpoints.LoadedCheckpoint:
         """Load a checkpoint of any stage and world size; returns ``(path, client_state)``. Collective.
 
         See :func:`zero.load_checkpoint`.
