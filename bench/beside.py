@@ -6,7 +6,8 @@
 
 Both versions run at once, each in ranks of its own, and take turns: a round is ``--steps`` optimizer steps of each
 system in each version, in an order of its own, and whoever has no turn waits at a pipe. So whatever else the machine
-does falls on both alike. The scripts are those beside this file for both; only the library differs.
+does falls on both alike. The scripts are those beside this file for both; only the library differs. They import
+``zcomm._bench``: a version that still calls it ``zcomm.bench`` needs a link, ``ln -s bench ../before/zcomm/_bench``.
 
 For both, freed memory stays with the process (glibc's thresholds, unless the environment has them). By default glibc
 returns some to the system and gets it back page by page, up to a third of such a step, and in which version depends on

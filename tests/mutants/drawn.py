@@ -135,7 +135,7 @@ def _nearest_python(file: str) -> list[str]:
         of_test, said = _words(test.split("/", 1)[1]) - {package}, _tests()[test]
         covers = re.search(r"^# covers .*$", said, re.MULTILINE)
         near = 10.0 * (of_test == words) + 10.0 * (covers is not None and file in covers[0].split())
-        near += +4.0 * len(of_test & words) / len(words | of_test)
+        near += 4.0 * len(of_test & words) / len(words | of_test)
         near += 6.0 * bool(imports.search(said)) + min(4, sum(bool(re.search(rf"\b{n}\b", said)) for n in names))
         near += max((w * len(of_test & user) / len(user | of_test) for w, user in named if user), default=0.0)
         return near + 0.5 * test.startswith(f"tests/{package}/")

@@ -282,6 +282,17 @@ def _forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (path / "metadata.json").write_text(json.dumps(document))
 
 
+def test_tiles_of_a_removed_setting_are_not_exported_as_layers(tmp_path: Path) -> None:
+    """Earlier versions noted the layers that ``tile_linears_above`` had cut, and joined them on export."""
+    optimizer = zero.ZeroOptimizer(torch.nn.Linear(4, 4), torch.optim.SGD, lr=0.1)
+    zero.save_checkpoint(optimizer, tmp_path, "tiled")
+    optimizer.close()
+    _forge(tmp_path / "tiled", lambda content: content.update(tiles={"layer.weight": [["layer.linears.0.weight", 4]]}))
+    with pytest.raises(CheckpointError, match=r"tile_linears_above .*tiled layers=\['layer.weight'\]; export it with"):
+        zero.export_checkpoint(tmp_path, tmp_path / "x.safetensors")
+    assert not (tmp_path / "x.safetensors").exists()
+
+
 def _first_chunk(content: dict[str, Any]) -> list[Any]:
     return content["tensors"]["weight/wte.weight"]["chunks"][0]
 
